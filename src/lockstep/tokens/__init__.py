@@ -1,0 +1,34 @@
+"""The shared values: what was asked, what was sampled, and what a trainer may learn from."""
+
+from lockstep.tokens import errors
+from lockstep.tokens.completion import (
+    FINISHES,
+    Completion,
+    Finish,
+    PromptLogprob,
+    Ranked,
+    VersionSpan,
+    check_logprobs,
+    merge_spans,
+)
+from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.experts import RoutedExperts
+from lockstep.tokens.sample import Sample
+from lockstep.tokens.sampling import LogprobMode, Sampling
+
+__all__ = [
+    "FINISHES",
+    "Completion",
+    "Finish",
+    "LockstepError",
+    "LogprobMode",
+    "PromptLogprob",
+    "Ranked",
+    "RoutedExperts",
+    "Sample",
+    "Sampling",
+    "VersionSpan",
+    "check_logprobs",
+    "errors",
+    "merge_spans",
+]

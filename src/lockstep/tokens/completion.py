@@ -1,0 +1,146 @@
+"""What an engine answered: token ids and logprobs from one record, with the versions behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal, get_args
+
+from lockstep.tokens.errors import (
+    BadLogprob,
+    BadVersions,
+    Misaligned,
+    MissingFinish,
+)
+from lockstep.tokens.experts import RoutedExperts
+from lockstep.tokens.sampling import LogprobMode
+
+Finish = Literal["stop", "length", "tool_calls", "abort"]
+FINISHES: tuple[str, ...] = get_args(Finish)
+SENTINEL = -9999.0
+"""Some engines write this where they have no logprob; it is never a real one."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of a completion were sampled under `version` (an opaque string)."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """One alternative at a position: a token, its logprob, and its rank (1 is the most likely)."""
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """The logprob of a prompt token given those before it, and the most likely alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+    top: tuple[Ranked, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished generation. Checked when made: an instance that exists keeps the contract.
+
+    token_ids and logprobs have the same length; version spans cover the tokens without gaps;
+    every logprob is finite (unless `allow_nonfinite`, which leaves them flagged for the caller);
+    experts, when present, have a row for every token but the last.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    prompt_ids: list[int]
+    finish: Finish
+    versions: tuple[VersionSpan, ...]
+    logprob_mode: LogprobMode = "raw"
+    temperature: float = 1.0
+    index: int = 0
+    request_id: str = ""
+    stop_token: int | None = None
+    top_logprobs: list[tuple[Ranked, ...]] | None = None
+    ranks: list[int] | None = None
+    prompt_logprobs: list[PromptLogprob | None] | None = None
+    worker: str | None = None
+    adapter: str | None = None
+    experts: RoutedExperts | None = None
+    allow_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.finish not in FINISHES:
+            raise MissingFinish(
+                f"finish reason is {self.finish!r}, expected one of {', '.join(FINISHES)}"
+            )
+        check_aligned(len(self.token_ids), self.logprobs, "logprobs")
+        if self.top_logprobs is not None:
+            check_aligned(len(self.token_ids), self.top_logprobs, "top_logprobs")
+        if not self.allow_nonfinite:
+            check_logprobs(self.logprobs)
+        check_spans(self.versions, len(self.token_ids))
+        if self.experts is not None:
+            self.experts.check_covers(len(self.prompt_ids) + len(self.token_ids))
+
+    @property
+    def complete(self) -> bool:
+        """Whether the model ended this turn itself; not so after `abort` or `length`."""
+        return self.finish in ("stop", "tool_calls")
+
+    @property
+    def bad_positions(self) -> list[int]:
+        """Positions of logprobs that are not finite numbers (only with `allow_nonfinite`)."""
+        return [at for at, value in enumerate(self.logprobs) if not usable(value)]
+
+
+def usable(logprob: float) -> bool:
+    return isfinite(logprob) and logprob > SENTINEL
+
+
+def check_aligned(tokens: int, values: Sequence[object], name: str) -> None:
+    """Raises Misaligned unless there is one value per token."""
+    if len(values) != tokens:
+        raise Misaligned(f"{tokens} token ids but {len(values)} {name}")
+
+
+def check_logprobs(logprobs: Sequence[float]) -> None:
+    """Raises BadLogprob with the first position that holds NaN, an infinity or a sentinel."""
+    if not logprobs or (isfinite(sum(logprobs)) and min(logprobs) > SENTINEL):
+        return
+    for at, value in enumerate(logprobs):
+        if not usable(value):
+            raise BadLogprob(f"logprob at position {at} is {value}, expected a finite number")
+
+
+def check_spans(spans: Sequence[VersionSpan], tokens: int) -> None:
+    """Raises BadVersions unless the spans cover [0, tokens) in order and without gaps."""
+    at = 0
+    for span in spans:
+        if span.start != at or span.end <= span.start:
+            raise BadVersions(
+                f"version span {span.version!r} covers [{span.start}, {span.end}), "
+                f"expected it to start at {at} and not to be empty"
+            )
+        at = span.end
+    if at != tokens:
+        raise BadVersions(f"version spans cover {at} tokens, but there are {tokens}")
+
+
+def merge_spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
+    """Spans for one version label per token."""
+    spans: list[VersionSpan] = []
+    for at, version in enumerate(versions):
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(version, spans[-1].start, at + 1)
+        else:
+            spans.append(VersionSpan(version, at, at + 1))
+    return tuple(spans)

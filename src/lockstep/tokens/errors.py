@@ -1,0 +1,162 @@
+"""The one error hierarchy: each error has a stable code, says what was expected and what came.
+
+LockstepError
+├── BadRequest                400  the caller sent something wrong; `param` names the field
+│   ├── UnknownField               a field nobody knows
+│   ├── UnsupportedField           a known field, at a value this server cannot honour
+│   ├── BadTokenId                 empty, negative, out of vocabulary or not an integer
+│   └── PromptTooLong              no room for one more token
+├── Unauthorized              401  no token, or the wrong one
+├── Forbidden                 403  a path, host or key that is not allowed here
+├── NotFound                  404  no such route, model, session or operation
+│   └── UnknownModel               neither a served model nor a loaded adapter
+├── Conflict                  409  right request, wrong moment
+│   ├── VersionUnavailable         the demanded weight version is not the one served
+│   └── PrefixBreak                the next prompt cannot start with the stored ids
+├── CheckpointError           422  weights that must not be loaded; nothing was touched
+│   └── AdapterError               the same for a LoRA adapter
+├── Busy                      429  a queue is full; try again later
+├── EngineFailure             500  the engine broke while it worked on the request
+├── ContractError             502  an answer that breaks the token contract
+│   ├── MissingTokenIds            no ids in the answer: they are never made from text
+│   ├── Misaligned                 ids and logprobs that do not belong together
+│   ├── BadLogprob                 null, NaN, infinite or a sentinel
+│   ├── MissingFinish              an answer that ends without saying why
+│   ├── BadExperts                 routed experts whose rows, shape or dtype are off
+│   └── BadVersions                spans that do not cover the tokens
+├── Unavailable               503  nobody can serve this now
+└── DeadlineExceeded          504  it took longer than it may
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class LockstepError(Exception):
+    """Base of every error that Lockstep raises on purpose."""
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class BadRequest(LockstepError):
+    code = "bad_request"
+    status = 400
+
+
+class UnknownField(BadRequest):
+    code = "unknown_field"
+
+
+class UnsupportedField(BadRequest):
+    code = "unsupported_field"
+
+
+class BadTokenId(BadRequest):
+    code = "bad_token_id"
+
+
+class PromptTooLong(BadRequest):
+    code = "prompt_too_long"
+
+
+class Unauthorized(LockstepError):
+    code = "unauthorized"
+    status = 401
+
+
+class Forbidden(LockstepError):
+    code = "forbidden"
+    status = 403
+
+
+class NotFound(LockstepError):
+    code = "not_found"
+    status = 404
+
+
+class UnknownModel(NotFound):
+    code = "unknown_model"
+
+
+class Conflict(LockstepError):
+    code = "conflict"
+    status = 409
+
+
+class VersionUnavailable(Conflict):
+    code = "version_unavailable"
+
+
+class PrefixBreak(Conflict):
+    """The next prompt cannot start with the ids of the turns before it; `cause` says why."""
+
+    code = "prefix_break"
+
+    def __init__(self, message: str, *, cause: str, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.cause = cause
+
+
+class CheckpointError(LockstepError):
+    code = "bad_checkpoint"
+    status = 422
+
+
+class AdapterError(CheckpointError):
+    code = "bad_adapter"
+
+
+class Busy(LockstepError):
+    code = "busy"
+    status = 429
+
+
+class EngineFailure(LockstepError):
+    code = "engine_failure"
+    status = 500
+
+
+class ContractError(LockstepError):
+    code = "contract_error"
+    status = 502
+
+
+class MissingTokenIds(ContractError):
+    code = "missing_token_ids"
+
+
+class Misaligned(ContractError):
+    code = "misaligned"
+
+
+class BadLogprob(ContractError):
+    code = "bad_logprob"
+
+
+class MissingFinish(ContractError):
+    code = "missing_finish"
+
+
+class BadExperts(ContractError):
+    code = "bad_experts"
+
+
+class BadVersions(ContractError):
+    code = "bad_versions"
+
+
+class Unavailable(LockstepError):
+    code = "unavailable"
+    status = 503
+
+
+class DeadlineExceeded(LockstepError):
+    code = "deadline_exceeded"
+    status = 504

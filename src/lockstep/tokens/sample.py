@@ -1,0 +1,173 @@
+"""What a trainer learns from: one token sequence, which of it was sampled, and how far to trust it."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.tokens.completion import Completion, VersionSpan, check_aligned
+from lockstep.tokens.errors import BadLogprob, BadVersions, Conflict, PrefixBreak
+from lockstep.tokens.experts import RoutedExperts
+from lockstep.tokens.sampling import LogprobMode
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One trainable sequence: arrays of one length, and the record of what happened on the way.
+
+    logprobs are 0.0 where nothing was sampled, never null. Version spans use positions of this
+    sequence and cover exactly the sampled tokens. `breaks` lists the causes of prefix breaks
+    before this branch, `aborts` counts turns that were cut by an abort, `workers` names who
+    sampled. Raises Misaligned, BadLogprob or BadVersions when the parts do not fit together.
+    """
+
+    token_ids: list[int]
+    sampled_mask: list[bool]
+    logprobs: list[float]
+    versions: tuple[VersionSpan, ...]
+    logprob_mode: LogprobMode = "raw"
+    temperature: float = 1.0
+    experts: RoutedExperts | None = None
+    adapter: str | None = None
+    breaks: tuple[str, ...] = ()
+    aborts: int = 0
+    workers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_aligned(len(self.token_ids), self.sampled_mask, "mask entries")
+        check_aligned(len(self.token_ids), self.logprobs, "logprobs")
+        mask = np.asarray(self.sampled_mask, dtype=bool)
+        values = np.asarray(self.logprobs, dtype=np.float64)
+        stray = np.flatnonzero(~mask & (values != 0.0))
+        if stray.size:
+            at = int(stray[0])
+            raise BadLogprob(f"logprob at position {at} is {values[at]}, but it was not sampled")
+        covered = np.zeros(len(mask), dtype=bool)
+        for span in self.versions:
+            if not 0 <= span.start < span.end <= len(mask) or covered[span.start : span.end].any():
+                raise BadVersions(f"{span} does not fit a sample of {len(mask)} tokens")
+            covered[span.start : span.end] = True
+        wrong = np.flatnonzero(covered != mask)
+        if wrong.size:
+            raise BadVersions(f"position {int(wrong[0])} is sampled or has a version, but not both")
+        if self.experts is not None:
+            self.experts.check_covers(len(self.token_ids))
+
+    @classmethod
+    def of(cls, completions: Sequence[Completion], *, breaks: Sequence[str] = ()) -> Sample:
+        """The sample of consecutive turns of one conversation.
+
+        Raises PrefixBreak when a turn's prompt does not start with all ids before it, and Conflict
+        when the turns mix logprob modes, temperatures or adapters: such numbers are not comparable.
+        """
+        if not completions:
+            raise Conflict("a sample needs at least one completion")
+        first = completions[0]
+        ids: list[int] = []
+        mask: list[bool] = []
+        logprobs: list[float] = []
+        versions: list[VersionSpan] = []
+        for turn, done in enumerate(completions):
+            for field in ("logprob_mode", "temperature", "adapter"):
+                if getattr(done, field) != getattr(first, field):
+                    raise Conflict(
+                        f"turn {turn} has {field} {getattr(done, field)!r}, "
+                        f"the first turn {getattr(first, field)!r}: a sample must not mix them",
+                        param=field,
+                    )
+            if done.prompt_ids[: len(ids)] != ids:
+                raise PrefixBreak(
+                    f"the prompt of turn {turn} does not start with the {len(ids)} ids before it",
+                    cause="edited_history",
+                )
+            added = len(done.prompt_ids) - len(ids)
+            ids = done.prompt_ids + done.token_ids
+            mask += [False] * added + [True] * len(done.token_ids)
+            logprobs += [0.0] * added + done.logprobs
+            at = len(done.prompt_ids)
+            versions += [VersionSpan(s.version, at + s.start, at + s.end) for s in done.versions]
+        return cls(
+            token_ids=ids,
+            sampled_mask=mask,
+            logprobs=logprobs,
+            versions=tuple(versions),
+            logprob_mode=first.logprob_mode,
+            temperature=first.temperature,
+            experts=completions[-1].experts,
+            adapter=first.adapter,
+            breaks=tuple(breaks),
+            aborts=sum(done.finish == "abort" for done in completions),
+            workers=tuple(dict.fromkeys(done.worker for done in completions if done.worker)),
+        )
+
+    @property
+    def trainable(self) -> bool:
+        """Whether every turn ended by itself or by length; aborted ones are the caller's choice."""
+        return self.aborts == 0
+
+    def numpy(self) -> dict[str, npt.NDArray[Any]]:
+        """token_ids int64, sampled_mask bool and logprobs float32, each of shape (tokens,)."""
+        return {
+            "token_ids": np.asarray(self.token_ids, dtype=np.int64),
+            "sampled_mask": np.asarray(self.sampled_mask, dtype=bool),
+            "logprobs": np.asarray(self.logprobs, dtype=np.float32),
+        }
+
+    def torch(self) -> dict[str, torch.Tensor]:
+        """The arrays of `numpy()` as tensors that share their memory."""
+        import torch
+
+        return {name: torch.from_numpy(array) for name, array in self.numpy().items()}
+
+    def to_json(self) -> bytes:
+        """One line of JSON without a line break; `from_json` gives back an equal sample."""
+        return msgspec.json.encode(_Line.of(self))
+
+    @classmethod
+    def from_json(cls, line: bytes | str) -> Sample:
+        return msgspec.json.decode(line, type=_Line).sample()
+
+
+class _Experts(msgspec.Struct):
+    data: str
+    shape: tuple[int, int, int]
+    dtype: str
+    start: int
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    token_ids: list[int]
+    sampled_mask: list[bool]
+    logprobs: list[float]
+    versions: tuple[VersionSpan, ...]
+    logprob_mode: LogprobMode
+    temperature: float
+    experts: _Experts | None
+    adapter: str | None
+    breaks: tuple[str, ...]
+    aborts: int
+    workers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, sample: Sample) -> _Line:
+        fields = {name: getattr(sample, name) for name in cls.__struct_fields__}
+        if (experts := sample.experts) is not None:
+            data = base64.b64encode(experts.data).decode()
+            fields["experts"] = _Experts(data, experts.shape, experts.dtype, experts.start)
+        return cls(**fields)
+
+    def sample(self) -> Sample:
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        if (experts := self.experts) is not None:
+            data = base64.b64decode(experts.data)
+            fields["experts"] = RoutedExperts(data, experts.shape, experts.dtype, experts.start)
+        return Sample(**fields)

@@ -1,0 +1,66 @@
+"""Strict JSON decoding whose errors name the field, the value and what was expected."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from lockstep.tokens.errors import BadRequest, BadTokenId, UnknownField
+
+T = TypeVar("T")
+PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
+UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """The decoded body. Raises BadRequest (or UnknownField) that names what is wrong and where."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise explain(str(error), body) from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"the body is not JSON: {error}", param="body") from None
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body is not UTF-8: {error}", param="body") from None
+
+
+def explain(message: str, body: bytes) -> BadRequest:
+    """The typed error for a msgspec validation message about `body`."""
+    found = PATH.search(message)
+    path = found["path"].removeprefix("$").removeprefix(".") if found else ""
+    expected = PATH.sub("", message)
+    if unknown := UNKNOWN.search(message):
+        field = f"{path}.{unknown['name']}".lstrip(".")
+        return UnknownField(
+            f"unknown field {field!r}: remove it or check its spelling", param=field
+        )
+    if missing := MISSING.search(message):
+        field = f"{path}.{missing['name']}".lstrip(".")
+        return BadRequest(f"required field {field!r} is missing", param=field)
+    value = _at(body, path)
+    shown = msgspec.json.encode(value).decode()
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return BadRequest(f"{path or 'body'} is {shown}: {expected}", param=path or "body")
+
+
+def _at(body: bytes, path: str) -> Any:
+    value = msgspec.json.decode(body)
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        value = value[int(index)] if index else value[name]
+    return value
+
+
+def check_ids(ids: list[int], vocab_size: int, field: str = "token_ids") -> None:
+    """Raises BadTokenId that names the first id outside [0, vocab_size), or an empty list."""
+    if not ids:
+        raise BadTokenId(f"{field} is empty: at least one token id is needed", param=field)
+    if min(ids) >= 0 and max(ids) < vocab_size:
+        return
+    at = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+    raise BadTokenId(
+        f"{field}[{at}] is {ids[at]}: token ids of this model are 0 to {vocab_size - 1}",
+        param=f"{field}[{at}]",
+    )
