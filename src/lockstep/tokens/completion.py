@@ -1,4 +1,4 @@
-"""What an engine answered: token ids and logprobs from one record, with the versions behind them."""
+"""What an engine answered: ids and logprobs from one record, with the versions behind them."""
 
 from __future__ import annotations
 

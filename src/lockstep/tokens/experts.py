@@ -1,4 +1,4 @@
-"""Which experts a MoE model routed each token to, kept as bytes until somebody asks for the array."""
+"""Which experts each token was routed to, kept as bytes until somebody asks for the array."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RoutedExperts:
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
 
     def from_row(self, start: int) -> RoutedExperts:
-        """The rows from position `start` on, without copying. Raises BadExperts when they are not here."""
+        """The rows from position `start` on, not copied. Raises BadExperts if not here."""
         if not self.start <= start <= self.start + self.rows:
             raise BadExperts(
                 f"rows from {start} were asked for, but rows {self.start} to "

@@ -1,4 +1,4 @@
-"""What a trainer learns from: one token sequence, which of it was sampled, and how far to trust it."""
+"""What a trainer learns from: one sequence, which of it was sampled, and how far to trust it."""
 
 from __future__ import annotations
 

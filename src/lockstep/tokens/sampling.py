@@ -16,7 +16,7 @@ MAX_N = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Options of one generation. Raises BadRequest that names the field when a value makes no sense.
+    """Options of one generation. Raises BadRequest that names a field whose value makes no sense.
 
     `logprobs` is the number of alternatives to report beside each sampled token (its own logprob
     always comes); `prompt_logprobs` the same for prompt tokens, or None for not at all.

@@ -1,0 +1,8 @@
+"""The embedded engine: token in, token out, with continuous batching and swappable weights."""
+
+from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.core import PauseMode
+from lockstep.engine.engine import Engine
+from lockstep.engine.sequence import Piece, Request
+
+__all__ = ["Engine", "EngineOptions", "ModelConfig", "PauseMode", "Piece", "Request"]

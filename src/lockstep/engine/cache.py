@@ -1,0 +1,160 @@
+"""Where keys and values live: a slot per running sequence, and blocks of prefixes to start from."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.arithmetic import KEYS, round_up
+from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.tokens.errors import BadRequest
+
+BLOCK = 16
+"""Tokens of one cached block."""
+
+
+class SlotCache:
+    """Keys and values of `slots` sequences, contiguous for each so that decoding copies nothing.
+
+    One slot more than asked for, `scratch`, serves scoring beside the running sequences. For MoE
+    models the experts each token was routed to are kept beside its keys.
+    """
+
+    def __init__(
+        self, config: ModelConfig, options: EngineOptions, max_len: int, dtype: torch.dtype
+    ) -> None:
+        capacity = round_up(max_len, KEYS)
+        per_slot = 2 * config.layers * config.kv_size * capacity * dtype.itemsize
+        self.slots = min(options.max_seqs, options.kv_bytes // per_slot - 1)
+        if self.slots < 1:
+            raise BadRequest(
+                f"kv_bytes is {options.kv_bytes}, but one sequence of max_model_len {max_len} "
+                f"takes {per_slot} bytes and at least two slots are needed: raise kv_bytes or "
+                "lower max_model_len",
+                param="kv_bytes",
+            )
+        self.scratch = self.slots
+        shape = (config.layers, self.slots + 1, config.kv_heads, capacity, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=options.device)
+        self.v = torch.zeros(shape, dtype=dtype, device=options.device)
+        self.experts: Tensor | None = None
+        if config.moe_layers:
+            self.experts = torch.zeros(
+                (self.slots + 1, capacity, len(config.moe_layers), config.experts_per_token),
+                dtype=torch.uint8 if config.experts <= 256 else torch.int16,
+                device=options.device,
+            )
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copies the first `length` tokens of one slot to another."""
+        self.k[:, target, :, :length] = self.k[:, source, :, :length]
+        self.v[:, target, :, :length] = self.v[:, source, :, :length]
+        if self.experts is not None:
+            self.experts[target, :length] = self.experts[source, :length]
+
+
+class PrefixCache:
+    """Blocks of keys and values by what they were made from; the least recently used goes first.
+
+    A block's name is a hash chain over everything that decides its contents: the weights' epoch,
+    the adapter, the cache salt and all tokens up to its end.
+    """
+
+    def __init__(self, cache: SlotCache, budget: int) -> None:
+        layers, _, kv_heads, _, dim = cache.k.shape
+        block_bytes = 2 * layers * kv_heads * BLOCK * dim * cache.k.element_size()
+        self.capacity = budget // block_bytes
+        self.hits = self.queries = 0
+        self._cache = cache
+        self._where: OrderedDict[bytes, int] = OrderedDict()
+        self._free = list(range(self.capacity))
+        shape = (layers, self.capacity, kv_heads, BLOCK, dim)
+        self._k = torch.empty(shape, dtype=cache.k.dtype, device=cache.k.device)
+        self._v = torch.empty_like(self._k)
+        self._experts: Tensor | None = None
+        if cache.experts is not None:
+            self._experts = cache.experts.new_empty(
+                (self.capacity, BLOCK, *cache.experts.shape[2:])
+            )
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def load(self, root: bytes, tokens: Sequence[int], slot: int) -> int:
+        """Copies the longest known prefix of `tokens` into `slot`; returns its length.
+
+        At least one token is left to compute: its logits are needed.
+        """
+        found = []
+        for name in block_names(root, tokens, (len(tokens) - 1) // BLOCK):
+            at = self._where.get(name)
+            if at is None:
+                break
+            self._where.move_to_end(name)
+            found.append(at)
+        self.queries += len(tokens)
+        self.hits += len(found) * BLOCK
+        if found:
+            self._to_slot(found, slot)
+        return len(found) * BLOCK
+
+    def store(self, root: bytes, tokens: Sequence[int], slot: int) -> None:
+        """Keeps the whole blocks of `tokens`, all of whose keys and values are in `slot`."""
+        if not self.capacity:
+            return
+        blocks: list[int] = []
+        targets: list[int] = []
+        for block, name in enumerate(block_names(root, tokens, len(tokens) // BLOCK)):
+            if name in self._where:
+                self._where.move_to_end(name)
+                continue
+            if len(targets) == self.capacity:
+                break
+            at = self._free.pop() if self._free else self._where.popitem(last=False)[1]
+            self._where[name] = at
+            blocks.append(block)
+            targets.append(at)
+        if blocks:
+            self._from_slot(blocks, targets, slot)
+
+    def clear(self) -> None:
+        self._where.clear()
+        self._free = list(range(self.capacity))
+
+    def _to_slot(self, found: list[int], slot: int) -> None:
+        length = len(found) * BLOCK
+        for pool, target in ((self._k, self._cache.k), (self._v, self._cache.v)):
+            layers, _, kv_heads, _, dim = pool.shape
+            taken = pool[:, found].transpose(1, 2).reshape(layers, kv_heads, length, dim)
+            target[:, slot, :, :length] = taken
+        if self._experts is not None and self._cache.experts is not None:
+            rows = self._experts[found]
+            self._cache.experts[slot, :length] = rows.reshape(length, *rows.shape[2:])
+
+    def _from_slot(self, blocks: list[int], targets: list[int], slot: int) -> None:
+        length = (blocks[-1] + 1) * BLOCK
+        for pool, source in ((self._k, self._cache.k), (self._v, self._cache.v)):
+            layers, _, kv_heads, _, dim = pool.shape
+            cut = source[:, slot, :, :length].view(layers, kv_heads, -1, BLOCK, dim)
+            pool[:, targets] = cut[:, :, blocks].transpose(1, 2)
+        if self._experts is not None and self._cache.experts is not None:
+            rows = self._cache.experts[slot, :length]
+            self._experts[targets] = rows.view(-1, BLOCK, *rows.shape[1:])[blocks]
+
+
+def root_name(epoch: int, adapter: int | None, salt: str | None) -> bytes:
+    """The name that every block chain of these weights, this adapter and this salt starts from."""
+    return blake2b(repr((epoch, adapter, salt)).encode(), digest_size=16).digest()
+
+
+def block_names(root: bytes, tokens: Sequence[int], blocks: int) -> Iterator[bytes]:
+    name = root
+    for block in range(blocks):
+        contents = array("i", tokens[block * BLOCK : (block + 1) * BLOCK]).tobytes()
+        name = blake2b(name + contents, digest_size=16).digest()
+        yield name

@@ -1,0 +1,205 @@
+"""What the engine must know of a model directory, and the options it runs with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.tokens import LogprobMode
+from lockstep.tokens.errors import BadRequest, CheckpointError
+
+FAMILIES = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen2ForCausalLM": "qwen2",
+    "LlamaForCausalLM": "llama",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Rope:
+    """Llama 3's stretching of the rotary frequencies beyond the trained context."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The architecture of one model, read from its config.json."""
+
+    family: str
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    eps: float
+    rope_theta: float
+    rope_llama3: Llama3Rope | None
+    max_position: int
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    eos_ids: frozenset[int]
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    normalize_top_k: bool = False
+    moe_layers: tuple[int, ...] = ()
+
+    @property
+    def q_size(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.heads // self.kv_heads
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelConfig:
+        """The config in `directory`. Raises CheckpointError that names what is not supported."""
+        raw = _json(directory / "config.json")
+        architecture = (raw.get("architectures") or [None])[0]
+        family = FAMILIES.get(architecture)
+        if family is None:
+            raise CheckpointError(
+                f"architecture {architecture!r} in {directory / 'config.json'} is not supported: "
+                f"expected one of {', '.join(FAMILIES)}"
+            )
+        _refuse(raw, family)
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        layers = raw["num_hidden_layers"]
+        heads = raw["num_attention_heads"]
+        moe = family == "qwen3_moe"
+        return cls(
+            family=family,
+            vocab_size=raw["vocab_size"],
+            hidden=raw["hidden_size"],
+            layers=layers,
+            heads=heads,
+            kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            intermediate=raw["intermediate_size"],
+            eps=raw["rms_norm_eps"],
+            rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            rope_llama3=_llama3(rope),
+            max_position=raw["max_position_embeddings"],
+            tied=bool(raw.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
+            eos_ids=_eos(directory, raw),
+            experts=(raw.get("num_experts") or raw["num_local_experts"]) if moe else 0,
+            experts_per_token=raw["num_experts_per_tok"] if moe else 0,
+            expert_intermediate=raw["moe_intermediate_size"] if moe else 0,
+            normalize_top_k=bool(raw.get("norm_topk_prob", False)) if moe else False,
+            moe_layers=tuple(
+                layer
+                for layer in range(layers if moe else 0)
+                if layer not in (raw.get("mlp_only_layers") or ())
+                and (layer + 1) % raw.get("decoder_sparse_step", 1) == 0
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How an engine runs. Raises BadRequest when a value makes no sense.
+
+    `arithmetic` "exact" gives logprobs that do not depend on the batch and equal a trainer's bit
+    for bit (CPU, fp32); "close" takes the fastest kernels; "auto" is exact where a self-test
+    proves it. The KV cache holds `max_seqs` slots of `max_model_len` tokens, fewer when
+    `kv_bytes` does not suffice.
+    """
+
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    arithmetic: Literal["auto", "exact", "close"] = "auto"
+    threads: int = 1
+    max_model_len: int | None = None
+    max_seqs: int = 64
+    max_batch_tokens: int = 1024
+    kv_bytes: int = 2 << 30
+    prefix_cache_bytes: int = 256 << 20
+    logprob_mode: LogprobMode = "raw"
+    weight_version: str = "default"
+    worker: str | None = None
+    max_adapters: int = 32
+    max_lora_rank: int = 64
+
+    def __post_init__(self) -> None:
+        for field in ("threads", "max_seqs", "max_batch_tokens", "kv_bytes", "max_lora_rank"):
+            if getattr(self, field) < 1:
+                raise BadRequest(
+                    f"{field} must be at least 1, got {getattr(self, field)}", param=field
+                )
+        if self.arithmetic == "exact" and (self.device != "cpu" or self.dtype != "float32"):
+            raise BadRequest(
+                f"exact arithmetic needs device cpu and dtype float32, got {self.device} and "
+                f"{self.dtype}: use arithmetic close or auto",
+                param="arithmetic",
+            )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist: not a model directory") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return raw
+
+
+def _refuse(raw: dict[str, Any], family: str) -> None:
+    """Raises CheckpointError for a feature that this engine would compute wrongly."""
+    unsupported = {
+        "attention_bias": family != "qwen2" and raw.get("attention_bias"),
+        "mlp_bias": raw.get("mlp_bias"),
+        "use_sliding_window": raw.get("use_sliding_window"),
+        "quantization_config": raw.get("quantization_config"),
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+    }
+    for field, present in unsupported.items():
+        if present:
+            raise CheckpointError(
+                f"config.json sets {field} to {raw[field]!r}, which this engine does not support"
+            )
+
+
+def _llama3(rope: dict[str, Any]) -> Llama3Rope | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise CheckpointError(f"rope type {kind!r} is not supported: expected default or llama3")
+    return Llama3Rope(
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_context=rope["original_max_position_embeddings"],
+    )
+
+
+def _eos(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
+    generation = directory / "generation_config.json"
+    sources = [raw.get("eos_token_id")]
+    if generation.exists():
+        sources.append(_json(generation).get("eos_token_id"))
+    ids: set[int] = set()
+    for source in sources:
+        ids.update([source] if isinstance(source, int) else source or ())
+    return frozenset(ids)

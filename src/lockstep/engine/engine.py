@@ -1,0 +1,346 @@
+"""The engine: a step loop in its own thread, and an async API beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.config import EngineOptions
+from lockstep.engine.core import Core, Event, PauseMode, Ticket
+from lockstep.engine.sequence import Piece, Request
+from lockstep.engine.weights import Weights
+from lockstep.models import bundled
+from lockstep.tokens import Completion, LockstepError
+from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, Unavailable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Engine:
+    """Serves one model from one directory. All methods may be called from any asyncio loop.
+
+    Use it as an async context manager, or call `start` and `close`.
+    """
+
+    def __init__(self, model: str | Path, options: EngineOptions | None = None) -> None:
+        self.options = options or EngineOptions()
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.options.threads)
+        try:
+            self.core = Core(bundled(str(model)) or Path(model), self.options)
+        finally:
+            torch.set_num_threads(before)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        self._thread = threading.Thread(target=self._run, name="lockstep-engine", daemon=True)
+        self._mutation = threading.Lock()
+        self._staged: Weights | None = None
+
+    async def __aenter__(self) -> Engine:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops the loop; requests that are still here fail with Unavailable."""
+        self._post(lambda: None, stop=True)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive() and not self._stopping
+
+    # Generating
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """All choices of a request. Raises a LockstepError; cancelling it stops the request."""
+        async with self._ticket(request, stream=False) as events:
+            event = await events.get()
+            if isinstance(event, LockstepError):
+                raise event
+            if isinstance(event, Piece):
+                raise EngineFailure("a piece came for a request that was not streamed")
+            return event
+
+    async def stream(self, request: Request) -> AsyncIterator[Piece | list[Completion]]:
+        """Pieces as they are sampled, then all completions, as `generate` returns them."""
+        async with self._ticket(request, stream=True) as events:
+            while True:
+                event = await events.get()
+                if isinstance(event, LockstepError):
+                    raise event
+                yield event
+                if not isinstance(event, Piece):
+                    return
+
+    async def score(
+        self, token_ids: list[int], *, adapter: str | None = None, staged: bool = False
+    ) -> list[float]:
+        """Logprobs of every token after the first, under the live (or staged) weights.
+
+        Works while paused, and does not disturb requests.
+        """
+
+        def run() -> list[float]:
+            weights = self._require_staged() if staged else None
+            return self.core.score(token_ids, adapter=adapter, weights=weights)
+
+        return await self._call(run)
+
+    async def abort(self, request_id: str) -> int:
+        """Ends all requests of that id, with the tokens they have; returns how many."""
+        return await self._call(lambda: self.core.abort(request_id))
+
+    # Control
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Returns when nothing is generated any more; new requests queue.
+
+        `abort` ends requests with what they have, `wait` lets the running ones end, `keep` freezes
+        them. Raises Conflict when a `wait` was overtaken by resume.
+        """
+        if mode not in ("abort", "wait", "keep"):
+            raise BadRequest(f"mode is {mode!r}: expected abort, wait or keep", param="mode")
+        quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def done(error: LockstepError | None) -> None:
+            self._reply(quiet, lambda: _settle(quiet, None, error))
+
+        await self._call(lambda: self.core.pause(mode, done))
+        await quiet
+
+    async def resume(self) -> None:
+        await self._call(self.core.resume)
+
+    async def flush_cache(self) -> int:
+        """Forgets all cached prefixes; returns how many blocks there were."""
+
+        def flush() -> int:
+            blocks = len(self.core.prefixes)
+            self.core.prefixes.clear()
+            return blocks
+
+        return await self._call(flush)
+
+    # Weights
+
+    async def stage(self, directory: Path, version: str) -> Weights:
+        """Loads a checkpoint beside the live weights, which go on serving.
+
+        From here on the last commit cannot be rolled back any more: its memory is needed. Raises
+        CheckpointError and keeps nothing when the checkpoint is not whole or does not fit.
+        """
+        with self._mutating("stage"):
+            await self._call(self._forget_previous)
+            self._staged = await asyncio.to_thread(
+                self.core.policy.load_weights, directory, version
+            )
+            return self._staged
+
+    async def stage_tensors(self, tensors: Iterable[tuple[str, Tensor]], version: str) -> Weights:
+        """Stages the live weights with some tensors replaced by name. Raises CheckpointError."""
+        with self._mutating("stage"):
+            live = await self._call(lambda: self.core.policy.weights)
+            self._staged = await asyncio.to_thread(live.updated, tensors, version)
+            return self._staged
+
+    async def commit(self) -> str:
+        """Serves the staged weights from the next token on; returns the version.
+
+        Requests in flight go on under them, with all keys and values computed anew.
+        """
+        with self._mutating("commit"):
+            staged = self._require_staged()
+            await self._call(lambda: self.core.commit(staged))
+            self._staged = None
+            return staged.version
+
+    async def rollback(self) -> str:
+        """Drops what is staged, or else undoes the last commit; returns the version served then."""
+        with self._mutating("rollback"):
+            if self._staged is not None:
+                self._staged = None
+            else:
+                await self._call(self.core.rollback)
+            return self.core.policy.weights.version
+
+    @property
+    def version(self) -> str:
+        return self.core.policy.weights.version
+
+    @property
+    def staged_version(self) -> str | None:
+        return None if self._staged is None else self._staged.version
+
+    # Adapters
+
+    async def load_adapter(self, name: str, path: Path, label: str | None = None) -> bool:
+        """Serves an adapter under `name`; returns whether it replaced one.
+
+        Raises AdapterError, and goes on serving the old one, when the new one is not sound.
+        """
+        if not name:
+            raise BadRequest("lora_name is empty: an adapter needs a name", param="lora_name")
+        adapter = await asyncio.to_thread(self.core.policy.load_adapter, name, path, label)
+        return await self._call(lambda: self.core.policy.add_adapter(adapter))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call(lambda: self.core.policy.remove_adapter(name))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges; read without stopping the engine."""
+        core = self.core
+        return {
+            "state": core.state,
+            "running": len(core.scheduler.running),
+            "waiting": len(core.tickets) - len(core.scheduler.running),
+            "steps": core.steps,
+            "prompt_tokens": core.prompt_tokens,
+            "generated_tokens": core.generated_tokens,
+            "prefix_hit_tokens": core.prefixes.hits,
+            "prefix_query_tokens": core.prefixes.queries,
+            "prefix_blocks": len(core.prefixes),
+            "version": core.policy.weights.version,
+            "staged": self.staged_version,
+            "adapters": sorted(core.policy.adapters),
+            "arithmetic": core.model.arithmetic.name,
+            "arithmetic_note": core.arithmetic_note,
+        }
+
+    # The thread
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.options.threads)
+        while True:
+            with self._wake:
+                while not self._commands and not self._stopping and not self.core.has_work:
+                    self._wake.wait()
+                commands = list(self._commands)
+                self._commands.clear()
+            for command in commands:
+                command()
+            if self._stopping:
+                self.core.fail_all(Unavailable("the engine is shutting down"))
+                self._flush()
+                return
+            if self.core.has_work:
+                try:
+                    self.core.step()
+                except Exception as error:
+                    log.exception("a step failed")
+                    self.core.fail_all(EngineFailure(f"a step failed: {error!r}"))
+            self._flush()
+
+    def _post(self, command: Callable[[], None], *, stop: bool = False) -> None:
+        with self._wake:
+            self._stopping = self._stopping or stop
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def _call(self, run: Callable[[], T]) -> T:
+        """The result of `run`, made in the engine's thread between two steps."""
+        if not self.alive:
+            raise Unavailable("the engine is not running")
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def command() -> None:
+            try:
+                result = run()
+            except LockstepError as error:
+                failure = error
+                self._reply(future, lambda: _settle(future, None, failure))
+            else:
+                self._reply(future, lambda: _settle(future, result, None))
+
+        self._post(command)
+        return await future
+
+    def _reply(self, future: asyncio.Future[Any], callback: Callable[[], None]) -> None:
+        self._outbox.setdefault(future.get_loop(), []).append(callback)
+
+    def _flush(self) -> None:
+        """Hands everything that happened to its loop, with one wake-up each."""
+        outbox, self._outbox = self._outbox, {}
+        for loop, callbacks in outbox.items():
+            try:
+                loop.call_soon_threadsafe(_run_all, callbacks)
+            except RuntimeError:
+                log.warning("%d answers were lost: their event loop is closed", len(callbacks))
+
+    @asynccontextmanager
+    async def _ticket(
+        self, request: Request, *, stream: bool
+    ) -> AsyncIterator[asyncio.Queue[Event]]:
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        finished = False
+
+        def deliver(event: Event) -> None:
+            nonlocal finished
+            finished = finished or not isinstance(event, Piece)
+            self._outbox.setdefault(loop, []).append(lambda: events.put_nowait(event))
+
+        ticket = Ticket(request, deliver, stream=stream)
+        await self._call(lambda: self.core.submit(ticket))
+        try:
+            yield events
+        finally:
+            if not finished and self.alive:
+                self._post(lambda: self.core.drop(ticket))
+
+    def _mutating(self, what: str) -> _Exclusive:
+        return _Exclusive(self._mutation, what)
+
+    def _require_staged(self) -> Weights:
+        if self._staged is None:
+            raise Conflict("no weights are staged: call stage first")
+        return self._staged
+
+    def _forget_previous(self) -> None:
+        self.core.policy.previous = None
+
+
+class _Exclusive:
+    """Lets one change of weights run at a time; a second is refused, not queued."""
+
+    def __init__(self, lock: threading.Lock, what: str) -> None:
+        self._lock, self._what = lock, what
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise Conflict(f"{self._what} was refused: another change of weights is under way")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _run_all(callbacks: Sequence[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        callback()
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: LockstepError | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

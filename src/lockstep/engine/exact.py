@@ -1,0 +1,106 @@
+"""The trainer's side of exactness: a transformers model with the engine's logprobs, bit for bit.
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    exact.prepare(model)
+    logprobs = exact.token_logprobs(model, sample.token_ids)    # differentiable
+
+Holds for fp32 on the CPU, where the engine's self-test passed (`engine.arithmetic == "exact"`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.engine.arithmetic import (
+    KEYS,
+    ROWS,
+    causal_mask,
+    exact_attention,
+    mix_experts,
+    round_up,
+)
+from lockstep.tokens.errors import BadRequest
+
+NAME = "lockstep_exact"
+
+
+def prepare(model: Any) -> Any:
+    """Makes a transformers causal LM compute attention and experts the engine's way; returns it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
+    model.set_attn_implementation(NAME)
+    if getattr(model.config, "num_experts", 0):
+        model.set_experts_implementation(NAME)
+    return model
+
+
+def token_logprobs(
+    model: Any, token_ids: Sequence[int] | Sequence[Sequence[int]], temperature: float = 1.0
+) -> Tensor | list[Tensor]:
+    """The logprob of each token after the first, given those before it.
+
+    One sequence gives a tensor of length len - 1, several give a list of them. `temperature` other
+    than 1 gives the logprobs the engine reports in `processed` mode. Raises BadRequest for an empty
+    sequence.
+    """
+    if not token_ids:
+        raise BadRequest("token_ids is empty: at least one sequence is needed", param="token_ids")
+    if isinstance(token_ids[0], int):
+        return _batch(model, [list(token_ids)], temperature)[0]  # type: ignore[arg-type]
+    return _batch(model, [list(ids) for ids in token_ids], temperature)  # type: ignore[arg-type]
+
+
+def _batch(model: Any, sequences: list[list[int]], temperature: float) -> list[Tensor]:
+    width = round_up(max(map(len, sequences)), ROWS)
+    rows = [ids + [0] * (width - len(ids)) for ids in sequences]
+    ids = torch.tensor(rows, device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    logprobs = torch.log_softmax(logits[:, :-1], dim=-1)
+    chosen = logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return [chosen[row, : len(sequence) - 1] for row, sequence in enumerate(sequences)]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention for transformers' AttentionInterface; sequences are padded on the right."""
+    batch, heads, length, dim = query.shape
+    kv_heads = key.shape[1]
+    group, padded, keys = heads // kv_heads, round_up(length, ROWS), round_up(length, KEYS)
+    grouped = query.view(batch, kv_heads, group, length, dim)
+    out = exact_attention(
+        F.pad(grouped, (0, 0, 0, padded - length)).reshape(-1, group * padded, dim),
+        F.pad(key, (0, 0, 0, keys - length)).reshape(-1, keys, dim),
+        F.pad(value, (0, 0, 0, keys - length)).reshape(-1, keys, dim),
+        causal_mask(padded, keys, 0, query.device),
+        (batch * kv_heads, group, padded, keys),
+        dim**-0.5 if scaling is None else scaling,
+    )
+    out = out.view(batch, heads, padded, dim)[:, :, :length]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The sum of experts for transformers' ExpertsInterface."""
+    return mix_experts(hidden, ids, weights, module.gate_up_proj, module.down_proj)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The attention above is causal by itself and takes no mask."""

@@ -1,0 +1,106 @@
+"""Who runs next: a queue by priority, a list of running sequences, and a token budget per step."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+from lockstep.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`count` tokens of a sequence to compute in this step; its slot is its place in `running`."""
+
+    sequence: Sequence
+    slot: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step reaches the last token, so that the next one can be sampled."""
+        return self.count == self.sequence.remaining
+
+
+class Scheduler:
+    """Running sequences lie in slots 0 to len(running) - 1 without gaps.
+
+    When one leaves, the last one takes its slot (`move` copies its keys and values), so that
+    decoding always sees one dense range of slots.
+    """
+
+    def __init__(
+        self, slots: int, max_batch_tokens: int, move: Callable[[int, int, Sequence], None]
+    ) -> None:
+        self.slots = slots
+        self.max_batch_tokens = max_batch_tokens
+        self.running: list[Sequence] = []
+        self._waiting: list[tuple[int, int, Sequence]] = []
+        self._arrivals = count()
+        self._move = move
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        return [entry[-1] for entry in sorted(self._waiting, key=lambda entry: entry[:2])]
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        entry = (sequence.request.priority, next(self._arrivals), sequence)
+        heapq.heappush(self._waiting, entry)
+
+    def next_ready(self) -> Sequence | None:
+        """Takes the first waiting sequence that may run, if there is a free slot for it."""
+        if len(self.running) == self.slots:
+            return None
+        held: list[tuple[int, int, Sequence]] = []
+        found: Sequence | None = None
+        while self._waiting and found is None:
+            entry = heapq.heappop(self._waiting)
+            if entry[-1].ready:
+                found = entry[-1]
+            else:
+                held.append(entry)
+        for entry in held:
+            heapq.heappush(self._waiting, entry)
+        return found
+
+    def start(self, sequence: Sequence) -> int:
+        """Puts a sequence among the running; returns its slot."""
+        self.running.append(sequence)
+        return len(self.running) - 1
+
+    def plan(self) -> list[Work]:
+        """The work of one step: all decoding sequences, then prefills as far as the budget goes."""
+        budget = self.max_batch_tokens
+        works = []
+        prefills = []
+        for slot, sequence in enumerate(self.running):
+            if sequence.remaining == 1:
+                works.append(Work(sequence, slot, 1))
+                budget -= 1
+            else:
+                prefills.append((slot, sequence))
+        for slot, sequence in prefills:
+            chunk = min(sequence.remaining, budget)
+            if chunk <= 0:
+                break
+            works.append(Work(sequence, slot, chunk))
+            budget -= chunk
+        return works
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is."""
+        if sequence in self.running:
+            slot = self.running.index(sequence)
+            last = self.running.pop()
+            if last is not sequence:
+                self._move(len(self.running), slot, last)
+                self.running[slot] = last
+            return
+        self._waiting = [entry for entry in self._waiting if entry[-1] is not sequence]
+        heapq.heapify(self._waiting)
