@@ -57,6 +57,12 @@ class SlotCache:
         if self.experts is not None:
             self.experts[target, :length] = self.experts[source, :length]
 
+    def wipe(self, slot: int, start: int, end: int) -> None:
+        """Zeroes tokens [start, end) of a slot. Old finite values do no harm behind a mask, but a
+        NaN there is still NaN, for whoever has the slot next."""
+        self.k[:, slot, :, start:end] = 0
+        self.v[:, slot, :, start:end] = 0
+
 
 class PrefixCache:
     """Blocks of keys and values by what they were made from; the least recently used goes first.
@@ -90,41 +96,45 @@ class PrefixCache:
 
         At least one token is left to compute: its logits are needed.
         """
-        found = []
+        found: dict[bytes, int] = {}
         for name in block_names(root, tokens, (len(tokens) - 1) // BLOCK):
             at = self._where.get(name)
             if at is None:
                 break
-            self._where.move_to_end(name)
-            found.append(at)
+            found[name] = at
+        self._touch(list(found))
         self.queries += len(tokens)
         self.hits += len(found) * BLOCK
         if found:
-            self._to_slot(found, slot)
+            self._to_slot(list(found.values()), slot)
         return len(found) * BLOCK
 
     def store(self, root: bytes, tokens: Sequence[int], slot: int) -> None:
         """Keeps the whole blocks of `tokens`, all of whose keys and values are in `slot`."""
-        if not self.capacity:
-            return
+        names = list(block_names(root, tokens, len(tokens) // BLOCK))[: self.capacity]
+        self._touch(names)
         blocks: list[int] = []
         targets: list[int] = []
-        for block, name in enumerate(block_names(root, tokens, len(tokens) // BLOCK)):
+        for block, name in enumerate(names):
             if name in self._where:
-                self._where.move_to_end(name)
                 continue
-            if len(targets) == self.capacity:
-                break
             at = self._free.pop() if self._free else self._where.popitem(last=False)[1]
             self._where[name] = at
             blocks.append(block)
             targets.append(at)
+        self._touch(names)
         if blocks:
             self._from_slot(blocks, targets, slot)
 
     def clear(self) -> None:
         self._where.clear()
         self._free = list(range(self.capacity))
+
+    def _touch(self, names: Sequence[bytes]) -> None:
+        """Marks a chain as used, its start last: without it, what follows can not be found."""
+        for name in reversed(names):
+            if name in self._where:
+                self._where.move_to_end(name)
 
     def _to_slot(self, found: list[int], slot: int) -> None:
         length = len(found) * BLOCK

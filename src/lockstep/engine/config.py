@@ -70,7 +70,13 @@ class ModelConfig:
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
         """The config in `directory`. Raises CheckpointError that names what is not supported."""
-        raw = _json(directory / "config.json")
+        try:
+            return cls._of(_json(directory / "config.json"), directory)
+        except KeyError as error:
+            raise CheckpointError(f"{directory / 'config.json'} has no {error}") from None
+
+    @classmethod
+    def _of(cls, raw: dict[str, Any], directory: Path) -> ModelConfig:
         architecture = (raw.get("architectures") or [None])[0]
         family = FAMILIES.get(architecture)
         if family is None:
@@ -143,6 +149,11 @@ class EngineOptions:
             if getattr(self, field) < 1:
                 raise BadRequest(
                     f"{field} must be at least 1, got {getattr(self, field)}", param=field
+                )
+        for field in ("prefix_cache_bytes", "max_adapters"):
+            if getattr(self, field) < 0:
+                raise BadRequest(
+                    f"{field} must not be negative, got {getattr(self, field)}", param=field
                 )
         if self.arithmetic == "exact" and (self.device != "cpu" or self.dtype != "float32"):
             raise BadRequest(

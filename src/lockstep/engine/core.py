@@ -20,12 +20,20 @@ from lockstep.engine.cache import PrefixCache, SlotCache, root_name
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.model import Model, Segment
 from lockstep.engine.policy import Policy
-from lockstep.engine.sampler import Row, sample, score, top_logprobs, uniform
+from lockstep.engine.sampler import Row, Sampled, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Scheduler, Work
 from lockstep.engine.selftest import self_test
 from lockstep.engine.sequence import Piece, Request, Sequence
 from lockstep.engine.weights import Weights
-from lockstep.tokens import Completion, Finish, PromptLogprob, RoutedExperts, merge_spans
+from lockstep.tokens import (
+    Completion,
+    Finish,
+    PromptLogprob,
+    RoutedExperts,
+    Sampling,
+    merge_spans,
+)
+from lockstep.tokens.completion import usable
 from lockstep.tokens.errors import (
     BadLogprob,
     BadRequest,
@@ -119,10 +127,18 @@ class Core:
                 f"{self.max_len} and at least one token must be generated",
                 param="token_ids",
             )
-        if request.experts_start is not None and not self.config.moe_layers:
+        start = request.experts_start
+        if start is not None and (start < 0 or not self.config.moe_layers):
+            reason = f"{start} is negative" if start < 0 else "but this model has none"
             raise BadRequest(
-                "routed experts were asked for, but this model has none",
-                param="routed_experts_prompt_start",
+                f"routed experts were asked for, {reason}", param="routed_experts_prompt_start"
+            )
+        options = request.sampling
+        allowed = options.allowed_token_ids
+        if options.min_tokens and allowed and set(allowed) <= set(self._ends(options)):
+            raise BadRequest(
+                "allowed_token_ids leaves only ends, but min_tokens forbids to end at once",
+                param="min_tokens",
             )
         self.policy.check_served(request)
 
@@ -177,7 +193,7 @@ class Core:
         if self.state == "paused":
             return False
         waiting = self.scheduler.has_waiting and self.state == "running"
-        return bool(self.scheduler.running) or waiting
+        return bool(self.scheduler.running) or waiting or self._drains_more
 
     def step(self) -> None:
         """Computes one batch: every decoding sequence gets a token, prefills get on."""
@@ -192,6 +208,7 @@ class Core:
         self.steps += 1
         batch = self.model.batch([self._segment(work) for work in works])
         hidden = self.model.forward(self.policy.weights, self.cache, batch)
+        broken = self._broken(works, hidden)
         row, sampling = 0, []
         for work in works:
             if work.sequence.wants_prompt_logprobs:
@@ -200,7 +217,9 @@ class Core:
             if work.samples:
                 sampling.append((work, row - 1))
         for work in works:
-            work.sequence.computed += work.count
+            work.sequence.computed += 0 if work in broken else work.count
+        for work in broken:
+            self._fail_broken(work.sequence)
         if sampling:
             rows = torch.tensor([at for _, at in sampling], device=hidden.device)
             self._sample([work for work, _ in sampling], hidden, rows)
@@ -224,22 +243,32 @@ class Core:
                 chunk = token_ids[start : start + self.options.max_batch_tokens]
                 segment = Segment(self.cache.scratch, start, chunk, found)
                 hidden = self.model.forward(weights, self.cache, self.model.batch([segment]))
+                if not bool(torch.isfinite(hidden[: len(chunk)]).all()):
+                    self.cache.wipe(segment.slot, start, start + len(chunk))
+                    raise BadLogprob(f"version {weights.version!r} gives no finite logprobs")
                 if targets := token_ids[start + 1 : start + 1 + len(chunk)]:
                     chosen, _ = score(*self._logprobs(weights, hidden, 0, targets))
                     result += chosen.tolist()
         return result
 
     def _admit(self) -> None:
-        while self.state == "running" and (sequence := self.scheduler.next_ready()):
+        begun_only = self.state == "draining"
+        while self.state != "paused" and (sequence := self.scheduler.next_ready(begun_only)):
             request = sequence.request
-            try:
-                self.policy.check_served(request)
-            except LockstepError as error:
-                self._fail(self.tickets[sequence], error)
-                continue
-            sequence.adapter = (
-                None if request.adapter is None else self.policy.adapter(request.adapter)
-            )
+            if sequence.begun and sequence.leader is not None:
+                # It is part of a request in flight, and ends as the first choice would.
+                sequence.adapter = sequence.leader.adapter
+                if request.weight_version not in (None, self.policy.weights.version):
+                    self._finish(sequence, "abort")
+                    continue
+            else:
+                try:
+                    self.policy.check_served(request)
+                except LockstepError as error:
+                    self._fail(self.tickets[sequence], error)
+                    continue
+                if request.adapter is not None:
+                    sequence.adapter = self.policy.adapter(request.adapter)
             slot = self.scheduler.start(sequence)
             self.prompt_tokens += sequence.prompt_len if sequence.index == 0 else 0
             self._load_prefix(sequence, slot)
@@ -249,6 +278,19 @@ class Core:
         sequence.root = root_name(self.policy.weights.epoch, adapter, sequence.request.cache_salt)
         if not sequence.wants_prompt_logprobs and not sequence.request.skip_prefix_cache:
             sequence.computed = self.prefixes.load(sequence.root, sequence.tokens, slot)
+
+    def _broken(self, works: list[Work], hidden: Tensor) -> list[Work]:
+        """Works whose states are not finite; what they wrote to their slots is wiped."""
+        if bool(torch.isfinite(hidden[: sum(work.count for work in works)]).all()):
+            return []
+        broken, row = [], 0
+        for work in works:
+            if not bool(torch.isfinite(hidden[row : row + work.count]).all()):
+                start = work.sequence.computed
+                self.cache.wipe(work.slot, start, start + work.count)
+                broken.append(work)
+            row += work.count
+        return broken
 
     def _segment(self, work: Work) -> Segment:
         sequence = work.sequence
@@ -292,36 +334,27 @@ class Core:
         plans = [self._row(work.sequence) for work in works]
         for work, sampled in zip(works, sample(logits, plans), strict=True):
             sequence = work.sequence
+            ticket = self.tickets.get(sequence)
+            if ticket is None:
+                continue  # another choice of the same request failed in this step
             if sequence.generated == 0:
                 # Later choices of the request, and the next turn, start from here.
                 self.prefixes.store(sequence.root, sequence.tokens, work.slot)
-            if not abs(sampled.logprob) < float("inf"):
-                self._fail(
-                    self.tickets[sequence],
-                    BadLogprob(
-                        f"the model gave logprob {sampled.logprob} at position {sequence.generated}"
-                        f" of choice {sequence.index} under version {self.policy.weights.version!r}"
-                    ),
-                )
+            if not usable(sampled.logprob):
+                self._fail_broken(sequence, sampled.logprob)
                 continue
             self.generated_tokens += 1
-            sequence.tokens.append(sampled.token_id)
-            sequence.logprobs.append(sampled.logprob)
-            sequence.ranks.append(sampled.rank)
-            sequence.tops.append(sampled.top)
-            sequence.versions.append(self.policy.version_of(sequence.adapter))
-            ticket = self.tickets[sequence]
-            if ticket.stream:
-                piece = Piece(sequence.index, [sampled.token_id], [sampled.logprob],
-                              [sampled.rank], [sampled.top])  # fmt: skip
-                ticket.deliver(piece)
-            self._check_finished(sequence, sampled.token_id)
+            sequence.append(sampled, self.policy.version_of(sequence.adapter))
+            if finish := self._ended(sequence):
+                self._finish(sequence, finish, sampled)
+            elif ticket.stream:
+                ticket.deliver(Piece(sequence.index, sampled))
 
     def _row(self, sequence: Sequence) -> Row:
         options = sequence.request.sampling
         banned: tuple[int, ...] = ()
         if sequence.generated < options.min_tokens:
-            banned = (*options.stop_token_ids, *(() if options.ignore_eos else self.config.eos_ids))
+            banned = self._ends(options)
         return Row(
             options,
             options.logprob_mode or self.options.logprob_mode,
@@ -331,31 +364,45 @@ class Core:
 
     # Endings
 
-    def _check_finished(self, sequence: Sequence, token: int) -> None:
-        options = sequence.request.sampling
-        if token in self.config.eos_ids and not options.ignore_eos:
-            self._finish(sequence, "stop")
-        elif token in options.stop_token_ids:
-            sequence.stop_token = token
-            self._finish(sequence, "stop")
-        elif len(sequence.tokens) >= sequence.max_total:
-            self._finish(sequence, "length")
+    def _ends(self, options: Sampling) -> tuple[int, ...]:
+        return (*options.stop_token_ids, *(() if options.ignore_eos else self.config.eos_ids))
 
-    def _finish(self, sequence: Sequence, finish: Finish) -> None:
-        """Ends a sequence that is still here, and its request with the last of them."""
+    def _ended(self, sequence: Sequence) -> Finish | None:
+        """Why the token that just came is the last one, if it is."""
+        options, token = sequence.request.sampling, sequence.tokens[-1]
+        if token in self.config.eos_ids and not options.ignore_eos:
+            return "stop"
+        if token in options.stop_token_ids:
+            sequence.stop_token = token
+            return "stop"
+        return "length" if len(sequence.tokens) >= sequence.max_total else None
+
+    def _finish(self, sequence: Sequence, finish: Finish, last: Sampled | None = None) -> None:
+        """Ends a sequence that is still here; `last` is a token that was not delivered yet."""
         ticket = self.tickets.pop(sequence, None)
         if ticket is None:
             return
         sequence.finish = finish
         experts = self._experts(sequence)
         self._leave(sequence)
-        ticket.completions[sequence.index] = self._completion(sequence, finish, experts)
-        if len(ticket.completions) == len(ticket.sequences):
+        done = self._completion(sequence, finish, experts)
+        ticket.completions[sequence.index] = done
+        if ticket.stream:
+            ticket.deliver(Piece(sequence.index, last, done))
+        elif len(ticket.completions) == len(ticket.sequences):
             ticket.deliver([ticket.completions[s.index] for s in ticket.sequences])
 
     def _fail(self, ticket: Ticket, error: LockstepError) -> None:
         self.drop(ticket)
         ticket.deliver(error)
+
+    def _fail_broken(self, sequence: Sequence, logprob: float = float("nan")) -> None:
+        if ticket := self.tickets.get(sequence):
+            error = BadLogprob(
+                f"the model gave logprob {logprob} at position {sequence.generated} of choice "
+                f"{sequence.index} under version {self.policy.weights.version!r}"
+            )
+            self._fail(ticket, error)
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence in self.scheduler.running:
@@ -422,13 +469,18 @@ class Core:
     def _move(self, source: int, target: int, sequence: Sequence) -> None:
         self.cache.move(source, target, sequence.computed)
 
+    @property
+    def _drains_more(self) -> bool:
+        """Whether a request that is in flight still has choices to start before a pause."""
+        return self.state == "draining" and any(s.begun for s in self.scheduler.waiting)
+
     def _end_drain(self, error: LockstepError | None) -> None:
         waiters, self._drained = self._drained, []
         for done in waiters:
             done(error)
 
     def _check_drained(self) -> None:
-        if self.state == "draining" and not self.scheduler.running:
+        if self.state == "draining" and not self.scheduler.running and not self._drains_more:
             self.state = "paused"
             self._end_drain(None)
 

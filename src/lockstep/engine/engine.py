@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep.engine.config import EngineOptions
 from lockstep.engine.core import Core, Event, PauseMode, Ticket
+from lockstep.engine.lora import Adapter
 from lockstep.engine.sequence import Piece, Request
 from lockstep.engine.weights import Weights
 from lockstep.models import bundled
@@ -60,7 +61,9 @@ class Engine:
 
     def close(self) -> None:
         """Stops the loop; requests that are still here fail with Unavailable."""
-        self._post(lambda: None, stop=True)
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -80,16 +83,22 @@ class Engine:
                 raise EngineFailure("a piece came for a request that was not streamed")
             return event
 
-    async def stream(self, request: Request) -> AsyncIterator[Piece | list[Completion]]:
-        """Pieces as they are sampled, then all completions, as `generate` returns them."""
+    async def stream(self, request: Request) -> AsyncIterator[Piece]:
+        """Pieces as they are sampled; the last one of each choice carries its completion."""
         async with self._ticket(request, stream=True) as events:
-            while True:
+            left = request.sampling.n
+            while left:
                 event = await events.get()
                 if isinstance(event, LockstepError):
                     raise event
-                yield event
                 if not isinstance(event, Piece):
-                    return
+                    raise EngineFailure("all completions came at once for a streamed request")
+                left -= event.completion is not None
+                yield event
+
+    async def check(self, request: Request) -> None:
+        """Raises the error that `generate` would raise before it generates anything."""
+        await self._call(lambda: self.core.check(request))
 
     async def score(
         self, token_ids: list[int], *, adapter: str | None = None, staged: bool = False
@@ -110,6 +119,15 @@ class Engine:
         return await self._call(lambda: self.core.abort(request_id))
 
     # Control
+
+    async def ping(self) -> None:
+        """Returns when the engine's thread has answered. Raises Unavailable when it is gone."""
+        await self._call(lambda: None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is running or waiting."""
+        return bool(self.core.tickets)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Returns when nothing is generated any more; new requests queue.
@@ -169,8 +187,12 @@ class Engine:
         """
         with self._mutating("commit"):
             staged = self._require_staged()
-            await self._call(lambda: self.core.commit(staged))
-            self._staged = None
+
+            def swap() -> None:
+                self.core.commit(staged)
+                self._staged = None
+
+            await self._call(swap)
             return staged.version
 
     async def rollback(self) -> str:
@@ -185,6 +207,23 @@ class Engine:
     @property
     def version(self) -> str:
         return self.core.policy.weights.version
+
+    @property
+    def arithmetic(self) -> str:
+        """ "exact" or "close": what was asked for, or what this machine can do."""
+        return self.core.model.arithmetic.name
+
+    @property
+    def max_model_len(self) -> int:
+        return self.core.max_len
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        return self.core.policy.adapters
+
+    def version_of(self, adapter: Adapter | None) -> str:
+        """The label that tokens sampled now under this adapter (or none) would carry."""
+        return self.core.policy.version_of(adapter)
 
     @property
     def staged_version(self) -> str | None:
@@ -233,11 +272,12 @@ class Engine:
             with self._wake:
                 while not self._commands and not self._stopping and not self.core.has_work:
                     self._wake.wait()
-                commands = list(self._commands)
+                # Read together: every command that was taken before the stop is run.
+                commands, stopping = list(self._commands), self._stopping
                 self._commands.clear()
             for command in commands:
                 command()
-            if self._stopping:
+            if stopping:
                 self.core.fail_all(Unavailable("the engine is shutting down"))
                 self._flush()
                 return
@@ -249,16 +289,16 @@ class Engine:
                     self.core.fail_all(EngineFailure(f"a step failed: {error!r}"))
             self._flush()
 
-    def _post(self, command: Callable[[], None], *, stop: bool = False) -> None:
+    def _post(self, command: Callable[[], None]) -> bool:
+        """Says whether the command will run: not so when the engine stops."""
         with self._wake:
-            self._stopping = self._stopping or stop
-            self._commands.append(command)
-            self._wake.notify()
+            if self.alive:
+                self._commands.append(command)
+                self._wake.notify()
+            return self.alive
 
     async def _call(self, run: Callable[[], T]) -> T:
         """The result of `run`, made in the engine's thread between two steps."""
-        if not self.alive:
-            raise Unavailable("the engine is not running")
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def command() -> None:
@@ -267,10 +307,15 @@ class Engine:
             except LockstepError as error:
                 failure = error
                 self._reply(future, lambda: _settle(future, None, failure))
+            except Exception as error:
+                log.exception("a command failed")
+                failure = EngineFailure(f"a command failed: {error!r}")
+                self._reply(future, lambda: _settle(future, None, failure))
             else:
                 self._reply(future, lambda: _settle(future, result, None))
 
-        self._post(command)
+        if not self._post(command):
+            raise Unavailable("the engine is not running")
         return await future
 
     def _reply(self, future: asyncio.Future[Any], callback: Callable[[], None]) -> None:
@@ -291,19 +336,18 @@ class Engine:
     ) -> AsyncIterator[asyncio.Queue[Event]]:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
-        finished = False
 
         def deliver(event: Event) -> None:
-            nonlocal finished
-            finished = finished or not isinstance(event, Piece)
             self._outbox.setdefault(loop, []).append(lambda: events.put_nowait(event))
 
         ticket = Ticket(request, deliver, stream=stream)
-        await self._call(lambda: self.core.submit(ticket))
         try:
+            await self._call(lambda: self.core.submit(ticket))
             yield events
         finally:
-            if not finished and self.alive:
+            # Also when the caller was cancelled while the request was on its way in.
+            ended = ticket.sequences and all(s.finish is not None for s in ticket.sequences)
+            if not ended:
                 self._post(lambda: self.core.drop(ticket))
 
     def _mutating(self, what: str) -> _Exclusive:

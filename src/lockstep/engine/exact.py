@@ -60,6 +60,9 @@ def token_logprobs(
 
 
 def _batch(model: Any, sequences: list[list[int]], temperature: float) -> list[Tensor]:
+    if not all(sequences):
+        at = next(at for at, ids in enumerate(sequences) if not ids)
+        raise BadRequest(f"token_ids[{at}] is empty", param=f"token_ids[{at}]")
     width = round_up(max(map(len, sequences)), ROWS)
     rows = [ids + [0] * (width - len(ids)) for ids in sequences]
     ids = torch.tensor(rows, device=model.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -96,8 +97,11 @@ class Adapter:
             a, b = (pair[side].to(device=device, dtype=dtype).contiguous() for side in "AB")
             deltas.setdefault((layer, packed), []).append(Delta(a, b, start))
         alpha = settings.get("lora_alpha", rank)
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise AdapterError(f"{path / 'adapter_config.json'} has lora_alpha {alpha!r}")
         scaling = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
-        label = label or hashlib.sha256(body).hexdigest()[:12]
+        # The same tensors under another scaling are another adapter.
+        label = label or hashlib.sha256(f"{scaling!r} ".encode() + body).hexdigest()[:12]
         return cls(name, path, label, scaling, {key: tuple(d) for key, d in deltas.items()})
 
 

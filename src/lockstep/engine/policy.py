@@ -23,7 +23,7 @@ KEPT_VERSIONS = 4096
 
 
 class Policy:
-    """Weights and adapters of one engine. Loading is safe in any thread; serving changes are not."""
+    """Weights and adapters of one engine. Loading is safe in any thread; changes are not."""
 
     def __init__(self, directory: Path, config: ModelConfig, options: EngineOptions) -> None:
         self.config = config

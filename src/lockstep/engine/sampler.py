@@ -67,13 +67,17 @@ def score(logprobs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def top_logprobs(logprobs: Tensor, wanted: Sequence[int]) -> list[tuple[Ranked, ...]]:
-    """The `wanted[i]` most likely tokens of row i, the likeliest first."""
+    """The `wanted[i]` most likely tokens of row i that are possible at all, likeliest first."""
     most = min(max(wanted, default=0), logprobs.shape[-1])
     if not most:
         return [()] * len(wanted)
     values, ids = (t.tolist() for t in logprobs.topk(most, dim=-1))
     return [
-        tuple(Ranked(ids[row][k], values[row][k], k + 1) for k in range(min(count, most)))
+        tuple(
+            Ranked(ids[row][k], values[row][k], k + 1)
+            for k in range(min(count, most))
+            if values[row][k] > HIDDEN
+        )
         for row, count in enumerate(wanted)
     ]
 
@@ -122,4 +126,6 @@ def _draw(shaped: Tensor, uniforms: list[float]) -> Tensor:
     at = torch.tensor(uniforms, device=shaped.device)[:, None] * total
     drawn = torch.searchsorted(cumulative, at, right=True)
     # Rounding may push `at` onto the total: the last token with any mass is then the right one.
-    return torch.minimum(drawn, torch.searchsorted(cumulative, total)).squeeze(-1)
+    drawn = torch.minimum(drawn, torch.searchsorted(cumulative, total)).squeeze(-1)
+    # A row of NaN finds no place at all; it must not break the rows beside it.
+    return drawn.clamp_(max=shaped.shape[-1] - 1)

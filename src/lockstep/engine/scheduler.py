@@ -53,15 +53,18 @@ class Scheduler:
         entry = (sequence.request.priority, next(self._arrivals), sequence)
         heapq.heappush(self._waiting, entry)
 
-    def next_ready(self) -> Sequence | None:
-        """Takes the first waiting sequence that may run, if there is a free slot for it."""
+    def next_ready(self, begun_only: bool = False) -> Sequence | None:
+        """Takes the first waiting sequence that may run, if there is a free slot for it.
+
+        With `begun_only`, new requests are left waiting.
+        """
         if len(self.running) == self.slots:
             return None
         held: list[tuple[int, int, Sequence]] = []
         found: Sequence | None = None
         while self._waiting and found is None:
             entry = heapq.heappop(self._waiting)
-            if entry[-1].ready:
+            if entry[-1].ready and (entry[-1].begun or not begun_only):
                 found = entry[-1]
             else:
                 held.append(entry)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.lora import Adapter
-from lockstep.tokens import Finish, PromptLogprob, Ranked, Sampling
+from lockstep.engine.sampler import Sampled
+from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of one choice that came in one step."""
+    """What came of one choice in one step: a token, its completion when it ended, or both."""
 
     index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]
-    top_logprobs: list[tuple[Ranked, ...]]
+    sampled: Sampled | None
+    completion: Completion | None = None
 
 
 class Sequence:
@@ -92,6 +91,18 @@ class Sequence:
         """Whether it may be admitted: later choices wait for the first, to share its prefix."""
         leader = self.leader
         return leader is None or leader.finish is not None or leader.computed >= self.prompt_len
+
+    @property
+    def begun(self) -> bool:
+        """Whether its request is in flight, even if this choice still waits."""
+        return bool((self.leader or self).root)
+
+    def append(self, sampled: Sampled, version: str) -> None:
+        self.tokens.append(sampled.token_id)
+        self.logprobs.append(sampled.logprob)
+        self.ranks.append(sampled.rank)
+        self.tops.append(sampled.top)
+        self.versions.append(version)
 
     def restart(self, experts: Tensor | None) -> None:
         """Forgets what was computed under weights that are gone, and keeps what was sampled.

@@ -22,6 +22,7 @@ from lockstep.tokens.errors import CheckpointError
 
 _epochs = count()
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
+EMBEDDING = "model.embed_tokens.weight"
 TIED_HEAD = "lm_head.weight"
 
 
@@ -63,7 +64,7 @@ class Layout:
         self.places: dict[str, Place] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         c = config
-        self._add("model.embed_tokens.weight", "embed", (c.vocab_size, c.hidden))
+        self._add(EMBEDDING, "embed", (c.vocab_size, c.hidden))
         self._add("model.norm.weight", "norm", (c.hidden,))
         if not c.tied:
             self._add(TIED_HEAD, "head", (c.vocab_size, c.hidden))
@@ -195,14 +196,19 @@ class Weights:
         """
         packed = dict(self.packed)
         fresh: set[str] = set()
-        for name, tensor in tensors:
-            if self.layout.config.tied and name == TIED_HEAD:
-                name = "model.embed_tokens.weight"
+        filled: set[str] = set()
+        for given, tensor in tensors:
+            tied = self.layout.config.tied and given == TIED_HEAD
+            name = EMBEDDING if tied else given
             place = self.layout.check(name, tuple(tensor.shape), tensor.dtype)
             if place.packed not in fresh:
                 packed[place.packed] = packed[place.packed].clone()
                 fresh.add(place.packed)
+            before = place.view(packed[place.packed]).clone() if name in filled else None
             _fill(self.layout, packed, name, tensor)
+            if before is not None and not torch.equal(before, place.view(packed[place.packed])):
+                raise CheckpointError(f"tensor {given!r} came twice, with different contents")
+            filled.add(name)
         if not fresh:
             raise CheckpointError("an update without tensors changes nothing: name at least one")
         return Weights(self.layout, packed, version)
@@ -210,10 +216,14 @@ class Weights:
 
 def _fill(layout: Layout, packed: dict[str, Tensor], name: str, tensor: Tensor) -> None:
     place = layout.check(name, tuple(tensor.shape), tensor.dtype)
-    if not bool(torch.isfinite(tensor).all()):
-        bad = int((~torch.isfinite(tensor)).sum())
-        raise CheckpointError(f"tensor {name!r} has {bad} values that are NaN or infinite")
-    place.view(packed[place.packed]).copy_(tensor)
+    target = place.view(packed[place.packed])
+    target.copy_(tensor)
+    # Asked of the copy: a value may be too large for the narrower type it is served in.
+    if not bool(torch.isfinite(target).all()):
+        bad = int((~torch.isfinite(target)).sum())
+        raise CheckpointError(
+            f"tensor {name!r} has {bad} values that are NaN or infinite as {target.dtype}"
+        )
 
 
 def _missing(names: set[str], directory: Path) -> str:
@@ -229,7 +239,7 @@ def _files(directory: Path) -> list[Path]:
         return [directory / "model.safetensors"]
     try:
         names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is not a safetensors index: {error}") from None
     return [directory / name for name in sorted(names)]
 

@@ -74,7 +74,7 @@ PromptLogprobs = list[dict[str, PromptEntry] | None]
 
 
 class Answer(msgspec.Struct, kw_only=True):
-    """The unary answer. The last block is Lockstep's own: how the numbers were made, and by whom."""
+    """The unary answer. The last block is Lockstep's own: how the numbers were made, by whom."""
 
     request_id: str
     model: str
@@ -96,7 +96,7 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One streamed event; versions, experts and how the numbers were made come with the last token."""
+    """One streamed event; versions, experts and how it was made come with the last token."""
 
     request_id: str
     usage: Usage | None
@@ -208,3 +208,64 @@ def answer(
         adapter=first.adapter,
     )
     return msgspec.json.encode(body)
+
+
+class Stream:
+    """Makes the chunks of one streamed answer, and counts what its usage must say."""
+
+    def __init__(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: list[int],
+        with_logprobs: bool,
+        with_prompt_ids: bool,
+        experts_format: str = "raw",
+    ) -> None:
+        self._request_id = request_id
+        self._prompt_ids = prompt_ids
+        self._with_logprobs = with_logprobs
+        self._with_prompt_ids = with_prompt_ids
+        self._experts_format = experts_format
+        self._started = False
+        self._tokens = 0
+
+    def chunk(
+        self,
+        index: int,
+        token_ids: list[int],
+        logprobs: Sequence[float],
+        ranks: Sequence[int] | None,
+        tops: Sequence[tuple[Ranked, ...]] | None,
+        done: Completion | None,
+    ) -> Chunk:
+        """The new tokens of one choice, with its ending when `done` is its completion."""
+        self._tokens += len(token_ids)
+        choice = Choice(
+            index=index,
+            finish_reason=None if done is None else done.finish,
+            stop_reason=None if done is None else done.stop_token,
+            token_ids=token_ids,
+            logprobs=(entries(token_ids, logprobs, ranks, tops) if self._with_logprobs else None),
+        )
+        first, self._started = not self._started, True
+        chunk = Chunk(
+            request_id=self._request_id,
+            usage=None,
+            output_mode="tokens",
+            choices=[choice],
+            prompt_token_ids=self._prompt_ids if first and self._with_prompt_ids else None,
+        )
+        if done is not None:
+            choice.routed_experts = experts_field(done.experts, self._experts_format)
+            choice.weight_versions = done.versions
+            chunk.prompt_logprobs = prompt_entries(done.prompt_logprobs)
+            chunk.logprob_mode = done.logprob_mode
+            chunk.temperature = done.temperature
+            chunk.worker = done.worker
+            chunk.adapter = done.adapter
+        return chunk
+
+    def usage(self) -> Chunk:
+        usage = usage_of(len(self._prompt_ids), self._tokens)
+        return Chunk(request_id=self._request_id, usage=usage, output_mode="tokens", choices=[])

@@ -1,0 +1,51 @@
+"""The `lockstep` command."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lockstep import __version__
+from lockstep.cli.worker import worker
+from lockstep.settings import Settings
+from lockstep.tokens import LockstepError
+
+app = typer.Typer(
+    name="lockstep",
+    no_args_is_help=True,
+    add_completion=False,
+    help="Keeps an RL trainer and its inference workers in lockstep, token for token and weight "
+    "version for weight version.\n\nTry: lockstep demo",
+)
+app.command()(worker)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    sys.stdout.write(f"lockstep {__version__}\n")
+
+
+@app.command()
+def demo(
+    model: Annotated[str, typer.Argument(help="A bundled model or a directory.")] = "tiny",
+) -> None:
+    """Start a worker, generate, swap its weights in mid-generation, and show every token."""
+    from lockstep.cli.demo import run_demo
+
+    run_demo(model)
+
+
+def main() -> None:
+    """The entry point: errors that Lockstep raises on purpose end in one line, not a traceback."""
+    try:
+        level = Settings.read().log_level.upper()
+        logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+        app()
+    except LockstepError as error:
+        Console(stderr=True).print(f"[bold red]error[/] ({error.code}): {error.message}")
+        raise SystemExit(2) from None

@@ -1,0 +1,100 @@
+"""Weights over torch.distributed: a trainer broadcasts tensors, every worker of the group receives.
+
+The group has its own store and no global state, so a process may join several, and leave. The
+trainer is rank 0 and hosts the store (`Broadcast.join(..., rank=0)`, then `send`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.tokens.errors import BadRequest, DeadlineExceeded
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, shape and dtype of a tensor that is to come."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def empty(self, device: str) -> Tensor:
+        if self.dtype not in DTYPES:
+            raise BadRequest(
+                f"dtype of {self.name!r} is {self.dtype!r}: expected one of {', '.join(DTYPES)}",
+                param="dtypes",
+            )
+        if any(dim < 1 for dim in self.shape) or prod(self.shape) > 1 << 36:
+            raise BadRequest(f"shape of {self.name!r} is {self.shape}", param="shapes")
+        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device=device)
+
+
+class Broadcast:
+    """Membership in one broadcast group. Calls block: run them in a thread."""
+
+    def __init__(self, group: Any, store: Any, rank: int, world_size: int) -> None:
+        self._group = group
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+
+    @classmethod
+    def join(
+        cls,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        seconds: float = 60.0,
+    ) -> Broadcast:
+        """Joins when all members have come. Raises DeadlineExceeded when one stays away."""
+        import torch.distributed as dist
+
+        if not 0 <= rank < world_size or world_size < 2:
+            raise BadRequest(
+                f"rank {rank} of {world_size} makes no sense: rank 0 is the trainer", param="rank"
+            )
+        if backend not in ("gloo", "nccl"):
+            raise BadRequest(f"backend is {backend!r}: expected gloo or nccl", param="backend")
+        limit = timedelta(seconds=seconds)
+        try:
+            store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=limit)
+            scoped = dist.PrefixStore("lockstep", store)
+            kind = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
+            group = kind(scoped, rank, world_size, limit)
+        except (RuntimeError, ValueError) as error:
+            raise DeadlineExceeded(
+                f"could not join the weight group at {host}:{port} as rank {rank} of {world_size} "
+                f"within {seconds:g} s: {error}"
+            ) from None
+        return cls(group, store, rank, world_size)
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """Broadcasts tensors from rank 0, in order."""
+        for tensor in tensors:
+            self._exchange(tensor.detach().contiguous())
+
+    def receive(self, specs: Sequence[TensorSpec], device: str) -> list[tuple[str, Tensor]]:
+        """The named tensors, in the order in which rank 0 sends them."""
+        tensors = [(spec.name, spec.empty(device)) for spec in specs]
+        for _, tensor in tensors:
+            self._exchange(tensor)
+        return tensors
+
+    def _exchange(self, tensor: Tensor) -> None:
+        try:
+            self._group.broadcast(tensor, 0).wait()
+        except RuntimeError as error:
+            raise DeadlineExceeded(f"a weight broadcast failed: {error}") from None

@@ -1,0 +1,171 @@
+"""What every HTTP face shares: bodies with a limit, typed errors, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from lockstep.tokens.errors import BadRequest, LockstepError, Unauthorized
+from lockstep.wire import sse
+from lockstep.wire.fault import fault, fault_body
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class TooLarge(LockstepError):
+    code = "body_too_large"
+    status = 413
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was ready."""
+
+
+def json_response(body: bytes | object, status: int = 200) -> Response:
+    raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return Response(raw, status, media_type="application/json")
+
+
+async def read_json(request: Request, limit: int) -> bytes:
+    """The raw body. Raises BadRequest unless it is declared as JSON, TooLarge past `limit`."""
+    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise BadRequest(f"content-type is {kind!r}: only application/json is read here")
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise TooLarge(f"the body is larger than the limit of {limit} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def require_bearer(request: Request, token: str) -> None:
+    """Raises Unauthorized unless the request carries this bearer token."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
+        raise Unauthorized(
+            "this route needs the header 'Authorization: Bearer <admin token>'",
+            param="authorization",
+        )
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (raises ClientGone).
+
+    The body must have been read before.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events from an async iterator, which is closed when the client goes away.
+
+    An error after the start becomes an event `{"error": ...}`; [DONE] always ends the stream.
+    """
+
+    media_type = sse.MEDIA_TYPE
+
+    def __init__(self, events: AsyncIterator[bytes], request_id: str | None = None) -> None:
+        super().__init__(None, 200)
+        del self.headers["content-length"]
+        self._events = events
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"cache-control", b"no-store"), *self.raw_headers]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            sending.cancel()
+            await asyncio.wait((sending,))
+        if not sending.cancelled() and (error := sending.exception()) is not None:
+            raise error
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._guarded()) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": sse.DONE})
+
+    async def _guarded(self) -> AsyncIterator[bytes]:
+        try:
+            async for event in self._events:
+                yield event
+        except LockstepError as error:
+            yield sse.event(fault(error, self._request_id))
+        finally:
+            close = getattr(self._events, "aclose", None)
+            if close is not None:
+                await close()
+
+
+async def on_lockstep_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, LockstepError):
+        raise error
+    return json_response(fault(error, request_id_of(request)), error.status)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        raise error
+    where = f"{request.method} {request.url.path}"
+    reason = {404: "no_such_route", 405: "method_not_allowed"}.get(error.status_code, "http_error")
+    body = fault_body(error.status_code, f"{error.detail}: {where}", reason)
+    response = json_response(body, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def on_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def on_crash(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    body = fault_body(500, f"internal error: {error!r}", "internal_error")
+    return json_response(body, 500)
+
+
+EXCEPTION_HANDLERS: dict[Any, Any] = {
+    LockstepError: on_lockstep_error,
+    HTTPException: on_http_error,
+    ClientGone: on_gone,
+    Exception: on_crash,
+}
+
+
+def request_id_of(request: Request) -> str | None:
+    return getattr(request.state, "request_id", None) or request.headers.get("x-request-id")

@@ -1,0 +1,177 @@
+"""The worker's data port: vLLM's generate dialect, health, models and metrics."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lockstep import engine as embedded
+from lockstep.engine import Engine
+from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
+from lockstep.wire import generate_answer as wire
+from lockstep.wire import sse
+from lockstep.wire.abort import AbortRequest, decode_abort
+from lockstep.wire.generate import GenerateRequest, decode_request
+from lockstep.wire.http import (
+    EXCEPTION_HANDLERS,
+    EventStream,
+    json_response,
+    read_json,
+    unless_gone,
+)
+from lockstep.worker.metrics import Metrics
+
+BODY_LIMIT = 64 << 20
+PREFIX = wire.REQUEST_ID_PREFIX
+
+
+def prefixed(request_id: str) -> str:
+    """The id under which the engine knows a request, given with or without vLLM's prefix."""
+    return PREFIX + request_id.removeprefix(PREFIX)
+
+
+class DataPlane:
+    """Routes of the data port, over one engine that serves `model` (and its adapters)."""
+
+    def __init__(self, engine: Engine, model: str, root: Path) -> None:
+        self.engine = engine
+        self.model = model
+        self.root = root
+        self.created = int(time.time())
+        self.draining = False
+        self.metrics = Metrics(engine, model)
+        self.app = Starlette(
+            routes=[
+                Route("/inference/v1/generate", self.generate, methods=["POST"]),
+                Route("/inference/v1/abort_requests", self.abort, methods=["POST"]),
+                Route("/health", self.health),
+                Route("/v1/models", self.models),
+                Route("/metrics", self.scrape),
+            ],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+
+    async def generate(self, http: Request) -> Response:
+        """One request, whole or streamed. The header X-Request-Id beats the body's request_id."""
+        header = http.headers.get("x-request-id")
+        http.state.request_id = prefixed(header or secrets.token_hex(8))
+        asked = decode_request(await read_json(http, BODY_LIMIT))
+        if asked.request_id and not header:
+            http.state.request_id = prefixed(asked.request_id)
+        if self.draining:
+            raise Unavailable("this worker is shutting down: send the request to another one")
+        request = self._request(asked, http.state.request_id)
+        if asked.stream:
+            await self.engine.check(request)
+            return EventStream(self._events(asked, request), request.request_id)
+        done = await unless_gone(http, self.engine.generate(request))
+        return json_response(
+            wire.answer(
+                done,
+                request_id=request.request_id,
+                model=asked.model or self.model,
+                created=int(time.time()),
+                with_logprobs=asked.sampling_params.logprobs is not None,
+                with_prompt_ids=bool(asked.return_token_ids),
+                experts_format=asked.routed_experts_format,
+            )
+        )
+
+    async def _events(
+        self, asked: GenerateRequest, request: embedded.Request
+    ) -> AsyncIterator[bytes]:
+        stream = wire.Stream(
+            request.request_id,
+            prompt_ids=request.prompt_ids,
+            with_logprobs=asked.sampling_params.logprobs is not None,
+            with_prompt_ids=bool(asked.return_token_ids),
+            experts_format=asked.routed_experts_format,
+        )
+        async for piece in self.engine.stream(request):
+            sampled = piece.sampled
+            tokens = [] if sampled is None else [sampled]
+            yield sse.event(
+                stream.chunk(
+                    piece.index,
+                    [t.token_id for t in tokens],
+                    [t.logprob for t in tokens],
+                    [t.rank for t in tokens],
+                    [t.top for t in tokens],
+                    piece.completion,
+                )
+            )
+        if asked.include_usage:
+            yield sse.event(stream.usage())
+
+    def _request(self, asked: GenerateRequest, request_id: str) -> embedded.Request:
+        return embedded.Request(
+            prompt_ids=asked.token_ids,
+            sampling=asked.sampling(),
+            request_id=request_id,
+            priority=asked.priority,
+            cache_salt=asked.cache_salt,
+            adapter=self._adapter(asked.model),
+            experts_start=asked.experts_start,
+            weight_version=asked.weight_version,
+            min_weight_version=asked.min_weight_version,
+            skip_prefix_cache=bool(asked.sampling_params.skip_reading_prefix_cache),
+        )
+
+    def _adapter(self, name: str | None) -> str | None:
+        """The adapter that a model name means, None for the base. Raises UnknownModel."""
+        adapters = self.engine.adapters
+        if name is None or name == self.model:
+            return None
+        if name in adapters:
+            return name
+        known = ", ".join([self.model, *adapters])
+        raise UnknownModel(f"the model {name!r} does not exist; served are {known}", param="model")
+
+    async def abort(self, http: Request) -> Response:
+        """Stops requests by id, with or without the prefix; says how many it really stopped."""
+        asked: AbortRequest = decode_abort(await read_json(http, BODY_LIMIT))
+        if not asked.request_ids:
+            raise BadRequest("request_ids is empty: name at least one", param="request_ids")
+        stopped = 0
+        for bare in asked.request_ids:
+            stopped += await self.engine.abort(prefixed(bare))
+        return json_response({"status": "aborted", "aborted": stopped})
+
+    async def health(self, _: Request) -> Response:
+        if not self.engine.alive or self.draining:
+            raise Unavailable("draining" if self.draining else "the engine has stopped")
+        stats = self.engine.stats()
+        keys = ("state", "running", "waiting", "version", "arithmetic")
+        return json_response({"status": "ok", **{key: stats[key] for key in keys}})
+
+    async def models(self, _: Request) -> Response:
+        """The base model, then its adapters with their parent."""
+        cards = [self._card(self.model, str(self.root), None, self.engine.version)]
+        for adapter in self.engine.adapters.values():
+            label = self.engine.version_of(adapter)
+            cards.append(self._card(adapter.name, str(adapter.path), self.model, label))
+        return json_response({"object": "list", "data": cards})
+
+    def _card(self, name: str, root: str, parent: str | None, version: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "lockstep",
+            "root": root,
+            "parent": parent,
+            "max_model_len": self.engine.max_model_len,
+            "weight_version": version,
+            "permission": [],
+        }
+
+    async def scrape(self, _: Request) -> Response:
+        body, media_type = self.metrics.exposition()
+        return Response(body, media_type=media_type)

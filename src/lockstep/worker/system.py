@@ -1,0 +1,226 @@
+"""The worker's system port: POST /engine/<method>, behind a bearer token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lockstep.engine import Engine
+from lockstep.engine.broadcast import Broadcast, TensorSpec
+from lockstep.tokens.errors import (
+    BadRequest,
+    CheckpointError,
+    Conflict,
+    Forbidden,
+    NotFound,
+)
+from lockstep.wire import control
+from lockstep.wire.http import EXCEPTION_HANDLERS, json_response, read_json, require_bearer
+from lockstep.wire.strict import decode
+from lockstep.worker.data import prefixed
+
+BODY_LIMIT = 64 << 20
+Answer = dict[str, Any]
+Method = tuple[msgspec.json.Decoder[Any], Callable[[Any], Awaitable[Answer]]]
+B = TypeVar("B")
+
+
+class SystemPlane:
+    """Routes of the system port. `roots` are the directories weights may come from; empty: any."""
+
+    def __init__(self, engine: Engine, token: str, roots: tuple[Path, ...] = ()) -> None:
+        self.engine = engine
+        self._token = token
+        self._roots = tuple(root.resolve() for root in roots)
+        self._groups: dict[str, Broadcast] = {}
+        self.methods: dict[str, Method] = {
+            "pause_generation": self._method(control.Pause, self.pause),
+            "resume_generation": self._method(control.Nothing, self.resume),
+            "flush_cache": self._method(control.Nothing, self.flush),
+            "abort_request": self._method(control.Abort, self.abort),
+            "update_weights_from_disk": self._method(control.FromDisk, self.update_from_disk),
+            "init_weights_update_group": self._method(control.JoinGroup, self.join_group),
+            "destroy_weights_update_group": self._method(control.LeaveGroup, self.leave_group),
+            "update_weights_from_distributed": self._method(
+                control.FromGroup, self.update_from_group
+            ),
+            "get_weight_version": self._method(control.Nothing, self.version),
+            "load_lora_adapter": self._method(control.LoadLora, self.load_lora),
+            "unload_lora_adapter": self._method(control.UnloadLora, self.unload_lora),
+            "liveness_probe": self._method(control.Nothing, self.liveness),
+            "stage": self._method(control.FromDisk, self.stage),
+            "commit": self._method(control.Commit, self.commit),
+            "rollback": self._method(control.Nothing, self.rollback),
+            "probe": self._method(control.Probe, self.probe),
+        }
+        self.app = Starlette(
+            routes=[Route("/engine/{method}", self.dispatch, methods=["POST"])],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+
+    @staticmethod
+    def _method(body: type[B], run: Callable[[B], Awaitable[Answer]]) -> Method:
+        return msgspec.json.Decoder(body), run
+
+    async def dispatch(self, http: Request) -> Response:
+        require_bearer(http, self._token)
+        name = http.path_params["method"]
+        if name not in self.methods:
+            raise NotFound(f"there is no method {name!r}; known are {', '.join(self.methods)}")
+        decoder, run = self.methods[name]
+        body = await read_json(http, BODY_LIMIT)
+        return json_response({"status": "ok", **await run(decode(decoder, body or b"{}"))})
+
+    # Generation
+
+    async def pause(self, body: control.Pause) -> Answer:
+        await self.engine.pause(body.mode)
+        if body.clear_cache:
+            await self.engine.flush_cache()
+        return {"message": "Engine paused", "mode": body.mode, "clear_cache": body.clear_cache}
+
+    async def resume(self, _: control.Nothing) -> Answer:
+        await self.engine.resume()
+        return {"message": "Engine resumed"}
+
+    async def flush(self, _: control.Nothing) -> Answer:
+        return {"message": "Cache flushed", "blocks": await self.engine.flush_cache()}
+
+    async def abort(self, body: control.Abort) -> Answer:
+        stopped = await self.engine.abort(prefixed(body.request_id))
+        return {"request_id": body.request_id, "aborted": stopped}
+
+    async def liveness(self, _: control.Nothing) -> Answer:
+        await self.engine.ping()
+        return {"alive": True, **self.engine.stats()}
+
+    # Weights
+
+    async def version(self, _: control.Nothing) -> Answer:
+        return {"version": self.engine.version, "version_declared": True}
+
+    async def stage(self, body: control.FromDisk) -> Answer:
+        path = self._allowed(body.model_path, "model_path")
+        version = body.weight_version or path.name
+        weights = await self.engine.stage(path, version)
+        return {"staged": weights.version, "bytes": weights.nbytes, "version": self.engine.version}
+
+    async def commit(self, body: control.Commit) -> Answer:
+        staged = self.engine.staged_version
+        if body.weight_version not in (None, staged):
+            raise Conflict(f"commit of {body.weight_version!r} was asked, but {staged!r} is staged")
+        return {"version": await self.engine.commit()}
+
+    async def rollback(self, _: control.Nothing) -> Answer:
+        return {"version": await self.engine.rollback()}
+
+    async def update_from_disk(self, body: control.FromDisk) -> Answer:
+        await self.stage(body)
+        return {"version": await self.engine.commit(), "version_declared": True}
+
+    async def join_group(self, body: control.JoinGroup) -> Answer:
+        if body.group_name in self._groups:
+            raise Conflict(f"group {body.group_name!r} exists: destroy it first")
+        self._groups[body.group_name] = await asyncio.to_thread(
+            Broadcast.join,
+            body.master_address,
+            body.master_port,
+            body.rank,
+            body.world_size,
+            backend=body.backend,
+            seconds=body.timeout_seconds,
+        )
+        return {"group_name": body.group_name, "rank": body.rank}
+
+    async def leave_group(self, body: control.LeaveGroup) -> Answer:
+        self._group(body.group_name)
+        del self._groups[body.group_name]
+        return {"group_name": body.group_name}
+
+    async def update_from_group(self, body: control.FromGroup) -> Answer:
+        sizes = {len(body.names), len(body.dtypes), len(body.shapes)}
+        if len(sizes) != 1 or not body.names:
+            raise BadRequest(
+                f"names, dtypes and shapes have {len(body.names)}, {len(body.dtypes)} and "
+                f"{len(body.shapes)} entries: they need one for each tensor, and at least one",
+                param="names",
+            )
+        group = self._group(body.group_name)
+        specs = [
+            TensorSpec(name, tuple(shape), dtype)
+            for name, shape, dtype in zip(body.names, body.shapes, body.dtypes, strict=True)
+        ]
+        device = self.engine.options.device
+        tensors = await asyncio.to_thread(group.receive, specs, device)
+        await self.engine.stage_tensors(tensors, body.weight_version)
+        return {"version": await self.engine.commit(), "version_declared": True}
+
+    async def probe(self, body: control.Probe) -> Answer:
+        """Logprobs of the given sequences, and how far they are from the expected ones."""
+        if body.logprobs is not None:
+            got = [len(row) for row in body.logprobs]
+            expected = [len(ids) - 1 for ids in body.token_ids]
+            if got != expected:
+                raise BadRequest(
+                    f"logprobs have lengths {got}, expected {expected}: one for each token after "
+                    "the first",
+                    param="logprobs",
+                )
+        scores = [
+            await self.engine.score(ids, adapter=body.lora_name, staged=body.staged)
+            for ids in body.token_ids
+        ]
+        answer: Answer = {"version": self.engine.version, "logprobs": scores}
+        if body.logprobs is not None:
+            pairs = zip(scores, body.logprobs, strict=True)
+            differences = [
+                abs(a - b) for row, want in pairs for a, b in zip(row, want, strict=True)
+            ]
+            worst = max(differences, default=0.0)
+            answer |= {"max_difference": worst, "passed": worst <= body.tolerance}
+        return answer
+
+    # Adapters
+
+    async def load_lora(self, body: control.LoadLora) -> Answer:
+        if not body.load_inplace and body.lora_name in self.engine.adapters:
+            raise Conflict(
+                f"adapter {body.lora_name!r} is loaded already: set load_inplace to swap it"
+            )
+        path = self._allowed(body.lora_path, "lora_path")
+        swapped = await self.engine.load_adapter(body.lora_name, path, body.version)
+        adapter = self.engine.adapters[body.lora_name]
+        version = self.engine.version_of(adapter)
+        return {"lora_name": body.lora_name, "hot_swap": swapped, "version": version}
+
+    async def unload_lora(self, body: control.UnloadLora) -> Answer:
+        await self.engine.unload_adapter(body.lora_name)
+        return {"lora_name": body.lora_name}
+
+    # Helpers
+
+    def _allowed(self, raw: str, field: str) -> Path:
+        """The directory, symlinks resolved. Raises BadRequest, Forbidden or CheckpointError."""
+        path = Path(raw)
+        if not raw or not path.is_absolute():
+            raise BadRequest(f"{field} is {raw!r}: expected an absolute path", param=field)
+        real = path.resolve()
+        if self._roots and not any(real.is_relative_to(root) for root in self._roots):
+            roots = ", ".join(map(str, self._roots))
+            raise Forbidden(f"{field} {raw!r} is outside the allowed roots: {roots}", param=field)
+        if not real.is_dir():
+            raise CheckpointError(f"{field} {raw!r} is not a directory", param=field)
+        return real
+
+    def _group(self, name: str) -> Broadcast:
+        if name not in self._groups:
+            raise NotFound(f"there is no weight group {name!r}: init_weights_update_group first")
+        return self._groups[name]
