@@ -1,0 +1,272 @@
+"""The data port over real HTTP: what vLLM's dialect promises, kept strictly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import pytest
+
+from tests.worker.conftest import GENERATE, WorkerProcess
+
+PROMPT = [11, 29, 3, 77, 5, 140, 9]
+
+
+async def test_an_answer_has_every_field_of_vllm(worker: WorkerProcess) -> None:
+    status, body = await worker.generate(
+        PROMPT,
+        temperature=0,
+        max_tokens=3,
+        logprobs=1,
+        ignore_eos=True,
+        request_id="my-req-1",
+        model="tiny",
+    )
+    assert status == 200
+    assert body["request_id"] == "generate-tokens-my-req-1"
+    assert body["usage"]["prompt_tokens"] == len(PROMPT)
+    assert body["usage"]["completion_tokens"] == 3
+    vllm = {"request_id", "model", "created", "usage", "prompt_logprobs", "prompt_token_ids",
+            "prompt_token_id_logprobs", "mm_placeholders", "metrics", "kv_transfer_params",
+            "ec_transfer_params", "output_mode", "choices"}  # fmt: skip
+    assert vllm <= set(body)
+    (choice,) = body["choices"]
+    assert {"index", "finish_reason", "stop_reason", "token_ids", "routed_experts",
+            "sampling_mask", "weight_versions", "logprobs"} == set(choice)  # fmt: skip
+    assert choice["finish_reason"] == "length"
+    assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": 3}]
+
+
+@pytest.mark.failure_mode("F07")
+async def test_each_entry_names_its_token_in_both_spellings(worker: WorkerProcess) -> None:
+    _, body = await worker.generate(PROMPT, max_tokens=8, logprobs=3, seed=4)
+    (choice,) = body["choices"]
+    for token, entry in zip(choice["token_ids"], choice["logprobs"]["content"], strict=True):
+        assert entry["token_id"] == token
+        assert entry["token"] == f"token_id:{token}"
+        assert entry["top_logprobs"][0]["token_id"] == token
+        assert len(entry["top_logprobs"]) in (3, 4)
+        ranks = [top["rank"] for top in entry["top_logprobs"][1:]]
+        assert ranks == sorted(ranks)
+
+
+async def test_logprobs_come_only_when_asked_for(worker: WorkerProcess) -> None:
+    _, body = await worker.generate(PROMPT, max_tokens=2)
+    assert body["choices"][0]["logprobs"] is None
+    _, body = await worker.generate(PROMPT, max_tokens=2, logprobs=0)
+    assert len(body["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 1
+
+
+@pytest.mark.failure_mode("F11")
+async def test_each_choice_has_its_own_ids_and_logprobs(worker: WorkerProcess) -> None:
+    _, body = await worker.generate(PROMPT, max_tokens=6, n=3, seed=1, logprobs=0, ignore_eos=True)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    assert len({tuple(choice["token_ids"]) for choice in body["choices"]}) == 3
+    for choice in body["choices"]:
+        named = [entry["token_id"] for entry in choice["logprobs"]["content"]]
+        assert named == choice["token_ids"]
+    assert body["usage"]["completion_tokens"] == 18
+
+
+@pytest.mark.failure_mode("F44")
+async def test_a_stream_says_what_the_whole_answer_says(worker: WorkerProcess) -> None:
+    options = {
+        "ignore_eos": True,
+        "max_tokens": 12,
+        "n": 2,
+        "seed": 9,
+        "logprobs": 2,
+        "temperature": 0.8,
+    }
+    _, whole = await worker.generate(PROMPT, **options)
+    events = await worker.events(
+        PROMPT, **options, stream_options={"include_usage": True}, return_token_ids=True
+    )
+    assert events[0]["prompt_token_ids"] == PROMPT
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        parts = [
+            part
+            for event in events
+            for part in event["choices"]
+            if part["index"] == choice["index"]
+        ]
+        assert sum((part["token_ids"] for part in parts), []) == choice["token_ids"]
+        content = sum((part["logprobs"]["content"] for part in parts), [])
+        assert content == choice["logprobs"]["content"]
+        assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        assert parts[-1]["weight_versions"] == choice["weight_versions"]
+
+
+@pytest.mark.failure_mode("F46")
+async def test_prompt_logprobs_are_those_of_the_prompt_tokens(worker: WorkerProcess) -> None:
+    _, body = await worker.generate(PROMPT, max_tokens=1, prompt_logprobs=1)
+    first, *rest = body["prompt_logprobs"]
+    assert first is None
+    for token, entry in zip(PROMPT[1:], rest, strict=True):
+        assert next(iter(entry)) == str(token)
+        assert min(e["rank"] for e in entry.values()) == 1
+
+
+@pytest.mark.failure_mode("F44")
+async def test_sampled_logprobs_score_again_bit_for_bit(worker: WorkerProcess) -> None:
+    _, body = await worker.generate(PROMPT, max_tokens=40, logprobs=0, seed=2, ignore_eos=True)
+    (choice,) = body["choices"]
+    sampled = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    _, again = await worker.generate(PROMPT + choice["token_ids"], max_tokens=1, prompt_logprobs=0)
+    scored = [next(iter(e.values()))["logprob"] for e in again["prompt_logprobs"][len(PROMPT) :]]
+    assert scored == sampled
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"token_ids": [], "sampling_params": {}}, "token_ids"),
+        ({"token_ids": [1.0], "sampling_params": {}}, "token_ids[0]"),
+        ({"token_ids": [1, "2"], "sampling_params": {}}, "token_ids[1]"),
+        ({"token_ids": [1, True], "sampling_params": {}}, "token_ids[1]"),
+        ({"token_ids": [3, -1], "sampling_params": {}}, "token_ids[1]"),
+        ({"token_ids": [3, 4, 512], "sampling_params": {}}, "token_ids[2]"),
+        ({"token_ids": [10**30], "sampling_params": {}}, "token_ids[0]"),
+        ({"token_ids": [1] * 1024, "sampling_params": {}}, "token_ids"),
+        ({"token_ids": [1]}, "sampling_params"),
+        ({"sampling_params": {}}, "token_ids"),
+        ({"token_ids": [1], "sampling_params": {"max_tokens": 0}}, "max_tokens"),
+        ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"token_ids": [1], "sampling_params": {"logprobs": 50}}, "logprobs"),
+        ({"token_ids": [1], "sampling_params": {"logprobs": -1}}, "logprobs"),
+        ({"token_ids": [1], "sampling_params": {"n": 0}}, "n"),
+        ({"token_ids": [1], "sampling_params": {"top_k": -2}}, "top_k"),
+        ({"token_ids": [1], "sampling_params": {"stop_token_ids": [600]}}, "stop_token_ids[0]"),
+        ({"token_ids": [1], "sampling_params": {"topp": 1}}, "sampling_params.topp"),
+        ({"token_ids": [1], "sampling_params": {}, "stremo": True}, "stremo"),
+        ({"token_ids": [1], "sampling_params": {"stop": ["x"]}}, "sampling_params.stop"),
+        ({"token_ids": [1], "sampling_params": {"bad_words": ["x"]}}, "sampling_params.bad_words"),
+        ({"token_ids": [1], "sampling_params": {}, "cache_salt": ""}, "cache_salt"),
+        ({"token_ids": [1], "sampling_params": {}, "output_mode": "text"}, "output_mode"),
+        ({"token_ids": [1], "sampling_params": {}, "return_routed_experts": True},
+         "routed_experts_prompt_start"),
+        ("{", "body"),
+    ],
+)  # fmt: skip
+@pytest.mark.failure_mode("F18")
+async def test_bad_input_is_refused_by_name(
+    worker: WorkerProcess, body: object, param: str
+) -> None:
+    for stream in (False, True):
+        sent = {**body, "stream": stream} if isinstance(body, dict) else body
+        status, answer = await worker.post(GENERATE, sent)
+        assert status == 400
+        assert answer["error"]["param"] == param
+        assert answer["error"]["code"] == 400
+        assert answer["error"]["request_id"].startswith("generate-tokens-")
+
+
+@pytest.mark.failure_mode("F17")
+async def test_a_prompt_without_room_is_refused_with_both_numbers(worker: WorkerProcess) -> None:
+    _, answer = await worker.generate([1] * 1500, max_tokens=1)
+    assert "1500" in answer["error"]["message"]
+    assert "1024" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [{"top_k": -1}, {"presence_penalty": 0.0}, {"frequency_penalty": 0}, {"repetition_penalty": 1},
+     {"stop": []}, {"stop": None}, {"bad_words": []}, {"detokenize": False}, {"logit_bias": None},
+     {"skip_special_tokens": False}, {"structured_outputs": None}, {"min_tokens": 0}],
+)  # fmt: skip
+async def test_vllm_fields_at_their_neutral_value_are_taken(
+    worker: WorkerProcess, neutral: dict[str, object]
+) -> None:
+    status, _ = await worker.generate(PROMPT, max_tokens=1, **neutral)
+    assert status == 200
+
+
+async def test_other_content_types_routes_and_verbs_are_refused(worker: WorkerProcess) -> None:
+    status, body = await worker.post(GENERATE, "{}", headers={"content-type": "text/plain"})
+    assert (status, body["error"]["type"]) == (400, "BadRequestError")
+    status, body = await worker.get("/inference/v1/nope")
+    assert (status, body["error"]["reason"]) == (404, "no_such_route")
+    status, body = await worker.get(GENERATE)
+    assert (status, body["error"]["reason"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.failure_mode("F31")
+async def test_an_unknown_model_is_404(worker: WorkerProcess) -> None:
+    status, body = await worker.generate(PROMPT, max_tokens=1, model="nope")
+    assert status == 404
+    assert "tiny" in body["error"]["message"]
+
+
+async def test_the_header_beats_the_request_id_of_the_body(worker: WorkerProcess) -> None:
+    sent = {"token_ids": [1], "request_id": "body", "sampling_params": {"max_tokens": 1}}
+    _, body = await worker.post(GENERATE, sent, headers={"X-Request-Id": "header"})
+    assert body["request_id"] == "generate-tokens-header"
+
+
+@pytest.mark.failure_mode("F45")
+async def test_abort_by_id_says_how_many_it_stopped(worker: WorkerProcess) -> None:
+    await worker.control("pause_generation", mode="keep")
+    twins = [
+        asyncio.create_task(worker.generate(PROMPT, max_tokens=500, request_id="twin", logprobs=0))
+        for _ in range(2)
+    ]
+    while (await worker.control("liveness_probe"))[1]["waiting"] < 2:
+        await asyncio.sleep(0.01)
+    _, body = await worker.post("/inference/v1/abort_requests", {"request_ids": ["nobody"]})
+    assert body["aborted"] == 0
+    _, body = await worker.post("/inference/v1/abort_requests", {"request_ids": ["twin"]})
+    assert body["aborted"] == 2
+    for status, answer in await asyncio.gather(*twins):
+        assert status == 200
+        assert answer["choices"][0]["finish_reason"] == "abort"
+        assert answer["choices"][0]["logprobs"] == {"content": []}
+    status, _ = await worker.post("/inference/v1/abort_requests", {"request_ids": []})
+    assert status == 400
+    await worker.control("resume_generation")
+
+
+@pytest.mark.failure_mode("F47")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_stops_its_request(
+    worker: WorkerProcess, stream: bool
+) -> None:
+    await worker.control("pause_generation", mode="keep")
+    body = {"token_ids": PROMPT, "stream": stream, "sampling_params": {"max_tokens": 900}}
+    async with aiohttp.ClientSession() as session:
+        request = asyncio.create_task(session.post(worker.url + GENERATE, json=body))
+        while not (await worker.control("liveness_probe"))[1]["waiting"]:
+            await asyncio.sleep(0.01)
+        if stream:
+            (await request).close()
+        else:
+            request.cancel()
+    async with asyncio.timeout(20):
+        while (await worker.control("liveness_probe"))[1]["waiting"]:
+            await asyncio.sleep(0.01)
+    await worker.control("resume_generation")
+
+
+async def test_models_health_and_metrics(worker: WorkerProcess) -> None:
+    _, body = await worker.get("/v1/models")
+    (card,) = body["data"]
+    assert (card["id"], card["max_model_len"], card["parent"]) == ("tiny", 1024, None)
+    status, health = await worker.get("/health")
+    assert (status, health["version"]) == (200, "default")
+    async with aiohttp.ClientSession() as session, session.get(worker.url + "/metrics") as answer:
+        text = await answer.text()
+    assert 'lockstep_worker_generated_tokens_total{model="tiny"}' in text
+    assert 'version="default"' in text
+
+
+async def test_a_logprob_survives_json_bit_for_bit(worker: WorkerProcess) -> None:
+    """An fp32 number written as a decimal and read back is the same number."""
+    import struct
+
+    _, body = await worker.generate(PROMPT, max_tokens=20, logprobs=0, seed=3)
+    for entry in body["choices"][0]["logprobs"]["content"]:
+        value = json.loads(json.dumps(entry["logprob"]))
+        assert struct.unpack("f", struct.pack("f", value))[0] == value
