@@ -1,5 +1,51 @@
-"""Lockstep keeps an RL trainer and a fleet of LLM inference workers in lockstep."""
+"""Lockstep keeps an RL trainer and a fleet of LLM inference workers in lockstep.
 
+async with lockstep.connect("http://127.0.0.1:8000", model="tiny") as policy:
+    chat = policy.chat(system="You reverse strings.", temperature=1.0)
+    turn = await chat.send("Reverse: 40213")
+    sample = chat.sample()
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.client import (
+        Chat,
+        Policy,
+        Scores,
+        Turn,
+        connect,
+        connect_sync,
+        generate,
+    )
+    from lockstep.tokens import Completion, LockstepError, Sample, Sampling, errors
 
 __version__ = version("lockstep-rl")
+__all__ = [
+    "Chat",
+    "Completion",
+    "LockstepError",
+    "Policy",
+    "Sample",
+    "Sampling",
+    "Scores",
+    "Turn",
+    "connect",
+    "connect_sync",
+    "errors",
+    "generate",
+]
+
+_TOKENS = ("Completion", "LockstepError", "Sample", "Sampling", "errors")
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used: `lockstep --help` needs none of them."""
+    if name not in __all__:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    room = "lockstep.tokens" if name in _TOKENS else "lockstep.client"
+    return getattr(import_module(room), name)

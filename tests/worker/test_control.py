@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.engine.broadcast import Broadcast
 from lockstep.models import bundled
+from tests.processes import TOKEN, WorkerProcess
 from tests.worker.adapters import write_adapter
-from tests.worker.conftest import TOKEN, WorkerProcess
 
 PROMPT = [11, 29, 3, 77, 5, 140, 9]
 Checkpoint = Callable[..., Path]

@@ -8,7 +8,7 @@ import json
 import aiohttp
 import pytest
 
-from tests.worker.conftest import GENERATE, WorkerProcess
+from tests.processes import GENERATE, WorkerProcess
 
 PROMPT = [11, 29, 3, 77, 5, 140, 9]
 

@@ -1,0 +1,178 @@
+"""One conversation, token-exact over any number of turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lockstep.backends.transport import Transport
+from lockstep.client.options import Options
+from lockstep.client.turn import Turn
+from lockstep.render import Breaks, Ledger, Node, Plan, Renderer
+from lockstep.tokens import Completion, Sample
+from lockstep.tokens.errors import BadRequest, Conflict, ContractError
+
+
+class Chat:
+    """A conversation with a policy. Turns are asked one after the other.
+
+    `messages` is the history as it stands. A call that raises leaves it, and the ledger, as they
+    were: a turn is committed whole or not at all.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        renderer: Renderer,
+        model: str | None,
+        options: Options,
+        *,
+        messages: Iterable[Any] = (),
+        tools: Sequence[Any] | None = None,
+        breaks: Breaks = "strict",
+    ) -> None:
+        self.messages: list[Any] = list(messages)
+        self.tools = tools
+        self.ledger = Ledger(renderer, breaks=breaks)
+        self._transport = transport
+        self._renderer = renderer
+        self._model = model
+        self._options = options
+        self._last: tuple[Turn, Node] | None = None
+        self._busy = asyncio.Lock()
+
+    async def send(self, message: str | Any | Sequence[Any], **options: Any) -> Turn:
+        """Appends a user message (or a message, or several) and returns the answer.
+
+        Raises PrefixBreak with breaks="strict" where append only is impossible.
+        """
+        return await self._turn(_messages(message), options)
+
+    async def send_tool_results(
+        self, results: Mapping[str, Any] | Sequence[Any] | str, **options: Any
+    ) -> Turn:
+        """Appends the results of the last turn's tool calls and returns the answer.
+
+        `results` maps call ids to contents, or lists contents in the order of the calls; a single
+        string answers a single call. What is not a string is sent as JSON. Raises BadRequest
+        unless every call gets one result.
+        """
+        calls = self._last[0].tool_calls if self._last is not None else ()
+        if not calls:
+            raise Conflict("the last turn made no tool call that could be answered")
+        ids = [call.id for call in calls]
+        if isinstance(results, str):
+            results = [results]
+        given = dict(results) if isinstance(results, Mapping) else None
+        if given is None:
+            if len(results) != len(ids):
+                raise BadRequest(
+                    f"{len(results)} results came for {len(ids)} tool calls", param="results"
+                )
+            given = dict(zip(ids, results, strict=True))
+        if set(given) != set(ids):
+            raise BadRequest(
+                f"results are for the calls {sorted(given)}, expected {sorted(ids)}",
+                param="results",
+            )
+        new = [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name,
+             "content": _text(given[call.id])}
+            for call in calls
+        ]  # fmt: skip
+        return await self._turn(new, options)
+
+    async def continue_(self, **options: Any) -> Turn:
+        """Goes on, token for token, where the last turn was aborted; returns the whole turn.
+
+        Token limits hold for the whole turn, unless given here. Raises Conflict when the turn was
+        not aborted.
+        """
+        if self._last is None:
+            raise Conflict("there is no turn to continue")
+        before, node = self._last
+        used, asked = len(before.token_ids), self._options.sampling
+        left: dict[str, Any] = {"min_tokens": max(asked.min_tokens - used, 0)}
+        if asked.max_tokens is not None:
+            left["max_tokens"] = asked.max_tokens - used
+        left |= options
+        if left.get("max_tokens") == 0:
+            raise Conflict(f"the turn has used all of its {asked.max_tokens} tokens already")
+        merged = self._options.with_(**left)
+        async with self._alone():
+            turn = await self._ask(self.ledger.continue_(node), merged)
+            self.messages[-1] = turn.message
+            return turn
+
+    def sample(self, *, train_aborted: bool = False) -> Sample:
+        """What a trainer learns from: the branch that ends with the last turn.
+
+        Tokens of an aborted turn that was not continued are masked, unless `train_aborted`. Raises
+        Conflict before the first turn, and for turns whose logprobs are not comparable.
+        """
+        if self._last is None:
+            raise Conflict("there is nothing to learn from yet: send a message first")
+        return self.ledger.sample(self._last[1], train_aborted=train_aborted)
+
+    def samples(self, *, train_aborted: bool = False) -> list[Sample]:
+        """A sample for every branch; more than one only after prefix breaks with breaks="fork"."""
+        return self.ledger.samples(train_aborted=train_aborted)
+
+    async def _turn(self, new: list[Any], options: dict[str, Any]) -> Turn:
+        merged = self._options.with_(**options)
+        if merged.sampling.n != 1:
+            raise BadRequest("n must be 1 in a conversation: use policy.generate", param="n")
+        async with self._alone():
+            messages = [*self.messages, *new]
+            plan = await self.ledger.plan_async(messages, self.tools)
+            turn = await self._ask(plan, self._seeded(merged))
+            self.messages = [*messages, turn.message]
+            return turn
+
+    async def _ask(self, plan: Plan, options: Options) -> Turn:
+        ask = options.ask(plan.prompt_ids, self._model, self._renderer.stop_token_ids)
+        completion = _only(await self._transport.generate(ask))
+        said = [*plan.partial, *completion.token_ids]
+        opened = plan.prompt_ids[: len(plan.prompt_ids) - len(plan.partial)]
+        answer = await self._renderer.parse_async(said, self.tools, prompt_ids=opened)
+        turn = Turn.of(plan, answer, completion)
+        node = self.ledger.commit(plan, completion, turn.message)
+        self._last = turn, node
+        return turn
+
+    def _seeded(self, options: Options) -> Options:
+        """A seed of its own for every turn: one seed on all would repeat the same draws."""
+        seed = options.sampling.seed
+        if seed is None:
+            return options
+        return Options(
+            replace(options.sampling, seed=seed + len(self.ledger.nodes)), options.sending
+        )
+
+    def _alone(self) -> asyncio.Lock:
+        if self._busy.locked():
+            raise Conflict("this conversation is waiting for an answer: one turn at a time")
+        return self._busy
+
+
+def _messages(message: Any) -> list[Any]:
+    if isinstance(message, str):
+        return [{"role": "user", "content": message}]
+    if isinstance(message, Sequence) and not isinstance(message, (str, bytes)):
+        if not message:
+            raise BadRequest("message is empty: give a string or a message", param="message")
+        return list(message)
+    return [message]
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def _only(completions: list[Completion]) -> Completion:
+    if len(completions) != 1:
+        raise ContractError(f"one choice was asked for, {len(completions)} came")
+    return completions[0]

@@ -1,0 +1,51 @@
+"""Keyword options of a call, sorted into how to sample and how to send."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from lockstep.tokens import Sampling
+from lockstep.tokens.errors import BadRequest
+from lockstep.wire.ask import Ask
+
+SAMPLING = frozenset(each.name for each in fields(Sampling))
+SENDING = frozenset(
+    ("cache_salt", "priority", "experts_start", "weight_version", "min_weight_version", "nvext",
+     "headers", "timeout", "allow_nonfinite", "request_id")
+)  # fmt: skip
+SEQUENCES = ("stop_token_ids", "allowed_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a caller may set on a policy, a chat or a single call; the later beats the earlier."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    sending: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_(self, **changes: Any) -> Options:
+        """These options with some changed. Raises BadRequest that names an unknown one."""
+        for name in changes:
+            if name not in SAMPLING | SENDING:
+                known = ", ".join(sorted(SAMPLING | SENDING))
+                raise BadRequest(f"unknown option {name!r}: expected one of {known}", param=name)
+        sampling = {name: value for name, value in changes.items() if name in SAMPLING}
+        for name in SEQUENCES:
+            if sampling.get(name) is not None:
+                sampling[name] = tuple(sampling[name])
+        sending = {name: value for name, value in changes.items() if name in SENDING}
+        return Options(replace(self.sampling, **sampling), {**self.sending, **sending})
+
+    def ask(
+        self, prompt_ids: list[int], model: str | None, stop_token_ids: tuple[int, ...] = ()
+    ) -> Ask:
+        """The question to send; `stop_token_ids` are added to those of the caller."""
+        stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids)))
+        return Ask(
+            prompt_ids=prompt_ids,
+            sampling=replace(self.sampling, stop_token_ids=stops),
+            model=model,
+            **self.sending,
+        )

@@ -1,0 +1,246 @@
+"""A policy behind a URL: generate, converse, score, and do so for many prompts at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from lockstep.backends.connect import open_transport
+from lockstep.backends.transport import Delta, ModelCard, Transport, TransportName
+from lockstep.client.chat import Chat
+from lockstep.client.options import Options
+from lockstep.client.turn import Scores, Turn
+from lockstep.render import Breaks, Plan, Renderer, Thinking
+from lockstep.tokens import Completion, LockstepError
+from lockstep.tokens.errors import BadRequest, Conflict, ContractError
+
+Prompt = str | Sequence[int] | Sequence[Any]
+
+
+class Policy:
+    """A served model. Made by `lockstep.connect`; options given there hold for every call."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        model: str | None,
+        renderer: Callable[[Thinking], Renderer],
+        options: Options,
+    ) -> None:
+        self.transport = transport
+        self.model = model
+        self._renderer = renderer
+        self._options = options
+
+    def renderer(self, thinking: Thinking = "keep") -> Renderer:
+        """The model's renderer; made once. Raises UnknownModel when there is no tokenizer."""
+        return self._renderer(thinking)
+
+    @overload
+    async def generate(self, prompt: Sequence[int], **options: Any) -> list[Completion]: ...
+    @overload
+    async def generate(
+        self, prompt: str | Sequence[Any], *, tools: Sequence[Any] | None = None, **options: Any
+    ) -> list[Turn]: ...
+    async def generate(
+        self, prompt: Prompt, *, tools: Sequence[Any] | None = None, **options: Any
+    ) -> list[Completion] | list[Turn]:
+        """One call: token ids give completions, messages (or one as a string) give turns.
+
+        With n > 1 there are as many, in order of their index.
+        """
+        merged = self._options.with_(**options)
+        if _is_ids(prompt):
+            return await self.transport.generate(merged.ask(list(prompt), self.model))  # type: ignore[arg-type]
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        renderer = await asyncio.to_thread(self.renderer)
+        ids = await renderer.render_async(messages, tools)
+        ask = merged.ask(ids, self.model, renderer.stop_token_ids)
+        plan = Plan(prompt_ids=ids, parent=None, given=(), tools=b"")
+        turns = []
+        for done in await self.transport.generate(ask):
+            answer = await renderer.parse_async(done.token_ids, tools, prompt_ids=ids)
+            turns.append(Turn.of(plan, answer, done))
+        return turns
+
+    def stream(self, prompt_ids: list[int], **options: Any) -> AsyncIterator[Delta | Completion]:
+        """Deltas as they come, then the completions that `generate` would have given."""
+        ask = self._options.with_(**options).ask(prompt_ids, self.model)
+        return self.transport.stream(ask)
+
+    def chat(
+        self,
+        *,
+        system: str | None = None,
+        messages: Iterable[Any] = (),
+        tools: Sequence[Any] | None = None,
+        breaks: Breaks = "strict",
+        thinking: Thinking = "keep",
+        **options: Any,
+    ) -> Chat:
+        """A new conversation. `messages` open it; `options` hold for all its turns."""
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        return Chat(
+            self.transport,
+            self.renderer(thinking),
+            self.model,
+            self._options.with_(**options),
+            messages=[*opening, *messages],
+            tools=tools,
+            breaks=breaks,
+        )
+
+    async def score(
+        self, token_ids: Sequence[int], *, temperature: float = 1.0, **options: Any
+    ) -> Scores:
+        """The logprob of every token given those before it: teacher logprobs for distillation.
+
+        Raises Conflict when another temperature than 1 is asked of a server that reports raw
+        logprobs, BadRequest for a single token, and PromptTooLong when there is no room.
+        """
+        if len(token_ids) < 2:
+            raise BadRequest("a sequence of one token has nothing to score", param="token_ids")
+        mode = {"logprob_mode": "processed"} if temperature != 1.0 else {}
+        merged = self._options.with_(
+            n=1, max_tokens=1, min_tokens=0, logprobs=0, prompt_logprobs=0,
+            temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, **mode, **options,
+        )  # fmt: skip
+        (done,) = await self.transport.generate(merged.ask(list(token_ids), self.model))
+        if temperature != 1.0 and done.logprob_mode == "raw":
+            raise Conflict(
+                f"scores at temperature {temperature} were asked for, but this server reports raw "
+                "logprobs: start it with processed logprobs, or score at temperature 1",
+                param="temperature",
+            )
+        if done.prompt_logprobs is None:
+            raise ContractError("prompt logprobs were asked for and did not come")
+        logprobs = [0.0 if entry is None else entry.logprob for entry in done.prompt_logprobs]
+        version = done.versions[0].version if done.versions else ""
+        return Scores(list(token_ids), logprobs, version, temperature)
+
+    async def map(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        concurrency: int = 64,
+        progress: bool = False,
+        keep_errors: bool = False,
+        **options: Any,
+    ) -> list[Any]:
+        """`generate` for many prompts; results in their order.
+
+        The first error cancels the rest and is raised; with `keep_errors` it stands in its place.
+        """
+        if concurrency < 1:
+            raise BadRequest(f"concurrency is {concurrency}: expected >= 1", param="concurrency")
+        every = list(prompts)
+        results: list[Any] = [None] * len(every)
+        slots = asyncio.Semaphore(concurrency)
+
+        async def one(at: int, step: Callable[[], None]) -> None:
+            async with slots:
+                try:
+                    results[at] = await self.generate(every[at], **options)
+                except LockstepError as error:
+                    if not keep_errors:
+                        raise
+                    results[at] = error
+            step()
+
+        with _bar(len(every), shown=progress) as step:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for at in range(len(every)):
+                        group.create_task(one(at, step))
+            except* LockstepError as failed:
+                raise failed.exceptions[0] from None
+        return results
+
+    async def models(self) -> list[ModelCard]:
+        """What the server serves now."""
+        return await self.transport.models()
+
+    async def close(self) -> None:
+        await self.transport.close()
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    url: str,
+    model: str | None = None,
+    *,
+    tokenizer: str | Path | Any | None = None,
+    transport: TransportName | None = None,
+    api_key: str | None = None,
+    timeout: float = 1800.0,
+    retries: int = 2,
+    **options: Any,
+) -> AsyncIterator[Policy]:
+    """A policy at `url`, found out what it speaks unless `transport` names it.
+
+    `model` defaults to the only one served. `tokenizer` is a directory, a hub name or a tokenizer
+    object; by default that of the model, if it is bundled or a directory on this machine. Token ids
+    in and out need none. `options` hold for every call. Raises Unavailable when nobody answers.
+    """
+    settings = Options().with_(**options)
+    opened = await open_transport(url, transport, api_key=api_key, timeout=timeout, retries=retries)
+    try:
+        name = model or await _only_model(opened)
+        yield Policy(opened, name, _Renderers(tokenizer or name), settings)
+    finally:
+        await opened.close()
+
+
+async def generate(url: str, prompt: Prompt, model: str | None = None, **options: Any) -> Any:
+    """One call and no more: `connect`, `Policy.generate`, close. Takes the options of both."""
+    opening = ("tokenizer", "transport", "api_key", "retries")
+    first = {name: options.pop(name) for name in opening if name in options}
+    async with connect(url, model, **first) as policy:
+        return await policy.generate(prompt, **options)
+
+
+class _Renderers:
+    """Loads the renderers of one tokenizer when they are first needed."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._made: dict[Thinking, Renderer] = {}
+
+    def __call__(self, thinking: Thinking) -> Renderer:
+        if thinking not in self._made:
+            if isinstance(self._source, (str, Path)):
+                made = Renderer.load(self._source, thinking=thinking)
+            else:
+                made = Renderer(self._source, thinking=thinking)
+            self._made[thinking] = made
+        return self._made[thinking]
+
+
+async def _only_model(transport: Transport) -> str:
+    bases = [card.id for card in await transport.models() if card.parent is None]
+    if len(bases) != 1:
+        raise BadRequest(
+            f"the server has {len(bases)} models ({', '.join(bases)}): name one with model=",
+            param="model",
+        )
+    return bases[0]
+
+
+def _is_ids(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
+
+
+@contextlib.contextmanager
+def _bar(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
+    if not shown:
+        yield lambda: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = ("[bold]generating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

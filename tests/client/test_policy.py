@@ -1,0 +1,131 @@
+"""Single calls, scores and many prompts at once, over a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import lockstep
+from lockstep.client import Turn
+from lockstep.tokens import Completion, errors
+from tests.processes import WorkerProcess
+
+IDS = [11, 29, 3, 77, 5, 140, 9]
+
+
+async def test_ids_give_completions_and_messages_give_turns(policy: lockstep.Policy) -> None:
+    (done,) = await policy.generate(IDS, max_tokens=4, ignore_eos=True)
+    assert isinstance(done, Completion)
+    assert len(done.token_ids) == 4
+    assert done.prompt_ids == IDS
+    (turn,) = await policy.generate([{"role": "user", "content": "Reverse: 12"}])
+    assert isinstance(turn, Turn)
+    assert turn.text
+    (same,) = await policy.generate("Reverse: 12")
+    assert same.prompt_ids == turn.prompt_ids
+
+
+@pytest.mark.failure_mode("F11")
+async def test_n_choices_come_in_order_and_each_with_its_own(policy: lockstep.Policy) -> None:
+    turns = await policy.generate("Reverse: 40213", n=4, seed=1)
+    assert [turn.completion.index for turn in turns] == [0, 1, 2, 3]
+    for turn in turns:
+        scores = await policy.score(turn.prompt_ids + turn.token_ids)
+        assert scores.logprobs[len(turn.prompt_ids) :] == turn.logprobs
+
+
+@pytest.mark.failure_mode("F44")
+async def test_a_stream_ends_with_the_completion_that_generate_gives(
+    policy: lockstep.Policy,
+) -> None:
+    options = {"max_tokens": 12, "seed": 5, "logprobs": 2, "ignore_eos": True, "request_id": "same"}
+    whole = await policy.generate(IDS, **options)
+    events = [event async for event in policy.stream(IDS, **options)]
+    deltas = [event for event in events if not isinstance(event, Completion)]
+    assert [event for event in events if isinstance(event, Completion)] == whole
+    assert [t for delta in deltas for t in delta.token_ids] == whole[0].token_ids
+    assert [v for delta in deltas for v in delta.logprobs] == whole[0].logprobs
+
+
+@pytest.mark.failure_mode("F46")
+async def test_scores_say_their_temperature_and_version(policy: lockstep.Policy) -> None:
+    plain = await policy.score(IDS)
+    assert (plain.logprobs[0], plain.temperature, plain.version) == (0.0, 1.0, "default")
+    assert len(plain.logprobs) == len(IDS)
+    warm = await policy.score(IDS, temperature=2.0)
+    assert warm.temperature == 2.0
+    assert warm.logprobs != plain.logprobs
+    (done,) = await policy.generate(
+        IDS, temperature=2.0, logprob_mode="processed", max_tokens=20, ignore_eos=True
+    )
+    again = await policy.score(IDS + done.token_ids, temperature=2.0)
+    assert again.logprobs[len(IDS) :] == done.logprobs
+    with pytest.raises(errors.BadRequest):
+        await policy.score([5])
+
+
+@pytest.mark.failure_mode("F16")
+async def test_turns_of_different_temperature_make_no_sample(policy: lockstep.Policy) -> None:
+    chat = policy.chat(temperature=1.0)
+    await chat.send("Reverse: 12")
+    await chat.send("Reverse: 34", temperature=0.5)
+    with pytest.raises(errors.Conflict, match="temperature"):
+        chat.sample()
+
+
+async def test_map_keeps_the_order_and_bounds_concurrency(policy: lockstep.Policy) -> None:
+    prompts = [f"Reverse: {number}" for number in range(100, 140)]
+    results = await policy.map(prompts, concurrency=8, temperature=0.0, progress=True)
+    for prompt, (turn,) in zip(prompts, results, strict=True):
+        (alone,) = await policy.generate(prompt, temperature=0.0)
+        assert (turn.token_ids, turn.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+async def test_map_raises_the_first_error_or_keeps_it(policy: lockstep.Policy) -> None:
+    prompts = ["Reverse: 1", [5] * 5000, "Reverse: 2"]
+    with pytest.raises(errors.PromptTooLong):
+        await policy.map(prompts)
+    first, bad, last = await policy.map(prompts, keep_errors=True)
+    assert isinstance(bad, errors.PromptTooLong)
+    assert first[0].text
+    assert last[0].text
+
+
+async def test_a_version_floor_is_the_servers_to_keep(policy: lockstep.Policy) -> None:
+    with pytest.raises(errors.VersionUnavailable):
+        await policy.generate(IDS, min_weight_version="step-9")
+    (done,) = await policy.generate(IDS, min_weight_version="default", max_tokens=1)
+    assert done.versions[0].version == "default"
+
+
+async def test_unknown_options_and_models_are_named(
+    policy: lockstep.Policy, worker: WorkerProcess
+) -> None:
+    with pytest.raises(errors.BadRequest, match="temprature"):
+        await policy.generate(IDS, temprature=1.0)
+    with pytest.raises(errors.UnknownModel, match="nope"):
+        await lockstep.generate(worker.url, IDS, model="nope")
+    with pytest.raises(errors.Unavailable):
+        await lockstep.generate("http://127.0.0.1:9", IDS, retries=0)
+
+
+async def test_the_sync_facade_works_beside_a_running_loop(worker: WorkerProcess) -> None:
+    def use() -> tuple[str, int, float]:
+        with lockstep.connect_sync(worker.url, max_tokens=16) as policy:
+            chat = policy.chat()
+            turn = chat.send("Reverse: 40213")
+            assert chat.send("Reverse: 12").bridged
+            scores = policy.score(chat.sample().token_ids)
+            (done,) = policy.generate(IDS, max_tokens=1)
+            assert [card.id for card in policy.models()] == ["tiny"]
+            assert len(policy.map(["Reverse: 1", "Reverse: 2"])) == 2
+            return turn.text, len(done.token_ids), scores.logprobs[0]
+
+    text, count, first = await asyncio.to_thread(use)
+    assert (bool(text), count, first) == (True, 1, 0.0)
+
+
+async def test_one_call_without_a_connection_at_hand(worker: WorkerProcess) -> None:
+    (turn,) = await lockstep.generate(worker.url, "Reverse: 12", max_tokens=8)
+    assert turn.text
