@@ -1,0 +1,1 @@
+"""Many workers: membership, routing, desired state and weight transactions."""

@@ -1,0 +1,90 @@
+"""Which models the gateway serves, and how their text becomes tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from time import monotonic
+
+from lockstep.backends.transport import ModelCard
+from lockstep.render import Renderer
+from lockstep.tokens.errors import BadRequest, UnknownModel
+
+FRESH_SECONDS = 1.0
+"""How old the list of models may be when a name is not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model name that requests may use: the base model, or an adapter on it."""
+
+    name: str
+    adapter: str | None
+    max_model_len: int | None
+    weight_version: str | None
+
+
+class Book:
+    """Resolves model names. The list comes from the workers (`fetch`) and is kept for a while."""
+
+    def __init__(
+        self, fetch: Callable[[], Awaitable[list[ModelCard]]], tokenizer: str | None = None
+    ) -> None:
+        self._fetch = fetch
+        self._tokenizer = tokenizer
+        self._cards: dict[str, ModelCard] = {}
+        self._asked_at = float("-inf")
+        self._lock = asyncio.Lock()
+        self._renderer: Renderer | None = None
+
+    async def cards(self, *, fresh: bool = False) -> list[ModelCard]:
+        """The served models, base first. Raises Unavailable when no worker can tell."""
+        if fresh or not self._cards:
+            await self._refresh()
+        return list(self._cards.values())
+
+    async def resolve(self, name: str | None) -> Served:
+        """The model of that name, or the only base model. Raises UnknownModel, or BadRequest."""
+        if not self._cards:
+            await self._refresh()
+        if name is not None and name not in self._cards:
+            if monotonic() - self._asked_at > FRESH_SECONDS:
+                await self._refresh()
+            if name not in self._cards:
+                known = ", ".join(self._cards) or "none"
+                raise UnknownModel(
+                    f"the model {name!r} does not exist; served are {known}", param="model"
+                )
+        card = self._cards[name] if name is not None else self._base()
+        adapter = card.id if card.parent is not None else None
+        return Served(card.id, adapter, card.max_model_len, card.weight_version)
+
+    async def renderer(self) -> Renderer:
+        """How the base model's messages become tokens; loaded once, off the event loop."""
+        if self._renderer is None:
+            source = self._tokenizer
+            if source is None:
+                await self.resolve(None)
+                source = self._base().id
+            self._renderer = await asyncio.to_thread(Renderer.load, source)
+        return self._renderer
+
+    def forget(self) -> None:
+        """Asks the workers again next time: an adapter came or went, or the weights changed."""
+        self._cards = {}
+
+    def _base(self) -> ModelCard:
+        bases = [card for card in self._cards.values() if card.parent is None]
+        if len(bases) != 1:
+            names = ", ".join(card.id for card in bases)
+            raise BadRequest(f"{len(bases)} models are served ({names}): name one", param="model")
+        return bases[0]
+
+    async def _refresh(self) -> None:
+        async with self._lock:
+            if self._cards and monotonic() - self._asked_at < FRESH_SECONDS:
+                return
+            cards = await self._fetch()
+            self._asked_at = monotonic()
+            self._cards = {card.id: card for card in sorted(cards, key=lambda c: c.parent or "")}
