@@ -1,0 +1,102 @@
+"""The gateway process: its faces on the data port, control on the admin port, start and end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute, Mount
+
+from lockstep.fleet.pool import Pool
+from lockstep.gateway.book import Book
+from lockstep.gateway.chat import ChatFace
+from lockstep.gateway.completions import CompletionsFace
+from lockstep.gateway.control import ControlPlane
+from lockstep.gateway.gateway import Gateway
+from lockstep.gateway.generate import GenerateFace
+from lockstep.gateway.guard import Guard, hosts_of
+from lockstep.gateway.metrics import Metrics
+from lockstep.gateway.openapi import OpenApiFace
+from lockstep.gateway.sessions import Sessions
+from lockstep.gateway.status import StatusFace
+from lockstep.gateway.text import TextFace
+from lockstep.tokens.errors import Forbidden
+from lockstep.wire.http import EXCEPTION_HANDLERS
+from lockstep.wire.server import listen, serving, url_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """How a gateway listens and what it keeps. Ports 0 are chosen by the system."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 8001
+    admin_token: str = ""
+    api_keys: tuple[str, ...] = ()
+    sessions: str = "memory"
+    tokenizer: str | None = None
+    insecure: bool = False
+    body_limit: int = 64 << 20
+    drain_seconds: float = 30.0
+
+    def check(self) -> None:
+        """Raises Forbidden for a listener that anybody on the network could use."""
+        if hosts_of(self.host) is None and not self.api_keys and not self.insecure:
+            raise Forbidden(
+                f"--host {self.host} would serve everybody who can reach this machine: set "
+                "LOCKSTEP_API_KEYS, or say --insecure if that is meant",
+                param="host",
+            )
+
+
+def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> Starlette:
+    """The data plane: every face at the root, and those that sessions may use under theirs."""
+    faces = [ChatFace(gateway), CompletionsFace(gateway), TextFace(gateway), StatusFace(gateway)]
+    routes: list[BaseRoute] = [route for face in faces for route in face.routes]
+    return Starlette(
+        routes=[
+            *GenerateFace(gateway).routes,
+            *routes,
+            *metrics.routes,
+            *OpenApiFace().routes,
+            Mount("/sessions/{session}", routes=routes),
+        ],
+        middleware=[
+            Middleware(metrics.middleware),
+            Middleware(Guard, keys=options.api_keys, hosts=hosts_of(options.host)),
+        ],
+        exception_handlers=EXCEPTION_HANDLERS,
+    )
+
+
+async def serve_gateway(
+    *,
+    pool: Pool,
+    options: GatewayOptions,
+    on_ready: Callable[[str, str], None],
+    stop: asyncio.Event,
+) -> None:
+    """Serves until `stop` is set, then drains. `on_ready` gets the data and the admin URL."""
+    options.check()
+    async with AsyncExitStack() as stack:
+        sockets = stack.enter_context(ExitStack())
+        data_socket = sockets.enter_context(listen(options.host, options.port))
+        admin_socket = sockets.enter_context(listen(options.admin_host, options.admin_port))
+        sessions = await stack.enter_async_context(Sessions(options.sessions))
+        book = Book(pool.models, options.tokenizer)
+        gateway = Gateway(pool=pool, book=book, sessions=sessions, body_limit=options.body_limit)
+        metrics = Metrics(gateway)
+        control = ControlPlane(gateway, options.admin_token, hosts=hosts_of(options.admin_host))
+        apps = [
+            (data_app(gateway, options, metrics), data_socket),
+            (control.app, admin_socket),
+        ]
+        async with serving(apps):
+            on_ready(url_of(data_socket), url_of(admin_socket))
+            await stop.wait()

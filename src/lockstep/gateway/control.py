@@ -1,0 +1,48 @@
+"""The control plane: admin routes on their own listener, behind their own token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lockstep.gateway.gateway import Gateway
+from lockstep.gateway.guard import Guard
+from lockstep.gateway.session_routes import SessionRoutes
+from lockstep.tokens.errors import Unauthorized
+from lockstep.wire.fault import fault
+from lockstep.wire.http import EXCEPTION_HANDLERS, json_response, require_bearer
+
+
+class ControlPlane:
+    """Routes of the admin listener. Every one of them needs the admin token."""
+
+    def __init__(self, gateway: Gateway, token: str, *, hosts: Iterable[str] | None = None) -> None:
+        self.app = Starlette(
+            routes=SessionRoutes(gateway).routes,
+            middleware=[
+                Middleware(Guard, hosts=hosts),
+                Middleware(_Admin, token=token),
+            ],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+
+
+class _Admin:
+    """Middleware that lets nobody in without the admin token."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                require_bearer(Request(scope), self._token)
+            except Unauthorized as error:
+                await json_response(fault(error), error.status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -1,0 +1,187 @@
+"""The generate face: vLLM's dialect in front of a fleet, every answer checked on its way.
+
+Bodies go to Lockstep workers as they came, and so do the answers back: they are decoded once, to
+check the contract, and never written anew. Other backends are asked in their own dialect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from time import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as HttpRoute
+
+from lockstep.backends.vllm import VllmTransport
+from lockstep.fleet.pool import Worker
+from lockstep.fleet.route import Route
+from lockstep.gateway.book import Served
+from lockstep.gateway.gateway import Gateway, request_id, session_id
+from lockstep.tokens import Completion
+from lockstep.tokens.errors import BadRequest, ContractError
+from lockstep.wire import generate_answer as wire
+from lockstep.wire import sse
+from lockstep.wire.abort import decode_abort
+from lockstep.wire.answer import Delta, Reading, check_indices, finish_of, ids_of
+from lockstep.wire.ask import Ask
+from lockstep.wire.generate import GenerateRequest, decode_request
+from lockstep.wire.http import EventStream, json_response, read_json, unless_gone
+from lockstep.wire.read_generate import GenerateStream, read_generate
+
+
+class _BareChoice(msgspec.Struct):
+    index: int = 0
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _BareAnswer(msgspec.Struct):
+    choices: list[_BareChoice] = []
+
+
+BARE = msgspec.json.Decoder(_BareAnswer)
+
+
+class GenerateFace:
+    """POST /inference/v1/generate and /inference/v1/abort_requests."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.routes = [
+            HttpRoute("/inference/v1/generate", self.generate, methods=["POST"]),
+            HttpRoute("/inference/v1/abort_requests", self.abort, methods=["POST"]),
+        ]
+
+    async def generate(self, http: Request) -> Response:
+        """A session header only steers routing here: these clients keep their own ledger."""
+        request_id(http)
+        body = await read_json(http, self._gateway.body_limit)
+        asked = decode_request(body)
+        served = await self._gateway.book.resolve(asked.model)
+        ask = _ask(asked, served, request_id(http, asked.request_id))
+        route = Route.of(
+            ask.prompt_ids, session=session_id(http), salt=ask.cache_salt, adapter=served.adapter
+        )
+        if asked.stream:
+            events = self._events(route, ask, asked, served, body)
+            return EventStream(events, ask.request_id)
+
+        async def call(worker: Worker) -> bytes | bytearray:
+            return await self._whole(worker, ask, asked, served, body)
+
+        return json_response(await unless_gone(http, self._gateway.pool.run(route, call)))
+
+    async def _whole(
+        self, worker: Worker, ask: Ask, asked: GenerateRequest, served: Served, body: bytes
+    ) -> bytes | bytearray:
+        if worker.lockstep and isinstance(worker.transport, VllmTransport):
+            answer, reading = await worker.transport.relay(body, ask)
+            _check(answer, reading, asked)
+            return answer
+        done = await worker.transport.generate(ask)
+        return wire.answer(
+            done,
+            request_id=wire.REQUEST_ID_PREFIX + (ask.request_id or ""),
+            model=served.name,
+            created=int(time()),
+            with_logprobs=asked.sampling_params.logprobs is not None,
+            with_prompt_ids=bool(asked.return_token_ids),
+            experts_format=asked.routed_experts_format,
+        )
+
+    async def _events(
+        self, route: Route, ask: Ask, asked: GenerateRequest, served: Served, body: bytes
+    ) -> AsyncIterator[bytes]:
+        def opened(worker: Worker) -> AsyncIterator[bytes]:
+            if worker.lockstep and isinstance(worker.transport, VllmTransport):
+                return _relayed(worker.transport, ask, asked, body)
+            return _rewritten(worker, ask, asked)
+
+        async with aclosing(self._gateway.pool.stream(route, opened)) as events:
+            async for event in events:
+                yield event
+
+    async def abort(self, http: Request) -> Response:
+        """Stops requests by id on whatever worker they run; says how many it really stopped."""
+        request_id(http)
+        asked = decode_abort(await read_json(http, self._gateway.body_limit))
+        if not asked.request_ids:
+            raise BadRequest("request_ids is empty: name at least one", param="request_ids")
+        stopped = 0
+        for bare in asked.request_ids:
+            stopped += await self._gateway.pool.abort(bare)
+        return json_response({"status": "aborted", "aborted": stopped})
+
+
+async def _relayed(
+    transport: VllmTransport, ask: Ask, asked: GenerateRequest, body: bytes
+) -> AsyncIterator[bytes]:
+    """The worker's events as they come, checked; the stream must end with every choice finished."""
+    collected = GenerateStream(Reading(ask))
+    finished: set[int] = set()
+    async with aclosing(transport.relay_events(body, ask)) as events:
+        async for event in events:
+            if asked.sampling_params.logprobs is None:
+                finished |= {c.index for c in BARE.decode(event).choices if c.finish_reason}
+            else:
+                collected.feed(event)
+            yield b"data: " + event + b"\n\n"
+    if asked.sampling_params.logprobs is None:
+        check_indices(finished, ask.sampling.n)
+    else:
+        collected.finish()
+
+
+async def _rewritten(worker: Worker, ask: Ask, asked: GenerateRequest) -> AsyncIterator[bytes]:
+    """Another dialect's stream in this one's words."""
+    stream = wire.Stream(
+        wire.REQUEST_ID_PREFIX + (ask.request_id or ""),
+        prompt_ids=ask.prompt_ids,
+        with_logprobs=asked.sampling_params.logprobs is not None,
+        with_prompt_ids=bool(asked.return_token_ids),
+        experts_format=asked.routed_experts_format,
+    )
+    # Completions come last and repeat what the deltas brought: they only add how it ended.
+    async with aclosing(worker.transport.stream(ask)) as events:
+        async for event in events:
+            if isinstance(event, Completion):
+                yield sse.event(stream.chunk(event.index, [], [], None, None, event))
+            elif isinstance(event, Delta):
+                chunk = stream.chunk(event.index, event.token_ids, event.logprobs, None, None, None)
+                yield sse.event(chunk)
+    if asked.include_usage:
+        yield sse.event(stream.usage())
+
+
+def _check(answer: bytearray, reading: Reading, asked: GenerateRequest) -> None:
+    """Raises the ContractError of an answer that must not be handed on."""
+    if asked.sampling_params.logprobs is not None:
+        read_generate(answer, reading)
+        return
+    try:
+        bare = BARE.decode(answer)
+    except msgspec.DecodeError as error:
+        raise ContractError(f"the worker's answer cannot be read: {error}") from None
+    check_indices((choice.index for choice in bare.choices), reading.ask.sampling.n)
+    for choice in bare.choices:
+        ids_of(choice.token_ids, f"choice {choice.index} of the answer")
+        finish_of(choice.finish_reason)
+
+
+def _ask(asked: GenerateRequest, served: Served, chosen: str) -> Ask:
+    bare = chosen.removeprefix(wire.REQUEST_ID_PREFIX)
+    return Ask(
+        prompt_ids=asked.token_ids,
+        sampling=asked.sampling(),
+        model=asked.model or served.name,
+        request_id=bare,
+        cache_salt=asked.cache_salt,
+        priority=asked.priority,
+        experts_start=asked.experts_start,
+        weight_version=asked.weight_version,
+        min_weight_version=asked.min_weight_version,
+        headers={"X-Request-Id": bare},
+    )

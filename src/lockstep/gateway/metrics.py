@@ -1,0 +1,95 @@
+"""Prometheus metrics of the gateway: what was asked, how it ended, and how the fleet stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lockstep.gateway.gateway import Gateway
+
+BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
+
+
+class Metrics(Collector):
+    """Counts requests as they end; workers and sessions are read when scraped."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "lockstep_gateway_requests", "Requests by route and status.", ["route", "status"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "lockstep_gateway_request_seconds", "Time to the end of an answer.", ["route"],
+            buckets=BUCKETS, registry=self._registry,
+        )  # fmt: skip
+        self._registry.register(self)
+        self.routes = [Route("/metrics", self.scrape)]
+
+    def middleware(self, app: ASGIApp) -> ASGIApp:
+        """Counts what passes through `app`."""
+
+        async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await app(scope, receive, send)
+                return
+            status, begun = 499, perf_counter()
+
+            async def watched(message: Message) -> None:
+                nonlocal status
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                await send(message)
+
+            try:
+                await app(scope, receive, watched)
+            finally:
+                route = _route_of(scope, status)
+                self._requests.labels(route, str(status)).inc()
+                self._seconds.labels(route).observe(perf_counter() - begun)
+
+        return counted
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        in_flight = GaugeMetricFamily(
+            "lockstep_gateway_worker_in_flight", "Requests at a worker.", labels=["worker"]
+        )
+        serving = GaugeMetricFamily(
+            "lockstep_gateway_worker_serving", "1 when a worker gets traffic.", labels=["worker"]
+        )
+        for worker in self._gateway.pool.workers:
+            in_flight.add_metric([worker.id], worker.in_flight)
+            serving.add_metric([worker.id], worker.state == "serving")
+        yield in_flight
+        yield serving
+        for name, value in self._gateway.sessions.stats().items():
+            gauge = GaugeMetricFamily(f"lockstep_gateway_sessions_{name}", "Of sessions.")
+            gauge.add_metric([], value)
+            yield gauge
+
+    async def scrape(self, _: Request) -> Response:
+        encode, media_type = choose_encoder("")
+        return Response(encode(self._registry), media_type=media_type)
+
+
+def _route_of(scope: Scope, status: int) -> str:
+    """The path with its session left out; unknown paths are one label, or anyone could make more."""
+    if status == 404 and "endpoint" not in scope:
+        return "unknown"
+    path: str = scope["path"]
+    if path.startswith("/sessions/"):
+        return "/sessions/{session}/" + path.split("/", 3)[-1]
+    return "/v1/models/{model}" if path.startswith("/v1/models/") else path
