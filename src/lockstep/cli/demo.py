@@ -71,9 +71,9 @@ def started(model: str) -> Iterator[Worker]:
             process.terminate()
 
 
-def run_demo(model: str) -> None:
+def run_demo(model: str, console: Console | None = None) -> None:
     """Shows tokens with logprobs and versions, before, during and after a change of weights."""
-    console = Console()
+    console = console or Console()
     directory = bundled(model) or Path(model)
     if not directory.is_dir():
         raise NotFound(f"{model!r} is neither a bundled model nor a directory")
