@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -135,7 +136,10 @@ class EventStream(Response):
 async def on_lockstep_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, LockstepError):
         raise error
-    return json_response(fault(error, request_id_of(request)), error.status)
+    response = json_response(fault(error, request_id_of(request)), error.status)
+    if error.retry_after is not None:
+        response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    return response
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:

@@ -10,3 +10,41 @@ MEDIA_TYPE = "text/event-stream"
 
 def event(payload: msgspec.Struct | dict[str, object]) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
+
+
+class EventReader:
+    """Cuts a byte stream into the data of its events, wherever the network cut it.
+
+    `done` turns true at `[DONE]`; what comes after that is not read.
+    """
+
+    def __init__(self) -> None:
+        self._line = bytearray()
+        self._data: list[bytes] = []
+        self.done = False
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The data of the events that `chunk` completed."""
+        events: list[bytes] = []
+        at = 0
+        while not self.done:
+            end = chunk.find(b"\n", at)
+            if end == -1:
+                self._line += chunk[at:]
+                break
+            line = bytes(self._line) + chunk[at:end] if self._line else chunk[at:end]
+            self._line.clear()
+            at = end + 1
+            self._take(line[:-1] if line.endswith(b"\r") else line, events)
+        return events
+
+    def _take(self, line: bytes, events: list[bytes]) -> None:
+        if line.startswith(b"data:"):
+            self._data.append(line[6:] if line[5:6] == b" " else line[5:])
+        elif not line and self._data:
+            data = self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
+            self._data = []
+            if data == b"[DONE]":
+                self.done = True
+            else:
+                events.append(data)

@@ -40,16 +40,21 @@ def explain(message: str, body: bytes) -> BadRequest:
     if missing := MISSING.search(message):
         field = f"{path}.{missing['name']}".lstrip(".")
         return BadRequest(f"required field {field!r} is missing", param=field)
-    value = _at(body, path)
-    shown = msgspec.json.encode(value).decode()
+    try:
+        shown = msgspec.json.encode(_at(msgspec.json.decode(body), path)).decode()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return BadRequest(f"the body is not JSON: {error}", param="body")
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     return BadRequest(f"{path or 'body'} is {shown}: {expected}", param=path or "body")
 
 
-def _at(body: bytes, path: str) -> Any:
-    value = msgspec.json.decode(body)
+def _at(value: Any, path: str) -> Any:
+    """The value at a msgspec path, as far down as the path can be followed."""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
-        value = value[int(index)] if index else value[name]
+        if index and isinstance(value, list):
+            value = value[int(index)]
+        elif isinstance(value, dict) and name in value:
+            value = value[name]
     return value
 
 

@@ -1,0 +1,143 @@
+"""What an answer says: text, reasoning and tool calls, with a verdict on every call attempted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+from typing import Any
+
+from lockstep.render.messages import Plain
+from lockstep.tokens import Finish
+
+
+class CallStatus(StrEnum):
+    OK = "ok"
+    INVALID_JSON = "invalid_json"
+    UNCLOSED_BLOCK = "unclosed_block"
+    MISSING_NAME = "missing_name"
+    MALFORMED_STRUCTURE = "malformed_structure"
+    UNKNOWN_TOOL = "unknown_tool"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One attempt at a tool call. `raw` is what the model wrote; `span` its tokens [start, end)."""
+
+    status: CallStatus
+    raw: str
+    id: str
+    name: str | None = None
+    arguments: str | None = None
+    span: tuple[int, int] | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status is CallStatus.OK
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A parsed completion. `reasoning_complete` is None where the format cannot tell."""
+
+    content: str
+    reasoning: str | None = None
+    calls: tuple[Call, ...] = ()
+    reasoning_complete: bool | None = True
+
+    @property
+    def tool_calls(self) -> tuple[Call, ...]:
+        """The calls that can be carried out."""
+        return tuple(call for call in self.calls if call.ok)
+
+    def finish(self, finish: Finish) -> Finish:
+        """`tool_calls` instead of `stop` when a call really parsed; anything else as it was."""
+        return "tool_calls" if finish == "stop" and self.tool_calls else finish
+
+    def message(self) -> Plain:
+        """The assistant message to hand on and to store.
+
+        When every attempted call failed, what was written stays readable in the content.
+        """
+        said = self.content
+        if self.calls and not self.tool_calls:
+            said = "\n".join(part for part in (said, *(call.raw for call in self.calls)) if part)
+        message: Plain = {"role": "assistant", "content": said}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+def read_answer(
+    parsed: Any, token_ids: Sequence[int], tools: list[Plain] | None, prompt_ids: Sequence[int]
+) -> Answer:
+    """The answer in what a renderer of `renderers` parsed."""
+    names = {_name_of(tool) for tool in tools or ()}
+    calls = []
+    for at, attempt in enumerate(parsed.tool_calls or ()):
+        arguments = attempt.arguments
+        if arguments is not None and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        status = _judge(CallStatus(attempt.status.value), attempt.name, arguments, names)
+        calls.append(
+            Call(
+                status=status,
+                raw=attempt.raw,
+                id=attempt.id or _call_id(at, token_ids, prompt_ids),
+                name=attempt.name if isinstance(attempt.name, str) else None,
+                arguments=arguments,
+                span=attempt.token_span,
+            )
+        )
+    return Answer(
+        content=parsed.content or "",
+        reasoning=parsed.reasoning_content or None,
+        calls=tuple(calls),
+        reasoning_complete=parsed.reasoning_complete,
+    )
+
+
+def unreadable_answer(text: str, prompt_ids: Sequence[int]) -> Answer:
+    """The answer that a parser gave up on: all of it is one call that is no JSON."""
+    return Answer("", calls=(Call(CallStatus.INVALID_JSON, text, _call_id(0, (), prompt_ids)),))
+
+
+def _judge(
+    status: CallStatus, name: str | None, arguments: str | None, names: set[str]
+) -> CallStatus:
+    """The parser's verdict, made stricter: parsers differ in what they let through."""
+    if status is not CallStatus.OK:
+        return status
+    if not isinstance(name, str) or not name:
+        return CallStatus.MISSING_NAME
+    try:
+        read = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return CallStatus.INVALID_JSON
+    if not isinstance(read, dict):
+        return CallStatus.MALFORMED_STRUCTURE
+    return CallStatus.UNKNOWN_TOOL if names and name not in names else CallStatus.OK
+
+
+def _name_of(tool: Plain) -> str:
+    return str(tool.get("function", tool).get("name", ""))
+
+
+def _call_id(at: int, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> str:
+    """An id that is the same each time this turn is parsed, whole or while it streams.
+
+    It stands on the prompt, which is there before the first token and differs from turn to turn.
+    """
+    basis = repr((at, len(prompt_ids), list(prompt_ids[-64:]) if prompt_ids else list(token_ids)))
+    return "call_" + blake2b(basis.encode(), digest_size=12).hexdigest()

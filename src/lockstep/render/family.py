@@ -1,0 +1,177 @@
+"""Which renderer of the `renderers` package speaks this tokenizer's chat format, token for token.
+
+`renderers` knows models by their exact names. Here a family is found by what it writes: it must
+reproduce the tokenizer's own chat template on a handful of conversations. Fine-tunes and renamed
+models are found, look-alikes with another template are not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lockstep.render.messages import Plain
+from lockstep.render.template import Template
+from lockstep.tokens.errors import BadRequest
+
+log = logging.getLogger(__name__)
+
+NOT_FAMILIES = ("auto", "custom", "default")
+KEEPS_THINKING = "all"
+
+TOOL: Plain = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Finds a word.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+_USER: Plain = {"role": "user", "content": "What is 2 + 2?"}
+_MORE: Plain = {"role": "user", "content": "And 3 + 3?"}
+_SAID: Plain = {"role": "assistant", "content": "It is 4."}
+_THOUGHT: Plain = {**_SAID, "reasoning_content": "Two and two."}
+_CALL: Plain = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "a1b2c3d4e",
+            "type": "function",
+            "function": {
+                "name": "look_up",
+                "arguments": {"word": "four", "limit": 2, "exact": True, "in": ["a", {"b": None}]},
+            },
+        }
+    ],
+}
+_RESULT: Plain = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "4"}
+
+PROBES: tuple[tuple[list[Plain], list[Plain] | None, bool], ...] = (
+    ([_USER], None, True),
+    ([{"role": "system", "content": "Be brief."}, _USER], None, True),
+    ([_USER, _SAID], None, False),
+    ([_USER, _SAID, _MORE], None, True),
+    ([_USER, _THOUGHT, _MORE], None, True),
+    ([_USER], [TOOL], True),
+    ([_USER, _CALL, _RESULT], [TOOL], True),
+    ([_USER, _CALL, _RESULT, _SAID, _MORE], [TOOL], True),
+)
+"""Conversations (messages, tools, whether to ask for an answer) that tell families apart."""
+
+
+def find_family(template: Template, hint: str = "") -> str | None:
+    """The name of the family that writes what the template writes, or None.
+
+    A family that contains `hint` (a model type such as "qwen3") is tried first.
+    """
+    expected = [(probe, ids) for probe in PROBES if (ids := _template_ids(template, probe))]
+    if not expected:
+        return None
+    flat = hint.replace("_", "").replace("-", "").lower()
+    names = sorted(
+        config_classes(), key=lambda name: (not flat or name.replace("-", "") not in flat, name)
+    )
+    for name in names:
+        renderer = _attempt(template.tokenizer, name, template.kwargs)
+        if renderer is not None and all(_writes(renderer, probe, ids) for probe, ids in expected):
+            return name
+    return None
+
+
+def make_family(
+    tokenizer: Any, name: str, kwargs: Mapping[str, Any], *, keep_thinking: bool
+) -> Any:
+    """The renderer of the named family, with those template variables that it knows.
+
+    Raises BadRequest for a name that `renderers` does not have.
+    """
+    import renderers
+
+    classes = config_classes()
+    if name not in classes:
+        raise BadRequest(
+            f"family is {name!r}, expected one of {', '.join(sorted(classes))}", param="family"
+        )
+    config = classes[name]
+    fields = {key: value for key, value in kwargs.items() if key in config.model_fields}
+    if keep_thinking:
+        fields["thinking_retention"] = KEEPS_THINKING
+    return renderers.create_renderer(tokenizer, config(**fields))
+
+
+def plain_family(template: Template) -> Any:
+    """The renderer for a template that no family writes: it parses answers, and bridges nothing."""
+    import renderers
+
+    source = template.source
+    parser: str | None
+    if "<｜tool▁calls▁begin｜>" in source:
+        parser = "deepseek-v3"
+    elif "<arg_key>" in source:
+        parser = "glm"
+    elif "<function=" in source:
+        parser = "qwen3.5"
+    else:
+        parser = "qwen3" if "<tool_call>" in source else None
+    config = renderers.DefaultRendererConfig(tool_parser=parser, reasoning_parser="think")
+    return renderers.create_renderer(template.tokenizer, config)
+
+
+def config_classes() -> dict[str, Any]:
+    """The families that `renderers` has, each with its typed config."""
+    try:
+        from renderers import configs
+    except ImportError as error:
+        raise BadRequest(
+            "rendering chat messages needs the `renderers` package: pip install renderers"
+        ) from error
+
+    base: Any = configs.BaseRendererConfig
+    found: dict[str, Any] = {}
+    for value in vars(configs).values():
+        if isinstance(value, type) and issubclass(value, base):
+            fields: dict[str, Any] = getattr(value, "model_fields", {})
+            if "name" in fields and isinstance(fields["name"].default, str):
+                found[fields["name"].default] = value
+    return {name: value for name, value in found.items() if name not in NOT_FAMILIES}
+
+
+def _template_ids(
+    template: Template, probe: tuple[list[Plain], list[Plain] | None, bool]
+) -> list[int] | None:
+    messages, tools, ask = probe
+    try:
+        return template.ids(messages, tools, ask=ask)
+    except BadRequest:
+        return None  # not every template takes tools or a system message
+
+
+def _attempt(tokenizer: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return make_family(tokenizer, name, kwargs, keep_thinking=False)
+    except Exception:
+        # A family refuses a tokenizer that lacks its special tokens, each in a way of its own.
+        log.debug("family %s does not take this tokenizer", name, exc_info=True)
+        return None
+
+
+def _writes(
+    renderer: Any, probe: tuple[list[Plain], list[Plain] | None, bool], expected: list[int]
+) -> bool:
+    messages, tools, ask = probe
+    try:
+        ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=ask)
+    except Exception:
+        log.debug("%s cannot render a probe", type(renderer).__name__, exc_info=True)
+        return False
+    return list(ids) == expected
+
+
+def probe_tails() -> Iterator[tuple[list[Plain], Plain, list[Plain], list[Plain] | None]]:
+    """Turns to check a bridge on: history, answer, new messages, tools."""
+    yield [_USER], _SAID, [_MORE], None
+    yield [_USER, _SAID, _MORE], _SAID, [_USER], None
+    yield [_USER], _CALL, [_RESULT], [TOOL]
+    yield [_USER, _CALL, _RESULT], _SAID, [_MORE], [TOOL]

@@ -1,0 +1,255 @@
+"""Messages in canonical form, so that one history given in two ways is still one history.
+
+A message arrives as a dict, a pydantic object of some SDK, or a Struct; with None-valued keys or
+without; with text as a string or as a list of text parts; with tool arguments as JSON text or as a
+dict. `plain` reads all of these into one dict that a chat template can render, `canonical` turns
+that into a value that compares, and `same` compares it the way a conversation does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from lockstep.tokens.errors import BadRequest, UnsupportedField
+
+Plain = dict[str, Any]
+"""A message or a tool as a chat template takes it: a dict without None-valued keys."""
+
+ROLES = ("system", "user", "assistant", "tool")
+TEXT_PARTS = ("text", "input_text", "output_text")
+_BARE = {"role", "content"}
+_KNOWN = {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name"}
+
+
+class ToolCall(msgspec.Struct, frozen=True, array_like=True):
+    """A call as it is compared: its arguments are JSON with sorted keys, or the text as it came."""
+
+    name: str
+    arguments: str
+    id: str = ""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """A message as it is compared. `extra` holds the keys nobody here knows, as sorted JSON."""
+
+    role: str
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
+    extra: str = ""
+
+
+def plain_messages(messages: Iterable[Any]) -> list[Plain]:
+    """The messages as dicts to render. Raises BadRequest that names the message and the field."""
+    read = [_plain(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    if not read:
+        raise BadRequest("messages is empty, expected at least one message", param="messages")
+    return read
+
+
+def plain_tools(tools: Iterable[Any] | None) -> list[Plain] | None:
+    """The tools as dicts to render, None for none at all.
+
+    Schemas are left alone: a null inside `parameters` can be meant.
+    """
+    read: list[Plain] = []
+    for at, tool in enumerate(tools or ()):
+        spec = _without_none(_as_dict(tool, f"tools[{at}]"))
+        if isinstance(function := spec.get("function"), Mapping):
+            spec["function"] = _without_none(function)
+        read.append(spec)
+    return read or None
+
+
+def canonical(message: Plain) -> Message:
+    """The comparable form of a message that `plain_messages` read."""
+    if message.keys() == _BARE:
+        return Message(message["role"], message["content"])
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        calls.append(
+            ToolCall(function["name"], _sorted_json(function["arguments"]), call.get("id", ""))
+        )
+    extra = {key: value for key, value in message.items() if key not in _KNOWN}
+    return Message(
+        role=message["role"],
+        content=message.get("content") or "",
+        reasoning=message.get("reasoning_content") or None,
+        tool_calls=tuple(calls),
+        tool_call_id=message.get("tool_call_id", ""),
+        name=message.get("name", ""),
+        extra=_sorted_json(extra) if extra else "",
+    )
+
+
+def canonical_tools(tools: list[Plain] | None) -> bytes:
+    """The comparable form of the tools; empty for none."""
+    return _sorted_json(tools).encode() if tools else b""
+
+
+def same(stored: Message, given: Message) -> bool:
+    """Whether `given` is `stored` sent back. Absent is not edited.
+
+    What a client may leave out or add to an assistant turn without having changed it: the
+    reasoning, the ids of tool calls, and keys that are no part of what was said.
+    """
+    if stored == given:
+        return True
+    if stored.role != "assistant" or given.role != "assistant":
+        return False
+    if stored.content != given.content or len(stored.tool_calls) != len(given.tool_calls):
+        return False
+    if given.reasoning is not None and given.reasoning != stored.reasoning:
+        return False
+    return all(
+        mine.name == theirs.name
+        and mine.arguments == theirs.arguments
+        and (not mine.id or not theirs.id or mine.id == theirs.id)
+        for mine, theirs in zip(stored.tool_calls, given.tool_calls, strict=True)
+    )
+
+
+def starts_with(messages: Sequence[Message], stored: Sequence[Message], at: int = 0) -> bool:
+    """Whether the messages from `at` on begin with the stored ones."""
+    return len(messages) >= at + len(stored) and all(
+        same(mine, messages[at + k]) for k, mine in enumerate(stored)
+    )
+
+
+def has_assistant(messages: Sequence[Message]) -> bool:
+    return any(message.role == "assistant" for message in messages)
+
+
+def _plain(message: Any, where: str) -> Plain:
+    # Most messages of a long history are this already, and the whole history comes every turn.
+    if type(message) is dict and message.keys() == _BARE and message["role"] in ROLES:
+        bare: Plain = message
+        if type(bare["content"]) is str:
+            return bare
+    fields = _without_none(_as_dict(message, where))
+    role = fields.get("role")
+    # OpenAI renamed `system`; templates that do not know the new name would drop the message.
+    role = "system" if role == "developer" else role
+    if role not in ROLES:
+        raise BadRequest(
+            f"{where}.role is {role!r}, expected one of {', '.join(ROLES)}", param=f"{where}.role"
+        )
+    fields["role"] = role
+    # Servers spell it either way.
+    reasoning = fields.pop("reasoning", None)
+    if isinstance(reasoning, str):
+        fields.setdefault("reasoning_content", reasoning)
+    if "content" in fields:
+        fields["content"] = _text(fields["content"], f"{where}.content")
+    calls = fields.pop("tool_calls", None)
+    if calls:
+        fields["tool_calls"] = [
+            _call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)
+        ]
+    elif "content" not in fields:
+        fields["content"] = ""
+    return fields
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        kind = type(content).__name__
+        raise BadRequest(f"{where} is a {kind}, expected text or text parts", param=where)
+    parts: list[str] = []
+    for at, part in enumerate(content):
+        fields: Mapping[str, Any] = (
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else _as_dict(part, f"{where}[{at}]")
+        )
+        text = fields.get("text")
+        if fields.get("type", "text") not in TEXT_PARTS or not isinstance(text, str):
+            raise UnsupportedField(
+                f"{where}[{at}] is a part of type {fields.get('type')!r}; only text can be "
+                "rendered to tokens here",
+                param=f"{where}[{at}]",
+            )
+        parts.append(text)
+    return "".join(parts)
+
+
+def _call(call: Any, where: str) -> Plain:
+    fields = _without_none(_as_dict(call, where))
+    function = _without_none(_as_dict(fields.get("function", fields), f"{where}.function"))
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise BadRequest(f"{where} has no function name", param=f"{where}.function.name")
+    read: Plain = {
+        "type": "function",
+        "function": {"name": name, "arguments": _arguments(function.get("arguments", {}))},
+    }
+    if "id" in fields:
+        read["id"] = str(fields["id"])
+    return read
+
+
+def _arguments(arguments: Any) -> Any:
+    """A dict where the arguments are a JSON object, so that both spellings render alike."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        read = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return read if isinstance(read, dict) else arguments
+
+
+def _sorted_json(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
+
+
+def _as_dict(value: Any, where: str) -> Mapping[str, Any]:
+    if isinstance(value, Message):
+        return _of_canonical(value)
+    if isinstance(value, Mapping):
+        return value
+    if callable(dump := getattr(value, "model_dump", None)):
+        dumped = dump()
+        if isinstance(dumped, Mapping):
+            return dumped
+    if isinstance(value, msgspec.Struct) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    ):
+        built = msgspec.to_builtins(value)
+        if isinstance(built, Mapping):
+            return built
+    raise BadRequest(
+        f"{where} is a {type(value).__name__}, expected a dict or a pydantic object", param=where
+    )
+
+
+def _of_canonical(message: Message) -> Plain:
+    fields: Plain = json.loads(message.extra) if message.extra else {}
+    fields |= {
+        "role": message.role,
+        "content": message.content,
+        "reasoning_content": message.reasoning,
+        "tool_call_id": message.tool_call_id or None,
+        "name": message.name or None,
+        "tool_calls": [
+            {"id": call.id or None, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ],
+    }
+    return fields
+
+
+def _without_none(fields: Mapping[str, Any]) -> Plain:
+    return {key: value for key, value in fields.items() if value is not None}

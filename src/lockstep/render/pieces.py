@@ -1,0 +1,110 @@
+"""The exact bytes behind each token id: half a character is still all there."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.tokens.errors import BadTokenId
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A token's bytes, and a string for them.
+
+    `text` is the bytes as UTF-8 where they are whole characters; otherwise it spells them out
+    (`bytes:\\xf0\\x9f`), so that two tokens never share a replacement character.
+    """
+
+    data: bytes
+    text: str
+
+
+class Pieces:
+    """Token ids to bytes, for byte-level and for SentencePiece-style vocabularies."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._byte_level = _is_byte_level(tokenizer)
+        # SentencePiece-style vocabularies also add runs of spaces, spelled like any other token.
+        self._literal: dict[int, str] = {
+            int(at): str(token)
+            for at, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+            if self._byte_level or getattr(token, "special", True)
+        }
+        self._known: dict[int, bytes] = {}
+
+    def piece(self, token_id: int) -> Piece:
+        """Raises BadTokenId for an id that is not in the vocabulary."""
+        data = self.data(token_id)
+        try:
+            return Piece(data, data.decode())
+        except UnicodeDecodeError:
+            return Piece(data, "bytes:" + "".join(f"\\x{byte:02x}" for byte in data))
+
+    def data(self, token_id: int) -> bytes:
+        """The bytes that this token adds to the text. Raises BadTokenId for an unknown id."""
+        found = self._known.get(token_id)
+        if found is None:
+            found = self._known[token_id] = self._find(token_id)
+        return found
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The whole text, special tokens included; only bytes that are not UTF-8 are replaced."""
+        return b"".join(map(self.data, token_ids)).decode(errors="replace")
+
+    def stream(self) -> Stream:
+        return Stream(self)
+
+    def _find(self, token_id: int) -> bytes:
+        if token_id in self._literal:
+            return self._literal[token_id].encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id) if token_id >= 0 else None
+        if not isinstance(token, str):
+            raise BadTokenId(f"token id {token_id} is not in the vocabulary", param="token_ids")
+        if self._byte_level:
+            return bytes(_BYTES[char] for char in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("\u2581", " ").encode()
+
+
+class Stream:
+    """Text of a token stream: a character comes out when its last byte is in."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Sequence[int], *, last: bool = False) -> str:
+        data = b"".join(map(self._pieces.data, token_ids))
+        return self._decoder.decode(data, last)
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None) or getattr(
+        tokenizer, "_tokenizer", None
+    )
+    to_str = getattr(backend, "to_str", None)
+    if to_str is None:
+        return False
+    # The decoder is the part that says what a token's characters stand for.
+    decoder = getattr(backend, "decoder", None)
+    state = decoder.__getstate__() if decoder is not None else b""
+    described = json.loads(state or b"{}")
+    parts = described.get("decoders", [described])
+    return any(part.get("type") == "ByteLevel" for part in parts)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The printable stand-in of each byte, as byte-level BPE has used it since GPT-2."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    return alphabet | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()

@@ -1,0 +1,115 @@
+"""The tokenizer's own chat template: the one source of what a whole conversation looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.render.messages import Plain
+from lockstep.tokens.errors import BadRequest
+
+PINNED = {"date_string": "26 Jul 2024"}
+"""Template variables that would otherwise come from the clock: one history, one prompt, any day."""
+
+_NAME, _VALUE = "probe_function", "probe_value"
+_STYLES = ((False, False), (False, True), (True, False), (True, True))
+"""How a template wants tool calls: (arguments as text, no content as None), in order of custom."""
+
+
+class Template:
+    """Renders messages with the tokenizer's chat template, in the spelling that template needs."""
+
+    def __init__(self, tokenizer: Any, kwargs: Mapping[str, Any] | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.source: str = str(getattr(tokenizer, "chat_template", "") or "")
+        pinned = {name: value for name, value in PINNED.items() if name in self.source}
+        self.kwargs = {**pinned, **(kwargs or {})}
+        self._text_arguments, self._none_content = _STYLES[0]
+        self._text_arguments, self._none_content = self._find_style()
+
+    def text(self, messages: Sequence[Plain], tools: list[Plain] | None, *, ask: bool) -> str:
+        """The conversation as text; `ask` ends it with the opening of an assistant turn.
+
+        Raises BadRequest when the template refuses these messages.
+        """
+        spelled = [self._spell(message) for message in messages]
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                spelled, tools=tools, add_generation_prompt=ask, tokenize=False, **self.kwargs
+            )
+        except Exception as error:
+            # A template is a program of its own: whatever it raises means that it refused.
+            raise BadRequest(
+                f"the chat template refuses these messages: {error}", param="messages"
+            ) from error
+        return str(rendered)
+
+    def ids(self, messages: Sequence[Plain], tools: list[Plain] | None, *, ask: bool) -> list[int]:
+        """The conversation as token ids. Raises BadRequest like `text`."""
+        return self.encode(self.text(messages, tools, ask=ask))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of template text: nothing is added in front or behind.
+
+        Raises BadRequest for text that is not Unicode.
+        """
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False)) if text else []
+        except (TypeError, UnicodeEncodeError) as error:
+            raise BadRequest(
+                "the messages hold half a surrogate pair, which is no text; send valid Unicode",
+                param="messages",
+            ) from error
+
+    def accepts(self, messages: Sequence[Plain], tools: list[Plain] | None) -> bool:
+        try:
+            self.text(messages, tools, ask=True)
+        except BadRequest:
+            return False
+        return True
+
+    def _spell(self, message: Plain) -> Plain:
+        calls = message.get("tool_calls")
+        if not calls:
+            return message
+        from json import dumps
+
+        spelled = dict(message)
+        if not spelled.get("content"):
+            spelled["content"] = None if self._none_content else ""
+        if self._text_arguments:
+            spelled["tool_calls"] = [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": arguments
+                        if isinstance(arguments := call["function"]["arguments"], str)
+                        else dumps(arguments, ensure_ascii=False),
+                    },
+                }
+                for call in calls
+            ]
+        return spelled
+
+    def _find_style(self) -> tuple[bool, bool]:
+        """The first spelling of a tool call that this template writes out in full."""
+        call = {"name": _NAME, "arguments": {"key": _VALUE}}
+        probe: list[Plain] = [
+            {"role": "user", "content": "Question."},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c" * 9, "type": "function", "function": call}],
+            },
+            {"role": "tool", "tool_call_id": "c" * 9, "content": "Result."},
+        ]
+        for style in _STYLES:
+            self._text_arguments, self._none_content = style
+            try:
+                text = self.text(probe, None, ask=False)
+            except BadRequest:
+                continue
+            if _NAME in text and _VALUE in text:
+                return style
+        # No spelling works: a template without tools. Any will do, it refuses or ignores them.
+        return _STYLES[0]

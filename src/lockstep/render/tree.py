@@ -1,0 +1,135 @@
+"""A session as a tree of turns: each node holds only what its turn added."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.render.messages import Message, same, starts_with
+from lockstep.tokens import Finish, LogprobMode, RoutedExperts, VersionSpan
+
+IDS = "i"
+"""Token ids as 32-bit integers."""
+LOGPROBS = "d"
+"""Logprobs as the doubles they came as: a trainer gets the engine's bits."""
+PER_NODE = 1200
+"""About what a node costs beside its arrays and texts; for the accounting only."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Node:
+    """One turn: the ids that asked, the ids that were sampled, and where they came from.
+
+    `given` and `prompt` are shared between turns that answer the same request. `continues` marks
+    a turn that goes on where its parent was aborted: its `answer` takes the parent's place.
+    """
+
+    index: int
+    parent: Node | None
+    start: int
+    given: tuple[Message, ...]
+    answer: Message
+    tools: bytes
+    prompt: array[int]
+    sampled: array[int]
+    logprobs: array[float]
+    versions: tuple[VersionSpan, ...]
+    finish: Finish
+    logprob_mode: LogprobMode
+    temperature: float
+    worker: str | None = None
+    adapter: str | None = None
+    request_id: str = ""
+    experts: RoutedExperts | None = None
+    continues: bool = False
+    after_tool: bool = False
+    thought: bool = False
+    breaks: tuple[str, ...] = ()
+    children: list[Node] = field(default_factory=list, repr=False)
+
+    @property
+    def asked(self) -> int:
+        """The position of the first sampled id."""
+        return self.start + len(self.prompt)
+
+    @property
+    def end(self) -> int:
+        return self.asked + len(self.sampled)
+
+    def path(self) -> list[Node]:
+        """The turns from the root to this one."""
+        nodes: list[Node] = [self]
+        while (above := nodes[-1].parent) is not None:
+            nodes.append(above)
+        return nodes[::-1]
+
+    def ids(self) -> array[int]:
+        """Every id from the first prompt to the last sampled token."""
+        joined = array(IDS)
+        for node in self.path():
+            joined += node.prompt
+            joined += node.sampled
+        return joined
+
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation up to and with this answer."""
+        found: list[Message] = []
+        for node in self.path():
+            if node.continues:
+                found.pop()
+            found += (*node.given, node.answer)
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The stored turn whose conversation is the longest beginning of the given one."""
+
+    node: Node | None = None
+    length: int = 0
+
+
+def longest(roots: Iterable[Node], messages: Sequence[Message]) -> Match:
+    """The longest stored history; among equals the latest turn."""
+    best = Match()
+    for node, length in _matches(roots, messages):
+        if best.node is None or (length, node.index) > (best.length, best.node.index):
+            best = Match(node, length)
+    return best
+
+
+def _matches(roots: Iterable[Node], messages: Sequence[Message]) -> Iterator[tuple[Node, int]]:
+    waiting = [(root, 0) for root in roots]
+    while waiting:
+        node, at = waiting.pop()
+        if not starts_with(messages, node.given, at):
+            continue
+        spoken = at + len(node.given)
+        fits = spoken < len(messages) and same(node.answer, messages[spoken])
+        if fits:
+            yield node, spoken + 1
+        for child in node.children:
+            if child.continues:
+                waiting.append((child, spoken))
+            elif fits:
+                waiting.append((child, spoken + 1))
+
+
+def leaves(nodes: Iterable[Node]) -> list[Node]:
+    return [node for node in nodes if not node.children]
+
+
+def cost(node: Node, twin: Node | None) -> int:
+    """The bytes that this node adds; what it shares with a twin is counted there."""
+    own = 12 * len(node.sampled) + _text(node.answer) + PER_NODE
+    if node.experts is not None:
+        own += memoryview(node.experts.data).nbytes
+    if twin is None:
+        own += 4 * len(node.prompt) + sum(map(_text, node.given)) + len(node.tools)
+    return own
+
+
+def _text(message: Message) -> int:
+    said = len(message.content) + len(message.reasoning or "") + len(message.extra)
+    return 200 + said + sum(100 + len(call.arguments) for call in message.tool_calls)

@@ -1,0 +1,224 @@
+"""Answers in vLLM's token-in/token-out dialect, whole and streamed, as completions.
+
+Read alike: vLLM 0.32's entries (`token_id`, weight_versions, base64 .npy experts), prime-rl's and
+Dynamo's (`"token": "token_id:N"`, experts as an object), and Lockstep's own, which has all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from lockstep.tokens import Completion, LogprobMode, PromptLogprob, VersionSpan
+from lockstep.tokens.errors import BadLogprob, ContractError, MissingFinish
+from lockstep.wire.answer import (
+    Delta,
+    Entry,
+    LeanEntry,
+    RankedEntry,
+    Reading,
+    check_echo,
+    check_indices,
+    decode_answer,
+    finish_of,
+    ids_of,
+    logprobs_of,
+    ranks_of,
+    spans_of,
+    stop_token_of,
+    tops_of,
+)
+from lockstep.wire.experts import ExpertsField, read_experts
+from lockstep.wire.fault_read import NO_ERROR, raise_stated
+from lockstep.wire.prompt_logprobs import PromptField, flatten
+from lockstep.wire.splice import Base64Text, Spliced, splice
+
+E = TypeVar("E", LeanEntry, Entry, RankedEntry)
+
+
+class Logprobs(msgspec.Struct, Generic[E]):
+    content: list[E | None] | None = None
+
+
+class Choice(msgspec.Struct, Generic[E]):
+    index: int = 0
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    weight_versions: list[VersionSpan] | None = None
+    routed_experts: ExpertsField = None
+    logprobs: Logprobs[E] | None = None
+
+
+class Answer(msgspec.Struct, Generic[E]):
+    """Both the whole answer and one streamed event: a chunk is an answer with less in it."""
+
+    request_id: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptField | None = None
+    logprob_mode: LogprobMode | None = None
+    temperature: float | None = None
+    worker: str | None = None
+    adapter: str | None = None
+    error: msgspec.Raw = NO_ERROR
+    choices: list[Choice[E]] = []
+
+
+AnyChoice = Choice[LeanEntry] | Choice[Entry] | Choice[RankedEntry]
+AnyAnswer = Answer[LeanEntry] | Answer[Entry] | Answer[RankedEntry]
+LEAN = msgspec.json.Decoder(Answer[LeanEntry])
+PLAIN = msgspec.json.Decoder(Answer[Entry])
+RANKED = msgspec.json.Decoder(Answer[RankedEntry])
+ONCE = ("request_id", "prompt_token_ids", "prompt_logprobs", "logprob_mode", "temperature",
+        "worker", "adapter")  # fmt: skip
+
+
+def read_generate(body: bytes | bytearray | Spliced, reading: Reading) -> list[Completion]:
+    """The completions of a whole answer, in order of their index.
+
+    Raises a ContractError that names the position wherever the answer breaks the token contract,
+    and the typed error that the server states in a body with `error`.
+    """
+    spliced = splice(body, most=reading.ask.sampling.n)
+    return _completions(_decode(spliced, reading), spliced, reading)
+
+
+class GenerateStream:
+    """Collects the events of one stream; the completions are those of the whole answer."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._whole: AnyAnswer = Answer[Entry]()
+        self._choices: dict[int, AnyChoice] = {}
+        self._values: list[Base64Text] = []
+
+    def feed(self, event: bytes | bytearray) -> list[Delta]:
+        """The tokens that this event brought. Raises what the server states as an error."""
+        spliced = splice(event)
+        chunk = _decode(spliced, self._reading)
+        for field in ONCE:
+            if (value := getattr(chunk, field)) is not None:
+                setattr(self._whole, field, value)
+        return [self._add(choice, spliced) for choice in chunk.choices]
+
+    def _add(self, new: AnyChoice, spliced: Spliced) -> Delta:
+        ids = ids_of(new.token_ids, f"a streamed event of choice {new.index}")
+        content = None if new.logprobs is None else new.logprobs.content
+        nulls = self._reading.ask.allow_nonfinite
+        delta = Delta(new.index, list(ids), logprobs_of(ids, content, nulls=nulls))
+        if isinstance(new.routed_experts, str):
+            new.routed_experts = self._keep(new.routed_experts, spliced)
+        elif new.routed_experts is not None:
+            new.routed_experts.data = self._keep(new.routed_experts.data, spliced)
+        old = self._choices.setdefault(new.index, new)
+        if old is new:
+            return delta
+        old.token_ids = old.token_ids or []
+        old.token_ids += ids
+        if old.logprobs is None or old.logprobs.content is None:
+            old.logprobs = new.logprobs
+        elif content:
+            old.logprobs.content += content
+        for field in ("finish_reason", "stop_reason", "weight_versions", "routed_experts"):
+            if (value := getattr(new, field)) is not None:
+                setattr(old, field, value)
+        return delta
+
+    def _keep(self, field: str, spliced: Spliced) -> str:
+        self._values.append(spliced.text(field))
+        return f":{len(self._values) - 1}"
+
+    def finish(self) -> list[Completion]:
+        """The completions. Raises MissingFinish when the stream ended before every choice did."""
+        n = self._reading.ask.sampling.n
+        for index in range(n):
+            if index not in self._choices or self._choices[index].finish_reason is None:
+                raise MissingFinish(f"the stream ended before choice {index} of {n} had finished")
+        self._whole.choices = list(self._choices.values())  # type: ignore[assignment]
+        spliced = Spliced(b"", tuple(self._values))
+        return _completions(self._whole, spliced, self._reading)
+
+
+def _decode(spliced: Spliced, reading: Reading) -> AnyAnswer:
+    body = spliced.json
+    answer: AnyAnswer
+    if reading.ask.sampling.logprobs:
+        answer = decode_answer(RANKED, body)
+    elif b'"token_id"' in body and _by_id(answer := decode_answer(LEAN, body)):
+        pass
+    else:
+        answer = decode_answer(PLAIN, body)
+    raise_stated(answer.error)
+    return answer
+
+
+def _by_id(answer: Answer[LeanEntry]) -> bool:
+    """Whether the entries do name their tokens by id, as far as the first of each choice shows."""
+    firsts = [choice.logprobs.content[:1] for choice in answer.choices
+              if choice.logprobs is not None and choice.logprobs.content is not None]  # fmt: skip
+    return all(entry is None or entry.token_id is not None for first in firsts for entry in first)
+
+
+def _completions(answer: AnyAnswer, spliced: Spliced, reading: Reading) -> list[Completion]:
+    ask = reading.ask
+    check_indices((choice.index for choice in answer.choices), ask.sampling.n)
+    check_echo(ask.prompt_ids, answer.prompt_token_ids)
+    prompt = prompt_of(answer.prompt_logprobs, reading)
+    done = [_completion(choice, answer, prompt, spliced, reading) for choice in answer.choices]
+    return sorted(done, key=lambda completion: completion.index)
+
+
+def _completion(
+    choice: AnyChoice,
+    answer: AnyAnswer,
+    prompt: list[PromptLogprob | None] | None,
+    spliced: Spliced,
+    reading: Reading,
+) -> Completion:
+    ask = reading.ask
+    ids = ids_of(choice.token_ids, f"choice {choice.index} of the answer")
+    content = None if choice.logprobs is None else choice.logprobs.content
+    finish = finish_of(choice.finish_reason)
+    mode = answer.logprob_mode or reading.logprob_mode
+    if ask.sampling.logprob_mode not in (None, mode):
+        raise ContractError(
+            f"{ask.sampling.logprob_mode!r} logprobs were asked for, but {mode!r} ones came"
+        )
+    return Completion(
+        token_ids=ids,
+        logprobs=logprobs_of(ids, content, nulls=ask.allow_nonfinite),
+        prompt_ids=ask.prompt_ids,
+        finish=finish,
+        versions=spans_of(choice.weight_versions, reading.version, len(ids)),
+        logprob_mode=mode,
+        temperature=(
+            ask.sampling.temperature if answer.temperature is None else answer.temperature
+        ),
+        index=choice.index + reading.index,
+        request_id=ask.request_id or answer.request_id or "",
+        stop_token=stop_token_of(choice.stop_reason, finish, ids, ask),
+        top_logprobs=tops_of(content, ask.sampling.logprobs),
+        ranks=ranks_of(content),
+        prompt_logprobs=prompt,
+        worker=answer.worker or reading.worker,
+        adapter=answer.adapter or reading.adapter,
+        experts=read_experts(
+            choice.routed_experts,
+            spliced,
+            total=len(ask.prompt_ids) + len(ids),
+            asked=ask.experts_start,
+        ),
+        allow_nonfinite=ask.allow_nonfinite,
+    )
+
+
+def prompt_of(field: PromptField | None, reading: Reading) -> list[PromptLogprob | None] | None:
+    """The prompt logprobs, if they were asked for. Raises BadLogprob when they did not come."""
+    ask = reading.ask
+    top = ask.sampling.prompt_logprobs
+    if top is None:
+        return None
+    if field is None:
+        raise BadLogprob("prompt logprobs were asked for, but the answer has none")
+    return flatten(ask.prompt_ids, field, top=top, allow_nonfinite=ask.allow_nonfinite)
