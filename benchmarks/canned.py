@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from lockstep.tokens import Completion, RoutedExperts, VersionSpan
+from lockstep.wire.generate import Form
 from lockstep.wire.generate_answer import answer
 
 TOKENS, PROMPT, LONG_PROMPT = 8_192, 2_048, 32_768
@@ -32,16 +33,10 @@ def sampled(tokens: int, prompt: int, experts: RoutedExperts | None = None) -> C
     )
 
 
-def lockstep_form(done: Completion) -> bytes:
-    """The answer of a Lockstep server, whose entries both clients can read."""
-    return answer(
-        [done],
-        request_id="r",
-        model="m",
-        created=0,
-        with_logprobs=True,
-        with_prompt_ids=False,
-    )
+def lockstep_form(done: Completion, *, flat: bool = False) -> bytes:
+    """The answer of a Lockstep server: entries that both clients can read, or as ours asks."""
+    form = Form(logprobs="flat" if flat else "entries")
+    return answer([done], request_id="r", model="m", created=0, form=form)
 
 
 def prime_form(done: Completion) -> bytes:
@@ -61,12 +56,13 @@ def prime_form(done: Completion) -> bytes:
 
 
 def bodies() -> dict[str, bytes]:
-    """8,192 tokens with logprobs in two forms, and the same after 32k tokens with 22 MB experts."""
+    """8,192 tokens with logprobs in three forms, and 22 MB of experts with them."""
     rows = LONG_PROMPT + TOKENS - 1
     data = random.Random(0).randbytes(rows * LAYERS * TOP_K)
     experts = RoutedExperts(data, (rows, LAYERS, TOP_K), "uint8")
     return {
         "tokens": lockstep_form(sampled(TOKENS, PROMPT)),
+        "flat": lockstep_form(sampled(TOKENS, PROMPT), flat=True),
         "prime": prime_form(sampled(TOKENS, PROMPT)),
         "experts": lockstep_form(sampled(TOKENS, LONG_PROMPT, experts)),
     }

@@ -1,4 +1,4 @@
-"""What the client costs beside renderers.client.generate 0.1.12: same bodies, same run.
+"""What the client costs beside renderers.client.generate 0.1.12: same answers, same run.
 
 Both talk HTTP to one server in another process; what is measured is CPU time of this process.
 The peer gets a renderer that parses nothing, so only its transport and checks are counted.
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from statistics import median
 from time import process_time
 from types import SimpleNamespace
@@ -24,11 +25,25 @@ from benchmarks.canned import LONG_PROMPT, PROMPT, bodies, served
 from lockstep.backends import Ask, open_transport
 
 Call = Callable[[], Awaitable[object]]
-SECTIONS = {
-    "tokens": ("8,192-token answer with logprobs", PROMPT, 1 / 8),
-    "prime": ("the same in prime-rl's form", PROMPT, 1 / 8),
-    "experts": ("22 MB routed-experts answer", LONG_PROMPT, 1 / 4),
-}
+
+
+@dataclass(frozen=True)
+class Section:
+    """One comparison: the bodies each side gets, and the ratio to reach, if one was set."""
+
+    title: str
+    ours: str
+    peers: str
+    target: float | None
+    prompt: int = PROMPT
+
+
+SECTIONS = (
+    Section("8,192-token answer, each as it asks a Lockstep server", "flat", "tokens", 1 / 8),
+    Section("the same, both as entries", "tokens", "tokens", None),
+    Section("the same, both as prime-rl's server writes it", "prime", "prime", None),
+    Section("22 MB routed-experts answer", "experts", "experts", 1 / 4, LONG_PROMPT),
+)
 MEMORY_TARGET = 1.5
 
 
@@ -70,10 +85,10 @@ async def ours(url: str, prompt: int) -> tuple[Call, Callable[[], Awaitable[None
     return call, transport.close
 
 
-async def cpu(url: str, prompt: int, repeats: int) -> tuple[float, float]:
+async def cpu(url: str, section: Section, repeats: int) -> tuple[float, float]:
     """Median CPU seconds per call of ours and of the peer, measured in turns."""
-    our_call, our_close = await ours(url, prompt)
-    peer_call, peer_close = await peer(url, prompt)
+    our_call, our_close = await ours(f"{url}/{section.ours}", section.prompt)
+    peer_call, peer_close = await peer(f"{url}/{section.peers}", section.prompt)
     spent: dict[Call, list[float]] = {our_call: [], peer_call: []}
     for turn in range(repeats + 2):
         for call, times in spent.items():
@@ -107,6 +122,10 @@ def verdict(value: float, target: float) -> str:
     return "ok" if value <= target else "MISSED"
 
 
+def reached(ratio: float, target: float | None) -> str:
+    return "" if target is None else f" (target 1/{1 / target:.0f}: {verdict(ratio, target)})"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
@@ -117,12 +136,11 @@ def main() -> None:
         return
     canned = bodies()
     with served(canned) as url:
-        for name, (title, prompt, target) in SECTIONS.items():
-            mine, theirs = asyncio.run(cpu(f"{url}/{name}", prompt, options.repeats))
+        for section in SECTIONS:
+            mine, theirs = asyncio.run(cpu(url, section, options.repeats))
             print(
-                f"{title}: {len(canned[name]) / 1e6:.1f} MB, CPU {mine * 1e3:.1f} ms, "
-                f"renderers {theirs * 1e3:.1f} ms, ratio 1/{theirs / mine:.1f} "
-                f"(target 1/{1 / target:.0f}: {verdict(mine / theirs, target)})"
+                f"{section.title}: CPU {mine * 1e3:.1f} ms, renderers {theirs * 1e3:.1f} ms, "
+                f"ratio 1/{theirs / mine:.1f}{reached(mine / theirs, section.target)}"
             )
         size = len(canned["experts"])
         for who in ("ours", "peer"):

@@ -20,6 +20,7 @@ from lockstep.tokens.errors import (
     MissingTokenIds,
 )
 from lockstep.wire.answer import Reading
+from lockstep.wire.generate import Form
 from lockstep.wire.generate_answer import answer
 from lockstep.wire.prompt_logprobs import flatten
 from lockstep.wire.read_dynamo import DynamoStream, read_dynamo
@@ -291,8 +292,9 @@ def test_prompt_logprobs_that_were_asked_for_must_come_for_every_token() -> None
 
 
 @pytest.mark.failure_mode("F44")
+@pytest.mark.parametrize("logprobs", ["entries", "flat"])
 @pytest.mark.parametrize("npy", ["raw", "npy"])
-def test_what_a_lockstep_server_encodes_comes_back_equal(npy: str) -> None:
+def test_what_a_lockstep_server_encodes_comes_back_equal(npy: str, logprobs: str) -> None:
     ask = reading(sampling={"prompt_logprobs": 0}, request_id="r")
     (made,) = read_generate(
         generate_answer(
@@ -302,11 +304,20 @@ def test_what_a_lockstep_server_encodes_comes_back_equal(npy: str) -> None:
         ),
         ask,
     )  # fmt: skip
-    body = answer(
-        [made], request_id="r", model="m", created=0, with_logprobs=True, with_prompt_ids=True,
-        experts_format=npy,
-    )  # fmt: skip
+    form = Form(logprobs=logprobs, prompt_ids=True, experts=npy)
+    body = answer([made], request_id="r", model="m", created=0, form=form)
     assert read_generate(body, ask) == [made]
+
+
+@pytest.mark.failure_mode("F05")
+@pytest.mark.failure_mode("F06")
+def test_flat_logprobs_are_held_to_the_same_contract() -> None:
+    short = generate_choice(logprobs={"values": LOGPROBS[:-1], "ranks": None})
+    with pytest.raises(Misaligned):
+        read_generate(generate_answer(short), reading())
+    gap = generate_choice(logprobs={"values": [LOGPROBS[0], None], "ranks": None})
+    with pytest.raises(BadLogprob, match="position 1"):
+        read_generate(generate_answer(gap), reading())
 
 
 def test_an_error_in_a_200_answer_is_raised_as_what_it_is() -> None:

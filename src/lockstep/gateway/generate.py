@@ -87,9 +87,7 @@ class GenerateFace:
             request_id=wire.REQUEST_ID_PREFIX + (ask.request_id or ""),
             model=served.name,
             created=int(time()),
-            with_logprobs=asked.sampling_params.logprobs is not None,
-            with_prompt_ids=bool(asked.return_token_ids),
-            experts_format=asked.routed_experts_format,
+            form=asked.form,
         )
 
     async def _events(
@@ -137,13 +135,8 @@ async def _relayed(
 
 async def _rewritten(worker: Worker, ask: Ask, asked: GenerateRequest) -> AsyncIterator[bytes]:
     """Another dialect's stream in this one's words."""
-    stream = wire.Stream(
-        wire.REQUEST_ID_PREFIX + (ask.request_id or ""),
-        prompt_ids=ask.prompt_ids,
-        with_logprobs=asked.sampling_params.logprobs is not None,
-        with_prompt_ids=bool(asked.return_token_ids),
-        experts_format=asked.routed_experts_format,
-    )
+    named = wire.REQUEST_ID_PREFIX + (ask.request_id or "")
+    stream = wire.Stream(named, ask.prompt_ids, asked.form)
     # Completions come last and repeat what the deltas brought: they only add how it ended.
     async with aclosing(worker.transport.stream(ask)) as events:
         async for event in events:

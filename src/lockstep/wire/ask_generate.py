@@ -37,6 +37,8 @@ def encode_lockstep(ask: Ask, *, stream: bool = False) -> bytes:
     request.min_weight_version = ask.min_weight_version
     if ask.experts_start is not None:
         request.return_routed_experts = True
+    if not ask.sampling.logprobs:
+        request.logprobs_format = "flat"  # bare numbers: a tenth of the bytes, the same record
     return ENCODER.encode(request)
 
 

@@ -6,6 +6,7 @@ value and refused by name otherwise, so that stock clients work and nothing is q
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -93,6 +94,15 @@ NEUTRAL_REQUEST: dict[str, tuple[object, ...]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an answer holds and how: `flat` logprobs are bare numbers, `npy` is vLLM's string."""
+
+    logprobs: Literal["entries", "flat"] | None = "entries"
+    prompt_ids: bool = False
+    experts: Literal["raw", "npy"] = "raw"
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -122,6 +132,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
 
     return_routed_experts: bool | None = None
     routed_experts_format: Literal["raw", "npy"] = "raw"
+    logprobs_format: Literal["entries", "flat"] = "entries"
     weight_version: str | None = None
     min_weight_version: str | None = None
 
@@ -130,6 +141,15 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
         """The first row of routed experts to return, or None when they were not asked for."""
         start = self.sampling_params.routed_experts_prompt_start
         return 0 if start is None and self.return_routed_experts else start
+
+    @property
+    def form(self) -> Form:
+        """How the answer is to be written."""
+        return Form(
+            logprobs=None if self.sampling_params.logprobs is None else self.logprobs_format,
+            prompt_ids=bool(self.return_token_ids),
+            experts=self.routed_experts_format,
+        )
 
     @property
     def include_usage(self) -> bool:
@@ -167,6 +187,11 @@ def decode_request(body: bytes) -> GenerateRequest:
     request = decode(DECODER, body)
     refuse_unless_neutral(request, NEUTRAL_REQUEST)
     refuse_unless_neutral(request.sampling_params, NEUTRAL_SAMPLING, "sampling_params.")
+    if request.logprobs_format == "flat" and request.sampling_params.logprobs:
+        raise BadRequest(
+            "logprobs_format flat has no place for alternatives: send sampling_params.logprobs 0",
+            param="logprobs_format",
+        )
     if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= 1024:
         raise BadRequest(
             "cache_salt must be a string of 1 to 1024 characters, or left out", param="cache_salt"

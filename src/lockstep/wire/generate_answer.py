@@ -1,7 +1,8 @@
 """vLLM's token-in/token-out dialect, POST /inference/v1/generate: answers, whole and streamed.
 
 Each logprob entry carries both spellings of its token, `"token": "token_id:N"` and `"token_id": N`.
-`top_logprobs` starts with the sampled token, followed by the most likely others.
+`top_logprobs` starts with the sampled token, followed by the most likely others. Who asks for
+`logprobs_format: "flat"` gets bare numbers instead.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import msgspec
 import numpy as np
 
 from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, RoutedExperts, VersionSpan
+from lockstep.wire.generate import Form
 
 REQUEST_ID_PREFIX = "generate-tokens-"
 
@@ -38,6 +40,13 @@ class Logprobs(msgspec.Struct):
     content: list[Entry]
 
 
+class FlatLogprobs(msgspec.Struct):
+    """One number per token of `token_ids`, and its rank: the same record without its names."""
+
+    values: list[float]
+    ranks: list[int] | None
+
+
 class PromptEntry(msgspec.Struct):
     logprob: float
     rank: int | None
@@ -59,7 +68,7 @@ class Choice(msgspec.Struct, kw_only=True):
     routed_experts: Experts | str | None = None
     sampling_mask: None = None
     weight_versions: Sequence[VersionSpan] | None = None
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs | FlatLogprobs | None = None
 
 
 class Usage(msgspec.Struct):
@@ -110,6 +119,20 @@ class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     adapter: str | None = None
 
 
+def logprobs_field(
+    form: Form,
+    token_ids: Sequence[int],
+    logprobs: list[float],
+    ranks: list[int] | None,
+    tops: Sequence[tuple[Ranked, ...]] | None,
+) -> Logprobs | FlatLogprobs | None:
+    if form.logprobs is None:
+        return None
+    if form.logprobs == "flat":
+        return FlatLogprobs(logprobs, ranks)
+    return entries(token_ids, logprobs, ranks, tops)
+
+
 def entries(
     token_ids: Sequence[int],
     logprobs: Sequence[float],
@@ -158,19 +181,15 @@ def experts_field(experts: RoutedExperts | None, form: str) -> Experts | str | N
     return Experts(data, experts.shape, experts.dtype, experts.start)
 
 
-def choice_of(done: Completion, *, with_logprobs: bool, experts_format: str) -> Choice:
+def choice_of(done: Completion, form: Form) -> Choice:
     return Choice(
         index=done.index,
         finish_reason=done.finish,
         stop_reason=done.stop_token,
         token_ids=done.token_ids,
-        routed_experts=experts_field(done.experts, experts_format),
+        routed_experts=experts_field(done.experts, form.experts),
         weight_versions=done.versions,
-        logprobs=(
-            entries(done.token_ids, done.logprobs, done.ranks, done.top_logprobs)
-            if with_logprobs
-            else None
-        ),
+        logprobs=logprobs_field(form, done.token_ids, done.logprobs, done.ranks, done.top_logprobs),
     )
 
 
@@ -185,9 +204,7 @@ def answer(
     request_id: str,
     model: str,
     created: int,
-    with_logprobs: bool,
-    with_prompt_ids: bool,
-    experts_format: str = "raw",
+    form: Form,
 ) -> bytes:
     """The whole answer for the choices of one request, in order of their index."""
     first = completions[0]
@@ -197,11 +214,8 @@ def answer(
         created=created,
         usage=usage_of(len(first.prompt_ids), sum(len(done.token_ids) for done in completions)),
         prompt_logprobs=prompt_entries(first.prompt_logprobs),
-        prompt_token_ids=first.prompt_ids if with_prompt_ids else None,
-        choices=[
-            choice_of(done, with_logprobs=with_logprobs, experts_format=experts_format)
-            for done in completions
-        ],
+        prompt_token_ids=first.prompt_ids if form.prompt_ids else None,
+        choices=[choice_of(done, form) for done in completions],
         logprob_mode=first.logprob_mode,
         temperature=first.temperature,
         worker=first.worker,
@@ -213,20 +227,10 @@ def answer(
 class Stream:
     """Makes the chunks of one streamed answer, and counts what its usage must say."""
 
-    def __init__(
-        self,
-        request_id: str,
-        *,
-        prompt_ids: list[int],
-        with_logprobs: bool,
-        with_prompt_ids: bool,
-        experts_format: str = "raw",
-    ) -> None:
+    def __init__(self, request_id: str, prompt_ids: list[int], form: Form) -> None:
         self._request_id = request_id
         self._prompt_ids = prompt_ids
-        self._with_logprobs = with_logprobs
-        self._with_prompt_ids = with_prompt_ids
-        self._experts_format = experts_format
+        self._form = form
         self._started = False
         self._tokens = 0
 
@@ -234,8 +238,8 @@ class Stream:
         self,
         index: int,
         token_ids: list[int],
-        logprobs: Sequence[float],
-        ranks: Sequence[int] | None,
+        logprobs: list[float],
+        ranks: list[int] | None,
         tops: Sequence[tuple[Ranked, ...]] | None,
         done: Completion | None,
     ) -> Chunk:
@@ -246,7 +250,7 @@ class Stream:
             finish_reason=None if done is None else done.finish,
             stop_reason=None if done is None else done.stop_token,
             token_ids=token_ids,
-            logprobs=(entries(token_ids, logprobs, ranks, tops) if self._with_logprobs else None),
+            logprobs=logprobs_field(self._form, token_ids, logprobs, ranks, tops),
         )
         first, self._started = not self._started, True
         chunk = Chunk(
@@ -254,10 +258,10 @@ class Stream:
             usage=None,
             output_mode="tokens",
             choices=[choice],
-            prompt_token_ids=self._prompt_ids if first and self._with_prompt_ids else None,
+            prompt_token_ids=self._prompt_ids if first and self._form.prompt_ids else None,
         )
         if done is not None:
-            choice.routed_experts = experts_field(done.experts, self._experts_format)
+            choice.routed_experts = experts_field(done.experts, self._form.experts)
             choice.weight_versions = done.versions
             chunk.prompt_logprobs = prompt_entries(done.prompt_logprobs)
             chunk.logprob_mode = done.logprob_mode

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from lockstep.tokens import Completion, LogprobMode, PromptLogprob, VersionSpan
-from lockstep.tokens.errors import BadLogprob, ContractError, MissingFinish
+from lockstep.tokens.errors import BadLogprob, ContractError, Misaligned, MissingFinish
 from lockstep.wire.answer import (
     Delta,
     Entry,
@@ -24,6 +24,7 @@ from lockstep.wire.answer import (
     finish_of,
     ids_of,
     logprobs_of,
+    numbers,
     ranks_of,
     spans_of,
     stop_token_of,
@@ -38,7 +39,11 @@ E = TypeVar("E", LeanEntry, Entry, RankedEntry)
 
 
 class Logprobs(msgspec.Struct, Generic[E]):
+    """Entries, or Lockstep's flat form: bare numbers in the order of the ids."""
+
     content: list[E | None] | None = None
+    values: list[float | None] | None = None
+    ranks: list[int] | None = None
 
 
 class Choice(msgspec.Struct, Generic[E]):
@@ -104,9 +109,8 @@ class GenerateStream:
 
     def _add(self, new: AnyChoice, spliced: Spliced) -> Delta:
         ids = ids_of(new.token_ids, f"a streamed event of choice {new.index}")
-        content = None if new.logprobs is None else new.logprobs.content
         nulls = self._reading.ask.allow_nonfinite
-        delta = Delta(new.index, list(ids), logprobs_of(ids, content, nulls=nulls))
+        delta = Delta(new.index, list(ids), _values(new, ids, nulls=nulls))
         if isinstance(new.routed_experts, str):
             new.routed_experts = self._keep(new.routed_experts, spliced)
         elif new.routed_experts is not None:
@@ -116,10 +120,15 @@ class GenerateStream:
             return delta
         old.token_ids = old.token_ids or []
         old.token_ids += ids
-        if old.logprobs is None or old.logprobs.content is None:
+        if old.logprobs is None:
             old.logprobs = new.logprobs
-        elif content:
-            old.logprobs.content += content
+        elif new.logprobs is not None:
+            for part in ("content", "values", "ranks"):
+                known, added = getattr(old.logprobs, part), getattr(new.logprobs, part)
+                if known is None:
+                    setattr(old.logprobs, part, added)
+                elif added:
+                    known += added
         for field in ("finish_reason", "stop_reason", "weight_versions", "routed_experts"):
             if (value := getattr(new, field)) is not None:
                 setattr(old, field, value)
@@ -187,7 +196,7 @@ def _completion(
         )
     return Completion(
         token_ids=ids,
-        logprobs=logprobs_of(ids, content, nulls=ask.allow_nonfinite),
+        logprobs=_values(choice, ids, nulls=ask.allow_nonfinite),
         prompt_ids=ask.prompt_ids,
         finish=finish,
         versions=spans_of(choice.weight_versions, reading.version, len(ids)),
@@ -199,7 +208,7 @@ def _completion(
         request_id=ask.request_id or answer.request_id or "",
         stop_token=stop_token_of(choice.stop_reason, finish, ids, ask),
         top_logprobs=tops_of(content, ask.sampling.logprobs),
-        ranks=ranks_of(content),
+        ranks=ranks_of(content) or (choice.logprobs.ranks if choice.logprobs else None) or None,
         prompt_logprobs=prompt,
         worker=answer.worker or reading.worker,
         adapter=answer.adapter or reading.adapter,
@@ -211,6 +220,16 @@ def _completion(
         ),
         allow_nonfinite=ask.allow_nonfinite,
     )
+
+
+def _values(choice: AnyChoice, ids: list[int], *, nulls: bool) -> list[float]:
+    """The logprobs of a choice in either form. Raises Misaligned or BadLogprob."""
+    found = choice.logprobs
+    if found is None or found.values is None:
+        return logprobs_of(ids, None if found is None else found.content, nulls=nulls)
+    if len(found.values) != len(ids):
+        raise Misaligned(f"{len(ids)} token ids but {len(found.values)} logprobs")
+    return numbers(found.values, nulls=nulls)
 
 
 def prompt_of(field: PromptField | None, reading: Reading) -> list[PromptLogprob | None] | None:

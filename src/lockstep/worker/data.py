@@ -78,22 +78,14 @@ class DataPlane:
                 request_id=request.request_id,
                 model=asked.model or self.model,
                 created=int(time.time()),
-                with_logprobs=asked.sampling_params.logprobs is not None,
-                with_prompt_ids=bool(asked.return_token_ids),
-                experts_format=asked.routed_experts_format,
+                form=asked.form,
             )
         )
 
     async def _events(
         self, asked: GenerateRequest, request: embedded.Request
     ) -> AsyncIterator[bytes]:
-        stream = wire.Stream(
-            request.request_id,
-            prompt_ids=request.prompt_ids,
-            with_logprobs=asked.sampling_params.logprobs is not None,
-            with_prompt_ids=bool(asked.return_token_ids),
-            experts_format=asked.routed_experts_format,
-        )
+        stream = wire.Stream(request.request_id, request.prompt_ids, asked.form)
         async for piece in self.engine.stream(request):
             sampled = piece.sampled
             tokens = [] if sampled is None else [sampled]

@@ -1,0 +1,15 @@
+"""The tiny models that ship with the package, found by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+BUNDLED: tuple[str, ...] = ("tiny", "tiny-moe")
+
+
+def bundled(name: str) -> Path | None:
+    """Return the directory of the bundled model `name`, or None if no such model is bundled.
+
+    The directory holds weights, tokenizer and model card in the Hugging Face layout.
+    """
+    return Path(__file__).parent / name if name in BUNDLED else None
