@@ -1,0 +1,124 @@
+"""The control side of a backend: one worker's weights, adapters and pauses, from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+PauseMode = Literal["abort", "wait", "keep"]
+AdminName = Literal["lockstep", "vllm", "prime-rl", "dynamo"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """What a worker says of itself. None where its backend does not tell."""
+
+    version: str | None
+    staged: str | None = None
+    paused: bool | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Loaded adapters: name to the label of its contents ("" where the backend knows none)."""
+    in_flight: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor that is sent apart from its description, in order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where new weights come from: exactly one of a directory, shared memory, or a broadcast.
+
+    `shared` names a POSIX shared memory block that holds `tensors` one after the other (each at a
+    multiple of 64 bytes); `group` a broadcast group that was joined before and is about to send
+    them.
+    """
+
+    directory: Path | None = None
+    shared: str | None = None
+    group: str | None = None
+    tensors: Sequence[TensorSpec] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcaster:
+    """How to join a broadcast group: where its store is, and as which of how many."""
+
+    host: str
+    port: int
+    rank: int
+    world_size: int
+    group: str = "weights"
+    backend: Literal["gloo", "nccl"] = "gloo"
+    seconds: float = 60.0
+
+
+class Admin(Protocol):
+    """Controls one worker in its dialect. Every method raises LockstepError, nothing of HTTP.
+
+    Each attempt has a timeout and each call a budget; only what is idempotent is tried again. An
+    answer that says it failed (whatever its status), or says nothing, is a failure.
+    """
+
+    @property
+    def name(self) -> AdminName: ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def stages(self) -> bool:
+        """Whether weights can be staged beside the live ones and rolled back from memory.
+
+        Where not, `stage` only remembers the source, `commit` loads it while paused, and
+        `rollback` loads the one before again.
+        """
+        ...
+
+    async def view(self) -> WorkerView: ...
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
+        """Returns when nothing is generated any more."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def flush(self) -> None:
+        """Forgets cached prefixes."""
+        ...
+
+    async def stage(self, source: Source, version: str) -> None: ...
+
+    async def commit(self, version: str) -> None:
+        """Serves the staged weights under that label. Raises Conflict if another is staged."""
+        ...
+
+    async def rollback(self) -> str | None:
+        """Drops what is staged, or else undoes the last commit; the version served then."""
+        ...
+
+    async def probe(
+        self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> list[list[float]]:
+        """Logprobs of every token after the first of each sequence, under the live weights.
+
+        Must work while the worker is paused, or raise UnsupportedField.
+        """
+        ...
+
+    async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
+        """Serves an adapter, swapping one of that name; returns the label of its contents."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None: ...
+
+    async def join_group(self, how: Broadcaster) -> None: ...
+
+    async def close(self) -> None: ...
