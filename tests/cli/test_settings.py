@@ -21,3 +21,15 @@ def test_an_unknown_variable_is_named_with_the_known_ones() -> None:
 def test_a_bad_log_level_is_refused() -> None:
     with pytest.raises(errors.BadRequest, match="loud"):
         Settings.read({"LOCKSTEP_LOG_LEVEL": "loud"})
+
+
+def test_api_keys_are_separated_by_commas() -> None:
+    settings = Settings.read({"LOCKSTEP_API_KEYS": "key-number-1, key-number-2,"})
+    assert settings.api_keys == ("key-number-1", "key-number-2")
+    assert Settings.read({}).api_keys == ()
+
+
+@pytest.mark.parametrize("value", ["", " , ", "short", "long-enough-key,short"])
+def test_keys_that_protect_nothing_are_refused(value: str) -> None:
+    with pytest.raises(errors.BadRequest, match="LOCKSTEP_API_KEYS"):
+        Settings.read({"LOCKSTEP_API_KEYS": value})

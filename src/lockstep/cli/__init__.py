@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from lockstep import __version__
+from lockstep.cli.serve import gateway, serve
 from lockstep.cli.worker import worker
 from lockstep.settings import Settings
 from lockstep.tokens import LockstepError
@@ -21,6 +22,8 @@ app = typer.Typer(
     help="Keeps an RL trainer and its inference workers in lockstep, token for token and weight "
     "version for weight version.\n\nTry: lockstep demo",
 )
+app.command()(serve)
+app.command()(gateway)
 app.command()(worker)
 
 

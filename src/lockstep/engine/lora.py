@@ -64,7 +64,7 @@ class Adapter:
     ) -> Adapter:
         """The adapter in `path`. Raises AdapterError that says what does not fit this model.
 
-        `label` names these contents in version spans; by default it is a hash of them.
+        Version spans name these contents by a hash of them, after `label` where one is given.
         """
         settings = _settings(path)
         rank = _rank(settings, max_rank, path)
@@ -101,7 +101,8 @@ class Adapter:
             raise AdapterError(f"{path / 'adapter_config.json'} has lora_alpha {alpha!r}")
         scaling = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
         # The same tensors under another scaling are another adapter.
-        label = label or hashlib.sha256(f"{scaling!r} ".encode() + body).hexdigest()[:12]
+        digest = hashlib.sha256(f"{scaling!r} ".encode() + body).hexdigest()[:12]
+        label = digest if label is None else f"{label}.{digest}"
         return cls(name, path, label, scaling, {key: tuple(d) for key, d in deltas.items()})
 
 

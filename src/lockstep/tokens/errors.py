@@ -39,10 +39,14 @@ class LockstepError(Exception):
     code: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after: float | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after = retry_after
+        """Seconds after which trying again makes sense, where somebody knows."""
 
 
 class BadRequest(LockstepError):

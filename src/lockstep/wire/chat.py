@@ -9,12 +9,19 @@ from typing import Any
 
 import msgspec
 
-from lockstep.tokens import Sampling
+from lockstep.tokens import LogprobMode, Sampling
 from lockstep.tokens.errors import BadRequest
-from lockstep.wire.generate import StreamOptions
 from lockstep.wire.nvext import NvExt
 
 NOTHING = NvExt()
+
+
+class ChatStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How to stream. `include_obfuscation` is OpenAI's padding against eavesdroppers."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -27,7 +34,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     messages: list[dict[str, Any]] = []
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ChatStreamOptions | None = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -76,6 +83,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     required_prefix_token_ids: list[int] | None = None
     return_token_id_information: bool | None = None
     return_routed_experts: bool | None = None
+    logprob_mode: LogprobMode | None = None
     weight_version: str | None = None
     min_weight_version: str | None = None
 
@@ -127,7 +135,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def calls_tools(self) -> bool:
@@ -178,11 +186,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             top_k=0 if self.top_k in (None, -1) else self.top_k,
             min_p=self.min_p or 0.0,
             seed=self.seed,
-            max_tokens=(
-                self.max_tokens
-                if self.max_completion_tokens is None
-                else self.max_completion_tokens
-            ),
+            max_tokens=self.max_tokens if limit is None else limit,
             min_tokens=self.min_tokens or 0,
             stop_token_ids=own if self.ignore_eos else tuple(dict.fromkeys(own + stop_token_ids)),
             ignore_eos=bool(self.ignore_eos),
@@ -193,6 +197,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             logit_bias=_biases(self.logit_bias),
             logprobs=self.top_logprobs or 0,
             prompt_logprobs=wanted,
+            logprob_mode=self.logprob_mode,
         )
 
 

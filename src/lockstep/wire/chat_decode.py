@@ -6,6 +6,8 @@ stock clients work and nothing is quietly ignored.
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from lockstep.tokens.errors import BadRequest, UnsupportedField
@@ -15,6 +17,7 @@ from lockstep.wire.generate import refuse_unless_neutral
 from lockstep.wire.nvext import check_nvext
 from lockstep.wire.strict import check_ids, decode
 
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PLACES = 2**31
 """Ids are only checked to be ids here; which of them exist is the engine's to say."""
 
@@ -56,6 +59,20 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
 }
+MESSAGE_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "role": ((str,), "text"),
+    "content": ((str, list), "text or a list of parts"),
+    "tool_calls": ((list,), "a list of calls"),
+    "tool_call_id": ((str,), "text"),
+    "name": ((str,), "text"),
+    "reasoning": ((str,), "text"),
+    "reasoning_content": ((str,), "text"),
+}
+"""What the keys of a message hold; templates may know more keys than these."""
+NEUTRAL_STREAM: dict[str, tuple[object, ...]] = {
+    "continuous_usage_stats": (False,),
+    "include_obfuscation": (False,),
+}
 DECODER = msgspec.json.Decoder(ChatRequest)
 
 
@@ -65,8 +82,11 @@ def decode_chat(body: bytes) -> ChatRequest:
     refuse_unless_neutral(asked, NEUTRAL)
     if asked.nvext is not None:
         check_nvext(asked.nvext, asked.choices)
+    _check_request_id(asked)
+    _check_stream(asked)
     _check_stop(asked)
     _check_lengths_and_logprobs(asked)
+    _check_messages(asked)
     _check_tools(asked)
     _check_prompt(asked)
     _check_places(asked)
@@ -89,6 +109,26 @@ def _check_places(asked: ChatRequest) -> None:
             f"{asked.priority} (lower is sooner): give it in one place",
             param="nvext.agent_hints.priority",
         )
+
+
+def _check_request_id(asked: ChatRequest) -> None:
+    given = asked.request_id
+    if given is not None and not REQUEST_ID.fullmatch(given):
+        # It goes into headers, where a line break would end one.
+        raise BadRequest(
+            f"request_id is {given!r}: expected 1 to 256 printable ASCII characters without spaces",
+            param="request_id",
+        )
+
+
+def _check_stream(asked: ChatRequest) -> None:
+    if asked.stream_options is None:
+        return
+    if not asked.stream:
+        raise BadRequest(
+            "stream_options is given, but stream is not true: set it too", param="stream_options"
+        )
+    refuse_unless_neutral(asked.stream_options, NEUTRAL_STREAM, "stream_options.")
 
 
 def _check_stop(asked: ChatRequest) -> None:
@@ -121,7 +161,30 @@ def _check_lengths_and_logprobs(asked: ChatRequest) -> None:
         )
 
 
+def _check_messages(asked: ChatRequest) -> None:
+    for at, message in enumerate(asked.messages):
+        for key, (kinds, expected) in MESSAGE_KINDS.items():
+            value = message.get(key)
+            if value is not None and not isinstance(value, kinds):
+                raise BadRequest(
+                    f"messages[{at}].{key} is a {type(value).__name__}: expected {expected}",
+                    param=f"messages[{at}].{key}",
+                )
+
+
 def _check_tools(asked: ChatRequest) -> None:
+    for at, tool in enumerate(asked.tools or ()):
+        function = tool.get("function")
+        if tool.get("type") != "function":
+            raise UnsupportedField(
+                f"tools[{at}].type is {tool.get('type')!r}: only functions can be called here",
+                param=f"tools[{at}].type",
+            )
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest(
+                f"tools[{at}].function has no name: expected an object with `name`",
+                param=f"tools[{at}].function",
+            )
     if asked.tool_choice not in (None, "auto", "none"):
         raise UnsupportedField(
             f"tool_choice is {msgspec.json.encode(asked.tool_choice).decode()}: this engine cannot "

@@ -59,7 +59,7 @@ class FromGroup(_Body):
 
 
 class LoadLora(_Body):
-    """`version` names the contents in version spans; by default it is a hash of them."""
+    """Version spans name the contents by a hash of them, after `version` where one is given."""
 
     lora_name: str
     lora_path: str

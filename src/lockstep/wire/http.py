@@ -34,9 +34,10 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was ready."""
 
 
-def json_response(body: bytes | object, status: int = 200) -> Response:
-    raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    return Response(raw, status, media_type="application/json")
+def json_response(body: bytes | bytearray | object, status: int = 200) -> Response:
+    """Bytes are sent as they are: they hold JSON already."""
+    raw = body if isinstance(body, bytes | bytearray) else msgspec.json.encode(body)
+    return Response(bytes(raw), status, media_type="application/json")
 
 
 async def read_json(request: Request, limit: int) -> bytes:

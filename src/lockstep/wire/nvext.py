@@ -7,6 +7,7 @@ and refused by name otherwise; Dynamo itself ignores some of them without a word
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -149,8 +150,8 @@ class EngineData(msgspec.Struct, kw_only=True):
 
 
 class WorkerId(msgspec.Struct):
-    prefill_worker_id: int | str
-    decode_worker_id: int | str
+    prefill_worker_id: int
+    decode_worker_id: int
 
 
 class Timing(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -174,8 +175,12 @@ class Extension(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def worker_id(worker: str | None) -> WorkerId | None:
-    """Dynamo's pair of ids. They are integers there, and stay so where the worker's id is one."""
-    if worker is None:
-        return None
-    value = int(worker) if worker.isdecimal() else worker
-    return WorkerId(value, value)
+    """Dynamo's pair of ids, which are integers there and so here."""
+    return None if worker is None else WorkerId(instance_id(worker), instance_id(worker))
+
+
+def instance_id(worker: str) -> int:
+    """The integer that stands for a worker's id; small enough for readers that use floats."""
+    if worker.isdecimal():
+        return int(worker)
+    return int.from_bytes(blake2b(worker.encode(), digest_size=6).digest(), "big")

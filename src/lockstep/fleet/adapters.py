@@ -1,0 +1,97 @@
+"""Adapters on every worker: loaded, swapped and unloaded together, and proved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.fleet.desired import AdapterSpec, Operation, Reference
+from lockstep.fleet.member import Member, each
+from lockstep.fleet.probe import read_reference
+from lockstep.fleet.proof import CLOSE, ask, differs
+from lockstep.fleet.transaction import Budget, UpdateFailed
+from lockstep.tokens.errors import LockstepError
+
+Quarantine = Callable[[Member, str], None]
+
+
+async def load_everywhere(
+    members: list[Member],
+    name: str,
+    path: Path,
+    version: str | None,
+    sequences: tuple[tuple[int, ...], ...],
+    *,
+    budget: Budget,
+    operation: Operation,
+    quarantine: Quarantine,
+) -> AdapterSpec:
+    """Loads an adapter on all members; those that fail, or answer otherwise, are quarantined.
+
+    Each worker checks the adapter before it swaps. When none takes it, every worker still serves
+    what it served, and the error says why.
+    """
+    labels: dict[Member, str] = {}
+
+    async def load(member: Member) -> None:
+        labels[member] = await member.admin.load_adapter(name, path, version)
+
+    done, failed = await each("load", members, load, budget.stage, operation)
+    if not done:
+        first = next(iter(failed.values()))
+        raise type(first)(
+            f"no worker took adapter {name!r}, and what was served before still is: "
+            f"{first.message}",
+            param=first.param,
+        )
+    label = Counter(labels[member] for member in done).most_common(1)[0][0]
+    probe = read_reference(path)
+    scores, wrong = await ask(
+        "prove", done, probe.sequences if probe else sequences, name, budget.prove, operation
+    )
+    reference = probe
+    if reference is None and scores:
+        reference = Reference(sequences, next(iter(scores.values())), CLOSE)
+    proved: list[Member] = []
+    for member, said in scores.items():
+        error = None if reference is None else differs(said, reference)
+        if labels[member] != label:
+            error = error or UpdateFailed(f"it read other contents: {labels[member]!r}")
+        if error is None:
+            proved.append(member)
+        else:
+            wrong[member] = error
+    drop(failed | wrong, f"adapter {name!r} could not be loaded", operation, quarantine)
+    if not proved:
+        raise UpdateFailed(f"no worker proved adapter {name!r}")
+    return AdapterSpec(str(path), label, version, reference)
+
+
+async def unload_everywhere(
+    members: list[Member],
+    name: str,
+    *,
+    budget: Budget,
+    operation: Operation,
+    quarantine: Quarantine,
+) -> None:
+    """Unloads an adapter from all members; those that still hold it are quarantined."""
+
+    async def unload(member: Member) -> None:
+        if name in (await member.admin.view()).adapters:
+            await member.admin.unload_adapter(name)
+
+    done, failed = await each("unload", members, unload, budget.commit, operation)
+    drop(failed, f"adapter {name!r} could not be unloaded", operation, quarantine)
+    if not done:
+        raise UpdateFailed(f"no worker could unload adapter {name!r}")
+
+
+def drop(
+    failed: dict[Member, LockstepError], what: str, operation: Operation, quarantine: Quarantine
+) -> None:
+    for member, error in failed.items():
+        result = operation.workers[member.id]
+        result.status, result.error = "quarantined", f"{what}: {error.message}"
+        quarantine(member, f"{what}: {error.message}")

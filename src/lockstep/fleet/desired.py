@@ -1,0 +1,158 @@
+"""What the fleet should be: version, adapters, pause; and the record of what was done to it.
+
+Kept in SQLite, so that it survives the gateway: whoever starts next brings every worker to it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from lockstep.backends.admin import PauseMode
+from lockstep.tokens.errors import Conflict
+
+KEPT_OPERATIONS = 1000
+OperationStatus = Literal["running", "done", "failed"]
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """What a worker must answer to be believed: sequences, and their logprobs under the weights."""
+
+    sequences: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    tolerance: float
+
+
+class AdapterSpec(msgspec.Struct, frozen=True):
+    """An adapter that every worker must hold, and what it must answer under it.
+
+    `label` identifies its contents; it starts with `version` where the caller named one.
+    """
+
+    path: str
+    label: str
+    version: str | None = None
+    reference: Reference | None = None
+
+
+class Desired(msgspec.Struct, frozen=True):
+    """The state that every serving worker is in. `checkpoint` is None for weights it started with.
+
+    `lease_until` (Unix time) is when a pause ends by itself. `agreed` lists the versions in the
+    order in which the fleet agreed on them.
+    """
+
+    version: str | None = None
+    checkpoint: str | None = None
+    reference: Reference | None = None
+    adapters: dict[str, AdapterSpec] = {}
+    paused: PauseMode | None = None
+    lease_until: float | None = None
+    agreed: tuple[str, ...] = ()
+
+
+class WorkerResult(msgspec.Struct):
+    """How one worker fared: `ok`, or in which phase it failed and why; seconds per phase."""
+
+    status: Literal["ok", "failed", "quarantined", "rolled_back"] = "ok"
+    phase: str | None = None
+    error: str | None = None
+    seconds: dict[str, float] = {}
+
+
+class Operation(msgspec.Struct):
+    """One change of the fleet, from its beginning on. The same key gives the same operation."""
+
+    id: str
+    kind: str
+    request: dict[str, str | None]
+    key: str | None = None
+    status: OperationStatus = "running"
+    started: float = 0.0
+    ended: float | None = None
+    version: str | None = None
+    workers: dict[str, WorkerResult] = {}
+    pause_seconds: float | None = None
+    error: str | None = None
+    code: str | None = None
+    http_status: int = 200
+
+
+class StateStore:
+    """Desired state and operations in one SQLite file, or in memory. Safe in any thread."""
+
+    def __init__(self, path: str = "memory") -> None:
+        where = ":memory:" if path == "memory" else str(Path(path))
+        self._lock = threading.Lock()
+        self._db = sqlite3.connect(where, check_same_thread=False, isolation_level=None)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute("PRAGMA synchronous=FULL")
+        self._db.execute("CREATE TABLE IF NOT EXISTS desired (id INTEGER PRIMARY KEY, body BLOB)")
+        self._db.execute(
+            "CREATE TABLE IF NOT EXISTS operations "
+            "(number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, key TEXT, body BLOB)"
+        )
+        self._db.execute("CREATE INDEX IF NOT EXISTS by_key ON operations (key)")
+
+    def desired(self) -> Desired:
+        row = self._one("SELECT body FROM desired WHERE id = 1")
+        return Desired() if row is None else msgspec.json.decode(row, type=Desired)
+
+    def save(self, desired: Desired) -> None:
+        """Durable when it returns."""
+        body = msgspec.json.encode(desired)
+        with self._lock:
+            self._db.execute("INSERT OR REPLACE INTO desired (id, body) VALUES (1, ?)", (body,))
+
+    def record(self, operation: Operation) -> None:
+        """Writes an operation as it stands; the oldest go when there are too many."""
+        body = msgspec.json.encode(operation)
+        with self._lock:
+            self._db.execute(
+                "INSERT INTO operations (id, key, body) VALUES (?, ?, ?) "
+                "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
+                (operation.id, operation.key, body),
+            )
+            self._db.execute(
+                "DELETE FROM operations WHERE number <= (SELECT MAX(number) FROM operations) - ?",
+                (KEPT_OPERATIONS,),
+            )
+
+    def operation(self, operation_id: str) -> Operation | None:
+        return self._decoded(self._one("SELECT body FROM operations WHERE id = ?", operation_id))
+
+    def by_key(self, key: str, kind: str, request: dict[str, str | None]) -> Operation | None:
+        """The operation of that key. Raises Conflict when the key was used for something else."""
+        sql = "SELECT body FROM operations WHERE key = ? ORDER BY number DESC"
+        found = self._decoded(self._one(sql, key))
+        if found is not None and (found.kind, found.request) != (kind, request):
+            raise Conflict(
+                f"the idempotency key {key!r} was used for {found.kind} with {found.request}: a "
+                "new request needs a new key",
+                param="Idempotency-Key",
+            )
+        return found
+
+    def latest(self, count: int) -> list[Operation]:
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT body FROM operations ORDER BY number DESC LIMIT ?", (count,)
+            ).fetchall()
+        return [msgspec.json.decode(row[0], type=Operation) for row in rows]
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _one(self, sql: str, *values: str) -> bytes | None:
+        with self._lock:
+            row = self._db.execute(sql, values).fetchone()
+        return None if row is None else row[0]
+
+    @staticmethod
+    def _decoded(body: bytes | None) -> Operation | None:
+        return None if body is None else msgspec.json.decode(body, type=Operation)

@@ -1,0 +1,394 @@
+"""The fleet: workers that all serve one agreed state, and the operations that change it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from time import time
+from typing import Literal
+
+import msgspec
+
+from lockstep.backends.admin import Admin, Broadcaster, PauseMode, Source, WorkerView
+from lockstep.fleet.adapters import load_everywhere, unload_everywhere
+from lockstep.fleet.agreement import Agreement
+from lockstep.fleet.bringup import bring_up
+from lockstep.fleet.checkpoint import Checkpoint, resolve
+from lockstep.fleet.desired import Desired, Operation, Reference, StateStore
+from lockstep.fleet.member import Member, each
+from lockstep.fleet.operations import Operations
+from lockstep.fleet.pool import Pool, Worker
+from lockstep.fleet.probe import builtin_sequences, read_reference
+from lockstep.fleet.proof import CLOSE, Proof, scores_of
+from lockstep.fleet.transaction import Budget, Transaction
+from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
+
+log = logging.getLogger(__name__)
+LEASE_SECONDS = 600.0
+
+
+class Fleet:
+    """Workers under one desired state. Use it as an async context manager.
+
+    A worker gets traffic (through `pool`) only while it holds the desired version and adapters,
+    proved. `roots` are the directories weights may come from; none given: any.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        store: StateStore | None = None,
+        *,
+        roots: Sequence[Path] = (),
+        budget: Budget | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        self.pool = pool
+        self.members: dict[str, Member] = {}
+        self._store = store or StateStore()
+        self._roots = tuple(Path(root).resolve() for root in roots)
+        self._budget = budget or Budget()
+        self._lease_seconds = lease_seconds
+        self.desired = self._store.desired()
+        self.agreement = Agreement(self.desired.agreed)
+        self.operations = Operations(self._store)
+        self._lease: asyncio.Task[None] | None = None
+        pool.gate(self._gate)
+
+    async def __aenter__(self) -> Fleet:
+        if self.desired.paused is not None:
+            self._watch_lease()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+        await self.operations.close(self._budget.commit)
+        for member in self.members.values():
+            await member.admin.close()
+        self._store.close()
+
+    # Membership
+
+    async def add(self, url: str, admin: Admin, *, worker_id: str | None = None) -> Member:
+        """Takes a worker in; it serves once it was brought to the desired state and proved.
+
+        Raises Conflict when the id exists.
+        """
+        name = worker_id or url.partition("://")[2].rstrip("/")
+        if name in self.members:
+            raise Conflict(f"there is a worker {name!r} already: remove it first", param="id")
+        member = Member(name, url, admin)
+        self.members[name] = member
+        try:
+            await self.pool.add(url, worker_id=name)
+        except BaseException:
+            del self.members[name]
+            raise
+        return member
+
+    async def remove(self, worker_id: str, *, drain_seconds: float = 30.0) -> None:
+        """Gives it nothing new, waits for what it has, forgets it. Raises NotFound."""
+        member = self.member(worker_id)
+        member.become("draining")
+        await self.pool.remove(worker_id, drain_seconds=drain_seconds)
+        del self.members[worker_id]
+        await member.admin.close()
+
+    def member(self, worker_id: str) -> Member:
+        if worker_id not in self.members:
+            known = ", ".join(self.members) or "none"
+            raise NotFound(f"there is no worker {worker_id!r}; known are {known}", param="worker")
+        return self.members[worker_id]
+
+    def quarantine(self, member: Member, reason: str) -> None:
+        """No traffic for it until it was brought to the desired state and proved again."""
+        log.warning("worker %s is quarantined: %s", member.id, reason)
+        member.become("quarantined", reason)
+        self.pool.leave_out(member.id, reason)
+
+    async def _gate(self, worker: Worker) -> None:
+        """Brings a worker up before it serves. Raises what keeps it out."""
+        member = self.members.get(worker.id)
+        if member is None:
+            return
+        while True:
+            aim = self.desired
+            try:
+                async with asyncio.timeout(self._budget.stage + self._budget.prove):
+                    await bring_up(member, aim, self._adopt)
+            except TimeoutError:
+                member.become("quarantined", "it took too long to be brought up")
+                raise Unavailable(f"worker {member.id} took too long to be brought up") from None
+            except LockstepError as error:
+                member.become("quarantined", error.message)
+                raise Unavailable(f"worker {member.id} is not ready: {error.message}") from error
+            async with self.operations.lock:
+                if self.desired == aim or aim.version is None:
+                    member.become("serving")
+                    return
+
+    async def _adopt(self, member: Member, view: WorkerView) -> Desired:
+        """The first worker's own state becomes the fleet's, when there is none yet."""
+        sequences = builtin_sequences()
+        said = await scores_of(member, sequences)
+        async with self.operations.lock:
+            if self.desired.version is None:
+                version = view.version or "default"
+                await self._decide(
+                    Desired(
+                        version=version,
+                        reference=Reference(sequences, said, CLOSE),
+                        agreed=(version,),
+                    )
+                )
+                self.agreement.add(version)
+            return self.desired
+
+    # Operations
+
+    async def update_weights(
+        self,
+        weight_dir: str | None = None,
+        *,
+        version: str | None = None,
+        source: Source | None = None,
+        mode: PauseMode = "keep",
+        key: str | None = None,
+    ) -> Operation:
+        """The verified update of all workers, from a directory or another source.
+
+        `version` defaults to the directory's name. A probe beside the checkpoint
+        (probe.safetensors) is what the workers must reproduce. Raises OperationFailed when nothing
+        changed; its operation says who and why. A version that is served already is not loaded
+        again.
+        """
+        if (weight_dir is None) == (source is None):
+            raise BadRequest("give a weight_dir, or another source", param="weight_dir")
+        named = version or (Path(weight_dir).name if weight_dir else "")
+        if not named:
+            raise BadRequest("version is empty: the new weights need a label", param="version")
+        request = {"weight_dir": weight_dir, "version": named, "mode": mode}
+
+        async def work(operation: Operation) -> None:
+            await self._update(operation, weight_dir, source, named, mode)
+
+        return await self.operations.run("update_weights", request, work, key=key)
+
+    async def _update(
+        self,
+        operation: Operation,
+        weight_dir: str | None,
+        source: Source | None,
+        version: str,
+        mode: PauseMode,
+    ) -> None:
+        operation.version = version
+        checkpoint: Checkpoint | None = None
+        if weight_dir is not None:
+            path = resolve(weight_dir, self._roots)
+            if version == self.desired.version:
+                if str(path) == self.desired.checkpoint:
+                    return
+                raise Conflict(
+                    f"version {version!r} is served already, from "
+                    f"{self.desired.checkpoint or 'the start'}: other weights need another label",
+                    param="version",
+                )
+            checkpoint = await asyncio.to_thread(Checkpoint.validate, path, None)
+            source = Source(directory=path)
+        if source is None:
+            raise BadRequest("there is no source of weights", param="weight_dir")
+        probe = (
+            None if checkpoint is None else await asyncio.to_thread(read_reference, checkpoint.path)
+        )
+        same = checkpoint is not None and str(checkpoint.path) == self.desired.checkpoint
+        transaction = Transaction(
+            self._serving(),
+            source,
+            version,
+            Proof(builtin_sequences(), probe, same=same),
+            operation=operation,
+            quarantine=self.quarantine,
+            mode=mode,
+            paused=self.desired.paused is not None,
+            budget=self._budget,
+        )
+        path_now = None if checkpoint is None else str(checkpoint.path)
+
+        def agree(reference: Reference) -> None:
+            self.desired = msgspec.structs.replace(
+                self.desired,
+                version=version,
+                checkpoint=path_now,
+                reference=reference,
+                agreed=(*self.desired.agreed[-1000:], version),
+            )
+            self._store.save(self.desired)
+            self.agreement.add(version)
+
+        await transaction.run(agree)
+
+    async def pause(
+        self,
+        mode: PauseMode = "keep",
+        *,
+        lease_seconds: float | None = None,
+        key: str | None = None,
+    ) -> Operation:
+        """Returns when no worker generates any more. The pause ends by itself after the lease."""
+        if mode not in ("abort", "wait", "keep"):
+            raise BadRequest(f"mode is {mode!r}: expected abort, wait or keep", param="mode")
+        lease = self._lease_seconds if lease_seconds is None else lease_seconds
+
+        async def work(operation: Operation) -> None:
+            members = self._serving()
+            until = time() + lease
+            await self._decide(
+                msgspec.structs.replace(self.desired, paused=mode, lease_until=until)
+            )
+            self._watch_lease()
+
+            async def call(member: Member) -> None:
+                await member.admin.pause(mode)
+
+            await self._everywhere("pause", members, call, self._budget.pause, operation)
+
+        return await self.operations.run("pause", {"mode": mode}, work, key=key)
+
+    async def resume(self, *, key: str | None = None) -> Operation:
+        """Lets every worker generate again; no error when none was paused."""
+
+        async def work(operation: Operation) -> None:
+            members = self._serving()
+            await self._decide(msgspec.structs.replace(self.desired, paused=None, lease_until=None))
+
+            async def call(member: Member) -> None:
+                await member.admin.resume()
+
+            await self._everywhere("resume", members, call, self._budget.resume, operation)
+
+        return await self.operations.run("resume", {}, work, key=key)
+
+    async def flush(self, *, key: str | None = None) -> Operation:
+        """Forgets cached prefixes on every worker."""
+
+        async def work(operation: Operation) -> None:
+            async def call(member: Member) -> None:
+                await member.admin.flush()
+
+            await self._everywhere("flush", self._serving(), call, self._budget.resume, operation)
+
+        return await self.operations.run("flush_cache", {}, work, key=key)
+
+    async def load_adapter(
+        self, name: str, path: str, *, version: str | None = None, key: str | None = None
+    ) -> Operation:
+        """Serves an adapter on every worker, swapping one of that name, and proves it."""
+        if not name:
+            raise BadRequest("lora_name is empty: an adapter needs a name", param="lora_name")
+
+        async def work(operation: Operation) -> None:
+            real = resolve(path, self._roots)
+            spec = await load_everywhere(
+                self._serving(), name, real, version, builtin_sequences(),
+                budget=self._budget, operation=operation, quarantine=self.quarantine,
+            )  # fmt: skip
+            adapters = {**self.desired.adapters, name: spec}
+            await self._decide(msgspec.structs.replace(self.desired, adapters=adapters))
+            operation.version = spec.label
+
+        request = {"lora_name": name, "lora_path": path, "version": version}
+        return await self.operations.run("load_lora_adapter", request, work, key=key)
+
+    async def unload_adapter(self, name: str, *, key: str | None = None) -> Operation:
+        """Stops serving an adapter everywhere. Raises OperationFailed when nobody has it."""
+
+        async def work(operation: Operation) -> None:
+            if name not in self.desired.adapters:
+                raise NotFound(f"adapter {name!r} is not loaded", param="lora_name")
+            # Decided first: a worker that fails now is brought up without it.
+            adapters = {k: v for k, v in self.desired.adapters.items() if k != name}
+            await self._decide(msgspec.structs.replace(self.desired, adapters=adapters))
+            await unload_everywhere(
+                self._serving(), name,
+                budget=self._budget, operation=operation, quarantine=self.quarantine,
+            )  # fmt: skip
+
+        return await self.operations.run("unload_lora_adapter", {"lora_name": name}, work, key=key)
+
+    async def init_broadcaster(
+        self,
+        host: str,
+        port: int,
+        *,
+        group: str = "weights",
+        backend: Literal["gloo", "nccl"] = "gloo",
+        seconds: float = 60.0,
+        key: str | None = None,
+    ) -> Operation:
+        """Has every worker join a broadcast group whose rank 0 is the trainer."""
+        if backend not in ("gloo", "nccl"):
+            raise BadRequest(f"backend is {backend!r}: expected gloo or nccl", param="backend")
+
+        async def work(operation: Operation) -> None:
+            members = self._serving()
+            ranks = {member: rank for rank, member in enumerate(members, start=1)}
+
+            async def call(member: Member) -> None:
+                await member.admin.join_group(
+                    Broadcaster(
+                        host, port, ranks[member], len(members) + 1, group, backend, seconds
+                    )  # type: ignore[arg-type]
+                )
+
+            await self._everywhere("join", members, call, seconds + 10, operation)
+
+        request = {"host": host, "port": str(port), "group": group}
+        return await self.operations.run("init_broadcaster", request, work, key=key)
+
+    # Helpers
+
+    def _serving(self) -> list[Member]:
+        """Raises Unavailable when there is none: an operation over no workers has failed."""
+        members = [member for member in self.members.values() if member.state == "serving"]
+        if not members:
+            raise Unavailable(f"none of {len(self.members)} workers is serving")
+        return members
+
+    async def _everywhere(
+        self,
+        phase: str,
+        members: list[Member],
+        call: Callable[[Member], Awaitable[None]],
+        seconds: float,
+        operation: Operation,
+    ) -> None:
+        done, failed = await each(phase, members, call, seconds, operation)
+        for member, error in failed.items():
+            operation.workers[member.id].status = "quarantined"
+            self.quarantine(member, f"{phase} failed: {error.message}")
+        if not done:
+            raise Unavailable(f"{phase} failed on all {len(failed)} workers")
+
+    async def _decide(self, desired: Desired) -> None:
+        self.desired = desired
+        await asyncio.to_thread(self._store.save, desired)
+
+    def _watch_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = asyncio.create_task(self._end_lease(), name="pause lease")
+
+    async def _end_lease(self) -> None:
+        until = self.desired.lease_until
+        if until is None:
+            return
+        await asyncio.sleep(max(until - time(), 0))
+        if self.desired.lease_until == until:
+            log.warning("the lease of a pause has ended: the fleet resumes")
+            with suppress(LockstepError):
+                await self.resume()

@@ -1,0 +1,111 @@
+"""Every change of the fleet is an operation: one at a time, recorded, and done once per key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from time import time
+
+from lockstep.fleet.desired import Operation, StateStore
+from lockstep.tokens.errors import Busy, LockstepError
+
+log = logging.getLogger(__name__)
+audit = logging.getLogger("lockstep.audit")
+Work = Callable[[Operation], Awaitable[None]]
+QUEUE = 64
+"""Operations that may wait for their turn."""
+
+
+class OperationFailed(LockstepError):
+    """An operation that did not happen; `operation` says who failed and why."""
+
+    code = "operation_failed"
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__(operation.error or f"{operation.kind} failed")
+        self.operation = operation
+        self.code = operation.code or "operation_failed"  # type: ignore[misc]
+        self.status = operation.http_status  # type: ignore[misc]
+
+
+class Operations:
+    """Runs operations one after the other. They go on when the caller goes away."""
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+        self.lock = asyncio.Lock()
+        self._running: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
+
+    @property
+    def running(self) -> list[Operation]:
+        return [operation for operation, _ in self._running.values()]
+
+    async def run(
+        self, kind: str, request: dict[str, str | None], work: Work, *, key: str | None = None
+    ) -> Operation:
+        """Does the work, or gives the outcome of the one with the same key.
+
+        Raises OperationFailed when it did not happen, Conflict for a key that meant another
+        request, Busy when too many wait.
+        """
+        known = None
+        if key is not None:
+            known = next((op for op in self.running if op.key == key), None)
+            known = known or await asyncio.to_thread(self._store.by_key, key, kind, request)
+        # One that was cut off by the end of its process has no outcome to give: it runs again.
+        if known is not None and (known.id in self._running or known.status != "running"):
+            return await self._outcome(known)
+        if len(self._running) >= QUEUE:
+            raise Busy(f"{len(self._running)} operations are waiting already: try again later")
+        operation = Operation(secrets.token_hex(8), kind, request, key, started=time(), workers={})
+        task = asyncio.create_task(self._do(operation, work), name=f"{kind} {operation.id}")
+        self._running[operation.id] = operation, task
+        return await self._outcome(operation)
+
+    async def get(self, operation_id: str) -> Operation | None:
+        if operation_id in self._running:
+            return self._running[operation_id][0]
+        return await asyncio.to_thread(self._store.operation, operation_id)
+
+    async def close(self, seconds: float) -> None:
+        """Waits for what runs, then cuts it off."""
+        tasks = [task for _, task in self._running.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _outcome(self, operation: Operation) -> Operation:
+        if operation.id in self._running:
+            operation, task = self._running[operation.id]
+            await asyncio.shield(task)
+        if operation.status == "failed":
+            raise OperationFailed(operation)
+        return operation
+
+    async def _do(self, operation: Operation, work: Work) -> None:
+        try:
+            async with self.lock:
+                await asyncio.to_thread(self._store.record, operation)
+                try:
+                    await work(operation)
+                except LockstepError as error:
+                    operation.status, operation.error = "failed", error.message
+                    operation.code, operation.http_status = error.code, error.status
+                except Exception as error:
+                    log.exception("%s failed", operation.kind)
+                    operation.status, operation.error = "failed", f"internal error: {error!r}"
+                    operation.code, operation.http_status = "internal_error", 500
+                else:
+                    operation.status = "done"
+                operation.ended = time()
+                await asyncio.to_thread(self._store.record, operation)
+                audit.info(
+                    "%s %s %s %s: %s", operation.kind, operation.id, operation.request,
+                    operation.status, operation.error or operation.version,
+                )  # fmt: skip
+        finally:
+            self._running.pop(operation.id, None)

@@ -1,0 +1,77 @@
+"""The small files of a checkpoint: written whole or not at all, JSON read strictly."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from lockstep.tokens.errors import CheckpointError
+
+LARGEST_JSON = 256 << 20
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Puts `data` at `path` so that a crash leaves the old contents or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Returns when the file, or the entries of the directory, would outlive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def file_size(path: Path) -> int:
+    """The size of a regular file. Raises CheckpointError for anything else: a pipe would hang."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+    return found.st_size
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError that says why it is none."""
+    if file_size(path) > LARGEST_JSON:
+        raise CheckpointError(f"{path} has more than {LARGEST_JSON} bytes: not a JSON file of ours")
+    try:
+        return parse_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse_object(data: bytes, what: str) -> dict[str, Any]:
+    """`data` as a JSON object, no name twice. Raises CheckpointError that names `what`."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_twins)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not sound JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twin = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twin!r} is there twice")
+    return found

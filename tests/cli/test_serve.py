@@ -1,0 +1,169 @@
+"""`lockstep serve` and `lockstep gateway` as a user meets them: real processes, real ports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EVERYWHERE = ("--port", "0", "--admin-port", "0", "--sessions", "memory")
+
+
+@contextmanager
+def running(*arguments: str, **environ: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, which is made to end with the block."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("LOCKSTEP_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**clean, **environ},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ready_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"it ended: {process.communicate()[1]}")
+    ready: dict[str, Any] = json.loads(line)
+    return ready
+
+
+def status_of(url: str, token: str | None = None) -> int:
+    request = urllib.request.Request(url)
+    if token is not None:
+        request.add_header("authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def generate(url: str) -> dict[str, Any]:
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+    request = urllib.request.Request(
+        url + "/inference/v1/generate",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        result: dict[str, Any] = json.load(answer)
+        return result
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_serve_says_ready_in_one_line_serves_and_drains() -> None:
+    arguments = ("--workers", "2", "--worker-args", "--max-model-len 256", "--json")
+    with running("serve", "tiny", *EVERYWHERE, *arguments) as process:
+        ready = ready_of(process)
+        assert set(ready) == {"event", "url", "admin_url", "admin_token_file", "workers"}
+        assert ready["event"] == "ready"
+        workers = ready["workers"]
+        assert [set(one) for one in workers] == [{"id", "url", "system_url", "pid"}] * 2
+        assert len({one["url"] for one in workers} | {one["system_url"] for one in workers}) == 4
+        assert all(alive(one["pid"]) for one in workers)
+        assert len(generate(ready["url"])["choices"][0]["token_ids"]) == 4
+
+        token_file = Path(ready["admin_token_file"])
+        assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+        assert status_of(ready["admin_url"] + "/nothing") == 401
+        assert status_of(ready["admin_url"] + "/nothing", token_file.read_text()) == 404
+
+        with running(
+            "gateway", "--worker", workers[0]["url"], "--worker", workers[1]["url"],
+            *EVERYWHERE, "--json",
+        ) as front:  # fmt: skip
+            second = ready_of(front)
+            ids = [(one["url"], one["pid"]) for one in second["workers"]]
+            assert ids == [(one["url"], None) for one in workers]
+            assert generate(second["url"])["choices"][0]["token_ids"]
+            front.send_signal(signal.SIGINT)
+            assert front.wait(30) == 0
+        assert generate(ready["url"])["choices"]
+
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.communicate(timeout=60)
+        assert (process.returncode, rest) == (0, ""), errors
+        assert not any(alive(one["pid"]) for one in workers)
+        assert not token_file.exists()
+
+
+def test_the_command_it_prints_works() -> None:
+    keys = {"LOCKSTEP_API_KEYS": "first-key-1,second-key"}
+    with running("serve", *EVERYWHERE, **keys) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if "curl" in line)
+        command = line.removeprefix("Try:").strip()
+        environ = {**os.environ, **keys}
+        answer = subprocess.run(
+            ["bash", "-c", command], capture_output=True, text=True, env=environ, check=True
+        )
+        assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_while_it_starts_leaves_nothing_behind() -> None:
+    with running("serve", "--json", *EVERYWHERE) as process:
+        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (children := listed.read_text().split()):
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+        assert (process.returncode, out, errors) == (0, "", "")
+    assert not any(alive(int(pid)) for pid in children)
+
+
+@pytest.mark.failure_mode("F42")
+def test_other_machines_are_not_served_without_keys() -> None:
+    with running("serve", "--host", "0.0.0.0", *EVERYWHERE) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "LOCKSTEP_API_KEYS" in errors
+    assert "--insecure" in errors
+
+
+@pytest.mark.failure_mode("F22")
+def test_a_gateway_without_any_worker_does_not_start() -> None:
+    with running(
+        "gateway", "--worker", "http://127.0.0.1:9", "--wait-seconds", "0.1", *EVERYWHERE
+    ) as process:
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "0 of 1 workers serve" in errors
+
+
+def test_a_model_that_is_not_there_ends_it_with_one_line() -> None:
+    with running("serve", "/no/such/model", "--json", *EVERYWHERE) as process:
+        out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert "Traceback" not in errors
+    assert "ended with code 2 before it was ready" in " ".join(errors.split())
