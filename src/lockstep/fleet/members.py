@@ -55,6 +55,7 @@ class Worker:
     changes: int = 0
     due: float = 0.0
     opened: Transport | None = None
+    instance: str | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -81,8 +82,11 @@ class Worker:
 
 
 class _Health(msgspec.Struct):
+    """`instance` is another one after every start: a restart between two probes shows in it."""
+
     running: int = 0
     waiting: int = 0
+    instance: str | None = None
 
 
 class Members:
@@ -250,8 +254,15 @@ class Members:
             return
         if worker.changes != changes:
             return  # a request failed meanwhile and knows better
+        health = _read_health(body)
+        restarted = worker.instance not in (None, health.instance)
+        worker.instance = health.instance
+        if restarted and worker.state == "serving":
+            self._down(worker, "it was restarted")
+            self.check(worker)
+            return
         ours = max(sent, worker.in_flight)
-        worker.elsewhere = max(0, _load(body) - ours)
+        worker.elsewhere = max(0, health.running + health.waiting - ours)
         if worker.state == "serving":
             worker.strikes = 0
             self._ring.weigh()
@@ -286,13 +297,12 @@ class Members:
         self._changed = asyncio.Event()
 
 
-def _load(body: bytes | bytearray) -> int:
-    """Sequences that a worker has, 0 where it does not tell."""
+def _read_health(body: bytes | bytearray) -> _Health:
+    """What a worker says of itself; nothing where it does not tell."""
     try:
-        health = msgspec.json.decode(body, type=_Health)
+        return msgspec.json.decode(body, type=_Health)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return 0
-    return health.running + health.waiting
+        return _Health()
 
 
 async def _stop(*tasks: asyncio.Task[None] | None) -> None:

@@ -69,6 +69,10 @@ class Operations:
             return self._running[operation_id][0]
         return await asyncio.to_thread(self._store.operation, operation_id)
 
+    def latest(self, count: int) -> list[Operation]:
+        """The last ones, newest first."""
+        return self._store.latest(count)
+
     async def close(self, seconds: float) -> None:
         """Waits for what runs, then cuts it off."""
         tasks = [task for _, task in self._running.values()]

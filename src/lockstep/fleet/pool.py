@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -112,6 +113,13 @@ class Pool:
     def leave_out(self, worker_id: str, reason: str) -> None:
         """Gives that worker nothing more until it passes the gate again. Raises NotFound."""
         self._members.leave_out(self._members.get(worker_id), reason)
+
+    def next_try(self, worker_id: str) -> float | None:
+        """Seconds until a worker that is left out is tried again; None when it serves."""
+        worker = self._members.workers.get(worker_id)
+        if worker is None or worker.state != "down" or worker.due == math.inf:
+            return None
+        return max(worker.due - asyncio.get_running_loop().time(), 0.0)
 
     def check(self, worker_id: str) -> None:
         """Has that worker probed now, because it was restarted, say. Raises NotFound."""

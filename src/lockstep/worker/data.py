@@ -45,6 +45,7 @@ class DataPlane:
         self.model = model
         self.root = root
         self.created = int(time.time())
+        self.instance = secrets.token_hex(8)
         self.draining = False
         self.metrics = Metrics(engine, model)
         self.app = Starlette(
@@ -141,7 +142,8 @@ class DataPlane:
             raise Unavailable("draining" if self.draining else "the engine has stopped")
         stats = self.engine.stats()
         keys = ("state", "running", "waiting", "version", "arithmetic")
-        return json_response({"status": "ok", **{key: stats[key] for key in keys}})
+        told = {key: stats[key] for key in keys}
+        return json_response({"status": "ok", "instance": self.instance, **told})
 
     async def models(self, _: Request) -> Response:
         """The base model, then its adapters with their parent."""

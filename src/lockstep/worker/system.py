@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,9 +13,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from torch import Tensor
 
 from lockstep.engine import Engine
 from lockstep.engine.broadcast import Broadcast, TensorSpec
+from lockstep.engine.shared import read_shared
+from lockstep.engine.weights import EMBEDDING, TIED_HEAD, Weights
 from lockstep.tokens.errors import (
     BadRequest,
     CheckpointError,
@@ -41,6 +45,7 @@ class SystemPlane:
         self._token = token
         self._roots = tuple(root.resolve() for root in roots)
         self._groups: dict[str, Broadcast] = {}
+        self._incarnation = secrets.token_hex(8)
         self.methods: dict[str, Method] = {
             "pause_generation": self._method(control.Pause, self.pause),
             "resume_generation": self._method(control.Nothing, self.resume),
@@ -56,9 +61,9 @@ class SystemPlane:
             "load_lora_adapter": self._method(control.LoadLora, self.load_lora),
             "unload_lora_adapter": self._method(control.UnloadLora, self.unload_lora),
             "liveness_probe": self._method(control.Nothing, self.liveness),
-            "stage": self._method(control.FromDisk, self.stage),
+            "stage": self._method(control.Stage, self.stage),
             "commit": self._method(control.Commit, self.commit),
-            "rollback": self._method(control.Nothing, self.rollback),
+            "rollback": self._method(control.Rollback, self.rollback),
             "probe": self._method(control.Probe, self.probe),
         }
         self.app = Starlette(
@@ -100,18 +105,73 @@ class SystemPlane:
 
     async def liveness(self, _: control.Nothing) -> Answer:
         await self.engine.ping()
-        return {"alive": True, **self.engine.stats()}
+        return {
+            "alive": True,
+            **self.engine.stats(),
+            "adapter_labels": {name: one.label for name, one in self.engine.adapters.items()},
+            "incarnation": self._incarnation,
+            "weights_id": self._weights_id(),
+        }
 
     # Weights
 
     async def version(self, _: control.Nothing) -> Answer:
         return {"version": self.engine.version, "version_declared": True}
 
-    async def stage(self, body: control.FromDisk) -> Answer:
-        path = self._allowed(body.model_path, "model_path")
-        version = body.weight_version or path.name
-        weights = await self.engine.stage(path, version)
+    async def stage(self, body: control.Stage) -> Answer:
+        given = {
+            "model_path": body.model_path,
+            "shared_name": body.shared_name,
+            "group_name": body.group_name,
+        }
+        if [value is None for value in given.values()].count(False) != 1:
+            raise BadRequest(
+                f"stage was asked with {given}: expected exactly one of {', '.join(given)}",
+                param="model_path",
+            )
+        if body.model_path is not None:
+            weights = await self._stage_directory(body.model_path, body.weight_version)
+        else:
+            weights = await self._stage_tensors(body)
         return {"staged": weights.version, "bytes": weights.nbytes, "version": self.engine.version}
+
+    async def _stage_directory(self, model_path: str, version: str | None) -> Weights:
+        path = self._allowed(model_path, "model_path")
+        return await self.engine.stage(path, version or path.name)
+
+    async def _stage_tensors(self, body: control.Stage) -> Weights:
+        if body.weight_version is None:
+            raise BadRequest(
+                "weight_version is missing: only a directory has a name to label weights with",
+                param="weight_version",
+            )
+        if not body.partial:
+            self._check_complete(tensor.name for tensor in body.tensors)
+        if body.shared_name is not None:
+            tensors = read_shared(body.shared_name, body.tensors)
+            return await self.engine.stage_tensors(tensors, body.weight_version)
+        specs = [TensorSpec(one.name, one.shape, one.dtype) for one in body.tensors]
+        return await self._stage_broadcast(body.group_name or "", specs, body.weight_version)
+
+    async def _stage_broadcast(
+        self, group_name: str, specs: list[TensorSpec], version: str
+    ) -> Weights:
+        group = self._group(group_name)
+        device = self.engine.options.device
+        tensors: list[tuple[str, Tensor]] = await asyncio.to_thread(group.receive, specs, device)
+        return await self.engine.stage_tensors(tensors, version)
+
+    def _check_complete(self, names: Iterable[str]) -> None:
+        """Raises CheckpointError: what is left out would silently stay as it was."""
+        layout = self.engine.core.policy.layout
+        given = {EMBEDDING if name == TIED_HEAD and layout.config.tied else name for name in names}
+        missing = sorted(layout.places.keys() - given)
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} tensors of the model are missing, such as {missing[0]!r}: send "
+                "all of them, or set partial to leave the others as they are",
+                param="tensors",
+            )
 
     async def commit(self, body: control.Commit) -> Answer:
         staged = self.engine.staged_version
@@ -119,11 +179,18 @@ class SystemPlane:
             raise Conflict(f"commit of {body.weight_version!r} was asked, but {staged!r} is staged")
         return {"version": await self.engine.commit()}
 
-    async def rollback(self, _: control.Nothing) -> Answer:
+    async def rollback(self, body: control.Rollback) -> Answer:
+        # Nothing is awaited between this look and the engine's own lock.
+        if body.weights_id not in (None, self._weights_id()):
+            raise Conflict(
+                f"rollback of {body.weights_id!r} was asked, but the weights have changed since: "
+                f"they are {self._weights_id()!r}",
+                param="weights_id",
+            )
         return {"version": await self.engine.rollback()}
 
     async def update_from_disk(self, body: control.FromDisk) -> Answer:
-        await self.stage(body)
+        await self._stage_directory(body.model_path, body.weight_version)
         return {"version": await self.engine.commit(), "version_declared": True}
 
     async def join_group(self, body: control.JoinGroup) -> Answer:
@@ -153,14 +220,11 @@ class SystemPlane:
                 f"{len(body.shapes)} entries: they need one for each tensor, and at least one",
                 param="names",
             )
-        group = self._group(body.group_name)
         specs = [
             TensorSpec(name, tuple(shape), dtype)
             for name, shape, dtype in zip(body.names, body.shapes, body.dtypes, strict=True)
         ]
-        device = self.engine.options.device
-        tensors = await asyncio.to_thread(group.receive, specs, device)
-        await self.engine.stage_tensors(tensors, body.weight_version)
+        await self._stage_broadcast(body.group_name, specs, body.weight_version)
         return {"version": await self.engine.commit(), "version_declared": True}
 
     async def probe(self, body: control.Probe) -> Answer:
@@ -206,6 +270,11 @@ class SystemPlane:
         return {"lora_name": body.lora_name}
 
     # Helpers
+
+    def _weights_id(self) -> str:
+        """Changes with every change of the live weights, of what is staged, and with a restart."""
+        epoch = self.engine.core.policy.weights.epoch
+        return f"{self._incarnation}.{epoch}.{self.engine.staged_version or ''}"
 
     def _allowed(self, raw: str, field: str) -> Path:
         """The directory, symlinks resolved. Raises BadRequest, Forbidden or CheckpointError."""

@@ -1,0 +1,80 @@
+"""The control plane's bodies: what may be asked of a fleet, and in which words prime-rl asks it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    pass
+
+
+class Nothing(_Body):
+    pass
+
+
+class Tensor(_Body):
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class UpdateWeights(_Body):
+    """New weights from a directory; or, with `tensors`, from shared memory or a broadcast group.
+
+    `version` defaults to the directory's name.
+    """
+
+    weight_dir: str | None = None
+    version: str | None = None
+    mode: Literal["keep", "wait", "abort"] = "keep"
+    shared_memory: str | None = None
+    group: str | None = None
+    tensors: list[Tensor] | None = None
+
+
+class Pause(_Body):
+    mode: Literal["keep", "wait", "abort"] | None = None
+    clear_cache: bool | None = None
+    lease_seconds: float | None = None
+
+
+class LoadAdapter(_Body):
+    lora_name: str
+    lora_path: str
+    version: str | None = None
+    load_inplace: bool | None = None
+
+
+class UnloadAdapter(_Body):
+    lora_name: str
+
+
+class InitBroadcaster(_Body):
+    """Where rank 0, the trainer, hosts the group. The fields below the line are prime-rl's.
+
+    prime-rl counts ranks per server itself; here the fleet gives every worker its own.
+    """
+
+    host: str
+    port: int
+    group: str = "weights"
+    backend: Literal["gloo", "nccl"] = "gloo"
+    timeout: float = 60.0
+
+    rank_offset: int | None = None
+    inference_world_size: int | None = None
+    gpus_per_server: int | None = None
+    quantize_in_weight_transfer: bool | None = None
+
+
+class AddWorker(_Body):
+    """`admin_url` is the worker's system port; without it the worker only gets traffic."""
+
+    url: str
+    admin_url: str | None = None
+    admin_token: str | None = None
+    backend: str = "auto"
+    id: str | None = None
