@@ -57,6 +57,9 @@ class Link:
     async def get(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
         return await self._whole("GET", path, None, timeout, None, read_body)
 
+    async def delete(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
+        return await self._whole("DELETE", path, None, timeout, None)
+
     async def post(
         self,
         path: str,

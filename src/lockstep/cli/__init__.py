@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from lockstep import __version__
+from lockstep.cli import control
 from lockstep.cli.serve import gateway, serve
 from lockstep.cli.worker import worker
 from lockstep.settings import Settings
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(gateway)
 app.command()(worker)
+control.register(app)
 
 
 @app.command()

@@ -1,0 +1,226 @@
+"""`lockstep state`, `pause`, `resume`, `update-weights` and the rest: a fleet from the shell.
+
+Exit codes: 0 it happened, 1 it did not, 2 the command itself was wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from lockstep.fleet.remote import RemoteFleet
+from lockstep.settings import Settings
+from lockstep.tokens import LockstepError
+
+Url = Annotated[
+    str, typer.Option(help="The admin URL of the gateway.", envvar="LOCKSTEP_ADMIN_URL")
+]
+TokenFile = Annotated[
+    Path | None, typer.Option(help="File with the admin token (else LOCKSTEP_ADMIN_TOKEN).")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+DEFAULT_URL = "http://127.0.0.1:8001"
+COLOURS = {"serving": "green", "quarantined": "red", "draining": "yellow"}
+
+
+def state(
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    watch: Annotated[bool, typer.Option(help="Keep it on the screen, live.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the fleet: version, pause, workers, adapters, last operations."""
+
+    async def show(fleet: RemoteFleet) -> None:
+        if as_json:
+            _say(await fleet.state())
+            return
+        console = Console()
+        if not watch:
+            console.print(table_of(await fleet.state()))
+            return
+        with Live(console=console, refresh_per_second=4) as live:
+            while True:
+                live.update(table_of(await fleet.state()))
+                await asyncio.sleep(0.5)
+
+    _run(url, token_file, show)
+
+
+def workers(url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+    """List the workers, one line each."""
+
+    async def show(fleet: RemoteFleet) -> None:
+        rows = (await fleet.state())["workers"]
+        if as_json:
+            _say(rows)
+            return
+        for row in rows:
+            sys.stdout.write(
+                f"{row['id']}\t{row['state']}\t{row['version']}\t{row['reason'] or ''}\n"
+            )
+
+    _run(url, token_file, show)
+
+
+def pause(
+    mode: Annotated[str, typer.Option(help="keep, wait or abort.")] = "keep",
+    lease: Annotated[
+        float | None, typer.Option(help="Seconds after which the fleet resumes by itself.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Stop generating on every worker."""
+    _act(url, token_file, as_json, lambda fleet: fleet.pause(mode, lease_seconds=lease))  # type: ignore[arg-type]
+
+
+def resume(url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+    """Generate again on every worker."""
+    _act(url, token_file, as_json, lambda fleet: fleet.resume())
+
+
+def update_weights(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    version: Annotated[
+        str | None, typer.Option(help="Label of the new weights; by default its name.")
+    ] = None,
+    mode: Annotated[str, typer.Option(help="How to pause: keep, wait or abort.")] = "keep",
+    key: Annotated[str | None, typer.Option(help="Idempotency key.")] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Update the weights of every worker, verified."""
+    _act(
+        url,
+        token_file,
+        as_json,
+        lambda fleet: fleet.update_weights(directory, version, mode=mode, key=key),  # type: ignore[arg-type]
+    )
+
+
+def load_lora(
+    name: str,
+    path: Path,
+    version: Annotated[str | None, typer.Option(help="Put before its label.")] = None,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Serve a LoRA adapter on every worker, swapping one of that name."""
+    _act(url, token_file, as_json, lambda fleet: fleet.load_adapter(name, path, version))
+
+
+def unload_lora(
+    name: str, url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False
+) -> None:
+    """Stop serving a LoRA adapter."""
+    _act(url, token_file, as_json, lambda fleet: fleet.unload_adapter(name))
+
+
+def drain(
+    worker: str,
+    seconds: Annotated[float, typer.Option(help="How long to wait for its requests.")] = 30.0,
+    url: Url = DEFAULT_URL,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take a worker out: nothing new for it, then forget it."""
+    _act(url, token_file, as_json, lambda fleet: fleet.drain(worker, drain_seconds=seconds))
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this module."""
+    panel = "A running fleet"
+    for command in (
+        state, workers, pause, resume, update_weights, load_lora, unload_lora, drain,
+    ):  # fmt: skip
+        app.command(rich_help_panel=panel)(command)
+
+
+def table_of(state: dict[str, Any]) -> Table:
+    """The fleet at a glance."""
+    paused = f", paused ({state['paused']})" if state["paused"] else ""
+    adapters = "".join(f", {name}@{label}" for name, label in state["adapters"].items())
+    running = f", now: {', '.join(state['running'])}" if state["running"] else ""
+    table = Table(
+        title=f"version {state['version']}{adapters}: {state['serving']} of "
+        f"{len(state['workers'])} serving{paused}{running}"
+    )
+    for column in ("worker", "state", "version", "in flight", "why"):
+        table.add_column(column)
+    for row in state["workers"]:
+        colour = COLOURS.get(row["state"], "cyan")
+        later = row["next_try_seconds"]
+        tried = f" (next try in {later:.0f} s)" if later is not None else ""
+        table.add_row(
+            row["id"],
+            f"[{colour}]{row['state']}[/]",
+            str(row["version"]),
+            str(row["in_flight"]),
+            f"{row['reason'] or ''}{tried}",
+        )
+    last = [
+        f"{each['kind']} {each['version'] or ''} {each['status']}"
+        + (f", paused {each['pause_seconds'] * 1e3:.0f} ms" if each["pause_seconds"] else "")
+        for each in state["operations"][:3]
+    ]
+    table.caption = "last: " + ("; ".join(last) or "nothing yet")
+    return table
+
+
+def _act(
+    url: str,
+    token_file: Path | None,
+    as_json: bool,
+    call: Callable[[RemoteFleet], Awaitable[dict[str, Any]]],
+) -> None:
+    async def act(fleet: RemoteFleet) -> None:
+        answer = await call(fleet)
+        if as_json:
+            _say(answer)
+            return
+        operation = answer.get("operation") or {}
+        said = [f"{operation.get('kind', answer.get('status'))} done"]
+        if answer.get("version"):
+            said.append(f"version {answer['version']}")
+        if operation.get("pause_seconds") is not None:
+            said.append(f"paused for {operation['pause_seconds'] * 1e3:.0f} ms")
+        Console().print(", ".join(said))
+        for name, result in (operation.get("workers") or {}).items():
+            if result.get("status", "ok") != "ok":
+                Console(stderr=True).print(f"[red]{name}[/]: {result['status']}: {result['error']}")
+
+    _run(url, token_file, act)
+
+
+def _run(url: str, token_file: Path | None, work: Callable[[RemoteFleet], Awaitable[None]]) -> None:
+    async def main() -> None:
+        token = None if token_file is not None else Settings.read().admin_token
+        async with RemoteFleet(url, token=token, token_file=token_file) as fleet:
+            await work(fleet)
+
+    try:
+        asyncio.run(main())
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+    except LockstepError as error:
+        if error.status == 400:
+            raise
+        Console(stderr=True).print(f"[bold red]failed[/] ({error.code}): {error.message}")
+        raise typer.Exit(1) from None
+
+
+def _say(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")

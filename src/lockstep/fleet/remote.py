@@ -1,0 +1,126 @@
+"""A fleet through its control plane: the same operations for a trainer in another process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from lockstep.backends.admin import PauseMode
+from lockstep.backends.http import Link
+from lockstep.tokens import Sample
+from lockstep.tokens.errors import BadRequest
+
+TOKEN_VARIABLE = "LOCKSTEP_ADMIN_TOKEN"
+
+
+class RemoteFleet:
+    """The control plane at `url`. Every method returns its answer; failures raise typed errors.
+
+    `token` is the admin token, or `token_file` holds it; by default LOCKSTEP_ADMIN_TOKEN does. An
+    update may take `timeout` seconds.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        token_file: str | Path | None = None,
+        timeout: float = 1800.0,
+    ) -> None:
+        if token is None and token_file is not None:
+            token = Path(token_file).read_text().strip()
+        token = token or os.environ.get(TOKEN_VARIABLE)
+        if not token:
+            raise BadRequest(
+                f"the control plane needs its admin token: give token, token_file or set "
+                f"{TOKEN_VARIABLE}",
+                param="token",
+            )
+        self._link = Link(url, api_key=token, timeout=timeout, retries=0)
+
+    async def __aenter__(self) -> RemoteFleet:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    async def state(self) -> dict[str, Any]:
+        """Everything the fleet knows of itself."""
+        return self._read(await self._link.get("/v1/rl/state"))
+
+    async def pause(
+        self, mode: PauseMode = "keep", *, lease_seconds: float | None = None
+    ) -> dict[str, Any]:
+        """Returns when no worker generates any more; the pause ends by itself after the lease."""
+        return await self._post("pause", mode=mode, lease_seconds=lease_seconds)
+
+    async def resume(self) -> dict[str, Any]:
+        return await self._post("resume")
+
+    async def flush(self) -> dict[str, Any]:
+        """Forgets cached prefixes on every worker."""
+        return await self._post("flush_cache")
+
+    async def update_weights(
+        self,
+        weight_dir: str | Path,
+        version: str | None = None,
+        *,
+        mode: PauseMode = "keep",
+        key: str | None = None,
+    ) -> dict[str, Any]:
+        """The verified update of all workers. The same `key` never updates twice."""
+        where = str(Path(weight_dir).resolve())
+        return await self._post("update_weights", key, weight_dir=where, version=version, mode=mode)
+
+    async def load_adapter(
+        self, name: str, path: str | Path, version: str | None = None
+    ) -> dict[str, Any]:
+        """Serves an adapter on all workers, swapping one of that name."""
+        where = str(Path(path).resolve())
+        return await self._post(
+            "load_lora_adapter", lora_name=name, lora_path=where, version=version
+        )
+
+    async def unload_adapter(self, name: str) -> dict[str, Any]:
+        return await self._post("unload_lora_adapter", lora_name=name)
+
+    async def add_worker(self, url: str, **options: Any) -> dict[str, Any]:
+        """Registers a worker: options are admin_url, admin_token, backend and id."""
+        return await self._post("workers", url=url, **options)
+
+    async def drain(self, worker_id: str, *, drain_seconds: float = 30.0) -> dict[str, Any]:
+        """Gives a worker nothing new, waits for what it has, and forgets it."""
+        path = f"/v1/rl/workers/{quote(worker_id)}?drain_seconds={drain_seconds}"
+        return self._read(await self._link.delete(path, timeout=drain_seconds + 30))
+
+    async def samples(self, session: str, *, train_aborted: bool = False) -> list[Sample]:
+        """The samples of a session, one for every branch."""
+        flag = "true" if train_aborted else "false"
+        path = f"/v1/rl/sessions/{quote(session)}?train_aborted={flag}"
+        body = self._read(await self._link.get(path, timeout=60.0))
+        return [Sample.from_json(msgspec.json.encode(each)) for each in body["samples"]]
+
+    async def end_session(self, session: str) -> None:
+        await self._link.delete(f"/v1/rl/sessions/{quote(session)}")
+
+    async def _post(self, route: str, key: str | None = None, **body: Any) -> dict[str, Any]:
+        sent = {name: value for name, value in body.items() if value is not None}
+        headers = {} if key is None else {"Idempotency-Key": key}
+        answer = await self._link.post(
+            f"/v1/rl/{route}", msgspec.json.encode(sent), headers=headers
+        )
+        return self._read(answer)
+
+    @staticmethod
+    def _read(body: bytes | bytearray) -> dict[str, Any]:
+        read: dict[str, Any] = msgspec.json.decode(body)
+        return read
