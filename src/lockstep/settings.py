@@ -19,12 +19,14 @@ class Settings:
     """Values from the environment; options of a command beat them.
 
     LOCKSTEP_ADMIN_TOKEN     the bearer token of admin routes; made and written to a file if absent
+    LOCKSTEP_ADMIN_URL       where `lockstep state`, `pause` and the like find the control plane
     LOCKSTEP_API_KEYS        keys of the gateway's data plane, with commas between; absent: open
     LOCKSTEP_WORKER_API_KEY  the key that a gateway sends to its workers
     LOCKSTEP_LOG_LEVEL       debug, info, warning or error
     """
 
     admin_token: str | None = None
+    admin_url: str = "http://127.0.0.1:8001"
     api_keys: tuple[str, ...] = ()
     worker_api_key: str | None = None
     log_level: str = "warning"

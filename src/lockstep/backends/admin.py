@@ -7,6 +7,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from lockstep.wire.control import TensorSpec
+
+__all__ = [
+    "Admin",
+    "AdminName",
+    "Broadcaster",
+    "PauseMode",
+    "Source",
+    "TensorSpec",
+    "WorkerView",
+]
+
 PauseMode = Literal["abort", "wait", "keep"]
 AdminName = Literal["lockstep", "vllm", "prime-rl", "dynamo"]
 
@@ -21,15 +33,8 @@ class WorkerView:
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Loaded adapters: name to the label of its contents ("" where the backend knows none)."""
     in_flight: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor that is sent apart from its description, in order."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    incarnation: str | None = None
+    """Another one after the worker's process was started anew: all it was told is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +43,14 @@ class Source:
 
     `shared` names a POSIX shared memory block that holds `tensors` one after the other (each at a
     multiple of 64 bytes); `group` a broadcast group that was joined before and is about to send
-    them.
+    them. `partial` says that tensors left out shall stay as they are; else all must be there.
     """
 
     directory: Path | None = None
     shared: str | None = None
     group: str | None = None
     tensors: Sequence[TensorSpec] = ()
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,12 @@ class Admin(Protocol):
         """
         ...
 
+    @property
+    def probes_while_paused(self) -> bool:
+        """Whether `probe` works on a paused worker. Where not, it must be resumed without traffic,
+        probed, and only then given requests."""
+        ...
+
     async def view(self) -> WorkerView: ...
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
@@ -109,7 +121,7 @@ class Admin(Protocol):
     ) -> list[list[float]]:
         """Logprobs of every token after the first of each sequence, under the live weights.
 
-        Must work while the worker is paused, or raise UnsupportedField.
+        Raises UnsupportedField on a paused worker unless `probes_while_paused`.
         """
         ...
 

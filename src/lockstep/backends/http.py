@@ -58,7 +58,7 @@ class Link:
         return await self._whole("GET", path, None, timeout, None, read_body)
 
     async def delete(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
-        return await self._whole("DELETE", path, None, timeout, None)
+        return await self._whole("DELETE", path, None, timeout, None, read_body)
 
     async def post(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -39,7 +39,7 @@ class Transport(Protocol):
         """The n completions in order of their index. Cancelling it stops the server's work."""
         ...
 
-    def stream(self, ask: Ask) -> AsyncIterator[Delta | Completion]:
+    def stream(self, ask: Ask) -> AsyncGenerator[Delta | Completion, None]:
         """Deltas as they come, then the n completions, equal to those `generate` would give.
 
         Closing the iterator early closes the connection, so that the server stops.

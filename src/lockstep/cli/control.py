@@ -21,19 +21,16 @@ from lockstep.fleet.remote import RemoteFleet
 from lockstep.settings import Settings
 from lockstep.tokens import LockstepError
 
-Url = Annotated[
-    str, typer.Option(help="The admin URL of the gateway.", envvar="LOCKSTEP_ADMIN_URL")
-]
+Url = Annotated[str | None, typer.Option(help="The gateway's admin URL (else LOCKSTEP_ADMIN_URL).")]
 TokenFile = Annotated[
     Path | None, typer.Option(help="File with the admin token (else LOCKSTEP_ADMIN_TOKEN).")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-DEFAULT_URL = "http://127.0.0.1:8001"
 COLOURS = {"serving": "green", "quarantined": "red", "draining": "yellow"}
 
 
 def state(
-    url: Url = DEFAULT_URL,
+    url: Url = None,
     token_file: TokenFile = None,
     watch: Annotated[bool, typer.Option(help="Keep it on the screen, live.")] = False,
     as_json: AsJson = False,
@@ -56,7 +53,7 @@ def state(
     _run(url, token_file, show)
 
 
-def workers(url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+def workers(url: Url = None, token_file: TokenFile = None, as_json: AsJson = False) -> None:
     """List the workers, one line each."""
 
     async def show(fleet: RemoteFleet) -> None:
@@ -77,7 +74,7 @@ def pause(
     lease: Annotated[
         float | None, typer.Option(help="Seconds after which the fleet resumes by itself.")
     ] = None,
-    url: Url = DEFAULT_URL,
+    url: Url = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -85,7 +82,7 @@ def pause(
     _act(url, token_file, as_json, lambda fleet: fleet.pause(mode, lease_seconds=lease))  # type: ignore[arg-type]
 
 
-def resume(url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+def resume(url: Url = None, token_file: TokenFile = None, as_json: AsJson = False) -> None:
     """Generate again on every worker."""
     _act(url, token_file, as_json, lambda fleet: fleet.resume())
 
@@ -97,7 +94,7 @@ def update_weights(
     ] = None,
     mode: Annotated[str, typer.Option(help="How to pause: keep, wait or abort.")] = "keep",
     key: Annotated[str | None, typer.Option(help="Idempotency key.")] = None,
-    url: Url = DEFAULT_URL,
+    url: Url = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -114,7 +111,7 @@ def load_lora(
     name: str,
     path: Path,
     version: Annotated[str | None, typer.Option(help="Put before its label.")] = None,
-    url: Url = DEFAULT_URL,
+    url: Url = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -123,7 +120,7 @@ def load_lora(
 
 
 def unload_lora(
-    name: str, url: Url = DEFAULT_URL, token_file: TokenFile = None, as_json: AsJson = False
+    name: str, url: Url = None, token_file: TokenFile = None, as_json: AsJson = False
 ) -> None:
     """Stop serving a LoRA adapter."""
     _act(url, token_file, as_json, lambda fleet: fleet.unload_adapter(name))
@@ -132,7 +129,7 @@ def unload_lora(
 def drain(
     worker: str,
     seconds: Annotated[float, typer.Option(help="How long to wait for its requests.")] = 30.0,
-    url: Url = DEFAULT_URL,
+    url: Url = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -181,7 +178,7 @@ def table_of(state: dict[str, Any]) -> Table:
 
 
 def _act(
-    url: str,
+    url: str | None,
     token_file: Path | None,
     as_json: bool,
     call: Callable[[RemoteFleet], Awaitable[dict[str, Any]]],
@@ -205,10 +202,15 @@ def _act(
     _run(url, token_file, act)
 
 
-def _run(url: str, token_file: Path | None, work: Callable[[RemoteFleet], Awaitable[None]]) -> None:
+def _run(
+    url: str | None, token_file: Path | None, work: Callable[[RemoteFleet], Awaitable[None]]
+) -> None:
+    settings = Settings.read()
+    token = None if token_file is not None else settings.admin_token
+
     async def main() -> None:
-        token = None if token_file is not None else Settings.read().admin_token
-        async with RemoteFleet(url, token=token, token_file=token_file) as fleet:
+        where = url or settings.admin_url
+        async with RemoteFleet(where, token=token, token_file=token_file) as fleet:
             await work(fleet)
 
     try:

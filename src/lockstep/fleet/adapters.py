@@ -55,7 +55,9 @@ async def load_everywhere(
         reference = Reference(sequences, next(iter(scores.values())), CLOSE)
     proved: list[Member] = []
     for member, said in scores.items():
-        error = None if reference is None else differs(said, reference)
+        error: LockstepError | None = None
+        if reference is not None:
+            error = differs(said, reference)
         if labels[member] != label:
             error = error or UpdateFailed(f"it read other contents: {labels[member]!r}")
         if error is None:

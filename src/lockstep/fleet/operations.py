@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from time import time
 
 from lockstep.fleet.desired import Operation, StateStore
@@ -43,13 +43,14 @@ class Operations:
         return [operation for operation, _ in self._running.values()]
 
     async def run(
-        self, kind: str, request: dict[str, str | None], work: Work, *, key: str | None = None
+        self, kind: str, request: Mapping[str, str | None], work: Work, *, key: str | None = None
     ) -> Operation:
         """Does the work, or gives the outcome of the one with the same key.
 
         Raises OperationFailed when it did not happen, Conflict for a key that meant another
         request, Busy when too many wait.
         """
+        request = dict(request)
         known = None
         if key is not None:
             known = next((op for op in self.running if op.key == key), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,14 +13,11 @@ from lockstep.backends.http import Link
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
 
-TOKEN_VARIABLE = "LOCKSTEP_ADMIN_TOKEN"
-
 
 class RemoteFleet:
     """The control plane at `url`. Every method returns its answer; failures raise typed errors.
 
-    `token` is the admin token, or `token_file` holds it; by default LOCKSTEP_ADMIN_TOKEN does. An
-    update may take `timeout` seconds.
+    `token` is the admin token, or `token_file` holds it. An update may take `timeout` seconds.
     """
 
     def __init__(
@@ -34,11 +30,10 @@ class RemoteFleet:
     ) -> None:
         if token is None and token_file is not None:
             token = Path(token_file).read_text().strip()
-        token = token or os.environ.get(TOKEN_VARIABLE)
         if not token:
             raise BadRequest(
-                f"the control plane needs its admin token: give token, token_file or set "
-                f"{TOKEN_VARIABLE}",
+                "the control plane needs its admin token: give token or token_file (the gateway "
+                "names the file when it is ready)",
                 param="token",
             )
         self._link = Link(url, api_key=token, timeout=timeout, retries=0)
@@ -78,14 +73,14 @@ class RemoteFleet:
         key: str | None = None,
     ) -> dict[str, Any]:
         """The verified update of all workers. The same `key` never updates twice."""
-        where = str(Path(weight_dir).resolve())
+        where = str(Path.cwd() / weight_dir)
         return await self._post("update_weights", key, weight_dir=where, version=version, mode=mode)
 
     async def load_adapter(
         self, name: str, path: str | Path, version: str | None = None
     ) -> dict[str, Any]:
         """Serves an adapter on all workers, swapping one of that name."""
-        where = str(Path(path).resolve())
+        where = str(Path.cwd() / path)
         return await self._post(
             "load_lora_adapter", lora_name=name, lora_path=where, version=version
         )

@@ -57,8 +57,12 @@ class GatewayOptions:
 
 def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> Starlette:
     """The data plane: every face at the root, and those that sessions may use under theirs."""
-    faces = [ChatFace(gateway), CompletionsFace(gateway), TextFace(gateway), StatusFace(gateway)]
-    routes: list[BaseRoute] = [route for face in faces for route in face.routes]
+    routes: list[BaseRoute] = [
+        *ChatFace(gateway).routes,
+        *CompletionsFace(gateway).routes,
+        *TextFace(gateway).routes,
+        *StatusFace(gateway).routes,
+    ]
     return Starlette(
         routes=[
             *GenerateFace(gateway).routes,

@@ -43,6 +43,7 @@ class _BareAnswer(msgspec.Struct):
 
 
 BARE = msgspec.json.Decoder(_BareAnswer)
+ANSWERED_AS = (wire.REQUEST_ID_PREFIX, "chatcmpl-", "cmpl-")
 
 
 class GenerateFace:
@@ -109,9 +110,16 @@ class GenerateFace:
         if not asked.request_ids:
             raise BadRequest("request_ids is empty: name at least one", param="request_ids")
         stopped = 0
-        for bare in asked.request_ids:
-            stopped += await self._gateway.pool.abort(bare)
+        for name in asked.request_ids:
+            stopped += await self._gateway.pool.abort(bare_id(name))
         return json_response({"status": "aborted", "aborted": stopped})
+
+
+def bare_id(name: str) -> str:
+    """A request's own id, from the id that any face answered with."""
+    for prefix in ANSWERED_AS:
+        name = name.removeprefix(prefix)
+    return name
 
 
 async def _relayed(

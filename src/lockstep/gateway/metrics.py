@@ -86,7 +86,7 @@ class Metrics(Collector):
 
 
 def _route_of(scope: Scope, status: int) -> str:
-    """The path with its session left out; unknown paths are one label, or anyone could make more."""
+    """The path without its session; unknown paths share one label, or anyone could make more."""
     if status == 404 and "endpoint" not in scope:
         return "unknown"
     path: str = scope["path"]

@@ -150,6 +150,11 @@ def _plain(message: Any, where: str) -> Plain:
     if "content" in fields:
         fields["content"] = _text(fields["content"], f"{where}.content")
     calls = fields.pop("tool_calls", None)
+    if calls is not None and not isinstance(calls, list | tuple):
+        raise BadRequest(
+            f"{where}.tool_calls is {type(calls).__name__}: expected a list of calls",
+            param=f"{where}.tool_calls",
+        )
     if calls:
         fields["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)

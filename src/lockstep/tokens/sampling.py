@@ -12,6 +12,10 @@ from lockstep.tokens.errors import BadRequest
 LogprobMode = Literal["raw", "processed"]
 MAX_LOGPROBS = 20
 MAX_N = 1024
+MIN_TEMPERATURE = 1e-4
+MIN_TOP_P = 1e-6
+MAX_BIAS = 100.0
+"""Beyond these, fp32 has no room left: the distribution would be NaN, or not the one asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +50,9 @@ class Sampling:
                 value = getattr(self, field)
                 raise BadRequest(f"{field} must be {expected}, got {value!r}", param=field)
 
-        require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", ">= 0")
-        require(0 < self.top_p <= 1, "top_p", "in (0, 1]")
+        warm = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf
+        require(warm, "temperature", f"0 (greedy) or at least {MIN_TEMPERATURE}")
+        require(MIN_TOP_P <= self.top_p <= 1, "top_p", f"between {MIN_TOP_P} and 1")
         require(self.top_k >= 0, "top_k", ">= 0 (0 turns it off)")
         require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
         require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
@@ -66,7 +71,9 @@ class Sampling:
         require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
                 "allowed_token_ids", "a list with at least one id")  # fmt: skip
         for token, bias in (self.logit_bias or {}).items():
-            if not math.isfinite(bias):
+            if not abs(bias) <= MAX_BIAS:
                 raise BadRequest(
-                    f"logit_bias must be finite, got {bias!r} for token {token}", param="logit_bias"
+                    f"logit_bias must be between -{MAX_BIAS:g} and {MAX_BIAS:g}, got {bias!r} for "
+                    f"token {token}",
+                    param="logit_bias",
                 )

@@ -5,9 +5,66 @@ Each method has one typed body; unknown fields are refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import prod
 from typing import Literal
 
 import msgspec
+
+from lockstep.tokens.errors import BadRequest
+
+ALIGNMENT = 64
+"""Bytes: every tensor in shared memory starts at a multiple of this."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_ELEMENTS = 1 << 36
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that is sent apart from its description."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size. Raises BadRequest for a dtype or shape that cannot be sent."""
+        if self.dtype not in DTYPE_BYTES:
+            raise BadRequest(
+                f"dtype of {self.name!r} is {self.dtype!r}: expected one of "
+                f"{', '.join(DTYPE_BYTES)}",
+                param="tensors",
+            )
+        if any(dim < 1 for dim in self.shape) or prod(self.shape) > MAX_ELEMENTS:
+            raise BadRequest(
+                f"shape of {self.name!r} is {list(self.shape)}: expected sizes of 1 or more, and "
+                f"at most {MAX_ELEMENTS} elements",
+                param="tensors",
+            )
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class PlacedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tensor of a `stage` body; `offset` says where it lies in shared memory."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.name, self.dtype, self.shape)
+
+
+def placed(specs: Iterable[TensorSpec]) -> list[PlacedTensor]:
+    """Tensors one after the other, each at the next multiple of the alignment."""
+    found, end = [], 0
+    for spec in specs:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        found.append(PlacedTensor(spec.name, spec.dtype, spec.shape, start))
+        end = start + spec.nbytes
+    return found
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -31,6 +88,22 @@ class FromDisk(_Body):
     """`weight_version` defaults to the directory's name."""
 
     model_path: str
+    weight_version: str | None = None
+
+
+class Stage(_Body):
+    """Weights to hold ready, from one of: a directory, shared memory, or a broadcast group.
+
+    `tensors` describes what the block `shared_name` holds or what rank 0 of `group_name` is about
+    to broadcast, in this order. They must be all tensors of the model unless `partial` is set.
+    `weight_version` defaults to the directory's name, and is needed without one.
+    """
+
+    model_path: str | None = None
+    shared_name: str | None = None
+    group_name: str | None = None
+    tensors: list[PlacedTensor] = []
+    partial: bool = False
     weight_version: str | None = None
 
 
@@ -75,6 +148,15 @@ class Commit(_Body):
     """With `weight_version`, refuses to commit anything else than that staged version."""
 
     weight_version: str | None = None
+
+
+class Rollback(_Body):
+    """With `weights_id` (of liveness_probe), refuses unless the weights are still the same.
+
+    So a repetition, or a late copy, of a rollback cannot undo a second step.
+    """
+
+    weights_id: str | None = None
 
 
 class Probe(_Body):

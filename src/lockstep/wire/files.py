@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def file_size(path: Path) -> int:
     """The size of a regular file. Raises CheckpointError for anything else: a pipe would hang."""
     try:
         found = path.stat()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from None
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
     return found.st_size
@@ -71,7 +72,6 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twin = next(name for name in names if names.count(name) > 1)
+        twin, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise ValueError(f"{twin!r} is there twice")
     return found

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -122,7 +122,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": sse.DONE})
 
-    async def _guarded(self) -> AsyncIterator[bytes]:
+    async def _guarded(self) -> AsyncGenerator[bytes, None]:
         try:
             async for event in self._events:
                 yield event

@@ -49,9 +49,7 @@ class Manifest:
         raw = read_object(path)
         if raw.get("format") != FORMAT or not isinstance(raw.get("files"), dict):
             raise CheckpointError(f"{path} is not a manifest: expected format {FORMAT!r} and files")
-        return cls(
-            MappingProxyType({n: _written(n, one, path) for n, one in raw["files"].items()})
-        )
+        return cls(MappingProxyType({n: _written(n, one, path) for n, one in raw["files"].items()}))
 
     def check(self, directory: Path, used: Iterable[str] = (), *, hashes: bool = False) -> None:
         """Raises CheckpointError unless the files are those that were written.
@@ -128,7 +126,7 @@ def check_stable(directory: Path, manifest: Manifest | None) -> None:
     """
     if (directory / WRITING).exists():
         raise CheckpointError(
-            f"{directory} is being written ({WRITING} is there): wait for {STABLE}, or write it anew"
+            f"{directory} is being written, {WRITING} is there: wait for {STABLE}, or write it anew"
         )
     if manifest is not None and not (directory / STABLE).exists():
         raise CheckpointError(

@@ -1,0 +1,242 @@
+"""Calls to one worker's control routes: bounded, repeated only where harmless, never believed
+unless the answer says yes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from lockstep.backends.http import Link
+from lockstep.tokens.errors import (
+    Busy,
+    Conflict,
+    ContractError,
+    DeadlineExceeded,
+    EngineFailure,
+    LockstepError,
+    Unavailable,
+    UnsupportedField,
+)
+
+T = TypeVar("T")
+LOST = (Unavailable, DeadlineExceeded)
+"""After these nobody knows whether the worker did what it was asked."""
+TRANSIENT = (*LOST, Busy)
+GOOD = ("ok", "success")
+WRONG_MOMENT = re.compile(r"must be paused|already|under way", re.IGNORECASE)
+NOT_OFFERED = re.compile(r"not (?:implemented|supported)", re.IGNORECASE)
+SHOWN = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Seconds for one attempt and for all together, and how many there may be."""
+
+    attempt: float
+    total: float
+    tries: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """How long each kind of call may take."""
+
+    quick: Budget = Budget(10.0, 30.0)
+    pause: Budget = Budget(120.0, 300.0)
+    load: Budget = Budget(600.0, 1200.0)
+    commit: Budget = Budget(60.0, 180.0)
+    probe: Budget = Budget(120.0, 300.0)
+
+
+BUDGETS = Budgets()
+
+
+class Caller:
+    """Calls one worker. Every error names it; `host` is sent as Host where the URL is an address.
+
+    With `again` a call is repeated when it may have been lost; without, it is sent once.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token: str | None = None,
+        host: str | None = None,
+        backoff: float = 0.1,
+    ) -> None:
+        # The link itself must not repeat anything: it cannot know what is harmless.
+        self.link = PinnedLink(url, api_key=token, retries=0, connections=16, host=host)
+        self._backoff = backoff
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        return self.link.base_url
+
+    async def get(self, path: str, budget: Budget) -> bytearray:
+        return await self._call(f"GET {path}", lambda s: self.link.get(path, timeout=s), budget)
+
+    async def post(
+        self, path: str, body: object, budget: Budget, *, again: bool = False
+    ) -> bytearray:
+        raw = b"" if body is None else msgspec.json.encode(body)
+        return await self._call(
+            f"POST {path}",
+            lambda seconds: self.link.post(path, raw, timeout=seconds),
+            budget,
+            again=again,
+        )
+
+    async def ask(
+        self, path: str, body: object, budget: Budget, *, again: bool = False
+    ) -> dict[str, Any]:
+        """The fields of a POST's answer, which must say "ok" or "success"."""
+        return self.said_yes(await self.post(path, body, budget, again=again), path)
+
+    async def once(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[T]],
+        settled: Callable[[], Awaitable[T | None]],
+        budget: Budget,
+    ) -> T:
+        """The result of a call that must not happen twice.
+
+        When its answer is lost, `settled` looks at the worker: what it gives is the result; None
+        says that the call did not happen, and only then it is made again.
+        """
+        try:
+            async with asyncio.timeout(budget.total):
+                for attempt in range(budget.tries):
+                    try:
+                        return await call()
+                    except (*LOST, Conflict) as error:
+                        # A conflict of the first attempt is an answer; later it may be the echo
+                        # of an attempt that was thought lost.
+                        if self._closed or (isinstance(error, Conflict) and not attempt):
+                            raise
+                        if (found := await settled()) is not None:
+                            return found
+                        if attempt == budget.tries - 1:
+                            raise
+                    await asyncio.sleep(self._backoff * 2**attempt)
+        except TimeoutError:
+            pass
+        raise DeadlineExceeded(
+            f"{self.url} {what}: not settled within {budget.total:g} s; look at the worker before "
+            "asking again"
+        )
+
+    async def close(self) -> None:
+        self._closed = True
+        await self.link.close()
+
+    # Answers
+
+    def said_yes(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
+        """The fields of an answer whose `status` is good. Raises what a soft error says."""
+        fields = self.fields(body, what)
+        status = fields.get("status")
+        if status in GOOD:
+            return fields
+        message = f"{self.url} {what}: {_message(fields, body)}"
+        if status is None and "error" not in fields:
+            raise ContractError(f"{message} (expected status {' or '.join(GOOD)})")
+        if WRONG_MOMENT.search(message):
+            raise Conflict(message)
+        raise (UnsupportedField if NOT_OFFERED.search(message) else EngineFailure)(message)
+
+    def fields(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
+        """The object in an answer. Raises ContractError for null, text or nothing."""
+        try:
+            found = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            found = None
+        if not isinstance(found, dict):
+            raise ContractError(
+                f"{self.url} {what}: expected a JSON object that says how it went, got {_text(body)}"
+            )
+        return found
+
+    def read(self, kind: type[T], fields: object, what: str) -> T:
+        """The fields as a typed value. Raises ContractError."""
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as error:
+            raise ContractError(f"{self.url} {what}: {error}") from None
+
+    def expect(self, got: object, wanted: object, what: str) -> None:
+        """Raises ContractError unless the worker says of itself what it was told to be."""
+        if got != wanted:
+            raise ContractError(f"{self.url} {what}: it says {got!r}, expected {wanted!r}")
+
+    async def _call(
+        self,
+        what: str,
+        send: Callable[[float], Awaitable[bytearray]],
+        budget: Budget,
+        *,
+        again: bool = True,
+    ) -> bytearray:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + budget.total
+        attempt = 0
+        while True:
+            try:
+                return await send(max(0.001, min(budget.attempt, deadline - loop.time())))
+            except LockstepError as error:
+                # A conflict after a lost attempt may be that attempt, which is still at work.
+                kinds = (*TRANSIENT, Conflict) if attempt else TRANSIENT
+                pause = max(self._backoff * 2**attempt, error.retry_after or 0.0)
+                attempt += 1
+                if (
+                    not again
+                    or self._closed
+                    or attempt >= budget.tries
+                    or not isinstance(error, kinds)
+                    or loop.time() + pause >= deadline
+                ):
+                    raise named(error, self.url, what) from None
+            await asyncio.sleep(pause)
+
+
+class PinnedLink(Link):
+    """A link to one address of a name that has several: it goes on saying that name."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None,
+        retries: int,
+        connections: int,
+        host: str | None,
+    ) -> None:
+        super().__init__(base_url, api_key=api_key, retries=retries, connections=connections)
+        if host is not None:
+            self._headers["Host"] = host
+
+
+def named(error: LockstepError, worker: str, what: str) -> LockstepError:
+    """The same error, saying which worker and which call."""
+    if worker in error.message:
+        return error
+    message = f"{worker} {what}: {error.message}"
+    return type(error)(message, param=error.param, retry_after=error.retry_after)
+
+
+def _message(fields: dict[str, Any], body: bytes | bytearray) -> str:
+    for name in ("message", "error", "detail"):
+        if isinstance(fields.get(name), str) and fields[name]:
+            return str(fields[name])
+    return f"it answered {_text(body)}"
+
+
+def _text(body: bytes | bytearray) -> str:
+    return repr(bytes(body[:SHOWN]).decode("utf-8", "replace")) if body else "an empty body"

@@ -1,0 +1,94 @@
+"""JSON schemas of wire structs, those included whose unions msgspec only writes and never reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import msgspec
+
+REFERENCE = "#/components/schemas/{name}"
+MARK = "x-any-of"
+
+
+def schemas_of(structs: Iterable[type]) -> tuple[dict[type, Any], dict[str, Any]]:
+    """A reference for each struct, and the components that they refer to."""
+    wanted = list(dict.fromkeys(structs))
+    plain = _Plain()
+    rewritten = [plain.of(each) for each in wanted]
+    every = list(dict.fromkeys([*rewritten, *plain.members.values()]))
+    found, components = msgspec.json.schema_components(every, ref_template=REFERENCE)
+    by_type = dict(zip(every, found, strict=True))
+    members = {name: by_type[each] for name, each in plain.members.items()}
+    _resolve(components, members)
+    return {each: by_type[new] for each, new in zip(wanted, rewritten, strict=True)}, components
+
+
+class _Plain:
+    """Structs with every union of several structs replaced by a mark that names them."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Any] = {}
+        self._known: dict[Any, Any] = {}
+
+    def of(self, kind: Any) -> Any:
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            return self._struct(kind)
+        arguments = get_args(kind)
+        if get_origin(kind) in (Union, UnionType):
+            structs = [one for one in arguments if isinstance(one, type) and _is_struct(one)]
+            if len(structs) > 1:
+                return self._marked(structs, NoneType in arguments)
+            new = tuple(map(self.of, arguments))
+            return kind if new == arguments else Union[new]  # noqa: UP007
+        if arguments and get_origin(kind) in (list, dict, tuple):
+            new = tuple(map(self.of, arguments))
+            return kind if new == arguments else get_origin(kind)[new]
+        return kind
+
+    def _struct(self, struct: Any) -> Any:
+        if struct in self._known:
+            return self._known[struct]
+        self._known[struct] = struct
+        fields = msgspec.structs.fields(struct)
+        types = [self.of(field.type) for field in fields]
+        if any(new is not field.type for new, field in zip(types, fields, strict=True)):
+            self._known[struct] = msgspec.defstruct(
+                struct.__name__,
+                [
+                    (field.name, new) if field.required else (field.name, new, _default(field))
+                    for new, field in zip(types, fields, strict=True)
+                ],
+                module=struct.__module__,
+                kw_only=True,
+                namespace={"__doc__": struct.__doc__},
+            )
+        return self._known[struct]
+
+    def _marked(self, structs: list[Any], optional: bool) -> Any:
+        names: list[str | None] = [f"{one.__module__}.{one.__qualname__}" for one in structs]
+        self.members.update(zip(map(str, names), map(self._struct, structs), strict=True))
+        marked = [*names, None] if optional else names
+        return Annotated[Any, msgspec.Meta(extra_json_schema={MARK: marked})]
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default is not msgspec.NODEFAULT:
+        return field.default
+    return msgspec.field(default_factory=field.default_factory)
+
+
+def _is_struct(kind: type) -> bool:
+    return issubclass(kind, msgspec.Struct)
+
+
+def _resolve(node: Any, members: dict[str, Any]) -> None:
+    if isinstance(node, dict):
+        if (names := node.pop(MARK, None)) is not None:
+            node["anyOf"] = [members[name] if name else {"type": "null"} for name in names]
+        for each in node.values():
+            _resolve(each, members)
+    elif isinstance(node, list):
+        for each in node:
+            _resolve(each, members)

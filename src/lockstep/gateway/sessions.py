@@ -1,0 +1,375 @@
+"""The sessions of a gateway: ledgers that survive it, of which only the busy ones are in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from lockstep.gateway import session_store as table
+from lockstep.gateway.session_hot import Entry, HotSession, HotSessions
+from lockstep.gateway.session_limits import COUNTED, REFUSALS, Counts, Limits
+from lockstep.gateway.session_store import Row, SessionStore, Stored
+from lockstep.render import Breaks, Ledger, Node, Plan, Renderer
+from lockstep.render.branches import branch_sample
+from lockstep.render.plan import EXPLAINED
+from lockstep.render.store import load_turns
+from lockstep.render.tree import leaves
+from lockstep.tokens import Completion, Sample
+from lockstep.tokens.errors import Conflict, LockstepError, NotFound
+
+log = logging.getLogger(__name__)
+SWEEP_SECONDS = 60.0
+SWEPT_AT_ONCE = 200
+"""Sessions deleted in one transaction at most: turns that are committed wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session at a glance. Times are seconds since 1970."""
+
+    id: str
+    turns: int
+    bytes: int
+    created: float
+    used: float
+
+
+class Session:
+    """One request's hold on a session. Plan and commit with the same one."""
+
+    def __init__(
+        self, owner: Sessions, hot: HotSession, renderer: Renderer, breaks: Breaks
+    ) -> None:
+        self._owner, self._hot, self._renderer, self._breaks = owner, hot, renderer, breaks
+
+    @property
+    def id(self) -> str:
+        return self._hot.name
+
+    async def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> Plan:
+        """The prompt for these messages; see Ledger.plan for what else it raises.
+
+        Raises TooLarge when the session is at its limit of turns or bytes. Limits count here and
+        not in `commit`: what was sampled is kept.
+        """
+        self._owner.check_room(self._hot)
+        try:
+            return await self._hot.ledger.plan_async(
+                messages, tools, renderer=self._renderer, breaks=self._breaks
+            )
+        finally:
+            self._owner.count_breaks(self._hot)
+
+    def continue_(self, node: Node) -> Plan:
+        """The prompt that goes on where an aborted turn stopped; see Ledger.continue_."""
+        self._owner.check_room(self._hot)
+        return self._hot.ledger.continue_(node)
+
+    async def commit(self, plan: Plan, answers: Sequence[tuple[Completion, Any]]) -> None:
+        """Stores every choice of an answer as a branch: all of them, or none.
+
+        Returns when they are in the file. Raises what Ledger.commit raises; Conflict when the
+        session was ended meanwhile; Unavailable when the file cannot be written, and then the
+        session is as it was before. A caller that is cancelled while it waits stores them too.
+        """
+        await self._owner.store(self._hot, plan, answers)
+
+
+class Sessions:
+    """Every session by its id, kept in the SQLite file at `path`, or in "memory" for tests.
+
+    A session that was not used for `ttl_seconds` is deleted and counted. Nothing else is ever
+    thrown away: at a limit, what is new is refused. `max_sessions` and `max_bytes_total` refuse
+    with Busy, `max_turns` and `max_bytes_per_session` with TooLarge.
+    """
+
+    def __init__(
+        self,
+        path: str = table.MEMORY,
+        *,
+        ttl_seconds: float = 86400,
+        max_sessions: int = 100_000,
+        max_turns: int = 1000,
+        max_bytes_per_session: int = 256 << 20,
+        max_bytes_total: int = 32 << 30,
+        hot_bytes: int = 256 << 20,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.counts = Counts()
+        self.hot = HotSessions(hot_bytes)
+        self.nbytes = 0
+        self._limits = Limits(
+            sessions=max_sessions,
+            turns=max_turns,
+            bytes_per_session=max_bytes_per_session,
+            bytes_total=max_bytes_total,
+        )
+        self._ttl, self._clock = ttl_seconds, clock
+        self._store = SessionStore(path)
+        self._index: dict[str, Entry] = {}
+        self._next_id = 1
+        self._ending: set[str] = set()
+        self._loading: dict[str, asyncio.Task[HotSession]] = {}
+        self._tokenizers: WeakKeyDictionary[Renderer, bytes] = WeakKeyDictionary()
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Sessions:
+        for row in await self._store.start():
+            self._index[row.name] = Entry(row)
+            self.nbytes += row.bytes
+            self._next_id = max(self._next_id, row.id + 1)
+        self._sweeping = asyncio.create_task(self._sweep_for_ever())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._sweeping
+        await self._store.stop()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def stats(self) -> dict[str, int]:
+        """What is there, and what happened since the start, by name; for the metrics."""
+        counts = self.counts
+        return {
+            "live": len(self._index),
+            "bytes": self.nbytes,
+            "hot": len(self.hot),
+            "hot_bytes": self.hot.nbytes,
+            "evicted": self.hot.evicted,
+            **{name: getattr(counts, name) for name in COUNTED},
+            **{f"refused_{name}": counts.refused[name] for name in REFUSALS},
+            **{f"breaks_{cause}": counts.breaks[cause] for cause in EXPLAINED},
+        }
+
+    async def open(
+        self, session_id: str, renderer: Renderer, *, breaks: Breaks = "fork"
+    ) -> Session:
+        """The session of that id, read back or begun.
+
+        Raises Busy when there is no room for one more, and Conflict when its turns are of another
+        tokenizer: their ids would mean something else.
+        """
+        tokenizer = self._tokenizers.get(renderer)
+        if tokenizer is None:
+            tokenizer = await renderer.offload(_fingerprint, renderer)
+            self._tokenizers[renderer] = tokenizer
+        hot = self.hot.find(session_id) or await self._load(session_id, renderer, tokenizer)
+        if hot.entry.tokenizer != tokenizer:
+            raise Conflict(
+                f"session {session_id!r} was recorded with another tokenizer: delete it, or use "
+                "another id",
+                param="x-session-id",
+            )
+        hot.entry.used = self._clock()
+        return Session(self, hot, renderer, breaks)
+
+    async def samples(self, session_id: str, *, train_aborted: bool = False) -> list[Sample]:
+        """A sample of every branch. Raises NotFound, and Conflict like Ledger.samples."""
+        entry, hot = self._entry(session_id), self.hot.find(session_id)
+        if hot is None:
+            stored = await self._store.read(lambda db: table.read_session(db, entry.id))
+            return await asyncio.to_thread(_stored_samples, stored, train_aborted)
+        # A turn whose write may still fail is not one to train on.
+        await self._store.read(lambda db: None)
+        hot.check_alive()
+        return await asyncio.to_thread(_samples, leaves(hot.ledger.nodes), train_aborted)
+
+    async def info(self, session_id: str) -> SessionInfo:
+        """Raises NotFound."""
+        return _info(self._entry(session_id).row(session_id))
+
+    async def page(self, *, after: str = "", limit: int = 100) -> list[SessionInfo]:
+        """Sessions in the order of their ids, those after one id."""
+        found = await self._store.read(lambda db: table.read_page(db, after, limit))
+        return [_info(row) for row in found]
+
+    async def delete(self, session_id: str) -> None:
+        """Ends a session and forgets its turns; a request in flight gets a Conflict.
+
+        Raises NotFound.
+        """
+        self._entry(session_id)
+        await self._end([session_id], f"session {session_id!r} was deleted")
+        self.counts.deleted += 1
+
+    async def sweep(self) -> int:
+        """Deletes the sessions that nobody used for the time to live; how many those were."""
+        since = self._clock() - self._ttl
+        stale = [name for name, entry in self._index.items() if entry.used < since]
+        expired = [name for name in stale if self.hot.release(name)]
+        if expired:
+            await self._end(expired, "the session expired")
+            self.counts.expired += len(expired)
+        return len(expired)
+
+    def check_room(self, hot: HotSession) -> None:
+        """Raises TooLarge or Busy when one more turn is past a limit, Conflict when it ended."""
+        hot.check_alive()
+        self._limits.check_session(hot.name, hot.entry.turns, hot.entry.bytes, self.counts)
+        self._limits.check_all(0, self.nbytes, self.counts)
+
+    def count_breaks(self, hot: HotSession) -> None:
+        """Counts new breaks, and stores those of a session that is stored."""
+        if not hot.unsaved:
+            return
+        self.counts.breaks.update(cause for _, cause in hot.unsaved)
+        if hot.entry.turns and hot.ended is None:
+            self._write(hot, [])
+
+    async def store(
+        self, hot: HotSession, plan: Plan, answers: Sequence[tuple[Completion, Any]]
+    ) -> None:
+        """See Session.commit."""
+        hot.check_alive()
+        nodes = hot.ledger.commit_all(plan, answers)
+        entry = hot.entry
+        entry.used = self._clock()
+        entry.turns += len(nodes)
+        self._index[hot.name] = entry
+        written = self._write(hot, nodes)
+        self.hot.touch(hot)
+        await asyncio.shield(written)
+        self.counts.turns += len(nodes)
+
+    def _write(self, hot: HotSession, nodes: list[Node]) -> asyncio.Future[None]:
+        """Gives turns and new breaks to the store; a failure ends the session in memory."""
+        entry, ledger = hot.entry, hot.ledger
+        grown = hot.nbytes - entry.bytes
+        entry.bytes += grown
+        self.nbytes += grown
+        row = entry.row(hot.name)
+        breaks, hot.unsaved[:] = hot.unsaved[:], []
+
+        def work(db: sqlite3.Connection) -> None:
+            hot.check_alive()
+            turns = ((node.index, ledger.turn_bytes(node)) for node in nodes)
+            table.write_turns(db, row, turns, breaks)
+
+        def undone(why: LockstepError) -> None:
+            # At once: what was planned on these turns must not be stored without them.
+            hot.ended = why
+
+        def settled(future: asyncio.Future[None]) -> None:
+            error = future.exception()
+            if isinstance(error, LockstepError):
+                self.counts.unwritten += len(nodes)
+                self.hot.drop(hot, error)
+                self._take_back(hot, len(nodes), grown)
+
+        written = self._store.write(work, undone)
+        written.add_done_callback(settled)
+        return written
+
+    def _take_back(self, hot: HotSession, turns: int, nbytes: int) -> None:
+        entry = hot.entry
+        if self._index.get(hot.name) is not entry:
+            return
+        entry.turns -= turns
+        entry.bytes -= nbytes
+        self.nbytes -= nbytes
+        if not entry.turns:
+            del self._index[hot.name]
+
+    async def _load(self, name: str, renderer: Renderer, tokenizer: bytes) -> HotSession:
+        if name in self._ending:
+            raise Conflict(f"session {name!r} is being deleted: try again", param="x-session-id")
+        entry = self._index.get(name)
+        if entry is not None:
+            task = self._loading.get(name)
+            if task is None:
+                task = asyncio.create_task(self._read(name, entry, renderer))
+                self._loading[name] = task
+                task.add_done_callback(lambda _: self._loading.pop(name))
+            return await asyncio.shield(task)
+        count = len(self._index) + self.hot.begun
+        self._limits.check_all(count, self.nbytes, self.counts)
+        now = self._clock()
+        begun = Entry(Row(self._next_id, name, tokenizer, now, now, 0, 0))
+        self._next_id += 1
+        self.counts.opened += 1
+        hot = HotSession(name, begun, Ledger(renderer, breaks="fork"))
+        self.hot.add(hot)
+        return hot
+
+    async def _read(self, name: str, entry: Entry, renderer: Renderer) -> HotSession:
+        stored = await self._store.read(lambda db: table.read_session(db, entry.id))
+        ledger = await renderer.offload(Ledger.from_turns, stored.turns, stored.breaks, renderer)
+        if self._index.get(name) is not entry or name in self._ending:
+            raise Conflict(f"session {name!r} was deleted meanwhile", param="x-session-id")
+        hot = HotSession(name, entry, ledger)
+        self.hot.add(hot)
+        self.counts.loaded += 1
+        return hot
+
+    async def _end(self, names: list[str], why: str) -> None:
+        """Forgets sessions, in memory when the file has forgotten them."""
+        for start in range(0, len(names), SWEPT_AT_ONCE):
+            ending = {name: self._index[name] for name in names[start : start + SWEPT_AT_ONCE]}
+            ids = [entry.id for entry in ending.values()]
+            for name in ending:
+                if (hot := self.hot.find(name)) is not None:
+                    self.hot.drop(hot, Conflict(why, param="x-session-id"))
+            self._ending.update(ending)
+            removed = self._store.write(functools.partial(table.remove, ids=ids))
+            removed.add_done_callback(functools.partial(self._forget, ending))
+            await asyncio.shield(removed)
+
+    def _forget(self, ending: dict[str, Entry], removed: asyncio.Future[None]) -> None:
+        self._ending.difference_update(ending)
+        if removed.exception() is None:
+            for name, entry in ending.items():
+                self.nbytes -= entry.bytes
+                del self._index[name]
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(min(SWEEP_SECONDS, self._ttl))
+            try:
+                await self.sweep()
+            except LockstepError as error:
+                log.warning("expired sessions stay for now: %s", error)
+
+    def _entry(self, session_id: str) -> Entry:
+        entry = self._index.get(session_id)
+        if entry is None or session_id in self._ending:
+            raise NotFound(f"there is no session {session_id!r}", param="session_id")
+        return entry
+
+
+def _info(row: Row) -> SessionInfo:
+    return SessionInfo(row.name, row.turns, row.bytes, row.created, row.used)
+
+
+def _samples(ends: list[Node], train_aborted: bool) -> list[Sample]:
+    return [branch_sample(end.path(), train_aborted=train_aborted) for end in ends]
+
+
+def _stored_samples(stored: Stored, train_aborted: bool) -> list[Sample]:
+    nodes = [node for node, _ in load_turns(stored.turns)]
+    inner = {node.parent.index for node in nodes if node.parent is not None}
+    return _samples([node for node in nodes if node.index not in inner], train_aborted)
+
+
+def _fingerprint(renderer: Renderer) -> bytes:
+    """Tells tokenizers apart: stored ids mean nothing to another one."""
+    vocabulary = sorted(renderer.tokenizer.get_vocab().items())
+    return blake2b(repr(vocabulary).encode(), digest_size=16).digest()
