@@ -78,3 +78,30 @@ class WorkerProcess:
 TOP = ("model", "request_id", "cache_salt", "priority", "return_token_ids", "stream_options",
        "return_routed_experts", "routed_experts_format", "weight_version",
        "min_weight_version")  # fmt: skip
+
+
+class ServeProcess:
+    """A `lockstep serve` process: workers, gateway and control plane."""
+
+    def __init__(self, *arguments: str, model: str = "tiny", **environ: str) -> None:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
+        command = [sys.executable, "-m", "lockstep", "serve", model, "--json", "--port", "0",
+                   "--admin-port", "0", *arguments]  # fmt: skip
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True,
+            env={**clean, "LOCKSTEP_ADMIN_TOKEN": TOKEN, **environ},
+        )  # fmt: skip
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        if not line:
+            raise RuntimeError(f"lockstep serve ended with code {self.process.wait()}")
+        self.ready: dict[str, Any] = json.loads(line)
+        self.url: str = self.ready["url"]
+        self.admin_url: str = self.ready["admin_url"]
+        self.workers: list[dict[str, Any]] = self.ready["workers"]
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
@@ -24,7 +24,7 @@ from lockstep.gateway.openapi import OpenApiFace
 from lockstep.gateway.sessions import Sessions
 from lockstep.gateway.status import StatusFace
 from lockstep.gateway.text import TextFace
-from lockstep.tokens.errors import Forbidden
+from lockstep.tokens.errors import Forbidden, LockstepError
 from lockstep.wire.http import EXCEPTION_HANDLERS
 from lockstep.wire.server import listen, serving, url_of
 
@@ -101,6 +101,9 @@ async def serve_gateway(
             (data_app(gateway, options, metrics), data_socket),
             (control.app, admin_socket),
         ]
+        # Text needs a tokenizer, tokens do not: without one, chat requests say what is missing.
+        with suppress(LockstepError):
+            await book.renderer()
         async with serving(apps):
             on_ready(url_of(data_socket), url_of(admin_socket))
             await stop.wait()

@@ -36,6 +36,7 @@ class Book:
         self._cards: dict[str, ModelCard] = {}
         self._asked_at = float("-inf")
         self._lock = asyncio.Lock()
+        self._loading = asyncio.Lock()
         self._renderer: Renderer | None = None
 
     async def cards(self, *, fresh: bool = False) -> list[ModelCard]:
@@ -63,12 +64,16 @@ class Book:
     async def renderer(self) -> Renderer:
         """How the base model's messages become tokens; loaded once, off the event loop."""
         if self._renderer is None:
-            source = self._tokenizer
-            if source is None:
-                await self.resolve(None)
-                source = self._base().id
-            self._renderer = await asyncio.to_thread(Renderer.load, source)
+            async with self._loading:
+                if self._renderer is None:
+                    self._renderer = await asyncio.to_thread(Renderer.load, await self._source())
         return self._renderer
+
+    async def _source(self) -> str:
+        if self._tokenizer is None:
+            await self.resolve(None)
+            return self._base().id
+        return self._tokenizer
 
     def forget(self) -> None:
         """Asks the workers again next time: an adapter came or went, or the weights changed."""

@@ -19,7 +19,7 @@ from lockstep.gateway.legacy import Spelling
 from lockstep.gateway.operation import Operation
 from lockstep.render import Renderer
 from lockstep.tokens import Completion
-from lockstep.tokens.errors import BadTokenId
+from lockstep.tokens.errors import BadRequest, BadTokenId
 from lockstep.wire.answer import Delta
 from lockstep.wire.ask import Ask
 from lockstep.wire.completions import (
@@ -87,6 +87,7 @@ class CompletionsFace:
             if not ids:
                 where = "prompt" if len(given) == 1 else f"prompt[{at}]"
                 raise BadTokenId(f"{where} is empty: it has no token", param=where)
+            _check_start(asked.experts_start, len(ids))
             ask = Ask(
                 prompt_ids=ids,
                 sampling=sampling,
@@ -128,3 +129,12 @@ class CompletionsFace:
 
 async def _first(events: AsyncIterator[bytes]) -> bytes:
     return await anext(events)
+
+
+def _check_start(start: int | None, length: int) -> None:
+    if start is not None and not 0 <= start <= length:
+        raise BadRequest(
+            f"routed_experts_prompt_start is {start}: expected a position of the prompt, 0 to "
+            f"{length}",
+            param="routed_experts_prompt_start",
+        )

@@ -166,14 +166,20 @@ class Writer:
 async def merged(
     items: Sequence[Items],
 ) -> AsyncGenerator[tuple[int, Delta | Completion], None]:
-    """What several streams bring, as it comes; an error of one ends all."""
+    """What several streams bring, as it comes; an error of one ends all.
+
+    A stream goes on when what it brought was taken, so that a slow client slows the workers
+    instead of filling this process.
+    """
     queue: asyncio.Queue[tuple[int, Delta | Completion] | BaseException | None] = asyncio.Queue()
+    taken = [asyncio.Semaphore(0) for _ in items]
 
     async def follow(at: int, each: Items) -> None:
         try:
             async with aclosing(each):
                 async for item in each:
                     queue.put_nowait((at, item))
+                    await taken[at].acquire()
             queue.put_nowait(None)
         except BaseException as error:
             queue.put_nowait(error)
@@ -190,6 +196,7 @@ async def merged(
                 going -= 1
             else:
                 yield item
+                taken[item[0]].release()
     finally:
         for task in tasks:
             task.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from lockstep.render.plan import EXPLAINED
 from lockstep.tokens.errors import Busy
 from lockstep.wire.http import TooLarge
 
@@ -24,6 +25,13 @@ class Counts:
     unwritten: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     breaks: Counter[str] = field(default_factory=Counter)
+
+    def numbers(self) -> dict[str, int]:
+        return {
+            **{name: getattr(self, name) for name in COUNTED},
+            **{f"refused_{name}": self.refused[name] for name in REFUSALS},
+            **{f"breaks_{cause}": self.breaks[cause] for cause in EXPLAINED},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,10 +75,12 @@ class SessionStore:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="lockstep-sessions", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._open = False
 
     async def start(self) -> list[Row]:
         """Opens the file; the sessions in it. Raises BadRequest when it cannot be used."""
         self._loop = asyncio.get_running_loop()
+        self._open = True
         self._thread.start()
         try:
             return await self.read(_rows)
@@ -86,7 +89,8 @@ class SessionStore:
             raise
 
     async def stop(self) -> None:
-        """Ends the thread after what was given to it before."""
+        """Ends the thread after what was given to it before; it takes nothing more."""
+        self._open = False
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -110,8 +114,8 @@ class SessionStore:
         return future
 
     def _future(self) -> asyncio.Future[Any]:
-        if self._loop is None:
-            raise Unavailable("the sessions are not open: use `async with Sessions(...)`")
+        if self._loop is None or not self._open:
+            raise Unavailable("the sessions are not open: use them in `async with Sessions(...)`")
         return self._loop.create_future()
 
     def _serve(self) -> None:
@@ -119,7 +123,7 @@ class SessionStore:
         refused: LockstepError | None = None
         try:
             connection = connect(self._path)
-        except (sqlite3.Error, LockstepError) as error:
+        except (OSError, sqlite3.Error, LockstepError) as error:
             refused = _refusal(self._path, error)
         going = True
         while going:
@@ -155,6 +159,9 @@ class SessionStore:
 def connect(path: str) -> sqlite3.Connection:
     """The connection to a session file, made when it is not there. Raises BadRequest."""
     place = ":memory:" if path == MEMORY else path
+    if path != MEMORY:
+        # Conversations are nobody else's; SQLite gives its other files the mode of this one.
+        Path(path).touch(mode=0o600)
     connection = sqlite3.connect(place, isolation_level=None, timeout=1.0)
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA journal_mode = WAL")

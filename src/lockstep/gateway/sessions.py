@@ -7,21 +7,19 @@ import functools
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
+from itertools import islice
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from lockstep.gateway import session_store as table
 from lockstep.gateway.session_hot import Entry, HotSession, HotSessions
-from lockstep.gateway.session_limits import COUNTED, REFUSALS, Counts, Limits
-from lockstep.gateway.session_store import Row, SessionStore, Stored
+from lockstep.gateway.session_limits import Counts, Limits
+from lockstep.gateway.session_reading import Tokenizers, ends_of, samples_of, whole
+from lockstep.gateway.session_store import Row, SessionStore
 from lockstep.render import Breaks, Ledger, Node, Plan, Renderer
-from lockstep.render.branches import branch_sample
-from lockstep.render.plan import EXPLAINED
 from lockstep.render.store import load_turns
 from lockstep.render.tree import leaves
 from lockstep.tokens import Completion, Sample
@@ -120,7 +118,7 @@ class Sessions:
         self._next_id = 1
         self._ending: set[str] = set()
         self._loading: dict[str, asyncio.Task[HotSession]] = {}
-        self._tokenizers: WeakKeyDictionary[Renderer, bytes] = WeakKeyDictionary()
+        self._tokenizers = Tokenizers()
         self._sweeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Sessions:
@@ -148,16 +146,13 @@ class Sessions:
 
     def stats(self) -> dict[str, int]:
         """What is there, and what happened since the start, by name; for the metrics."""
-        counts = self.counts
         return {
             "live": len(self._index),
             "bytes": self.nbytes,
             "hot": len(self.hot),
             "hot_bytes": self.hot.nbytes,
             "evicted": self.hot.evicted,
-            **{name: getattr(counts, name) for name in COUNTED},
-            **{f"refused_{name}": counts.refused[name] for name in REFUSALS},
-            **{f"breaks_{cause}": counts.breaks[cause] for cause in EXPLAINED},
+            **self.counts.numbers(),
         }
 
     async def open(
@@ -168,10 +163,7 @@ class Sessions:
         Raises Busy when there is no room for one more, and Conflict when its turns are of another
         tokenizer: their ids would mean something else.
         """
-        tokenizer = self._tokenizers.get(renderer)
-        if tokenizer is None:
-            tokenizer = await renderer.offload(_fingerprint, renderer)
-            self._tokenizers[renderer] = tokenizer
+        tokenizer = await self._tokenizers.of(renderer)
         hot = self.hot.find(session_id) or await self._load(session_id, renderer, tokenizer)
         if hot.entry.tokenizer != tokenizer:
             raise Conflict(
@@ -187,11 +179,13 @@ class Sessions:
         entry, hot = self._entry(session_id), self.hot.find(session_id)
         if hot is None:
             stored = await self._store.read(lambda db: table.read_session(db, entry.id))
-            return await asyncio.to_thread(_stored_samples, stored, train_aborted)
+            with whole(session_id):
+                turns = await asyncio.to_thread(load_turns, stored.turns)
+            return await asyncio.to_thread(samples_of, ends_of(turns), train_aborted)
         # A turn whose write may still fail is not one to train on.
         await self._store.read(lambda db: None)
         hot.check_alive()
-        return await asyncio.to_thread(_samples, leaves(hot.ledger.nodes), train_aborted)
+        return await asyncio.to_thread(samples_of, leaves(hot.ledger.nodes), train_aborted)
 
     async def info(self, session_id: str) -> SessionInfo:
         """Raises NotFound."""
@@ -213,13 +207,18 @@ class Sessions:
 
     async def sweep(self) -> int:
         """Deletes the sessions that nobody used for the time to live; how many those were."""
-        since = self._clock() - self._ttl
-        stale = [name for name, entry in self._index.items() if entry.used < since]
-        expired = [name for name in stale if self.hot.release(name)]
-        if expired:
+        count = 0
+        while expired := list(islice(self._expired(), SWEPT_AT_ONCE)):
             await self._end(expired, "the session expired")
             self.counts.expired += len(expired)
-        return len(expired)
+            count += len(expired)
+        return count
+
+    def _expired(self) -> Iterator[str]:
+        since = self._clock() - self._ttl
+        for name, entry in self._index.items():
+            if entry.used < since and name not in self._ending and self.hot.release(name):
+                yield name
 
     def check_room(self, hot: HotSession) -> None:
         """Raises TooLarge or Busy when one more turn is past a limit, Conflict when it ended."""
@@ -261,7 +260,7 @@ class Sessions:
 
         def work(db: sqlite3.Connection) -> None:
             hot.check_alive()
-            turns = ((node.index, ledger.turn_bytes(node)) for node in nodes)
+            turns = [(node.index, ledger.turn_bytes(node)) for node in nodes]
             table.write_turns(db, row, turns, breaks)
 
         def undone(why: LockstepError) -> None:
@@ -312,7 +311,10 @@ class Sessions:
 
     async def _read(self, name: str, entry: Entry, renderer: Renderer) -> HotSession:
         stored = await self._store.read(lambda db: table.read_session(db, entry.id))
-        ledger = await renderer.offload(Ledger.from_turns, stored.turns, stored.breaks, renderer)
+        with whole(name):
+            ledger = await renderer.offload(
+                Ledger.from_turns, stored.turns, stored.breaks, renderer
+            )
         if self._index.get(name) is not entry or name in self._ending:
             raise Conflict(f"session {name!r} was deleted meanwhile", param="x-session-id")
         hot = HotSession(name, entry, ledger)
@@ -320,18 +322,17 @@ class Sessions:
         self.counts.loaded += 1
         return hot
 
-    async def _end(self, names: list[str], why: str) -> None:
-        """Forgets sessions, in memory when the file has forgotten them."""
-        for start in range(0, len(names), SWEPT_AT_ONCE):
-            ending = {name: self._index[name] for name in names[start : start + SWEPT_AT_ONCE]}
-            ids = [entry.id for entry in ending.values()]
-            for name in ending:
-                if (hot := self.hot.find(name)) is not None:
-                    self.hot.drop(hot, Conflict(why, param="x-session-id"))
-            self._ending.update(ending)
-            removed = self._store.write(functools.partial(table.remove, ids=ids))
-            removed.add_done_callback(functools.partial(self._forget, ending))
-            await asyncio.shield(removed)
+    async def _end(self, names: Iterable[str], why: str) -> None:
+        """Forgets sessions: in memory once the file has forgotten them."""
+        ending = {name: self._index[name] for name in names}
+        for name in ending:
+            if (hot := self.hot.find(name)) is not None:
+                self.hot.drop(hot, Conflict(why, param="x-session-id"))
+        self._ending.update(ending)
+        ids = [entry.id for entry in ending.values()]
+        removed = self._store.write(functools.partial(table.remove, ids=ids))
+        removed.add_done_callback(functools.partial(self._forget, ending))
+        await asyncio.shield(removed)
 
     def _forget(self, ending: dict[str, Entry], removed: asyncio.Future[None]) -> None:
         self._ending.difference_update(ending)
@@ -357,19 +358,3 @@ class Sessions:
 
 def _info(row: Row) -> SessionInfo:
     return SessionInfo(row.name, row.turns, row.bytes, row.created, row.used)
-
-
-def _samples(ends: list[Node], train_aborted: bool) -> list[Sample]:
-    return [branch_sample(end.path(), train_aborted=train_aborted) for end in ends]
-
-
-def _stored_samples(stored: Stored, train_aborted: bool) -> list[Sample]:
-    nodes = [node for node, _ in load_turns(stored.turns)]
-    inner = {node.parent.index for node in nodes if node.parent is not None}
-    return _samples([node for node in nodes if node.index not in inner], train_aborted)
-
-
-def _fingerprint(renderer: Renderer) -> bytes:
-    """Tells tokenizers apart: stored ids mean nothing to another one."""
-    vocabulary = sorted(renderer.tokenizer.get_vocab().items())
-    return blake2b(repr(vocabulary).encode(), digest_size=16).digest()
