@@ -1,5 +1,4 @@
-"""Calls to one worker's control routes: bounded, repeated only where harmless, never believed
-unless the answer says yes."""
+"""Calls to one worker's control routes: bounded, repeated where harmless, and checked."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ from lockstep.tokens.errors import (
     EngineFailure,
     LockstepError,
     Unavailable,
+    UnknownModel,
     UnsupportedField,
 )
 
@@ -28,8 +28,12 @@ LOST = (Unavailable, DeadlineExceeded)
 """After these nobody knows whether the worker did what it was asked."""
 TRANSIENT = (*LOST, Busy)
 GOOD = ("ok", "success")
-WRONG_MOMENT = re.compile(r"must be paused|already|under way", re.IGNORECASE)
-NOT_OFFERED = re.compile(r"not (?:implemented|supported)", re.IGNORECASE)
+SOFT: tuple[tuple[re.Pattern[str], type[LockstepError]], ...] = (
+    (re.compile(r"must be paused|already|under way", re.IGNORECASE), Conflict),
+    (re.compile(r"not (?:implemented|supported)", re.IGNORECASE), UnsupportedField),
+    (re.compile(r"not found|not loaded", re.IGNORECASE), UnknownModel),
+)
+"""What an error that comes with status 200 means, by its words."""
 SHOWN = 200
 
 
@@ -148,9 +152,7 @@ class Caller:
         message = f"{self.url} {what}: {_message(fields, body)}"
         if status is None and "error" not in fields:
             raise ContractError(f"{message} (expected status {' or '.join(GOOD)})")
-        if WRONG_MOMENT.search(message):
-            raise Conflict(message)
-        raise (UnsupportedField if NOT_OFFERED.search(message) else EngineFailure)(message)
+        raise next((kind for words, kind in SOFT if words.search(message)), EngineFailure)(message)
 
     def fields(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
         """The object in an answer. Raises ContractError for null, text or nothing."""
@@ -160,7 +162,8 @@ class Caller:
             found = None
         if not isinstance(found, dict):
             raise ContractError(
-                f"{self.url} {what}: expected a JSON object that says how it went, got {_text(body)}"
+                f"{self.url} {what}: expected a JSON object that says how it went, "
+                f"got {_text(body)}"
             )
         return found
 

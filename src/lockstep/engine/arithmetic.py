@@ -8,6 +8,7 @@ machine at hand; nothing here promises them.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -18,6 +19,8 @@ ROWS = 8
 """Rows of every matrix product come in multiples of this."""
 KEYS = 64
 """Keys come in multiples of this, and are summed in chunks of it."""
+LANES = 32
+"""Elementwise loops take at most this many values at once: two AVX-512 registers."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -53,7 +56,7 @@ class Exact:
             k.reshape(rows * kv_heads, keys, dim),
             v.reshape(rows * kv_heads, keys, dim),
             mask.view(rows, 1, 1, keys),
-            (rows, kv_heads, padded, keys),
+            (rows, kv_heads, group, keys),
             scale,
         )
         return out[:, :group].reshape(rows, -1)
@@ -103,14 +106,19 @@ def exact_attention(
 ) -> Tensor:
     """Attention of q (N, M, d) over k and v (N, T, d), with M and T padded as this module asks.
 
-    `mask` is true where a key is hidden and broadcasts against the scores viewed as `shape`.
+    `mask` is true where a key is hidden and broadcasts against the scores viewed as `shape`, which
+    may leave out the last of the M rows: what is not a product is not computed for them.
     The same function serves decoding, prefill and the trainer: that is what makes them equal.
     """
-    scores = torch.bmm(q, k.transpose(1, 2)) * scale
+    count, padded, keys = len(q), q.shape[1], k.shape[1]
+    real = math.prod(shape) // (count * keys)
+    scores = torch.bmm(q, k.transpose(1, 2))[:, :real] * scale
     scores.view(shape).masked_fill_(mask, float("-inf"))
     weights = torch.softmax(scores, dim=-1)
+    if real < padded:
+        weights = F.pad(weights, (0, 0, 0, padded - real))
     out = torch.bmm(weights[:, :, :KEYS], v[:, :KEYS])
-    for at in range(KEYS, k.shape[1], KEYS):
+    for at in range(KEYS, keys, KEYS):
         out = torch.baddbmm(out, weights[:, :, at : at + KEYS], v[:, at : at + KEYS])
     return out
 
@@ -130,6 +138,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def gated(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
+    if gate.shape[-1] % LANES:
+        # A vector loop ends in scalars, whose exp has other bits: let it run over whole rows, as it
+        # does for a trainer, whose gate is a tensor of its own.
+        gate = gate.contiguous()
     return F.silu(gate) * up
 
 

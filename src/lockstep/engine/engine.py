@@ -116,6 +116,8 @@ class Engine:
 
     async def abort(self, request_id: str) -> int:
         """Ends all requests of that id, with the tokens they have; returns how many."""
+        if not request_id:
+            raise BadRequest("request_id is empty: name the request to end", param="request_id")
         return await self._call(lambda: self.core.abort(request_id))
 
     # Control
@@ -168,6 +170,7 @@ class Engine:
         """
         with self._mutating("stage"):
             await self._call(self._forget_previous)
+            self._staged = None
             self._staged = await asyncio.to_thread(
                 self.core.policy.load_weights, directory, version
             )
@@ -177,6 +180,7 @@ class Engine:
         """Stages the live weights with some tensors replaced by name. Raises CheckpointError."""
         with self._mutating("stage"):
             live = await self._call(lambda: self.core.policy.weights)
+            self._staged = None
             self._staged = await asyncio.to_thread(live.updated, tensors, version)
             return self._staged
 

@@ -42,9 +42,12 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
-    """One token per row of `logits` (rows, vocab), each from its own row alone."""
+    """One token per row of `logits` (rows, vocab), each from its own row alone.
+
+    A row that is no distribution, as its logits or its options are out of range, gets logprob NaN.
+    """
     shaped = _shape(logits, rows)
-    tokens = _draw(shaped, [row.uniform for row in rows])
+    tokens, sound = _draw(shaped, [row.uniform for row in rows])
     greedy = [at for at, row in enumerate(rows) if row.sampling.temperature == 0]
     if greedy:
         tokens[greedy] = shaped[greedy].argmax(dim=-1)
@@ -53,6 +56,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     if processed:
         logprobs[processed] = torch.log_softmax(shaped[processed], dim=-1)
     chosen, ranks = score(logprobs, tokens)
+    chosen = chosen.masked_fill(~sound, float("nan"))
     tops = top_logprobs(logprobs, [row.sampling.logprobs for row in rows])
     return [
         Sampled(*fields)
@@ -119,8 +123,9 @@ def _truncate(logits: Tensor, options: Sampling) -> Tensor:
     return torch.full_like(logits, HIDDEN).scatter(0, ids[keep], ordered[keep])
 
 
-def _draw(shaped: Tensor, uniforms: list[float]) -> Tensor:
-    """Inverse-CDF sampling; a token of probability zero is never drawn."""
+def _draw(shaped: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
+    """Inverse-CDF sampling; a token of probability zero is never drawn. Tokens, and whether their
+    rows were distributions at all."""
     cumulative = torch.softmax(shaped, dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
     at = torch.tensor(uniforms, device=shaped.device)[:, None] * total
@@ -128,4 +133,4 @@ def _draw(shaped: Tensor, uniforms: list[float]) -> Tensor:
     # Rounding may push `at` onto the total: the last token with any mass is then the right one.
     drawn = torch.minimum(drawn, torch.searchsorted(cumulative, total)).squeeze(-1)
     # A row of NaN finds no place at all; it must not break the rows beside it.
-    return drawn.clamp_(max=shaped.shape[-1] - 1)
+    return drawn.clamp_(max=shaped.shape[-1] - 1), total.squeeze(-1).isfinite()

@@ -238,10 +238,13 @@ def _files(directory: Path) -> list[Path]:
     if not index.exists():
         return [directory / "model.safetensors"]
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is not a safetensors index: {error}") from None
-    return [directory / name for name in sorted(names)]
+    if outside:
+        raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file beside it")
+    return [directory / name for name in names]
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:

@@ -26,7 +26,7 @@ from lockstep.wire.manifest import (
     write_manifest,
 )
 from lockstep.wire.probe import Probe
-from lockstep.wire.tensor_file import Entry, TensorFile
+from lockstep.wire.tensor_file import TensorFile
 
 __all__ = ["Checkpoint", "Signature", "Spec", "mark_stable", "resolve", "write_manifest"]
 
@@ -108,6 +108,8 @@ class Signature:
                 if entry.name in tensors:
                     raise CheckpointError(f"tensor {entry.name!r} is in {path} twice")
                 tensors[entry.name] = Spec(entry.shape, entry.dtype)
+        if not tensors:
+            raise CheckpointError(f"{path} holds no tensors")
         tied = HEAD not in tensors
         if (path / CONFIG).exists():
             tied = read_object(path / CONFIG).get("tie_word_embeddings", tied) is True
@@ -193,7 +195,7 @@ class Checkpoint:
         return cls(
             path=path,
             signature=signature,
-            nbytes=sum(_nbytes(entry) for file in files for entry in file.entries),
+            nbytes=sum(entry.end - entry.start for file in files for entry in file.entries),
             digest=_digest(signature, contents),
             probe=probe,
         )
@@ -224,7 +226,7 @@ def _files(path: Path) -> list[TensorFile]:
     for tensor in sorted(found.keys() | places.keys()):
         if found.get(tensor) != places.get(tensor):
             raise CheckpointError(
-                f"tensor {tensor!r} is in {found.get(tensor, 'no file')}, but {INDEX} places it in "
+                f"tensor {tensor!r} is in {found.get(tensor, 'no file')}, but {index} places it in "
                 f"{places.get(tensor, 'none')}"
             )
     return files
@@ -284,10 +286,6 @@ def _digest(signature: Signature, contents: Mapping[str, bytes]) -> str:
         digest.update(f"{name}\0{signature.tensors[name]}\0".encode(errors="backslashreplace"))
         digest.update(contents[name])
     return digest.hexdigest()
-
-
-def _nbytes(entry: Entry) -> int:
-    return entry.end - entry.start
 
 
 def _derived(name: str) -> bool:

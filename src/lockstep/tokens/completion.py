@@ -83,8 +83,11 @@ class Completion:
                 f"finish reason is {self.finish!r}, expected one of {', '.join(FINISHES)}"
             )
         check_aligned(len(self.token_ids), self.logprobs, "logprobs")
-        if self.top_logprobs is not None:
-            check_aligned(len(self.token_ids), self.top_logprobs, "top_logprobs")
+        for name in ("top_logprobs", "ranks"):
+            if (values := getattr(self, name)) is not None:
+                check_aligned(len(self.token_ids), values, name)
+        if self.prompt_logprobs is not None:
+            check_aligned(len(self.prompt_ids), self.prompt_logprobs, "prompt logprobs")
         if not self.allow_nonfinite:
             check_logprobs(self.logprobs)
         check_spans(self.versions, len(self.token_ids))

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.tokens.completion import Completion, VersionSpan, check_aligned
+from lockstep.tokens.completion import SENTINEL, Completion, VersionSpan, check_aligned
 from lockstep.tokens.errors import BadLogprob, BadVersions, Conflict, PrefixBreak
 from lockstep.tokens.experts import RoutedExperts
 from lockstep.tokens.sampling import LogprobMode
@@ -51,6 +51,10 @@ class Sample:
         if stray.size:
             at = int(stray[0])
             raise BadLogprob(f"logprob at position {at} is {values[at]}, but it was not sampled")
+        bad = np.flatnonzero(~(np.isfinite(values) & (values > SENTINEL)))
+        if bad.size:
+            at = int(bad[0])
+            raise BadLogprob(f"logprob at position {at} is {values[at]}, expected a finite number")
         covered = np.zeros(len(mask), dtype=bool)
         for span in self.versions:
             if not 0 <= span.start < span.end <= len(mask) or covered[span.start : span.end].any():

@@ -83,21 +83,23 @@ def begin(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     ours = [directory / name for name in (STABLE, MANIFEST, PROBE, INDEX)]
     ours = [path for path in ours if path.exists()] + sorted(directory.glob("model*.safetensors"))
-    if ours and not (directory / WRITING).exists():
+    left = sorted(directory.glob(".*.tmp"))
+    unfinished = (directory / MANIFEST).exists() and not (directory / STABLE).exists()
+    if ours and not (unfinished or (directory / WRITING).exists()):
         raise Conflict(
             f"{directory} holds {ours[0].name} already: write every checkpoint to a new directory"
         )
     write_whole(directory / WRITING, b"")
-    for path in ours:
-        path.unlink()
+    for path in ours + left:
+        path.unlink(missing_ok=True)  # writing the marker may have taken the place of an old one
     sync(directory)
 
 
 def write_manifest(directory: Path) -> Manifest:
-    """Records size and hash of every file, once all of them have reached the disk."""
+    """Records size and hash of every file that is not hidden, once all have reached the disk."""
     files = {}
     for path in sorted(directory.iterdir()):
-        if path.is_file() and path.name not in (MANIFEST, STABLE, WRITING):
+        if path.is_file() and path.name not in (MANIFEST, STABLE) and path.name[0] != ".":
             sync(path)
             files[path.name] = Written(file_size(path), _sha256(path))
     listed = {name: {"size": w.size, "sha256": w.sha256} for name, w in files.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,12 @@ from lockstep.wire import tensor_file
 from lockstep.wire.manifest import PROBE
 
 FORMAT = "lockstep-probe-1"
-LENGTHS = (192, 130, 65, 40)
-"""Of the built-in sequences. Attention sums keys in chunks of 64 or 128: both are crossed, by one
-token as well as by many. The whole costs a worker about as much as one short request."""
+LENGTHS = (160, 66) + (9,) * 24
+"""Of the built-in sequences: some hundred tokens in all, as workers score them while paused. Long
+ones cross the chunks of 64 or 128 keys in which attention is summed. Short ones, with their many
+first positions, reach experts that tokens in a long context never do."""
 GOLDEN = (math.sqrt(5) - 1) / 2
+SEED = 0
 Scores = Sequence[Sequence[float]]
 
 
@@ -145,8 +148,9 @@ def compare(expected: Scores, scores: Scores, tolerance: float) -> Verdict:
 def builtin(vocab_size: int, max_len: int) -> tuple[tuple[int, ...], ...]:
     """The sequences to score when a trainer gave none, for a vocabulary and a context of that size.
 
-    Always the same, and spread evenly over the vocabulary: many rows of the embedding, many
-    positions, and (as no two tokens are alike) all experts of the usual mixtures take part.
+    Always the same, spread evenly over the vocabulary and in no order: many rows of the embedding,
+    many positions and contexts take part. Whether each expert does depends on the model: a trainer
+    sees to that when it writes a probe of its own.
     """
     if vocab_size < 1:
         raise BadRequest(f"vocab_size is {vocab_size}, expected 1 or more", param="vocab_size")
@@ -157,6 +161,7 @@ def builtin(vocab_size: int, max_len: int) -> tuple[tuple[int, ...], ...]:
     lengths = [min(length, max_len) for length in LENGTHS]
     # Steps of the golden ratio never come close to where they have been.
     ids = [int(vocab_size * ((at + 0.5) * GOLDEN % 1.0)) for at in range(sum(lengths))]
+    random.Random(SEED).shuffle(ids)
     ends = [sum(lengths[: at + 1]) for at in range(len(lengths))]
     return tuple(tuple(ids[end - length : end]) for end, length in zip(ends, lengths, strict=True))
 

@@ -110,7 +110,8 @@ class GenerateStream:
     def _add(self, new: AnyChoice, spliced: Spliced) -> Delta:
         ids = ids_of(new.token_ids, f"a streamed event of choice {new.index}")
         nulls = self._reading.ask.allow_nonfinite
-        delta = Delta(new.index, list(ids), _values(new, ids, nulls=nulls))
+        # Copies: what the choice collects must not grow in a delta that somebody keeps.
+        delta = Delta(new.index, list(ids), list(_values(new, ids, nulls=nulls)))
         if isinstance(new.routed_experts, str):
             new.routed_experts = self._keep(new.routed_experts, spliced)
         elif new.routed_experts is not None:

@@ -263,7 +263,12 @@ class SystemPlane:
         swapped = await self.engine.load_adapter(body.lora_name, path, body.version)
         adapter = self.engine.adapters[body.lora_name]
         version = self.engine.version_of(adapter)
-        return {"lora_name": body.lora_name, "hot_swap": swapped, "version": version}
+        return {
+            "lora_name": body.lora_name,
+            "hot_swap": swapped,
+            "version": version,
+            "label": adapter.label,
+        }
 
     async def unload_lora(self, body: control.UnloadLora) -> Answer:
         await self.engine.unload_adapter(body.lora_name)

@@ -1,0 +1,181 @@
+"""The trainer's side of a weight update: a checkpoint with a probe of the model it was saved from.
+
+    directory = save_checkpoint(model, "/checkpoints/step-7", version="step-7")
+
+With a model that `exact.prepare` has seen, workers must reproduce the probe bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.engine import exact
+from lockstep.tokens.errors import BadRequest
+from lockstep.wire.files import write_whole
+from lockstep.wire.manifest import INDEX, PROBE, WEIGHTS, begin, mark_stable, write_manifest
+from lockstep.wire.probe import Probe, builtin
+from lockstep.wire.strict import check_ids
+from lockstep.wire.tensor_file import TensorFile
+
+log = logging.getLogger(__name__)
+CANDIDATES, CANDIDATE_TOKENS = 64, 64
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}
+"""How far apart two right implementations come on unlikely tokens: the error of a logit of about 20
+in that type, and some headroom for sums made in another order."""
+
+
+def write_probe(
+    model: Any,
+    directory: str | Path,
+    *,
+    sequences: Sequence[Sequence[int]] | None = None,
+    tolerance: float | None = None,
+    version: str | None = None,
+    adapter: str | None = None,
+) -> Probe:
+    """Writes probe.safetensors: what this model says of `sequences`, or of the built-in ones.
+
+    The built-in ones are joined by more where experts would not take part without them.
+    `tolerance` is 0 by default for an exact model (see `is_exact`), else it depends on the dtype.
+    Raises BadTokenId for ids outside the vocabulary, CheckpointError for a model that computes NaN.
+    """
+    config = model.config.get_text_config()
+    if sequences is None:
+        sequences = covering(model, builtin(config.vocab_size, config.max_position_embeddings))
+    chosen = [list(ids) for ids in sequences]
+    for at, ids in enumerate(chosen):
+        check_ids(ids, config.vocab_size, f"sequences[{at}]")
+    if tolerance is None:
+        tolerance = 0.0 if is_exact(model) else _tolerance(model)
+    probe = Probe(
+        sequences=tuple(map(tuple, chosen)),
+        logprobs=tuple(map(tuple, _score(model, chosen))),
+        tolerance=tolerance,
+        adapter=adapter,
+        version=version,
+    )
+    probe.write(Path(directory) / PROBE)
+    return probe
+
+
+def save_checkpoint(
+    model: Any,
+    directory: str | Path,
+    *,
+    probe: bool = True,
+    sequences: Sequence[Sequence[int]] | None = None,
+    tolerance: float | None = None,
+    version: str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> Path:
+    """Saves a transformers model for a fleet: weights, probe, manifest, and STABLE at the very end.
+
+    Killed at any moment, it leaves a directory that fleets refuse, and that can be written again.
+    Raises Conflict when the directory holds a checkpoint already.
+    """
+    directory = Path(directory).absolute()
+    begin(directory)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    _index(directory)
+    if probe:
+        write_probe(model, directory, sequences=sequences, tolerance=tolerance, version=version)
+    write_manifest(directory)
+    mark_stable(directory)
+    return directory
+
+
+def covering(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+    """`sequences`, and random ones until every expert of every layer has worked on a token.
+
+    A probe that never reaches an expert cannot see that it is stale. Experts that no candidate
+    reaches are left out, and counted in a warning. Models without experts need no more.
+    """
+    config = model.config.get_text_config()
+    chosen = [list(ids) for ids in sequences]
+    seen = _experts(model, chosen)
+    rng = random.Random(0)
+    for _ in range(CANDIDATES if seen is not None else 0):
+        if seen is None or bool(seen.all()):
+            break
+        length = min(CANDIDATE_TOKENS, config.max_position_embeddings)
+        ids = [rng.randrange(config.vocab_size) for _ in range(length)]
+        reached = _experts(model, [ids])
+        if reached is not None and bool((reached & ~seen).any()):
+            chosen.append(ids)
+            seen |= reached
+    if seen is not None and not bool(seen.all()):
+        log.warning("the probe does not reach %d of %d experts", int((~seen).sum()), seen.numel())
+    return chosen
+
+
+def is_exact(model: Any) -> bool:
+    """Whether this model's logprobs are the engine's, bit for bit: see `lockstep.engine.exact`."""
+    prepared = model.config.get_text_config()._attn_implementation == exact.NAME
+    return bool(prepared and model.dtype == torch.float32 and model.device.type == "cpu")
+
+
+def _tolerance(model: Any) -> float:
+    if model.dtype not in TOLERANCE:
+        raise BadRequest(
+            f"no tolerance is known for a model in {model.dtype}: give one", param="tolerance"
+        )
+    return TOLERANCE[model.dtype]
+
+
+def _score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
+    """One sequence at a time, which bounds the memory that logits of a large vocabulary take."""
+    with _still(model):
+        return [exact.token_logprobs(model, [ids])[0].tolist() for ids in sequences]
+
+
+def _experts(model: Any, sequences: list[list[int]]) -> Tensor | None:
+    """Which experts the scores depend on, (layers, experts); None for a model that has none."""
+    config = model.config.get_text_config()
+    if not getattr(config, "num_experts", 0):
+        return None
+    found: Tensor | None = None
+    with _still(model):
+        for ids in sequences:
+            # What follows the last token is not scored, so its experts do not count.
+            given = torch.tensor([ids[:-1]], device=model.device)
+            routers = model(input_ids=given, use_cache=False, output_router_logits=True)
+            logits = torch.stack([layer.float().cpu() for layer in routers.router_logits])
+            chosen = logits.topk(config.num_experts_per_tok, dim=-1).indices
+            hit = torch.zeros(logits.shape[0], logits.shape[-1], dtype=torch.bool)
+            hit.scatter_(1, chosen.flatten(1), True)
+            found = hit if found is None else found | hit
+    return found
+
+
+@contextmanager
+def _still(model: Any) -> Iterator[None]:
+    """Without dropout and gradients, and afterwards as before."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _index(directory: Path) -> None:
+    """Adds an index to a single file: without one, some loaders take every safetensors file in the
+    directory for weights, the probe too."""
+    if (directory / INDEX).exists():
+        return
+    file = TensorFile.read(directory / WEIGHTS)
+    index = {
+        "metadata": {"total_size": sum(entry.end - entry.start for entry in file.entries)},
+        "weight_map": {entry.name: WEIGHTS for entry in sorted(file.entries, key=lambda e: e.name)},
+    }
+    write_whole(directory / INDEX, json.dumps(index, indent=1).encode())

@@ -1,0 +1,75 @@
+"""What the engine's tests share: the bundled models, and second sets of weights for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.engine import Engine
+from lockstep.models import bundled
+from tests.engine import checkpoints, running
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Path:
+    found = bundled("tiny")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="session")
+def moe() -> Path:
+    found = bundled("tiny-moe")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="session")
+def tiny2(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights for `tiny`."""
+    return checkpoints.variant(tiny, tmp_path_factory.mktemp("tiny2"), seed=2)
+
+
+@pytest.fixture(scope="session")
+def moe2(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights for `tiny-moe`."""
+    return checkpoints.variant(moe, tmp_path_factory.mktemp("moe2"), seed=2)
+
+
+@pytest.fixture(scope="session")
+def lora_a(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.adapter(tiny, tmp_path_factory.mktemp("lora_a"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def lora_b(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another adapter, of another rank, for more modules."""
+    modules = checkpoints.ALL_LINEAR
+    target = tmp_path_factory.mktemp("lora_b")
+    return checkpoints.adapter(tiny, target, rank=3, modules=modules, seed=2, alpha=5)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny: Path) -> Iterator[Engine]:
+    engine = running.make(tiny)
+    engine.start()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared: Engine) -> Iterator[Engine]:
+    """The module's engine, which every test must leave quiet."""
+    yield shared
+    assert shared.core.tickets == {}
+    assert shared.core.scheduler.running == []
+    assert not shared.core.scheduler.has_waiting
+    assert shared.stats()["state"] == "running"

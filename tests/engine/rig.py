@@ -1,0 +1,109 @@
+"""A Core driven by hand: submit, step, and look at what came, without a thread."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.engine import EngineOptions, Piece, Request
+from lockstep.engine.core import Core, Event, PauseMode, Ticket
+from lockstep.tokens import Completion, LockstepError, Sampling
+
+REQUEST_FIELDS = {f.name for f in fields(Request)} - {"prompt_ids", "sampling"}
+
+
+def ids(seed: int, length: int, vocab: int = 500) -> list[int]:
+    """A prompt that no other seed gives."""
+    rng = random.Random(seed)
+    return [rng.randrange(vocab) for _ in range(length)]
+
+
+def request(prompt: list[int], **options: Any) -> Request:
+    """A request; options that are not its own go to its Sampling. Seeded and long by default."""
+    own = {name: options.pop(name) for name in list(options) if name in REQUEST_FIELDS}
+    sampling = {"seed": 7, "ignore_eos": True, "max_tokens": 8} | options
+    return Request(prompt_ids=prompt, sampling=Sampling(**sampling), **own)
+
+
+@dataclass
+class Answer:
+    """What became of one request."""
+
+    ticket: Ticket
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return any(isinstance(event, list | LockstepError) for event in self.events)
+
+    @property
+    def error(self) -> LockstepError | None:
+        return next((e for e in self.events if isinstance(e, LockstepError)), None)
+
+    @property
+    def completions(self) -> list[Completion]:
+        if self.error is not None:
+            raise self.error
+        return next(e for e in self.events if isinstance(e, list))
+
+    @property
+    def one(self) -> Completion:
+        (only,) = self.completions
+        return only
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [e for e in self.events if isinstance(e, Piece)]
+
+    @property
+    def tokens_so_far(self) -> list[int]:
+        return self.ticket.sequences[0].output_ids
+
+
+class Rig:
+    def __init__(self, directory: Path, **options: Any) -> None:
+        small = {"max_model_len": 1024, "max_seqs": 8, "max_batch_tokens": 128,
+                 "prefix_cache_bytes": 4 << 20}  # fmt: skip
+        self.directory = directory
+        self.core = Core(directory, EngineOptions(**(small | options)))
+
+    def submit(self, prompt: list[int], *, stream: bool = False, **options: Any) -> Answer:
+        answer = Answer(Ticket(request(prompt, **options), lambda _: None, stream=stream))
+        answer.ticket.deliver = answer.events.append
+        self.core.submit(answer.ticket)
+        return answer
+
+    def run(self, steps: int = 10_000) -> None:
+        """Steps until there is nothing to do, or `steps` times."""
+        while steps and self.core.has_work:
+            self.core.step()
+            steps -= 1
+
+    def generate(self, prompt: list[int], **options: Any) -> Completion:
+        """The single completion of a request, with the engine run until nothing is left."""
+        answer = self.submit(prompt, **options)
+        self.run()
+        return answer.one
+
+    def pause(self, mode: PauseMode) -> list[LockstepError | None]:
+        """Pauses; the list gets an entry when the engine is quiet."""
+        said: list[LockstepError | None] = []
+        self.core.pause(mode, said.append)
+        return said
+
+    def load(self, directory: Path, version: str) -> None:
+        self.core.commit(self.core.policy.load_weights(directory, version))
+
+    def adopt(self, name: str, path: Path, label: str | None = None) -> bool:
+        return self.core.policy.add_adapter(self.core.policy.load_adapter(name, path, label))
+
+    def forget_prefixes(self) -> None:
+        self.core.prefixes.clear()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of any request is left."""
+        scheduler = self.core.scheduler
+        return not (self.core.tickets or scheduler.running or scheduler.has_waiting)

@@ -1,0 +1,143 @@
+"""Every supported architecture, with shapes that real models do not have, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from lockstep.engine import ModelConfig
+from lockstep.tokens.errors import CheckpointError
+from tests.engine.checkpoints import edit_json, reference
+from tests.engine.rig import Rig, ids
+
+COMMON: dict[str, Any] = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+
+
+def qwen2() -> PretrainedConfig:
+    return Qwen2Config(
+        vocab_size=97, hidden_size=48, intermediate_size=100, num_attention_heads=6,
+        num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=1, **COMMON,
+    )  # fmt: skip
+
+
+def llama3() -> PretrainedConfig:
+    stretched = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0,
+                 "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                 "original_max_position_embeddings": 128}  # fmt: skip
+    return LlamaConfig(
+        vocab_size=131, hidden_size=64, intermediate_size=96, num_attention_heads=4,
+        num_key_value_heads=1, tie_word_embeddings=False, eos_token_id=[1, 2],
+        rope_parameters=stretched, **COMMON,
+    )  # fmt: skip
+
+
+def qwen3() -> PretrainedConfig:
+    return Qwen3Config(
+        vocab_size=77, hidden_size=40, intermediate_size=72, num_attention_heads=3,
+        num_key_value_heads=3, head_dim=16, tie_word_embeddings=False, **COMMON,
+    )  # fmt: skip
+
+
+def qwen3_moe() -> PretrainedConfig:
+    """Layer 0 has no experts; shares are not normalised; three of five are taken."""
+    return Qwen3MoeConfig(
+        vocab_size=77, hidden_size=40, intermediate_size=72, moe_intermediate_size=24,
+        num_experts=5, num_experts_per_tok=3, norm_topk_prob=False, mlp_only_layers=[0],
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False,
+        **COMMON,
+    )  # fmt: skip
+
+
+def write(config: PretrainedConfig, directory: Path) -> Path:
+    """A random model in many shards."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(directory, max_shard_size="40KB")
+    return directory
+
+
+@pytest.mark.parametrize("make", [qwen2, llama3, qwen3, qwen3_moe])
+def test_a_random_model_has_the_logprobs_of_transformers(
+    make: Callable[[], PretrainedConfig], tmp_path: Path
+) -> None:
+    directory = write(make(), tmp_path)
+    assert len(list(directory.glob("*.safetensors"))) > 2
+    rig = Rig(directory, arithmetic="exact", max_batch_tokens=64)
+    answers = [
+        rig.submit(ids(i, length, vocab=77), prompt_logprobs=0, max_tokens=25)
+        for i, length in enumerate((700, 3, 65, 128))
+    ]
+    rig.run()
+    for answer in answers:
+        done = answer.one
+        whole = done.prompt_ids + done.token_ids
+        expected = reference(directory, whole)
+        assert [e.logprob for e in done.prompt_logprobs or [] if e] == expected[:-25]
+        assert done.logprobs == expected[-25:]
+        assert rig.core.score(whole) == expected
+
+
+def test_llama_rope_stretching_matters_here(tmp_path: Path) -> None:
+    """Else the parity above would not show that it is right."""
+    directory = write(llama3(), tmp_path)
+    stretched = Rig(directory).core.score(ids(1, 300, vocab=77))
+    edit_json(directory / "config.json", rope_parameters={"rope_theta": 500000.0})
+    assert Rig(directory).core.score(ids(1, 300, vocab=77)) != stretched
+
+
+def test_end_tokens_come_from_both_configs(tmp_path: Path) -> None:
+    directory = write(llama3(), tmp_path)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    assert ModelConfig.read(directory).eos_ids == {1, 2, 5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": None}, "is not supported"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+    ],
+)
+def test_a_model_that_would_be_computed_wrongly_is_refused(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    qwen3().save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **({"architectures": ["Qwen3ForCausalLM"]} | changes))
+    with pytest.raises(CheckpointError, match=says):
+        ModelConfig.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not JSON"),
+        ("[1]", "does not hold a JSON object"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "num_hidden_layers"),
+    ],
+)
+def test_a_config_that_is_not_one_is_refused(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=says):
+        ModelConfig.read(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        ModelConfig.read(tmp_path / "nowhere")

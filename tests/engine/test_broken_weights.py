@@ -1,0 +1,90 @@
+"""Weights that are finite but compute NaN: their requests fail, and nothing of it outlives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.tokens.errors import BadLogprob
+from tests.engine import checkpoints
+from tests.engine.rig import Rig, ids
+
+
+@pytest.fixture(scope="module")
+def overflowing(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whole and finite, so it loads; the values overflow in the first layer."""
+    tensors = checkpoints.tensors_of(tiny)
+    tensors["model.layers.0.self_attn.v_proj.weight"] *= 1e37
+    tensors["model.layers.0.input_layernorm.weight"] *= 1e4
+    return checkpoints.save(tiny, tmp_path_factory.mktemp("overflowing"), tensors)
+
+
+@pytest.fixture
+def rig(tiny: Path) -> Rig:
+    return Rig(tiny, weight_version="good", max_seqs=3, max_batch_tokens=32)
+
+
+@pytest.mark.failure_mode("F15")
+def test_a_request_fails_and_names_the_version(rig: Rig, overflowing: Path) -> None:
+    rig.load(overflowing, "bad")
+    answers = [rig.submit(ids(i, 10 + 50 * i), n=3) for i in range(3)]
+    rig.run()
+    for answer in answers:
+        assert isinstance(answer.error, BadLogprob)
+        assert "'bad'" in str(answer.error)
+        assert len(answer.events) == 1
+    assert rig.idle
+
+
+def test_its_slots_are_clean_for_who_comes_next(rig: Rig, tiny: Path, overflowing: Path) -> None:
+    rig.load(overflowing, "bad")
+    for i in range(3):
+        rig.submit(ids(i, 200), n=2)
+    rig.run()
+    rig.core.rollback()
+    answers = [rig.submit(ids(i, 20)) for i in range(3)]
+    rig.run()
+    for answer in answers:
+        whole = answer.one.prompt_ids + answer.one.token_ids
+        assert answer.one.logprobs == checkpoints.reference(tiny, whole)[-8:]
+
+
+def test_a_request_dropped_in_the_middle_of_it_leaves_no_trace(
+    rig: Rig, tiny: Path, overflowing: Path
+) -> None:
+    rig.load(overflowing, "bad")
+    answer = rig.submit(ids(1, 200))
+    rig.run(1)
+    rig.core.drop(answer.ticket)
+    rig.core.rollback()
+    done = rig.generate(ids(2, 20))
+    assert done.logprobs == checkpoints.reference(tiny, done.prompt_ids + done.token_ids)[-8:]
+
+
+def test_scoring_it_is_an_error_and_does_not_spoil_later_scores(
+    rig: Rig, tiny: Path, overflowing: Path
+) -> None:
+    bad = rig.core.policy.load_weights(overflowing, "bad")
+    with pytest.raises(BadLogprob, match="'bad'"):
+        rig.core.score(ids(1, 100), weights=bad)
+    assert rig.core.score(ids(2, 20)) == checkpoints.reference(tiny, ids(2, 20))
+
+
+def test_the_good_requests_of_a_step_survive_the_bad_ones(
+    tiny: Path, tmp_path: Path, rig: Rig
+) -> None:
+    """An adapter overflows; base requests in the same batch do not notice."""
+    from safetensors.torch import load_file, save_file
+
+    checkpoints.adapter(tiny, tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    save_file({k: t * 1e25 for k, t in tensors.items()}, tmp_path / "adapter_model.safetensors")
+    rig.adopt("bad", tmp_path)
+    bad = rig.submit(ids(1, 60), adapter="bad")
+    fine = [rig.submit(ids(i, 20 + i), max_tokens=12) for i in (2, 3)]
+    rig.run()
+    assert isinstance(bad.error, BadLogprob)
+    for answer in fine:
+        whole = answer.one.prompt_ids + answer.one.token_ids
+        assert answer.one.logprobs == checkpoints.reference(tiny, whole)[-12:]

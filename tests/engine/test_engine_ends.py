@@ -1,0 +1,88 @@
+"""How the engine breaks and closes: everybody is answered, and what can go on goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from lockstep.engine import Engine
+from lockstep.engine.core import Core
+from lockstep.tokens.errors import (
+    EngineFailure,
+    Unavailable,
+)
+from tests.engine.rig import ids, request
+from tests.engine.running import make, start
+
+
+async def test_a_step_that_breaks_fails_its_requests_and_the_engine_goes_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(core: Core) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Core, "_step", broken)
+        with pytest.raises(EngineFailure, match="out of memory"):
+            await engine.generate(request(ids(1, 20)))
+    assert (await engine.generate(request(ids(1, 20))))[0].finish == "length"
+
+
+async def test_a_command_that_breaks_is_answered_and_the_engine_goes_on(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core, "score", broken)
+        with pytest.raises(EngineFailure, match="out of memory"):
+            await engine.score([1, 2])
+    assert len(await engine.score([1, 2])) == 1
+
+
+async def test_closing_fails_what_is_in_flight_and_refuses_what_comes(tiny: Path) -> None:
+    async with make(tiny) as engine:
+        tasks = [await start(engine) for _ in range(2)]
+        drain = asyncio.create_task(engine.pause("wait"))
+        while engine.stats()["state"] != "draining":
+            await engine.ping()
+    for task in tasks:
+        with pytest.raises(Unavailable, match="shutting down"):
+            await task
+    await drain
+    assert not engine.alive
+    for call in (engine.ping(), engine.generate(request([1])), engine.resume()):
+        with pytest.raises(Unavailable, match="not running"):
+            await call
+    engine.close()
+
+
+async def test_a_command_taken_before_the_close_is_always_answered(tiny: Path) -> None:
+    """It comes while the thread is busy, and the close comes before the thread looks again."""
+    engine = make(tiny, arithmetic="close", max_model_len=64)
+    engine.start()
+    busy, go_on = threading.Event(), threading.Event()
+    engine._post(lambda: busy.set() or go_on.wait())
+    await asyncio.to_thread(busy.wait)
+    calls = [asyncio.create_task(engine.ping())]
+    calls += [asyncio.create_task(engine.generate(request([1])))]
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(asyncio.to_thread(engine.close))
+    while engine.alive:
+        await asyncio.sleep(0)
+    go_on.set()
+    await closing
+    pinged, generated = await asyncio.gather(*calls, return_exceptions=True)
+    assert pinged is None
+    assert isinstance(generated, Unavailable)
+
+
+async def test_an_engine_that_was_not_started_says_so(tiny: Path) -> None:
+    engine = make(tiny, arithmetic="close", max_model_len=64)
+    with pytest.raises(Unavailable, match="not running"):
+        await engine.ping()
+    engine.close()

@@ -1,0 +1,102 @@
+"""Weights and adapters through the async API, with callers that fail or go away."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.engine import Engine
+from lockstep.tokens.errors import (
+    CheckpointError,
+    Conflict,
+    UnknownModel,
+)
+from tests.engine.checkpoints import reference, tensors_of
+from tests.engine.rig import ids, request
+from tests.engine.running import LONG
+
+
+@pytest.mark.failure_mode("F43")
+async def test_keep_stage_score_commit_resume(engine: Engine, tiny: Path, tiny2: Path) -> None:
+    """The whole of an update, with a request that lives through it."""
+    stream = engine.stream(request(ids(1, 20), max_tokens=LONG))
+    pieces = [await anext(stream) for _ in range(3)]
+    await engine.pause("keep")
+    await engine.stage(tiny2, "v2")
+    assert (engine.version, engine.staged_version) == ("v1", "v2")
+    probe = ids(3, 50)
+    assert await engine.score(probe, staged=True) == reference(tiny2, probe)
+    assert await engine.score(probe) == reference(tiny, probe)
+    assert await engine.commit() == "v2"
+    await engine.resume()
+    pieces += [piece async for piece in stream]
+    done = pieces[-1].completion
+    assert done is not None
+    assert [span.version for span in done.versions] == ["v1", "v2"]
+    assert await engine.rollback() == "v1"
+    assert await engine.score(probe) == reference(tiny, probe)
+
+
+async def test_tensors_by_name_are_staged_and_dropped_by_rollback(
+    engine: Engine, tiny2: Path
+) -> None:
+    name = "model.norm.weight"
+    await engine.stage_tensors([(name, tensors_of(tiny2)[name])], "v2")
+    assert await engine.score(ids(1, 20), staged=True) != await engine.score(ids(1, 20))
+    assert await engine.rollback() == "v1"
+    assert engine.staged_version is None
+    with pytest.raises(Conflict, match="no weights are staged"):
+        await engine.commit()
+    with pytest.raises(Conflict, match="no weights are staged"):
+        await engine.score([1, 2], staged=True)
+
+
+@pytest.mark.failure_mode("F34")
+async def test_a_failed_stage_keeps_nothing_that_a_commit_could_serve(
+    engine: Engine, tiny2: Path, tmp_path: Path
+) -> None:
+    probe = ids(3, 50)
+    before = await engine.score(probe)
+    await engine.stage(tiny2, "v2")
+    with pytest.raises(CheckpointError):
+        await engine.stage(tmp_path, "v3")
+    with pytest.raises(Conflict, match="no weights are staged"):
+        await engine.commit()
+    with pytest.raises(CheckpointError):
+        await engine.stage_tensors([("nonsense", torch.zeros(1))], "v3")
+    assert (engine.version, await engine.score(probe)) == ("v1", before)
+
+
+async def test_a_commit_whose_caller_goes_away_is_whole(engine: Engine, tiny2: Path) -> None:
+    await engine.stage(tiny2, "v2")
+    task = asyncio.create_task(engine.commit())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await engine.ping()
+    assert (engine.version, engine.staged_version) == ("v2", None)
+    assert await engine.rollback() == "v1"
+
+
+async def test_a_second_change_of_weights_is_refused_meanwhile(engine: Engine, tiny2: Path) -> None:
+    first = asyncio.create_task(engine.stage(tiny2, "v2"))
+    await asyncio.sleep(0)
+    with pytest.raises(Conflict, match="another change of weights is under way"):
+        await engine.stage(tiny2, "v3")
+    await first
+    await engine.rollback()
+
+
+async def test_adapters_come_and_go(engine: Engine, lora_a: Path) -> None:
+    assert await engine.load_adapter("a", lora_a, "1") is False
+    assert await engine.load_adapter("a", lora_a, "2") is True
+    (done,) = await engine.generate(request(ids(1, 20), adapter="a"))
+    assert done.versions[0].version == engine.version_of(engine.adapters["a"])
+    assert done.versions[0].version.startswith("v1+a@2.")
+    await engine.unload_adapter("a")
+    with pytest.raises(UnknownModel):
+        await engine.generate(request(ids(1, 20), adapter="a"))

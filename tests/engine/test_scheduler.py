@@ -1,0 +1,136 @@
+"""Who runs when: chunks, priorities, waiting, and what can never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.engine.model import Batch
+from lockstep.tokens.errors import BadRequest, PromptTooLong
+from tests.engine.rig import Answer, Rig, ids
+
+
+@pytest.fixture
+def rig(tiny: Path) -> Rig:
+    return Rig(tiny, max_seqs=3, max_batch_tokens=32, prefix_cache_bytes=0)
+
+
+def test_a_prompt_is_computed_in_chunks_while_others_decode(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    batch = rig.core.model.batch
+
+    def watch(segments: list) -> Batch:  # type: ignore[type-arg]
+        sizes.append(sum(len(segment.tokens) for segment in segments))
+        return batch(segments)
+
+    monkeypatch.setattr(rig.core.model, "batch", watch)
+    talker = rig.submit(ids(1, 5), max_tokens=50)
+    rig.run(3)
+    reader = rig.submit(ids(2, 200), max_tokens=4)
+    before = len(talker.tokens_so_far)
+    while not reader.tokens_so_far:
+        rig.run(1)
+    steps = len(talker.tokens_so_far) - before
+    assert steps == -(-200 // 31), "one token a step for the talker, the rest for the reader"
+    assert max(sizes) <= 32
+    rig.run()
+    assert reader.done
+    assert talker.done
+
+
+def test_the_budget_never_starves_decoding(tiny: Path) -> None:
+    rig = Rig(tiny, max_seqs=6, max_batch_tokens=1)
+    answers = [rig.submit(ids(i, 10), max_tokens=5) for i in range(6)]
+    rig.run(200)
+    assert all(answer.done for answer in answers)
+
+
+def order_of_first_tokens(rig: Rig, answers: list[Answer]) -> list[int]:
+    order: list[int] = []
+    while rig.core.has_work:
+        rig.run(1)
+        for at, answer in enumerate(answers):
+            if answer.tokens_so_far and at not in order:
+                order.append(at)
+    return order
+
+
+def test_a_lower_priority_number_goes_first_then_who_came_first(tiny: Path) -> None:
+    rig = Rig(tiny, max_seqs=1)
+    priorities = [0, 5, -3, 0, 5, -3]
+    rig.pause("keep")
+    answers = [rig.submit(ids(i, 9), priority=p) for i, p in enumerate(priorities)]
+    rig.core.resume()
+    assert order_of_first_tokens(rig, answers) == [2, 5, 0, 3, 1, 4]
+
+
+def test_a_request_that_does_not_fit_waits_for_a_slot(rig: Rig) -> None:
+    answers = [rig.submit(ids(i, 9), max_tokens=3 + 4 * i) for i in range(5)]
+    rig.run(2)
+    assert [bool(a.tokens_so_far) for a in answers] == [True, True, True, False, False]
+    assert len(rig.core.scheduler.running) == 3
+    assert [s.request.prompt_ids for s in rig.core.scheduler.waiting] == [ids(3, 9), ids(4, 9)]
+    rig.run()
+    assert all(a.one.finish == "length" for a in answers)
+    assert rig.idle
+
+
+@pytest.mark.failure_mode("F17")
+def test_a_prompt_without_room_for_one_token_is_refused_with_both_numbers(tiny: Path) -> None:
+    rig = Rig(tiny, max_model_len=64)
+    with pytest.raises(PromptTooLong, match=r"64 tokens.*max_model_len is\s+64"):
+        rig.submit(ids(1, 64))
+    assert rig.idle
+    last = rig.generate(ids(1, 63), max_tokens=None)
+    assert (len(last.token_ids), last.finish) == (1, "length")
+    assert len(rig.core.score(ids(1, 64))) == 63
+    with pytest.raises(PromptTooLong, match=r"65 tokens.*is 64"):
+        rig.core.score(ids(1, 65))
+
+
+def test_output_stops_at_the_length_of_the_model(tiny: Path) -> None:
+    rig = Rig(tiny, max_model_len=64)
+    done = rig.generate(ids(1, 50), max_tokens=1000)
+    assert (len(done.token_ids), done.finish) == (14, "length")
+
+
+@pytest.mark.parametrize("length", [1, 1_000_000])
+def test_a_length_the_model_was_not_made_for_is_refused(tiny: Path, length: int) -> None:
+    with pytest.raises(BadRequest, match="max_model_len"):
+        Rig(tiny, max_model_len=length)
+
+
+def test_slots_stay_dense_when_one_in_the_middle_leaves(tiny: Path) -> None:
+    rig = Rig(tiny, max_seqs=5)
+    alone = [Rig(tiny).generate(ids(i, 20 + i), max_tokens=20) for i in range(5)]
+    answers = [rig.submit(ids(i, 20 + i), max_tokens=20, request_id=str(i)) for i in range(5)]
+    rig.run(6)
+    for gone in ("0", "3"):
+        assert rig.core.abort(gone) == 1
+        rig.run(2)
+    rig.run()
+    for at in (1, 2, 4):
+        assert answers[at].one.token_ids == alone[at].token_ids
+        assert answers[at].one.logprobs == alone[at].logprobs
+    for at in (0, 3):
+        partial = answers[at].one
+        assert partial.finish == "abort"
+        assert partial.token_ids == alone[at].token_ids[: len(partial.token_ids)]
+
+
+def test_nothing_is_left_after_many_requests_and_aborts(tiny: Path) -> None:
+    rig = Rig(tiny, max_seqs=8)
+    for i in range(1000):
+        answer = rig.submit([i % 500, 1, 2], max_tokens=2, n=1 + i % 2, request_id=f"r{i}")
+        if i % 3 == 0:
+            assert rig.core.abort(f"r{i}") == 1
+        elif i % 3 == 1:
+            rig.core.drop(answer.ticket)
+        if i % 4 == 0:
+            rig.run(1)
+    rig.run()
+    assert rig.idle
+    assert len(rig.core.prefixes) <= rig.core.prefixes.capacity

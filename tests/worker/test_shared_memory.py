@@ -1,0 +1,133 @@
+"""Weights through POSIX shared memory: written once, read by workers, freed by the writer alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.engine import shared
+from lockstep.engine.shared import free_shared, read_shared, shared_tensors, write_shared
+from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
+from lockstep.wire.control import PlacedTensor, placed
+
+BLOCKS = Path("/dev/shm")
+TENSORS = {
+    "a": torch.arange(5, dtype=torch.float32),
+    "b": torch.randn(3, 7).to(torch.bfloat16),
+    "c": torch.randn(2, 3, 4).to(torch.float16).transpose(0, 2),
+}
+
+
+def test_what_is_read_is_what_was_written() -> None:
+    with shared_tensors(TENSORS) as (name, specs):
+        places = placed(specs)
+        assert [place.offset % 64 for place in places] == [0, 0, 0]
+        read = dict(read_shared(name, places))
+        assert {n: (t.dtype, t.shape) for n, t in read.items()} == {
+            n: (t.dtype, t.shape) for n, t in TENSORS.items()
+        }
+        assert all(torch.equal(read[n], t) for n, t in TENSORS.items())
+    assert not (BLOCKS / name).exists()
+    assert all(torch.equal(read[n], t) for n, t in TENSORS.items()), "copies outlive the block"
+
+
+def test_a_reader_that_ends_leaves_the_block_to_its_writer() -> None:
+    name, _ = write_shared({"a": TENSORS["a"]})
+    code = (
+        "from lockstep.engine.shared import read_shared\n"
+        "from lockstep.wire.control import PlacedTensor\n"
+        f"print(next(read_shared({name!r}, [PlacedTensor('a', 'float32', (5,))]))[1].tolist())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0]"
+    assert "resource_tracker" not in done.stderr
+    assert (BLOCKS / name).exists()
+    assert free_shared(name)
+    assert not free_shared(name)
+
+
+@pytest.mark.failure_mode("F35")
+def test_the_block_of_a_writer_that_dies_does_not_stay() -> None:
+    code = (
+        "import os, signal, torch\n"
+        "from lockstep.engine.shared import write_shared\n"
+        "print(write_shared({'a': torch.ones(3)})[0], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    # The pipes end when the process that cleans up behind the writer has ended too.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    name = done.stdout.strip()
+    assert name
+    assert not (BLOCKS / name).exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "field"),
+    [
+        (PlacedTensor("a", "float32", (6,)), "ends at byte"),
+        (PlacedTensor("a", "float32", (1,), 4), "multiple of 64"),
+        (PlacedTensor("a", "float32", (1,), -64), "multiple of 64"),
+        (PlacedTensor("a", "int8", (1,)), "dtype"),
+        (PlacedTensor("a", "float32", (0,)), "shape"),
+        (PlacedTensor("a", "float32", (1,), 1 << 40), "ends at byte"),
+    ],
+)
+def test_a_tensor_that_does_not_lie_in_the_block_is_refused(
+    place: PlacedTensor, field: str
+) -> None:
+    with shared_tensors({"a": TENSORS["a"]}) as (name, _):
+        size = (BLOCKS / name).stat().st_size
+        wanted = place if place.shape != (6,) else PlacedTensor("a", "float32", (size,))
+        with pytest.raises(BadRequest, match=field):
+            read_shared(name, [wanted])
+
+
+@pytest.mark.failure_mode("F33")
+@pytest.mark.parametrize("name", ["", "../etc/passwd", "/etc/passwd", "a/b", ".", "x" * 300])
+def test_a_name_that_is_a_path_is_refused(name: str) -> None:
+    with pytest.raises(BadRequest, match="shared_name"):
+        read_shared(name, [])
+
+
+def test_a_block_that_is_not_there_is_not_found() -> None:
+    with pytest.raises(NotFound, match="nothing-here"):
+        read_shared("nothing-here", [])
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the blocks that a test makes."""
+    names: list[str] = []
+
+    class Recorded(SharedMemory):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            names.append(self.name)
+
+    monkeypatch.setattr(shared, "SharedMemory", Recorded)
+    return names
+
+
+def test_no_room_is_an_error_and_not_a_crash(
+    monkeypatch: pytest.MonkeyPatch, made: list[str]
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shared.os, "posix_fallocate", full)
+    with pytest.raises(Unavailable, match="No space left"):
+        write_shared(TENSORS)
+    assert [(BLOCKS / name).exists() for name in made] == [False]
+
+
+def test_what_cannot_be_sent_is_refused_before_anything_is_made(made: list[str]) -> None:
+    for tensors in ({}, {"a": torch.ones(2, dtype=torch.int64)}):
+        with pytest.raises(BadRequest):
+            write_shared(tensors)
+    assert made == []
