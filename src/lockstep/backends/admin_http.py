@@ -28,6 +28,8 @@ LOST = (Unavailable, DeadlineExceeded)
 """After these nobody knows whether the worker did what it was asked."""
 TRANSIENT = (*LOST, Busy)
 GOOD = ("ok", "success")
+STILL_AT_WORK = 1.0
+"""Seconds between two looks at a call that was given up here and goes on there."""
 SOFT: tuple[tuple[re.Pattern[str], type[LockstepError]], ...] = (
     (re.compile(r"must be paused|already|under way", re.IGNORECASE), Conflict),
     (re.compile(r"not (?:implemented|supported)", re.IGNORECASE), UnsupportedField),
@@ -194,17 +196,16 @@ class Caller:
             try:
                 return await send(max(0.001, min(budget.attempt, deadline - loop.time())))
             except LockstepError as error:
-                # A conflict after a lost attempt may be that attempt, which is still at work.
-                kinds = (*TRANSIENT, Conflict) if attempt else TRANSIENT
                 pause = max(self._backoff * 2**attempt, error.retry_after or 0.0)
-                attempt += 1
-                if (
-                    not again
-                    or self._closed
-                    or attempt >= budget.tries
-                    or not isinstance(error, kinds)
-                    or loop.time() + pause >= deadline
-                ):
+                if attempt and isinstance(error, Conflict):
+                    # An attempt that was thought lost is still at work: waited for, not counted.
+                    pause = min(pause, STILL_AT_WORK)
+                elif isinstance(error, TRANSIENT):
+                    attempt += 1
+                else:
+                    raise named(error, self.url, what) from None
+                spent = attempt >= budget.tries or loop.time() + pause >= deadline
+                if spent or not again or self._closed:
                     raise named(error, self.url, what) from None
             await asyncio.sleep(pause)
 

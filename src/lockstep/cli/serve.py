@@ -10,17 +10,20 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.status import Status
 
+from lockstep.models import bundled
 from lockstep.settings import Settings
 from lockstep.tokens.errors import Unavailable
 from lockstep.wire.server import admin_token, run, say_ready, stop_event
 
 if TYPE_CHECKING:
+    from lockstep.fleet.fleet import Fleet
     from lockstep.fleet.pool import Pool
     from lockstep.gateway.app import GatewayOptions
 
@@ -29,6 +32,7 @@ log = logging.getLogger(__name__)
 LISTEN = "Listening"
 TRAFFIC = "Traffic"
 SESSIONS = "lockstep-sessions.sqlite"
+STATE = "lockstep-state.sqlite"
 
 
 class Dialect(StrEnum):
@@ -60,6 +64,17 @@ Insecure = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Say ready in one JSON line.", rich_help_panel=LISTEN)
 ]
+StateAt = Annotated[
+    str | None,
+    typer.Option(
+        help="SQLite file that keeps the fleet's desired state, or memory; by default "
+        f"{STATE}, or memory where the sessions are."
+    ),
+]
+Roots = Annotated[
+    list[Path] | None,
+    typer.Option("--checkpoint-root", help="Directory weights may come from; repeat it."),
+]
 SessionsAt = Annotated[str, typer.Option(help="SQLite file that keeps sessions, or memory.")]
 MaxInFlight = Annotated[int, typer.Option(help="Most requests at once.", rich_help_panel=TRAFFIC)]
 QueueLimit = Annotated[
@@ -82,6 +97,8 @@ def serve(
         str | None, typer.Option(help="Directory of the tokenizer; by default the model's.")
     ] = None,
     sessions: SessionsAt = SESSIONS,
+    state: StateAt = None,
+    checkpoint_root: Roots = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     admin_port: AdminPort = 8001,
@@ -107,11 +124,16 @@ def serve(
     )
     pool = Pool(max_in_flight=max_in_flight, queue_limit=queue_limit, queue_seconds=queue_seconds)
     source = _Embedded(model, workers, tuple(shlex.split(worker_args)))
-    run(_main(source, pool, options, settings, as_json))
+    kept = _Kept(state or ("memory" if sessions == "memory" else STATE), checkpoint_root or (),
+                 bundled(model) or Path(model))  # fmt: skip
+    run(_main(source, pool, kept, options, settings, as_json))
 
 
 def gateway(
-    worker: Annotated[list[str], typer.Option(help="URL of a running worker; repeat it.")],
+    worker: Annotated[
+        list[str],
+        typer.Option(help="URL of a running worker, or URL,ADMIN_URL; repeat it."),
+    ],
     transport: Annotated[
         Dialect | None, typer.Option(help="What they speak; by default they are asked.")
     ] = None,
@@ -123,6 +145,8 @@ def gateway(
     ] = None,
     wait_seconds: Annotated[float, typer.Option(help="How long to wait for workers.")] = 60.0,
     sessions: SessionsAt = SESSIONS,
+    state: StateAt = None,
+    checkpoint_root: Roots = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     admin_port: AdminPort = 8001,
@@ -153,11 +177,27 @@ def gateway(
     if logprobs_mode is not None:
         added["logprob_mode"] = logprobs_mode.value
     source = _Running(tuple(worker), added, wait_seconds)
-    run(_main(source, pool, options, settings, as_json))
+    kept = _Kept(state or ("memory" if sessions == "memory" else STATE), checkpoint_root or ())
+    run(_main(source, pool, kept, options, settings, as_json))
 
 
 Row = dict[str, object]
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What the fleet remembers and where weights may come from."""
+
+    state: str
+    roots: Sequence[Path]
+    model_dir: Path | None = None
+
+    def fleet(self, pool: Pool) -> Fleet:
+        from lockstep.fleet.desired import StateStore
+        from lockstep.fleet.fleet import Fleet
+
+        return Fleet(pool, StateStore(self.state), roots=self.roots, model_dir=self.model_dir)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,31 +209,35 @@ class _Embedded:
     arguments: tuple[str, ...]
 
     @asynccontextmanager
-    async def joined(self, pool: Pool, token: str, say: Say) -> AsyncIterator[list[Row]]:
-        """They serve in `pool`, both while the block runs."""
+    async def joined(self, fleet: Fleet, token: str, say: Say) -> AsyncIterator[list[Row]]:
+        """They serve in the fleet, both while the block runs."""
+        from lockstep.backends.admin_lockstep import LockstepAdmin
         from lockstep.gateway.supervisor import Child, Supervisor
 
+        pool = fleet.pool
+
         def count_up(_: Child) -> None:
-            up = sum(child.state == "running" for child in fleet.children)
+            up = sum(child.state == "running" for child in children.children)
             say(f"Starting {self.model}: {up} of {self.count} workers are ready")
 
-        fleet = Supervisor(
+        children = Supervisor(
             self.model,
             self.count,
             admin_token=token,
             arguments=self.arguments,
             on_ready=count_up,
-            on_restart=lambda child: pool.check(child.id),
+            on_restart=lambda child: pool.leave_out(child.id, "it was restarted"),
         )
         say(f"Starting {self.model}: 0 of {self.count} workers are ready")
-        async with fleet, pool:  # the pool is left first, or it would see its workers die
-            await fleet.ready()
-            for child in fleet.children:
-                await pool.add(child.url, worker_id=child.id, transport="vllm")
+        async with children, pool, fleet:  # left in turn, or the pool would see its workers die
+            await children.ready()
+            for child in children.children:
+                admin = LockstepAdmin(child.system_url, token)
+                await fleet.add(child.url, admin, worker_id=child.id)
             await pool.wait_ready(self.count, 30.0)
             yield [
                 {"id": one.id, "url": one.url, "system_url": one.system_url, "pid": one.pid}
-                for one in fleet.children
+                for one in children.children
             ]
 
 
@@ -206,12 +250,23 @@ class _Running:
     wait_seconds: float
 
     @asynccontextmanager
-    async def joined(self, pool: Pool, token: str, say: Say) -> AsyncIterator[list[Row]]:
-        """They serve in `pool`; those that do not answer in time join when they do."""
+    async def joined(self, fleet: Fleet, token: str, say: Say) -> AsyncIterator[list[Row]]:
+        """They serve in the fleet; those that do not answer in time join when they do.
+
+        URL,ADMIN_URL names a worker's control port too, for which `token` is used: only then can
+        its weights be updated from here.
+        """
+        from lockstep.backends.admin_open import open_admin
+
+        pool = fleet.pool
         say(f"Connecting to {', '.join(self.urls)}")
-        async with pool:
+        async with pool, fleet:
             for url in self.urls:
-                await pool.add(url, **self.added)
+                data_url, _, admin_url = url.partition(",")
+                if admin_url:
+                    await fleet.add(data_url, await open_admin(admin_url, token), **self.added)
+                else:
+                    await pool.add(data_url, **self.added)
             try:
                 await pool.wait_ready(len(self.urls), self.wait_seconds)
             except Unavailable as error:
@@ -227,11 +282,14 @@ class _Running:
 async def _main(
     source: _Embedded | _Running,
     pool: Pool,
+    kept: _Kept,
     options: GatewayOptions,
     settings: Settings,
     as_json: bool,
 ) -> None:
     from lockstep.gateway.app import serve_gateway
+
+    fleet = kept.fleet(pool)
 
     options.check()  # before anything is started
     stop = stop_event()
@@ -241,7 +299,7 @@ async def _main(
 
     async def life() -> None:
         with status, admin_token(settings.admin_token) as (token, token_file):
-            async with source.joined(pool, token, status.update) as workers:
+            async with source.joined(fleet, token, status.update) as workers:
                 model = (await pool.models())[0].id
 
                 def on_ready(url: str, admin_url: str) -> None:
@@ -255,7 +313,7 @@ async def _main(
                         _show(url, admin_url, token_file, model, workers, bool(options.api_keys))
 
                 await serve_gateway(
-                    pool=pool,
+                    fleet=fleet,
                     options=replace(options, admin_token=token),
                     on_ready=on_ready,
                     stop=stop,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from lockstep.fleet.desired import AdapterSpec, Operation, Reference
 from lockstep.fleet.member import Member, each
-from lockstep.fleet.probe import read_reference
-from lockstep.fleet.proof import CLOSE, ask, differs
+from lockstep.fleet.proof import BUILTIN, CLOSE, ask, differs, reference_of
 from lockstep.fleet.transaction import Budget, UpdateFailed
 from lockstep.tokens.errors import LockstepError
+from lockstep.wire.probe import Probe
 
 Quarantine = Callable[[Member, str], None]
 
@@ -21,7 +21,6 @@ async def load_everywhere(
     name: str,
     path: Path,
     version: str | None,
-    sequences: tuple[tuple[int, ...], ...],
     *,
     budget: Budget,
     operation: Operation,
@@ -46,13 +45,13 @@ async def load_everywhere(
             param=first.param,
         )
     label = Counter(labels[member] for member in done).most_common(1)[0][0]
-    probe = read_reference(path)
+    probe = reference_of(Probe.beside(path))
     scores, wrong = await ask(
-        "prove", done, probe.sequences if probe else sequences, name, budget.prove, operation
+        "prove", done, probe.sequences if probe else BUILTIN, name, budget.prove, operation
     )
     reference = probe
     if reference is None and scores:
-        reference = Reference(sequences, next(iter(scores.values())), CLOSE)
+        reference = Reference(BUILTIN, next(iter(scores.values())), CLOSE)
     proved: list[Member] = []
     for member, said in scores.items():
         error: LockstepError | None = None

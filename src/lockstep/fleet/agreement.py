@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from lockstep.tokens import Completion
+from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import Unavailable
 
 
@@ -15,8 +15,8 @@ class Agreement:
     agreed on since the request began count. Before anything was agreed, everything counts.
     """
 
-    def __init__(self, versions: Iterable[str] = ()) -> None:
-        self._versions = list(versions)
+    def __init__(self) -> None:
+        self._versions: list[str] = []
 
     @property
     def versions(self) -> tuple[str, ...]:
@@ -38,13 +38,16 @@ class Agreement:
 
         Nothing was delivered yet, so the request may be tried on another worker.
         """
-        allowed = self._versions[since:]
-        if not allowed:
-            return
         for done in completions:
-            last = done.versions[-1].version.partition("+")[0] if done.versions else None
-            if last is not None and last not in allowed:
-                raise Unavailable(
-                    f"worker {worker} answered under version {last!r}, but the fleet agreed on "
-                    f"{allowed[-1]!r}: it must be brought up to date first"
-                )
+            self.check_spans(done.versions, since, worker)
+
+    def check_spans(self, spans: Sequence[VersionSpan], since: int, worker: str) -> None:
+        """`check` for one choice of which only the spans were read."""
+        if not spans or since >= len(self._versions):
+            return
+        last = spans[-1].version.partition("+")[0]
+        if last != self._versions[-1] and last not in self._versions[since:]:
+            raise Unavailable(
+                f"worker {worker} answered under version {last!r}, but the fleet agreed on "
+                f"{self._versions[-1]!r}: it must be brought up to date first"
+            )

@@ -8,21 +8,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import time
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from lockstep.backends.admin import Admin, Broadcaster, PauseMode, Source, WorkerView
 from lockstep.fleet.adapters import load_everywhere, unload_everywhere
-from lockstep.fleet.agreement import Agreement
 from lockstep.fleet.bringup import bring_up
-from lockstep.fleet.checkpoint import Checkpoint, resolve
+from lockstep.fleet.checkpoint import Checkpoint, Signature, resolve
 from lockstep.fleet.desired import Desired, Operation, Reference, StateStore
 from lockstep.fleet.member import Member, each
 from lockstep.fleet.operations import Operations
 from lockstep.fleet.pool import Pool, Worker
-from lockstep.fleet.probe import builtin_sequences, read_reference
-from lockstep.fleet.proof import CLOSE, Proof, scores_of
+from lockstep.fleet.proof import BUILTIN, CLOSE, Proof, reference_of, scores_of
 from lockstep.fleet.transaction import Budget, Transaction
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
 
@@ -45,7 +43,11 @@ class Fleet:
         roots: Sequence[Path] = (),
         budget: Budget | None = None,
         lease_seconds: float = LEASE_SECONDS,
+        model_dir: Path | None = None,
     ) -> None:
+        """`model_dir` is where the weights are that the workers start with, if that is known."""
+        self._model_dir = model_dir
+        self._served: Checkpoint | None = None
         self.pool = pool
         self.members: dict[str, Member] = {}
         self._store = store or StateStore()
@@ -53,7 +55,9 @@ class Fleet:
         self._budget = budget or Budget()
         self._lease_seconds = lease_seconds
         self.desired = self._store.desired()
-        self.agreement = Agreement(self.desired.agreed)
+        self.agreement = pool.agreement
+        for version in self.desired.agreed:
+            self.agreement.add(version)
         self.operations = Operations(self._store)
         self._lease: asyncio.Task[None] | None = None
         pool.gate(self._gate)
@@ -73,10 +77,12 @@ class Fleet:
 
     # Membership
 
-    async def add(self, url: str, admin: Admin, *, worker_id: str | None = None) -> Member:
+    async def add(
+        self, url: str, admin: Admin, *, worker_id: str | None = None, **options: Any
+    ) -> Member:
         """Takes a worker in; it serves once it was brought to the desired state and proved.
 
-        Raises Conflict when the id exists.
+        `options` are those of the pool. Raises Conflict when the id exists.
         """
         name = worker_id or url.partition("://")[2].rstrip("/")
         if name in self.members:
@@ -84,7 +90,7 @@ class Fleet:
         member = Member(name, url, admin)
         self.members[name] = member
         try:
-            await self.pool.add(url, worker_id=name)
+            await self.pool.add(url, worker_id=name, **options)
         except BaseException:
             del self.members[name]
             raise
@@ -133,15 +139,14 @@ class Fleet:
 
     async def _adopt(self, member: Member, view: WorkerView) -> Desired:
         """The first worker's own state becomes the fleet's, when there is none yet."""
-        sequences = builtin_sequences()
-        said = await scores_of(member, sequences)
+        said = await scores_of(member, BUILTIN)
         async with self.operations.lock:
             if self.desired.version is None:
                 version = view.version or "default"
                 await self._decide(
                     Desired(
                         version=version,
-                        reference=Reference(sequences, said, CLOSE),
+                        reference=Reference(BUILTIN, said, CLOSE),
                         agreed=(version,),
                     )
                 )
@@ -198,21 +203,22 @@ class Fleet:
                     f"{self.desired.checkpoint or 'the start'}: other weights need another label",
                     param="version",
                 )
-            checkpoint = await asyncio.to_thread(Checkpoint.validate, path, None)
+            checkpoint = await asyncio.to_thread(
+                Checkpoint.validate, path, await self._signature(), roots=self._roots
+            )
             source = Source(directory=path)
         if source is None:
             raise BadRequest("there is no source of weights", param="weight_dir")
-        probe = (
-            None if checkpoint is None else await asyncio.to_thread(read_reference, checkpoint.path)
-        )
-        same = checkpoint is not None and str(checkpoint.path) == self.desired.checkpoint
+        probe = reference_of(checkpoint.probe if checkpoint is not None else None)
+        same = checkpoint is not None and checkpoint.digest == await self._digest()
         transaction = Transaction(
             self._serving(),
             source,
             version,
-            Proof(builtin_sequences(), probe, same=same),
+            Proof(probe, same=same),
             operation=operation,
             quarantine=self.quarantine,
+            hold=self._hold,
             mode=mode,
             paused=self.desired.paused is not None,
             budget=self._budget,
@@ -220,6 +226,7 @@ class Fleet:
         path_now = None if checkpoint is None else str(checkpoint.path)
 
         def agree(reference: Reference) -> None:
+            self._served = checkpoint
             self.desired = msgspec.structs.replace(
                 self.desired,
                 version=version,
@@ -294,7 +301,7 @@ class Fleet:
         async def work(operation: Operation) -> None:
             real = resolve(path, self._roots)
             spec = await load_everywhere(
-                self._serving(), name, real, version, builtin_sequences(),
+                self._serving(), name, real, version,
                 budget=self._budget, operation=operation, quarantine=self.quarantine,
             )  # fmt: skip
             adapters = {**self.desired.adapters, name: spec}
@@ -339,11 +346,9 @@ class Fleet:
             ranks = {member: rank for rank, member in enumerate(members, start=1)}
 
             async def call(member: Member) -> None:
-                await member.admin.join_group(
-                    Broadcaster(
-                        host, port, ranks[member], len(members) + 1, group, backend, seconds
-                    )  # type: ignore[arg-type]
-                )
+                rank, size = ranks[member], len(members) + 1
+                how = Broadcaster(host, port, rank, size, group, backend, seconds)
+                await member.admin.join_group(how)
 
             await self._everywhere("join", members, call, seconds + 10, operation)
 
@@ -351,6 +356,27 @@ class Fleet:
         return await self.operations.run("init_broadcaster", request, work, key=key)
 
     # Helpers
+
+    async def _signature(self) -> Signature | None:
+        """What the weights of the served model look like, where that is known."""
+        if self._served is not None:
+            return self._served.signature
+        if self._model_dir is None:
+            return None
+        return await asyncio.to_thread(Signature.of, self._model_dir)
+
+    async def _digest(self) -> str | None:
+        """What identifies the served weights, where that is known."""
+        where = self.desired.checkpoint or self._model_dir
+        if self._served is None and where is not None:
+            with suppress(LockstepError):
+                self._served = await asyncio.to_thread(
+                    Checkpoint.validate, Path(where), roots=self._roots
+                )
+        return None if self._served is None else self._served.digest
+
+    def _hold(self, member: Member, held: bool) -> None:
+        self.pool.hold(member.id, held)
 
     def _serving(self) -> list[Member]:
         """Raises Unavailable when there is none: an operation over no workers has failed."""

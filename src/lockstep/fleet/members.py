@@ -6,18 +6,19 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-from lockstep.backends import Transport, TransportName, open_transport
+from lockstep.backends import Ask, Delta, Transport, TransportName, open_transport
 from lockstep.backends.http import Link
+from lockstep.fleet.agreement import Agreement
 from lockstep.fleet.ring import Ring
-from lockstep.tokens import LogprobMode
+from lockstep.tokens import Completion, LogprobMode
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -49,12 +50,14 @@ class Worker:
     in_flight: int = 0
     elsewhere: int = 0
     lockstep: bool = False
+    held: bool = False
     error: str | None = "not probed yet"
     place: int = -1
     strikes: int = 0
     changes: int = 0
     due: float = 0.0
     opened: Transport | None = None
+    agreement: Agreement = field(default_factory=Agreement)
     instance: str | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,6 +68,22 @@ class Worker:
         if self.opened is None:
             raise Unavailable(f"worker {self.id} has not been reached yet: {self.error}")
         return self.opened
+
+    async def generate(self, ask: Ask) -> list[Completion]:
+        """The completions, under a version the fleet agreed on. Raises Unavailable if not."""
+        since = self.agreement.mark()
+        done = await self.transport.generate(ask)
+        self.agreement.check(done, since, self.id)
+        return done
+
+    async def stream(self, ask: Ask) -> AsyncGenerator[Delta | Completion, None]:
+        """Deltas, then completions; an answer under a version not agreed on ends in an error."""
+        since = self.agreement.mark()
+        async with aclosing(self.transport.stream(ask)) as items:
+            async for item in items:
+                if isinstance(item, Completion):
+                    self.agreement.check((item,), since, self.id)
+                yield item
 
     async def meet(self) -> None:
         """Finds out what it is. A worker that comes back may be another one than it was."""
@@ -92,12 +111,13 @@ class _Health(msgspec.Struct):
 class Members:
     """The workers by id. Each has a task that probes it: often while it is down, then less."""
 
-    def __init__(self, ring: Ring[Worker], probe_seconds: float) -> None:
+    def __init__(self, ring: Ring[Worker], probe_seconds: float, agreement: Agreement) -> None:
         if not probe_seconds > 0:
             raise BadRequest(
                 f"probe_seconds is {probe_seconds}: expected seconds > 0", param="probe_seconds"
             )
         self._ring = ring
+        self._agreement = agreement
         self._seconds = probe_seconds
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
@@ -136,6 +156,7 @@ class Members:
             url.rstrip("/"),
             Link(url, api_key=api_key, retries=RETRIES),
             {"transport": transport, "api_key": api_key, "logprob_mode": logprob_mode},
+            agreement=self._agreement,
         )
         self.workers[name] = worker
         try:
@@ -208,6 +229,12 @@ class Members:
     def leave_out(self, worker: Worker, reason: str) -> None:
         """Gives it nothing more until it passes the gate again."""
         self._down(worker, reason)
+
+    def hold(self, worker: Worker, held: bool) -> None:
+        """Keeps it out of the ring, or lets it in again, without a change of its state."""
+        if worker.held != held:
+            worker.held = held
+            self._rebuild()
 
     def check(self, worker: Worker) -> None:
         """Has it probed now: there is a reason to think that it has changed."""
@@ -292,7 +319,9 @@ class Members:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        self._ring.rebuild([one for one in self.workers.values() if one.state == "serving"])
+        self._ring.rebuild(
+            [one for one in self.workers.values() if one.state == "serving" and not one.held]
+        )
         self._changed.set()
         self._changed = asyncio.Event()
 

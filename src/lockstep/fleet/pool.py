@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from lockstep.backends import ModelCard, TransportName
+from lockstep.fleet.agreement import Agreement
 from lockstep.fleet.members import Gate, Members, State, Worker
 from lockstep.fleet.ring import Ring
 from lockstep.fleet.route import Route
@@ -52,7 +53,8 @@ class Pool:
         if attempts < 1:
             raise BadRequest(f"attempts is {attempts}: expected at least 1", param="attempts")
         self._ring: Ring[Worker] = Ring(load_factor)
-        self._members = Members(self._ring, probe_seconds)
+        self.agreement = Agreement()
+        self._members = Members(self._ring, probe_seconds, self.agreement)
         self._slots = Slots(max_in_flight, queue_limit, queue_seconds)
         self._attempts = attempts
         self._retry_after = probe_seconds
@@ -113,6 +115,10 @@ class Pool:
     def leave_out(self, worker_id: str, reason: str) -> None:
         """Gives that worker nothing more until it passes the gate again. Raises NotFound."""
         self._members.leave_out(self._members.get(worker_id), reason)
+
+    def hold(self, worker_id: str, held: bool) -> None:
+        """Gives that worker no new requests while it is held, whatever its state."""
+        self._members.hold(self._members.get(worker_id), held)
 
     def next_try(self, worker_id: str) -> float | None:
         """Seconds until a worker that is left out is tried again; None when it serves."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import isfinite
 
 from lockstep.fleet.desired import Operation, Reference
 from lockstep.fleet.member import Failures, Member, each
 from lockstep.tokens.errors import ContractError
+from lockstep.wire.probe import Probe, builtin, compare
 
 Scores = tuple[tuple[float, ...], ...]
 CLOSE = 1e-4
 """How far workers may be apart on the built-in probe: kernels differ in the last bits."""
+BUILTIN = builtin(256, 160)
+"""Sequences of ids that every vocabulary has."""
 
 
 class Disproved(ContractError):
@@ -25,14 +27,21 @@ class Disproved(ContractError):
     code = "disproved"
 
 
+def reference_of(probe: Probe | None) -> Reference | None:
+    """What a trainer's probe demands, if it gave one."""
+    if probe is None:
+        return None
+    return Reference(probe.sequences, probe.logprobs, probe.tolerance)
+
+
 class Proof:
     """What a transaction asks before and after. `probe` is the trainer's, if it gave one."""
 
     def __init__(
         self,
-        sequences: Sequence[Sequence[int]],
         probe: Reference | None = None,
         *,
+        sequences: Sequence[Sequence[int]] = BUILTIN,
         tolerance: float = CLOSE,
         same: bool = False,
     ) -> None:
@@ -130,19 +139,10 @@ async def scores_of(
 
 def differs(scores: Scores, reference: Reference) -> Disproved | None:
     """Why these scores are not those of the reference, or None. NaN never passes."""
-    if [len(row) for row in scores] != [len(row) for row in reference.logprobs]:
-        return Disproved("it scored another number of tokens than the probe has")
-    worst, where = 0.0, (0, 0)
-    for i, (row, expected) in enumerate(zip(scores, reference.logprobs, strict=True)):
-        for j, (said, right) in enumerate(zip(row, expected, strict=True)):
-            off = abs(said - right)
-            if not isfinite(off):
-                return Disproved(f"its logprob of token {j + 1} of probe sequence {i} is {said}")
-            if off > worst:
-                worst, where = off, (i, j)
-    if worst <= reference.tolerance:
+    verdict = compare(reference.logprobs, scores, reference.tolerance)
+    if verdict.passed:
         return None
     return Disproved(
-        f"its logprob of token {where[1] + 1} of probe sequence {where[0]} is off by {worst:.3g}, "
-        f"allowed is {reference.tolerance:g}"
+        f"its logprobs are off by up to {verdict.max_difference:.3g}, allowed is "
+        f"{reference.tolerance:g}: {verdict.where}"
     )

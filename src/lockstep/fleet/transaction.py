@@ -47,7 +47,8 @@ class UpdateFailed(LockstepError):
 class Transaction:
     """One update of the weights of `members`, which all serve `before` now.
 
-    `quarantine` is called for each member that must not get traffic any more.
+    `quarantine` is called for each member that must not get traffic any more, `hold` for one that
+    must not get any for a while.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Transaction:
         *,
         operation: Operation,
         quarantine: Callable[[Member, str], None],
+        hold: Callable[[Member, bool], None],
         mode: PauseMode = "keep",
         paused: bool = False,
         budget: Budget | None = None,
@@ -69,6 +71,7 @@ class Transaction:
         self._proof = proof
         self._operation = operation
         self._quarantine = quarantine
+        self._hold = hold
         self._mode: PauseMode = mode
         self._paused_before = paused
         self._budget = budget or Budget()
@@ -84,6 +87,7 @@ class Transaction:
         staged = await self._stage()
         try:
             committed = await self._switch(staged)
+            await self._let_answer(committed)
             reference, proved, wrong = await self._proof.after(
                 committed, self._budget.prove, self._operation
             )
@@ -126,7 +130,7 @@ class Transaction:
         if not self._paused_before:
 
             async def pause(member: Member) -> None:
-                await member.admin.pause(self._mode)
+                await member.admin.pause(self._mode_for(member))
 
             quiet, failed = await each(
                 "quiesce", staged, pause, self._budget.pause, self._operation
@@ -148,6 +152,23 @@ class Transaction:
             self._drop(member, f"it did not commit: {error.message}")
         return committed
 
+    def _mode_for(self, member: Member) -> PauseMode:
+        """Frozen requests would go on unproved on a worker that must run to answer a probe."""
+        if self._mode == "keep" and not member.admin.probes_while_paused:
+            return "wait"
+        return self._mode
+
+    async def _let_answer(self, members: list[Member]) -> None:
+        """Resumes, without traffic, those that answer no probe while they are paused."""
+        mute = [member for member in members if not member.admin.probes_while_paused]
+        for member in mute:
+            self._hold(member, True)
+
+        async def resume(member: Member) -> None:
+            await member.admin.resume()
+
+        await each("resume", mute, resume, self._budget.resume, self._operation)
+
     async def _resume(self, members: list[Member]) -> None:
         if not self._paused_before:
 
@@ -157,6 +178,8 @@ class Transaction:
             _, failed = await each("resume", members, resume, self._budget.resume, self._operation)
             for member, error in failed.items():
                 self._drop(member, f"it did not resume: {error.message}")
+        for member in members:
+            self._hold(member, False)
         if self._paused_at is not None:
             self._operation.pause_seconds = round(perf_counter() - self._paused_at, 6)
 

@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Mount
 
-from lockstep.fleet.pool import Pool
+from lockstep.fleet.fleet import Fleet
 from lockstep.gateway.book import Book
 from lockstep.gateway.chat import ChatFace
 from lockstep.gateway.completions import CompletionsFace
@@ -81,7 +81,7 @@ def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> Sta
 
 async def serve_gateway(
     *,
-    pool: Pool,
+    fleet: Fleet,
     options: GatewayOptions,
     on_ready: Callable[[str, str], None],
     stop: asyncio.Event,
@@ -93,8 +93,11 @@ async def serve_gateway(
         data_socket = sockets.enter_context(listen(options.host, options.port))
         admin_socket = sockets.enter_context(listen(options.admin_host, options.admin_port))
         sessions = await stack.enter_async_context(Sessions(options.sessions))
+        pool = fleet.pool
         book = Book(pool.models, options.tokenizer)
-        gateway = Gateway(pool=pool, book=book, sessions=sessions, body_limit=options.body_limit)
+        gateway = Gateway(
+            pool=pool, fleet=fleet, book=book, sessions=sessions, body_limit=options.body_limit
+        )
         metrics = Metrics(gateway)
         control = ControlPlane(gateway, options.admin_token, hosts=hosts_of(options.admin_host))
         apps = [

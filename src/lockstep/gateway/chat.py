@@ -105,7 +105,7 @@ class ChatFace:
 
     async def _whole(self, http: Request, turn: ChatTurn) -> Response:
         async def call(worker: Worker) -> tuple[str, list[Completion]]:
-            return worker.id, await worker.transport.generate(turn.ask)
+            return worker.id, await worker.generate(turn.ask)
 
         async def work() -> bytes:
             worker, done = await self._gateway.pool.run(turn.route, call)

@@ -116,13 +116,13 @@ class CompletionsFace:
 
     async def _one(self, prompt: Prompt) -> list[Completion]:
         async def call(worker: Worker) -> list[Completion]:
-            return await worker.transport.generate(prompt.ask)
+            return await worker.generate(prompt.ask)
 
         return await self._gateway.pool.run(prompt.route, call)
 
     def _items(self, prompt: Prompt) -> Items:
         def opened(worker: Worker) -> AsyncIterator[Delta | Completion]:
-            return worker.transport.stream(prompt.ask)
+            return worker.stream(prompt.ask)
 
         return self._gateway.pool.stream(prompt.route, opened)
 

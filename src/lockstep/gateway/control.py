@@ -9,6 +9,8 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lockstep.fleet.operations import OperationFailed
+from lockstep.gateway.fleet_routes import FleetRoutes, on_operation_failed
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.guard import Guard
 from lockstep.gateway.session_routes import SessionRoutes
@@ -22,12 +24,12 @@ class ControlPlane:
 
     def __init__(self, gateway: Gateway, token: str, *, hosts: Iterable[str] | None = None) -> None:
         self.app = Starlette(
-            routes=SessionRoutes(gateway).routes,
+            routes=[*FleetRoutes(gateway).routes, *SessionRoutes(gateway).routes],
             middleware=[
                 Middleware(Guard, hosts=hosts),
                 Middleware(_Admin, token=token),
             ],
-            exception_handlers=EXCEPTION_HANDLERS,
+            exception_handlers={OperationFailed: on_operation_failed, **EXCEPTION_HANDLERS},
         )
 
 

@@ -20,7 +20,7 @@ from lockstep.fleet.pool import Worker
 from lockstep.fleet.route import Route
 from lockstep.gateway.book import Served
 from lockstep.gateway.gateway import Gateway, request_id, session_id
-from lockstep.tokens import Completion
+from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, ContractError
 from lockstep.wire import generate_answer as wire
 from lockstep.wire import sse
@@ -36,6 +36,7 @@ class _BareChoice(msgspec.Struct):
     index: int = 0
     token_ids: list[int] | None = None
     finish_reason: str | None = None
+    weight_versions: list[VersionSpan] | None = None
 
 
 class _BareAnswer(msgspec.Struct):
@@ -79,10 +80,11 @@ class GenerateFace:
         self, worker: Worker, ask: Ask, asked: GenerateRequest, served: Served, body: bytes
     ) -> bytes | bytearray:
         if worker.lockstep and isinstance(worker.transport, VllmTransport):
+            since = worker.agreement.mark()
             answer, reading = await worker.transport.relay(body, ask)
-            _check(answer, reading, asked)
+            _check(answer, reading, asked, worker, since)
             return answer
-        done = await worker.transport.generate(ask)
+        done = await worker.generate(ask)
         return wire.answer(
             done,
             request_id=wire.REQUEST_ID_PREFIX + (ask.request_id or ""),
@@ -96,7 +98,7 @@ class GenerateFace:
     ) -> AsyncIterator[bytes]:
         def opened(worker: Worker) -> AsyncIterator[bytes]:
             if worker.lockstep and isinstance(worker.transport, VllmTransport):
-                return _relayed(worker.transport, ask, asked, body)
+                return _relayed(worker, worker.transport, ask, asked, body)
             return _rewritten(worker, ask, asked)
 
         async with aclosing(self._gateway.pool.stream(route, opened)) as events:
@@ -123,9 +125,10 @@ def bare_id(name: str) -> str:
 
 
 async def _relayed(
-    transport: VllmTransport, ask: Ask, asked: GenerateRequest, body: bytes
+    worker: Worker, transport: VllmTransport, ask: Ask, asked: GenerateRequest, body: bytes
 ) -> AsyncIterator[bytes]:
     """The worker's events as they come, checked; the stream must end with every choice finished."""
+    since = worker.agreement.mark()
     collected = GenerateStream(Reading(ask))
     finished: set[int] = set()
     async with aclosing(transport.relay_events(body, ask)) as events:
@@ -138,7 +141,7 @@ async def _relayed(
     if asked.sampling_params.logprobs is None:
         check_indices(finished, ask.sampling.n)
     else:
-        collected.finish()
+        worker.agreement.check(collected.finish(), since, worker.id)
 
 
 async def _rewritten(worker: Worker, ask: Ask, asked: GenerateRequest) -> AsyncIterator[bytes]:
@@ -146,7 +149,7 @@ async def _rewritten(worker: Worker, ask: Ask, asked: GenerateRequest) -> AsyncI
     named = wire.REQUEST_ID_PREFIX + (ask.request_id or "")
     stream = wire.Stream(named, ask.prompt_ids, asked.form)
     # Completions come last and repeat what the deltas brought: they only add how it ended.
-    async with aclosing(worker.transport.stream(ask)) as events:
+    async with aclosing(worker.stream(ask)) as events:
         async for event in events:
             if isinstance(event, Completion):
                 yield sse.event(stream.chunk(event.index, [], [], None, None, event))
@@ -157,10 +160,12 @@ async def _rewritten(worker: Worker, ask: Ask, asked: GenerateRequest) -> AsyncI
         yield sse.event(stream.usage())
 
 
-def _check(answer: bytearray, reading: Reading, asked: GenerateRequest) -> None:
-    """Raises the ContractError of an answer that must not be handed on."""
+def _check(
+    answer: bytearray, reading: Reading, asked: GenerateRequest, worker: Worker, since: int
+) -> None:
+    """Raises the error of an answer that must not be handed on."""
     if asked.sampling_params.logprobs is not None:
-        read_generate(answer, reading)
+        worker.agreement.check(read_generate(answer, reading), since, worker.id)
         return
     try:
         bare = BARE.decode(answer)
@@ -170,6 +175,7 @@ def _check(answer: bytearray, reading: Reading, asked: GenerateRequest) -> None:
     for choice in bare.choices:
         ids_of(choice.token_ids, f"choice {choice.index} of the answer")
         finish_of(choice.finish_reason)
+        worker.agreement.check_spans(choice.weight_versions or (), since, worker.id)
 
 
 def _ask(asked: GenerateRequest, served: Served, chosen: str) -> Ask:

@@ -76,5 +76,5 @@ class AddWorker(_Body):
     url: str
     admin_url: str | None = None
     admin_token: str | None = None
-    backend: str = "auto"
+    backend: Literal["auto", "lockstep", "vllm", "prime-rl", "dynamo"] = "auto"
     id: str | None = None
