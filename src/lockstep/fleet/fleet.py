@@ -51,7 +51,7 @@ class Fleet:
         self.pool = pool
         self.members: dict[str, Member] = {}
         self._store = store or StateStore()
-        self._roots = tuple(Path(root).resolve() for root in roots)
+        self._roots = tuple(Path(root).resolve() for root in roots or ("/",))
         self._budget = budget or Budget()
         self._lease_seconds = lease_seconds
         self.desired = self._store.desired()
