@@ -13,6 +13,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep import fleet
     from lockstep.client import (
         Chat,
         Policy,
@@ -37,6 +38,7 @@ __all__ = [
     "connect",
     "connect_sync",
     "errors",
+    "fleet",
     "generate",
 ]
 
@@ -45,6 +47,8 @@ _TOKENS = ("Completion", "LockstepError", "Sample", "Sampling", "errors")
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used: `lockstep --help` needs none of them."""
+    if name == "fleet":
+        return import_module("lockstep.fleet")
     if name not in __all__:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     room = "lockstep.tokens" if name in _TOKENS else "lockstep.client"

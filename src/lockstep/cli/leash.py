@@ -1,4 +1,4 @@
-"""`python -m lockstep.gateway.leash PARENT ...`: the lockstep command, ending with its parent.
+"""`python -m lockstep.cli.leash PARENT ...`: the lockstep command, ending with its parent.
 
 A gateway that is killed cannot stop its workers. So each asks the system to be killed with it,
 which also holds for a worker that hangs.
