@@ -106,7 +106,7 @@ def test_no_workers_are_not_a_fleet() -> None:
 
 CHILD = """
 import os, sys, time
-from lockstep.gateway.leash import hold
+from lockstep.wire.leash import hold
 hold(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(600)
