@@ -1,0 +1,118 @@
+"""Writes docs/failure-modes.md: what goes wrong elsewhere, what Lockstep does, which tests prove it.
+
+python scripts/failure_modes.py            # rewrite the page
+python scripts/failure_modes.py --check    # fail unless it is up to date and complete
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "failure-modes.md"
+MARK = re.compile(r'failure_mode\("(F\d\d)"\)')
+TEST = re.compile(r"(?:async )?def (test_\w+)")
+MODES: dict[str, tuple[str, str]] = {
+    "F01": ("the same history as dicts, pydantic objects or with None-valued keys is taken for another one", "messages are compared in canonical form: it matches and is bridged"),
+    "F02": ("an edited history is re-rendered and trained on as if nothing had happened", "a prefix break with its cause: refused, or forked, counted and logged once"),
+    "F03": ("cache_salt is dropped on the way", "reaches the engine once, from every place a dialect has for it"),
+    "F04": ("priority is dropped, or arrives with the wrong sign", "reaches the engine once, in that dialect's place and sign"),
+    "F05": ("a null among the logprobs is skipped and the list gets shorter", "an error with the position; the list is never shortened"),
+    "F06": ("ids and logprobs of different length are zipped", "an error with both lengths"),
+    "F07": ("the logprob belongs to another token than the id at its place", "an error with the position"),
+    "F08": ("no token ids came, so they are made from text", "an error: ids are never made from text"),
+    "F09": ("present but empty ids are taken for missing", "a valid completion of zero tokens"),
+    "F10": ("a token-in request is tokenized again from its placeholder message", "the prompt ids are the ids supplied"),
+    "F11": ("with n > 1 all choices get the ids of the first", "each choice has its own ids and logprobs, matched by index"),
+    "F12": ("an aborted answer is trained on as if it had stopped", "finish `abort`, tokens kept, masked by default, continued token for token on request"),
+    "F13": ("an answer or stream without a finish reason passes as complete", "an error"),
+    "F14": ("stop strings on a Dynamo frontend lose the engine data", "refused with the way out: stop by token ids"),
+    "F15": ("NaN, infinite or sentinel logprobs enter the loss", "an error with the position, or kept and flagged when asked for"),
+    "F16": ("raw and processed logprobs, or temperatures, are mixed in one sample", "mode and temperature are on the completion; such a sample is refused"),
+    "F17": ("a prompt without room is cut or fails deep in the engine", "refused before it is sent, with both numbers; a failed look-up is not remembered for ever"),
+    "F18": ("empty, negative, out-of-vocabulary or non-integer ids are coerced", "400 that names the first bad one"),
+    "F19": ("tokens and logprobs vanish when tool calls are parsed out", "finish `tool_calls`, ids and logprobs whole, in streams too"),
+    "F20": ("the template drops earlier thinking and the prefix silently changes", "kept by default; else a break `thinking_dropped`"),
+    "F21": ("closing tokens put into the prompt after a cut turn are trained on", "they are in the prompt, masked as not sampled"),
+    "F22": ("an operation over no workers succeeds", "503"),
+    "F23": ("200 with status error, or null, counts as done", "a failure"),
+    "F24": ("an update that fails on one worker leaves a mixed fleet", "rolled back or quarantined; the answer says who and why"),
+    "F25": ("a retried update is applied twice", "the same key gives the same answer; a lost answer is looked up"),
+    "F26": ("a worker that joins or restarts serves old weights", "no traffic before it holds the desired version and adapters, proved"),
+    "F27": ("KV of old weights is used for tokens of new ones", "caches are keyed by the weights' epoch, and running requests are computed anew"),
+    "F28": ("an engine takes the weights and is silently wrong", "the probe catches it; the worker is quarantined"),
+    "F29": ("a failed adapter swap serves the base model", "the old adapter goes on and the answer says so, or 404; never the base model"),
+    "F30": ("the same adapter path with new contents hits stale caches", "new contents, keyed by what was loaded"),
+    "F31": ("an unknown adapter is answered by the base model", "404"),
+    "F32": ("ten thousand adapter names leave state behind", "nothing is left"),
+    "F33": ("weights are loaded from anywhere", "4xx for empty, missing, relative, outside the roots, through a symlink; nothing touched"),
+    "F34": ("half a checkpoint is loaded", "refused in validate: missing shard, truncated, shapes, dtypes, NaN; nothing touched"),
+    "F35": ("a dying worker loses requests, or repeats delivered ones", "a typed error; tried elsewhere only if nothing was delivered"),
+    "F36": ("one worker that hangs in pause wedges the fleet", "bounded; the others are not left paused"),
+    "F37": ("a dead trainer leaves the fleet paused for ever", "the lease ends and the fleet resumes at its last proved version"),
+    "F38": ("routed experts in another form, or with wrong rows, corrupt the sample", "one form, trimmed once, rows checked; a bad one fails the turn before anything is stored"),
+    "F39": ("an unknown id detokenizes to nothing", "400 that names it"),
+    "F40": ("tokens that are parts of a character lose their bytes", "token strings are lossless, and the bytes are given"),
+    "F41": ("/tokenize takes contradicting forms and flags", "400; vLLM's defaults otherwise"),
+    "F42": ("anybody can call admin routes", "401, 403 or 405; own listener, own token, loopback by default"),
+    "F43": ("tokens of an in-flight update carry one version", "each token its own; a request may demand a version or a floor"),
+    "F44": ("logprobs are rounded on some hop", "bit-identical to what the engine computed"),
+    "F45": ("two requests with one id overwrite each other; abort counts what was asked", "both answered; abort says how many it really stopped"),
+    "F46": ("scoring takes the first entry instead of the token's own", "the token's own entry, the first position handled, temperature on record"),
+    "F47": ("the client goes away and the engine goes on", "the request stops; nothing leaks"),
+}  # fmt: skip
+
+
+def marked() -> dict[str, list[str]]:
+    """Test modules and names by failure mode."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        pending: list[str] = []
+        for line in path.read_text().splitlines():
+            pending += MARK.findall(line)
+            if (test := TEST.match(line)) and pending:
+                for mode in pending:
+                    where = path.relative_to(ROOT / "tests")
+                    found.setdefault(mode, []).append(f"{where}::{test[1]}")
+                pending = []
+    return found
+
+
+def page() -> str:
+    tests = marked()
+    lines = [
+        "# Failure modes",
+        "",
+        "Each was seen in a real system of this field, and each has tests that provoke it (marked `failure_mode`).",
+        "This page is written by `scripts/failure_modes.py`.",
+        "",
+        "| id | elsewhere | Lockstep | tests |",
+        "|---|---|---|---|",
+    ]
+    for mode, (wrong, right) in MODES.items():
+        named = tests.get(mode, [])
+        first = named[0] if named else "none yet"
+        more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+        lines.append(f"| {mode} | {wrong} | {right} | `{first}`{more} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    missing = sorted(set(MODES) - set(marked()))
+    unknown = sorted(set(marked()) - set(MODES))
+    if unknown:
+        raise SystemExit(f"tests are marked with unknown failure modes: {', '.join(unknown)}")
+    if "--check" in sys.argv:
+        if missing:
+            raise SystemExit(f"no test is marked with {', '.join(missing)}")
+        if PAGE.read_text() != page():
+            raise SystemExit("docs/failure-modes.md is not up to date: run this script")
+        return
+    PAGE.write_text(page())
+    print(f"{len(MODES)} modes; without a test: {', '.join(missing) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
