@@ -34,7 +34,7 @@ from lockstep.tokens.errors import (
     UnknownModel,
     UnsupportedField,
 )
-from tests.backends.scripted import read_request
+from tests.backends.scripted import Reply, read_request, serving, whole
 from tests.processes import TOKEN, WorkerProcess
 from tests.worker.adapters import write_adapter
 
@@ -165,6 +165,35 @@ async def test_a_source_is_exactly_one(admin: LockstepAdmin) -> None:
         await admin.stage(Source(group="nobody", tensors=specs(tensors())), "X")
 
 
+async def test_the_worker_checks_a_stage_too(worker: WorkerProcess, admin: LockstepAdmin) -> None:
+    for body, param in (
+        ({}, "model_path"),
+        ({"model_path": str(TINY), "shared_name": "x"}, "model_path"),
+        ({"shared_name": "x"}, "weight_version"),
+        ({"shared_name": "../x", "weight_version": "X", "partial": True}, "shared_name"),
+    ):
+        status, answer = await worker.control("stage", **body)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.failure_mode("F25")
+async def test_a_stage_that_was_given_up_and_goes_on_is_waited_for() -> None:
+    under_way = {"error": {"message": "another change is under way", "code": 409}}
+    turn = iter([Reply(fault="reset"), *[whole(under_way, 409)] * 9])
+    good = whole({"status": "ok", "staged": "B"})
+    async with serving(lambda _: next(turn, good)) as server:
+        driver = LockstepAdmin(server.url, budgets=QUICK, backoff=0.001)
+        await driver.stage(Source(directory=TINY), "B")
+        assert len(server.requests) == 11
+        await driver.close()
+    async with serving(lambda _: whole(under_way, 409)) as server:
+        driver = LockstepAdmin(server.url, budgets=QUICK, backoff=0.001)
+        with pytest.raises(Conflict, match="under way"):
+            await driver.stage(Source(directory=TINY), "B")
+        assert len(server.requests) == 1
+        await driver.close()
+
+
 async def test_commit_of_what_is_not_staged_is_a_conflict(admin: LockstepAdmin) -> None:
     with pytest.raises(Conflict, match=admin.url):
         await admin.commit("B")
@@ -184,10 +213,11 @@ async def test_adapters_are_listed_with_the_label_of_their_contents(
     assert first != base
     assert await admin.load_adapter("ad", write_adapter(tmp_path / "one", seed=2)) != label
     assert await admin.probe(IDS, adapter="ad") != first
-    assert await admin.load_adapter("ad", tmp_path / "one", "mine") == "mine"
+    mine = await admin.load_adapter("ad", tmp_path / "one", "mine")
+    assert mine.startswith("mine")
     with pytest.raises(AdapterError, match="adapter_config"):
         await admin.load_adapter("ad", tmp_path)
-    assert (await admin.view()).adapters == {"ad": "mine"}
+    assert (await admin.view()).adapters == {"ad": mine}
     await admin.unload_adapter("ad")
     with pytest.raises(UnknownModel, match="'ad'"):
         await admin.unload_adapter("ad")

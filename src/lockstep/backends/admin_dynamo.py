@@ -21,6 +21,7 @@ from lockstep.tokens.errors import (
     UnsupportedField,
 )
 from lockstep.wire import control
+from lockstep.wire.fault_read import BY_REASON
 
 TRANSACTION = frozenset({"stage", "commit", "rollback", "probe", "liveness_probe"})
 """What a Lockstep engine behind Dynamo advertises beside Dynamo's own routes."""
@@ -50,9 +51,7 @@ class DynamoAdmin:
         self._budgets = budgets
         self._own: LockstepAdmin | None = None
         if self.routes >= TRANSACTION:
-            self._own = LockstepAdmin(
-                system_url, token, host=host, budgets=budgets, backoff=backoff
-            )
+            self._own = _Advertised(system_url, token, host=host, budgets=budgets, backoff=backoff)
         self._reloads = Reloads(self.url, self._load, self._ready, untouched=(Conflict,))
         self._adapters: dict[str, str] = {}
 
@@ -75,8 +74,8 @@ class DynamoAdmin:
             await self._engine("liveness_probe", {}, self._budgets.quick, again=True)
         version = None
         if "get_weight_version" in self.routes:
-            version = await self._version()
-            self._reloads.seen(version)
+            self._reloads.seen(await self._version())
+            version = self._reloads.version
         return WorkerView(
             version=version, staged=self._reloads.staged, adapters=dict(self._adapters)
         )
@@ -239,6 +238,37 @@ class DynamoAdmin:
     ) -> dict[str, Any]:
         self._offers(route)
         return await self._caller.ask(f"/engine/{route}", body, budget, again=again)
+
+
+class _Advertised(LockstepAdmin):
+    """A Lockstep worker whose routes are served by Dynamo, which answers errors with status 200."""
+
+    def __init__(
+        self,
+        system_url: str,
+        token: str | None = None,
+        *,
+        host: str | None = None,
+        budgets: Budgets = BUDGETS,
+        backoff: float = 0.1,
+    ) -> None:
+        super().__init__(system_url, token, host=host, budgets=budgets, backoff=backoff)
+        self._caller = _ReasonedCaller(system_url, token=token, host=host, backoff=backoff)
+
+
+class _ReasonedCaller(Caller):
+    """Takes the error from its stable `reason`, not from its words."""
+
+    def said_yes(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
+        fields = self.fields(body, what)
+        kind = BY_REASON.get(str(fields.get("reason")))
+        if kind is not None and fields.get("status") == "error":
+            param = fields.get("param")
+            raise kind(
+                f"{self.url} {what}: {fields.get('message')}",
+                param=param if isinstance(param, str) else None,
+            )
+        return super().said_yes(body, what)
 
 
 def _update_route(source: Source) -> str:

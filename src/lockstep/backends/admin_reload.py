@@ -49,10 +49,14 @@ class Reloads:
 
     @property
     def version(self) -> str | None:
-        return None if self._live is None else self._live.version
+        """The label of what is served; None when nobody knows, or when it is broken."""
+        return None if self._live is None or self.broken is not None else self._live.version
 
     def seen(self, version: str | None, source: Source | None = None) -> None:
-        """What the server itself says that it serves. Another label ends what was remembered."""
+        """What the server itself says that it serves. Another label ends what was remembered,
+        except after a failed load, when the label says nothing about the weights."""
+        if self.broken is not None:
+            return
         if self._live is None or (version is not None and version != self._live.version):
             self._live, self._previous = Known(version, source), None
 
@@ -79,9 +83,8 @@ class Reloads:
             )
         await self._ready()
         source, _ = self._pending
-        before = self._live if self.broken is None else self._previous
-        await self._loading(source, version)
-        self._previous, self._live, self._pending = before, Known(version, source), None
+        await self._loading(source, version, self._live)
+        self._previous, self._live, self._pending = self._live, Known(version, source), None
 
     async def rollback(self) -> str | None:
         """Forgets what is staged, or loads the weights before the last commit (also one that
@@ -89,7 +92,7 @@ class Reloads:
         if self._pending is not None and self.broken is None:
             self._pending = None
             return self.version
-        # After a failed commit the live ones are still those from before it.
+        # What is remembered as live after a failed load are the weights to go back to.
         back = self._previous if self.broken is None else self._live
         if back is None or back.version is None or back.source is None:
             raise Conflict(
@@ -102,7 +105,7 @@ class Reloads:
                 "cannot be loaded again: stage and commit the version wanted"
             )
         await self._ready()
-        await self._loading(back.source, back.version)
+        await self._loading(back.source, back.version, back)
         self._live, self._previous, self._pending = back, None, None
         return back.version
 
@@ -114,7 +117,8 @@ class Reloads:
                 "commit a good version, before it is resumed"
             )
 
-    async def _loading(self, source: Source, version: str) -> None:
+    async def _loading(self, source: Source, version: str, good: Known | None) -> None:
+        """Loads; when that fails, `good` is what the server has to go back to."""
         try:
             await self._load(source, version)
         except self._untouched:
@@ -122,5 +126,6 @@ class Reloads:
         except BaseException as error:
             # Also when cancelled: the server may be in the midst of it.
             self.broken = f"loading {version!r} ended with {type(error).__name__}: {error}"
+            self._live = good
             raise
         self.broken = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class VllmAdmin:
         self._caller = Caller(base_url, token=token, host=host, backoff=backoff)
         self._budgets = budgets
         self._seen: Seen | None = None
-        self._extension = Extension(self._caller, budgets, self._ready, self._label)
+        self._extension = Extension(self._caller, budgets, self._quiet, self._label)
         self._reloads = Reloads(self.url, self._load, self._ready)
         self._adapters = Adapters(self._caller, budgets, "/v1/load_lora_adapter")
 
@@ -84,7 +85,7 @@ class VllmAdmin:
             root = next((card.root for card in cards if card.parent is None), None)
             first = Source(directory=Path(root)) if root and version == INITIAL_VERSION else None
             self._reloads.seen(version, first)
-            staged = self._reloads.staged
+            version, staged = self._reloads.version, self._reloads.staged
         return WorkerView(
             version=version,
             staged=staged,
@@ -143,17 +144,17 @@ class VllmAdmin:
     async def probe(
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> list[list[float]]:
-        if self.probes_while_paused:
-            scores = await self._extension.probe(token_ids, adapter)
-        elif await self._paused():
-            raise UnsupportedField(
-                f"{self.url} is paused, and vLLM queues requests then: resume it without traffic "
-                "to probe it, or load the Lockstep worker extension",
-                param="probe",
-            )
-        else:
+        if not await self._paused():
             budget = self._budgets.probe
             scores = [await score(self._caller, ids, adapter, budget) for ids in token_ids]
+        elif self.probes_while_paused and adapter is None:
+            scores = await self._extension.probe(token_ids)
+        else:
+            raise UnsupportedField(
+                f"{self.url} is paused, and vLLM queues requests then: resume it without traffic "
+                "to probe it, or load the Lockstep worker extension (which cannot score adapters)",
+                param="probe",
+            )
         check_scores(scores, token_ids, f"{self.url} probe")
         return scores
 
@@ -207,6 +208,19 @@ class VllmAdmin:
             await self._step("/update_weights", {"update_info": info}, budget)
             await self._step("/finish_weight_update", {"weight_version": version}, budget)
         await self._label(version)
+
+    @asynccontextmanager
+    async def _quiet(self) -> AsyncIterator[None]:
+        """Paused while the block runs: else tokens would come between the swap and its label."""
+        if await self._paused():
+            yield
+            return
+        await self.pause("keep")
+        try:
+            yield
+        finally:
+            await self._extension.view()  # raises when its weights are lost: then it must not run
+            await self.resume()
 
     async def _ready(self) -> None:
         """Raises Conflict unless paused: weights changed under a running server kill it."""

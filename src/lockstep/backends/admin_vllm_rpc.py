@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
 
 from lockstep.backends.admin import Broadcaster, Source
-from lockstep.backends.admin_http import Budget, Budgets, Caller
+from lockstep.backends.admin_http import Budget, Budgets, Caller, named
 from lockstep.backends.admin_lockstep import join_body, stage_body
-from lockstep.tokens.errors import Conflict, ContractError, EngineFailure, NotFound, Unavailable
+from lockstep.tokens.errors import (
+    Conflict,
+    ContractError,
+    DeadlineExceeded,
+    EngineFailure,
+    NotFound,
+    Unavailable,
+)
+from lockstep.wire.fault_read import error_of
 
 VIEW = "lockstep_view"
 """No arguments. Gives {"version": str | null, "staged": str | null, "probes": bool}; `probes` says
-whether the extension has PROBE. Every method gives the same on every rank."""
+whether the extension has PROBE. Every method gives the same on every rank, or {"error": {...}} in
+the shape of wire.fault on a rank where it failed."""
 STAGE = "lockstep_stage"
-"""Keyword arguments: the fields of wire.control.Stage. Gives {"staged": version}. Leaves the live
-weights alone, and may be repeated."""
+"""Keyword arguments: the fields of wire.control.Stage. Gives {"staged": version} once they are in
+memory; until then {"staged": null}, and is to be asked again, as a call that waited would hold up
+generation. Leaves the live weights alone."""
 COMMIT = "lockstep_commit"
 """Keyword argument `version`: swaps in what is staged, packs it, keeps the old for one rollback.
 Raises unless that version is staged. Gives {"version": version}. The server is paused."""
@@ -26,13 +38,15 @@ ROLLBACK = "lockstep_rollback"
 """Keyword arguments `version` and `staged`, as the caller saw them; raises when they are no longer
 so. Drops what is staged, or else undoes the last commit. Gives {"version": str}."""
 PROBE = "lockstep_probe"
-"""Keyword arguments `token_ids` (a list of lists) and `adapter` (str | null). Gives {"logprobs": a
-list of lists}, each one shorter than its sequence. Works while paused."""
+"""Keyword arguments `token_ids` (a list of lists) and `adapter` (null). Gives {"logprobs": a list
+of lists}, each one shorter than its sequence. Works while paused."""
 JOIN = "lockstep_join_group"
 """Keyword arguments: the fields of wire.control.JoinGroup; `rank` is that of the server's first
 rank, the others follow. Gives {"group_name": str}."""
 
 ROUTE = "/collective_rpc"
+POLL_FIRST, POLL_LAST = 0.02, 1.0
+"""Seconds between two looks at weights that are being staged."""
 NO_METHOD = re.compile(r"has no attribute|not implemented", re.IGNORECASE)
 
 
@@ -61,19 +75,19 @@ async def collective_rpc(
 
 
 class Extension:
-    """The worker extension of one server. `ready` raises unless its weights may be swapped now,
-    `label` tells the server the version it serves and drops cached prefixes."""
+    """The worker extension of one server. `quiet` keeps it paused for a block of code, `label`
+    tells the server the version it serves and drops cached prefixes."""
 
     def __init__(
         self,
         caller: Caller,
         budgets: Budgets,
-        ready: Callable[[], Awaitable[None]],
+        quiet: Callable[[], AbstractAsyncContextManager[None]],
         label: Callable[[str], Awaitable[None]],
     ) -> None:
         self._caller = caller
         self._budgets = budgets
-        self._ready = ready
+        self._quiet = quiet
         self._label = label
 
     async def view(self) -> Seen:
@@ -95,12 +109,23 @@ class Extension:
         kwargs = msgspec.to_builtins(stage_body(source, version))
         # Tensors of a broadcast come once; anything else can be read again.
         again = source.group is None
-        answer = await self._call(STAGE, kwargs, self._budgets.load, again=again)
-        self._caller.expect(answer.get("staged"), version, STAGE)
+        loop = asyncio.get_running_loop()
+        deadline, pause = loop.time() + self._budgets.load.total, POLL_FIRST
+        while True:
+            answers = await self._each(STAGE, kwargs, self._budgets.load, again=again)
+            staged = [answer.get("staged") for answer in answers]
+            if None not in staged:
+                self._caller.expect(staged, [version] * len(staged), STAGE)
+                return
+            if loop.time() + pause > deadline:
+                raise DeadlineExceeded(
+                    f"{self._caller.url} {STAGE}: {version!r} was not in memory after "
+                    f"{self._budgets.load.total:g} s"
+                )
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, POLL_LAST)
 
     async def commit(self, version: str) -> None:
-        await self._ready()
-
         async def commit() -> bool:
             answer = await self._call(COMMIT, {"version": version}, self._budgets.commit)
             self._caller.expect(answer.get("version"), version, COMMIT)
@@ -117,13 +142,12 @@ class Extension:
                 "staged nor served now: stage it again"
             )
 
-        await self._caller.once(COMMIT, commit, settled, self._budgets.commit)
-        await self._label(version)
+        async with self._quiet():
+            await self._caller.once(COMMIT, commit, settled, self._budgets.commit)
+            await self._label(version)
 
     async def rollback(self) -> str | None:
         before = await self.view()
-        if before.staged is None:
-            await self._ready()
         expected = {"version": before.version, "staged": before.staged}
 
         async def rollback() -> str:
@@ -138,15 +162,15 @@ class Extension:
                 raise Unavailable(f"{self._caller.url} {ROLLBACK}: it was started anew meanwhile")
             return now.version
 
-        version = await self._caller.once(ROLLBACK, rollback, settled, self._budgets.commit)
-        if before.staged is None:
+        if before.staged is not None:
+            return await self._caller.once(ROLLBACK, rollback, settled, self._budgets.commit)
+        async with self._quiet():
+            version = await self._caller.once(ROLLBACK, rollback, settled, self._budgets.commit)
             await self._label(version)
         return version
 
-    async def probe(
-        self, token_ids: Sequence[Sequence[int]], adapter: str | None
-    ) -> list[list[float]]:
-        kwargs = {"token_ids": [list(ids) for ids in token_ids], "adapter": adapter}
+    async def probe(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        kwargs = {"token_ids": [list(ids) for ids in token_ids], "adapter": None}
         answer = await self._call(PROBE, kwargs, self._budgets.probe, again=True)
         return self._caller.read(list[list[float]], answer.get("logprobs"), PROBE)
 
@@ -160,11 +184,26 @@ class Extension:
         self, method: str, kwargs: dict[str, Any], budget: Budget, *, again: bool = False
     ) -> dict[str, Any]:
         """The one answer of all ranks. Raises ContractError when they do not agree."""
-        results = await collective_rpc(self._caller, method, kwargs, budget, again=again)
-        first = results[0]
-        if not isinstance(first, dict) or any(other != first for other in results):
+        first, *others = await self._each(method, kwargs, budget, again=again)
+        if any(other != first for other in others):
             raise ContractError(
-                f"{self._caller.url} {method}: expected one object, the same of all ranks, "
-                f"got {results!r:.200}"
+                f"{self._caller.url} {method}: expected the same of all ranks, "
+                f"got {[first, *others]!r:.200}"
             )
         return first
+
+    async def _each(
+        self, method: str, kwargs: dict[str, Any], budget: Budget, *, again: bool = False
+    ) -> list[dict[str, Any]]:
+        """What each rank says. Raises the error of the first that states one."""
+        results = await collective_rpc(self._caller, method, kwargs, budget, again=again)
+        for result in results:
+            if not isinstance(result, dict):
+                raise ContractError(
+                    f"{self._caller.url} {method}: expected one object, the same of all ranks, "
+                    f"got {results!r:.200}"
+                )
+            if stated := result.get("error"):
+                body = msgspec.json.encode(stated)
+                raise named(error_of(500, body), self._caller.url, method)
+        return results

@@ -95,11 +95,10 @@ async def serve_gateway(
         sessions = await stack.enter_async_context(Sessions(options.sessions))
         pool = fleet.pool
         book = Book(pool.models, options.tokenizer)
-        gateway = Gateway(
-            pool=pool, fleet=fleet, book=book, sessions=sessions, body_limit=options.body_limit
-        )
+        gateway = Gateway(pool=pool, book=book, sessions=sessions, body_limit=options.body_limit)
         metrics = Metrics(gateway)
-        control = ControlPlane(gateway, options.admin_token, hosts=hosts_of(options.admin_host))
+        hosts = hosts_of(options.admin_host)
+        control = ControlPlane(gateway, fleet, options.admin_token, hosts=hosts)
         apps = [
             (data_app(gateway, options, metrics), data_socket),
             (control.app, admin_socket),

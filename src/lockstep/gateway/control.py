@@ -9,6 +9,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.operations import OperationFailed
 from lockstep.gateway.fleet_routes import FleetRoutes, on_operation_failed
 from lockstep.gateway.gateway import Gateway
@@ -22,9 +23,11 @@ from lockstep.wire.http import EXCEPTION_HANDLERS, json_response, require_bearer
 class ControlPlane:
     """Routes of the admin listener. Every one of them needs the admin token."""
 
-    def __init__(self, gateway: Gateway, token: str, *, hosts: Iterable[str] | None = None) -> None:
+    def __init__(
+        self, gateway: Gateway, fleet: Fleet, token: str, *, hosts: Iterable[str] | None = None
+    ) -> None:
         self.app = Starlette(
-            routes=[*FleetRoutes(gateway).routes, *SessionRoutes(gateway).routes],
+            routes=[*FleetRoutes(gateway, fleet).routes, *SessionRoutes(gateway).routes],
             middleware=[
                 Middleware(Guard, hosts=hosts),
                 Middleware(_Admin, token=token),

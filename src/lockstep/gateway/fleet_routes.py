@@ -13,6 +13,7 @@ from starlette.routing import Route
 from lockstep.backends.admin import Source, TensorSpec
 from lockstep.backends.admin_open import open_admin
 from lockstep.fleet.desired import Operation
+from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.operations import OperationFailed
 from lockstep.fleet.view import fleet_state, worker_views
 from lockstep.gateway.gateway import Gateway
@@ -30,9 +31,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 class FleetRoutes:
     """Routes under /v1/rl. Mutations are operations: same Idempotency-Key, same answer."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, fleet: Fleet) -> None:
         self._gateway = gateway
-        self._fleet = gateway.fleet
+        self._fleet = fleet
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
         at = "/v1/rl"
         self.routes = [

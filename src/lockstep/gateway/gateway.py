@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.pool import Pool
 from lockstep.gateway.book import Book
 from lockstep.gateway.sessions import Sessions
@@ -22,7 +21,6 @@ class Gateway:
     """The fleet's workers, the models they serve, and the sessions that requests may join."""
 
     pool: Pool
-    fleet: Fleet
     book: Book
     sessions: Sessions
     body_limit: int = 64 << 20

@@ -45,6 +45,9 @@ EXTRA_FIELDS = (
     "timing",
 )
 """Names that Dynamo 1.6 answers; any other is silently ignored there, so it is refused here."""
+EXPERTS_FROM = "lockstep.experts:"
+"""An annotation: a Lockstep engine returns routed experts from the row that it names. The extra
+field `routed_experts` would send them twice. Dynamo's own engines return them when started so."""
 
 
 class ChatRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -74,8 +77,9 @@ ENCODER = msgspec.json.Encoder()
 def encode_dynamo(ask: Ask, *, mode: LogprobMode, stream: bool = False) -> bytes:
     """The body for one choice. Nothing is dropped: what Dynamo would not forward is refused.
 
-    Raises UnsupportedField for stop strings, logit_bias, versions and other logprob modes,
-    UnknownField for nvext keys Dynamo rejects, NotImplementedError for multimodal prompts.
+    Raises UnsupportedField for stop strings, logit_bias, ignore_eos with stop ids, versions and
+    other logprob modes, UnknownField for nvext keys Dynamo rejects, NotImplementedError for
+    multimodal prompts.
     """
     sampling = ask.sampling
     refuse_versions(ask, "Dynamo")
@@ -91,6 +95,13 @@ def encode_dynamo(ask: Ask, *, mode: LogprobMode, stream: bool = False) -> bytes
             "logit_bias is accepted by Dynamo but never reaches the engine: leave it out, "
             "or use the `vllm` transport",
             param="logit_bias",
+        )
+    if sampling.ignore_eos and sampling.stop_token_ids:
+        raise UnsupportedField(
+            f"stop_token_ids is {list(sampling.stop_token_ids)} and ignore_eos is set: Dynamo's "
+            "chat route then drops every stop token; leave one of them out, or use the "
+            "`dynamo-generate` transport",
+            param="ignore_eos",
         )
     if sampling.n != 1:
         raise UnsupportedField(
@@ -140,6 +151,9 @@ def extension(ask: Ask) -> dict[str, Any]:
     merged = dict(given)
     merged["token_data"] = ask.prompt_ids
     merged["extra_fields"] = extra_fields(ask, given)
+    if ask.experts_start is not None:
+        rows = f"{EXPERTS_FROM}{ask.experts_start}"
+        merged["annotations"] = [*(given.get("annotations") or ()), rows]
     salt = _same("nvext.cache_salt", given.get("cache_salt"), ask.cache_salt)
     if salt is not None:
         merged["cache_salt"] = salt

@@ -49,7 +49,7 @@ class Choice(msgspec.Struct):
 
 
 class EngineData(msgspec.Struct):
-    """What the worker itself says; Lockstep's worker adds finish_reason and weight_versions."""
+    """What the worker itself says; Lockstep's adds finish_reason, versions, mode, temperature."""
 
     completion_token_ids: list[int] | None = None
     completion_logprobs: list[float | None] | None = None
@@ -57,9 +57,11 @@ class EngineData(msgspec.Struct):
     prompt_logprobs: PromptField | None = None
     routed_experts: ExpertsField = None
     finish_reason: str | None = None
+    stop_reason: Any = None
     weight_version: str | int | None = None
     weight_versions: list[VersionSpan] | None = None
     logprob_mode: Any = None
+    temperature: float | None = None
     adapter: str | None = None
 
 
@@ -182,10 +184,11 @@ def _completion(answer: Answer, spliced: Spliced, reading: Reading) -> Completio
         finish=finish,
         versions=spans_of(engine.weight_versions, version, len(ids)),
         logprob_mode=mode,
-        temperature=ask.sampling.temperature,
+        # What Dynamo forwards has 32 bits: the engine knows what it sampled with.
+        temperature=_first(engine.temperature, ask.sampling.temperature),
         index=reading.index,
         request_id=ask.request_id or answer.id or "",
-        stop_token=stop_token_of(None, finish, ids, ask),
+        stop_token=stop_token_of(engine.stop_reason, finish, ids, ask),
         top_logprobs=tops_of(content, ask.sampling.logprobs),
         prompt_logprobs=prompt_of(prompt, reading),
         worker=reading.worker if worker is None else str(worker),

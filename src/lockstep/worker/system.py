@@ -13,7 +13,6 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from torch import Tensor
 
 from lockstep.engine import Engine
 from lockstep.engine.broadcast import Broadcast, TensorSpec
@@ -158,7 +157,7 @@ class SystemPlane:
     ) -> Weights:
         group = self._group(group_name)
         device = self.engine.options.device
-        tensors: list[tuple[str, Tensor]] = await asyncio.to_thread(group.receive, specs, device)
+        tensors = await asyncio.to_thread(group.receive, specs, device)
         return await self.engine.stage_tensors(tensors, version)
 
     def _check_complete(self, names: Iterable[str]) -> None:

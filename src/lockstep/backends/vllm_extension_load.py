@@ -1,0 +1,116 @@
+"""Puts a whole set of weights into a running vLLM model, and mends what vLLM's CPU paths miss.
+
+vLLM moves all parameters to the meta device while it reloads. A forward pass in between kills the
+server, so `load` runs from start to end in one call, and puts the old weights back when it fails.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.platforms import current_platform
+
+from lockstep.tokens.errors import BadRequest, EngineFailure
+
+SKIP_REPAIRS = "LOCKSTEP_VLLM_SKIP_REPAIRS"
+"""Names of repairs to leave out, with commas between: to see whether vLLM still needs them."""
+
+Tensors = Mapping[str, Any]
+
+
+class WeightsLost(EngineFailure):
+    """The new weights did not load and the old ones could not be put back: start it again."""
+
+    code = "weights_lost"
+
+
+def load(model: Any, model_config: Any, new: Tensors, old: Tensors) -> None:
+    """The model computes with `new` afterwards, or raises EngineFailure and computes with `old`.
+
+    Both hold every tensor of the checkpoint: with a part of a fused module vLLM would compute
+    garbage without a word. Raises WeightsLost when not even `old` could be loaded.
+    """
+    repairs = chosen_repairs()
+    try:
+        _load(model, model_config, new, repairs)
+    except Exception as error:
+        try:
+            _abandon(model, model_config)
+            _load(model, model_config, old, repairs)
+        except Exception as second:
+            raise WeightsLost(
+                f"loading failed ({_said(error)}), and so did putting the old weights back "
+                f"({_said(second)}): start this server again"
+            ) from error
+        raise EngineFailure(
+            f"loading failed, and the old weights were put back: {_said(error)}"
+        ) from error
+
+
+def chosen_repairs() -> list[Callable[[Any], None]]:
+    """Those that apply here. Raises BadRequest for a name in the environment that is none."""
+    skipped = {name.strip() for name in os.environ.get(SKIP_REPAIRS, "").split(",")} - {""}
+    if unknown := skipped - REPAIRS.keys():
+        raise BadRequest(
+            f"{SKIP_REPAIRS} names {', '.join(sorted(unknown))}: known are {', '.join(REPAIRS)}",
+            param=SKIP_REPAIRS,
+        )
+    if not current_platform.is_cpu():
+        return []
+    return [repair for name, repair in REPAIRS.items() if name not in skipped]
+
+
+def _load(
+    model: Any, model_config: Any, tensors: Tensors, repairs: list[Callable[[Any], None]]
+) -> None:
+    initialize_layerwise_reload(model)
+    model.load_weights(iter(tensors.items()))
+    finalize_layerwise_reload(model, model_config)
+    for repair in repairs:
+        repair(model)
+
+
+def _abandon(model: Any, model_config: Any) -> None:
+    """Takes all modules off the meta device, whatever they had received."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+    finalize_layerwise_reload(model, model_config)
+
+
+def _repair_head(model: Any) -> None:
+    """A head that shares the embedding's parameter multiplies with a copy packed at the start:
+    the reload finds nothing to load for it, and leaves that copy as it is."""
+    for module in model.modules():
+        packed = isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear")
+        if packed and module.weight.numel():
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _repair_experts(model: Any) -> None:
+    """The reload puts expert weights as they come where the kernel reads packed ones."""
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            kernel.fused_experts.process_weights_after_loading(module)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+REPAIRS: dict[str, Callable[[Any], None]] = {
+    "tied_head": _repair_head,
+    "experts": _repair_experts,
+}

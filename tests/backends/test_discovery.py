@@ -1,0 +1,223 @@
+"""Finding workers: listed, told by Dynamo, behind a name; and watching them come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from lockstep.backends.admin_http import Budget, Budgets
+from lockstep.backends.discovery import (
+    Dynamo,
+    Found,
+    Listed,
+    Named,
+    until_ready,
+    watch,
+    workers_url,
+)
+from lockstep.tokens.errors import (
+    BadRequest,
+    ContractError,
+    DeadlineExceeded,
+    Unavailable,
+    UnsupportedField,
+)
+from tests.backends.scripted import Reply, Request, serving, whole
+from tests.data.captures import load
+
+QUICK = Budgets(quick=Budget(0.5, 1, tries=1))
+FRONT = "http://front:8000"
+
+
+def captured(name: str) -> Reply:
+    found = load("dynamo", name)
+    return whole(found.body, found.status)
+
+
+def answering(*replies: Reply):
+    turn = iter(replies)
+    last = [replies[-1]]
+
+    def script(request: Request) -> Reply:
+        assert request.path == "/v1/rl/workers"
+        last[0] = next(turn, last[0])
+        return last[0]
+
+    return script
+
+
+async def found(reply: Reply) -> dict[str, Found]:
+    async with serving(answering(reply)) as server:
+        discovery = Dynamo(FRONT, server.url, budgets=QUICK)
+        try:
+            return {one.id: one for one in await discovery.find()}
+        finally:
+            await discovery.close()
+
+
+async def test_dynamo_ids_keep_all_64_bits() -> None:
+    (one,) = (await found(captured("rl_workers"))).values()
+    assert one.id == "14158359886483287760"
+    assert (one.admin_url, one.data_url, one.backend) == ("http://127.0.0.1:18081", FRONT, "dynamo")
+    assert (one.model, one.ready, one.error) == ("own-model", True, None)
+    assert "update_weights_from_disk" in one.routes
+    assert len(await found(captured("rl_workers_two"))) == 2
+
+
+@pytest.mark.failure_mode("F35")
+async def test_a_dynamo_worker_with_an_error_is_not_ready() -> None:
+    workers = await found(captured("rl_workers_after_kill9"))
+    dead, alive = workers["10482494335621261157"], workers["11031378106565546037"]
+    assert (dead.ready, dead.admin_url) == (False, None)
+    assert "TCP connection" in (dead.error or "")
+    assert alive.ready
+
+
+async def test_dynamo_workers_that_share_a_system_url_are_not_ready() -> None:
+    body = json.loads(load("dynamo", "rl_workers").body)
+    body["workers"].append({**body["workers"][0], "instance_id": 7})
+    workers = await found(whole(body))
+    assert [one.ready for one in workers.values()] == [False, False]
+
+
+async def test_a_loopback_system_url_is_only_good_next_to_the_discovery() -> None:
+    worker = {"instance_id": 1, "system_url": "http://127.0.0.1:9"}
+    async with serving(answering(whole({"protocol_version": 1, "workers": [worker]}))) as server:
+        # The same server by an address that is not a loopback one.
+        for url, ready in ((server.url, True), (server.url.replace("127.0.0.1", "0.0.0.0"), False)):
+            discovery = Dynamo(FRONT, url, budgets=QUICK)
+            (one,) = await discovery.find()
+            assert one.ready is ready
+            assert ready or "its own host" in (one.error or "")
+            await discovery.close()
+
+
+@pytest.mark.failure_mode("F23")
+@pytest.mark.parametrize(
+    "reply",
+    [whole(b"null"), whole({"workers": []}), whole({"protocol_version": 1, "workers": [{}]})],
+)
+async def test_an_answer_that_lists_nothing_it_should_is_an_error(reply: Reply) -> None:
+    with pytest.raises(ContractError):
+        await found(reply)
+    with pytest.raises(Unavailable, match="protocol 2"):
+        await found(whole({"protocol_version": 2, "workers": []}))
+
+
+def test_the_discovery_url_comes_from_the_frontend_and_the_port_variable() -> None:
+    assert workers_url("http://front:8000/v1", {}) == "http://front:8001"
+    assert workers_url("http://[::1]:8000", {"DYN_RL_PORT": "9"}) == "http://[::1]:9"
+    with pytest.raises(BadRequest, match="DYN_RL_PORT"):
+        workers_url(FRONT, {"DYN_RL_PORT": "x"})
+    with pytest.raises(BadRequest, match="frontend"):
+        workers_url("front:8000", {})
+
+
+async def test_discovery_is_asked_until_workers_are_ready() -> None:
+    empty = whole({"protocol_version": 1, "workers": []})
+    replies = (Reply(fault="reset"), empty, captured("rl_workers_after_kill9"),
+               captured("rl_workers_two"))  # fmt: skip
+    async with serving(answering(*replies)) as server:
+        discovery = Dynamo(FRONT, server.url, budgets=QUICK)
+        workers = await until_ready(discovery, 2, seconds=10, interval=0.01)
+        assert len(workers) == 2
+        assert len(server.requests) == 4
+        await discovery.close()
+    async with serving(answering(captured("rl_workers_after_kill9"))) as server:
+        discovery = Dynamo(FRONT, server.url, budgets=QUICK)
+        with pytest.raises(DeadlineExceeded, match="1 are ready; 10482494335621261157: Unavail"):
+            await until_ready(discovery, 2, seconds=0.2, interval=0.01)
+        await discovery.close()
+
+
+async def test_each_address_of_a_name_is_one_worker() -> None:
+    async def resolve(name: str, port: int) -> Iterable[str]:
+        assert (name, port) == ("workers.svc", 8000)
+        return ["10.0.0.1", "fd00::2"]
+
+    discovery = Named("http://workers.svc:8000", admin_port=9000, resolve=resolve)
+    one, two = sorted(await discovery.find(), key=lambda found: found.id)
+    assert (one.id, one.data_url, one.admin_url) == (
+        "10.0.0.1:8000", "http://10.0.0.1:8000", "http://10.0.0.1:9000",
+    )  # fmt: skip
+    assert (two.id, two.admin_url) == ("[fd00::2]:8000", "http://[fd00::2]:9000")
+    assert one.host == two.host == "workers.svc:8000"
+    with pytest.raises(UnsupportedField, match="certificates"):
+        Named("https://workers.svc")
+    (local,) = await Named("http://127.0.0.1:81").find()
+    assert local.data_url == "http://127.0.0.1:81"
+
+
+async def test_listed_workers_are_what_they_are() -> None:
+    listed = await Listed("http://a:1", ("http://b:1", "http://b:2/")).find()
+    assert {(one.id, one.data_url, one.admin_url) for one in listed} == {
+        ("a:1", "http://a:1", "http://a:1"),
+        ("b:1", "http://b:1", "http://b:2"),
+    }
+    with pytest.raises(BadRequest, match="twice"):
+        Listed("http://a:1", "http://a:1/")
+    with pytest.raises(BadRequest, match="'a:1'"):
+        Listed("a:1")
+
+
+class Turns:
+    """A discovery that gives each of these in turn, then the last for ever."""
+
+    def __init__(self, *looks: frozenset[Found] | Unavailable) -> None:
+        self._looks = list(looks)
+        self.over = asyncio.Event()
+
+    async def find(self) -> frozenset[Found]:
+        look = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+        if len(self._looks) == 1:
+            self.over.set()
+        if isinstance(look, Unavailable):
+            raise look
+        return look
+
+    async def close(self) -> None:
+        return None
+
+
+A = Found("a", "http://a", "http://a")
+B = Found("b", "http://b", "http://b")
+
+
+@pytest.mark.failure_mode("F26")
+async def test_watching_tells_changes_and_forgets_nobody_when_a_look_fails() -> None:
+    sick = replace(A, ready=False, error="why")
+    turns = Turns(
+        Unavailable("not yet"),
+        frozenset({A}),
+        Unavailable("no name server"),
+        frozenset({A}),
+        frozenset({A, B}),
+        frozenset({sick, B}),
+        frozenset(),
+    )
+    async with aclosing(watch(turns, 0.001)) as changes:
+        seen = [await anext(changes) for _ in range(4)]
+    assert [change.came for change in seen] == [{A}, {B}, {sick}, set()]
+    assert [change.left for change in seen] == [set(), set(), {A}, {sick, B}]
+    assert seen[1].now == {A, B}
+
+
+async def test_watching_ends_when_it_is_cancelled() -> None:
+    turns = Turns(frozenset({A}))
+
+    async def follow() -> None:
+        async for _ in watch(turns, 0.001):
+            pass
+
+    task = asyncio.create_task(follow())
+    await turns.over.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(BadRequest, match="interval"):
+        await anext(watch(turns, 0))
