@@ -14,13 +14,14 @@ demo: $(VENV)/.ready
 	$(BIN)/lockstep demo
 
 test: $(VENV)/.ready
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadscope --ignore tests/engines
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/failure_modes.py --check
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .
