@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from lockstep import __version__
-from lockstep.cli import control
+from lockstep.cli import control, dynamo
+from lockstep.cli.check import check
+from lockstep.cli.demo import demo
 from lockstep.cli.serve import gateway, serve
+from lockstep.cli.train import train
 from lockstep.cli.worker import worker
 from lockstep.settings import Settings
 from lockstep.tokens import LockstepError
@@ -23,9 +25,13 @@ app = typer.Typer(
     help="Keeps an RL trainer and its inference workers in lockstep, token for token and weight "
     "version for weight version.\n\nTry: lockstep demo",
 )
+app.command()(demo)
 app.command()(serve)
 app.command()(gateway)
 app.command()(worker)
+app.command()(train)
+app.command()(check)
+app.add_typer(dynamo.app, name="dynamo")
 control.register(app)
 
 
@@ -33,16 +39,6 @@ control.register(app)
 def version() -> None:
     """Print the version."""
     sys.stdout.write(f"lockstep {__version__}\n")
-
-
-@app.command()
-def demo(
-    model: Annotated[str, typer.Argument(help="A bundled model or a directory.")] = "tiny",
-) -> None:
-    """Start a worker, generate, swap its weights in mid-generation, and show every token."""
-    from lockstep.cli.demo import run_demo
-
-    run_demo(model)
 
 
 def main() -> None:

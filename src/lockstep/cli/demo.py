@@ -110,10 +110,15 @@ def show(summary: Summary, page: Path, console: Console) -> None:
     line(summary.masked == 0, "masked tokens", f"{summary.masked:.2%}" if summary.masked else "0")
     line(summary.breaks == 0, "prefix breaks", str(summary.breaks))
     line(None, "aborted answers", str(summary.aborts))
-    versions = ", ".join(f"{worker} {version}" for worker, version in summary.versions.items())
-    line(summary.agreed, "weights", versions)
+    served: dict[str, list[str]] = {version: [] for version in summary.versions.values()}
+    for worker, version in summary.versions.items():
+        served[version].append(worker)
+    said = "; ".join(f"{version} on {', '.join(on)}" for version, on in served.items())
+    line(summary.agreed, "weights", said)
     longest = f"longest {summary.longest_pause * 1e3:.1f} ms"
     line(None, "pause", f"{summary.pause_seconds * 1e3:.1f} ms per update, {longest}")
-    line(None, "time", f"{summary.step_seconds:.2f} s per step, {summary.seconds:.0f} s in all")
+    line(
+        None, "time", f"{summary.step_seconds:.2f} s per step, {summary.seconds:.0f} s for the run"
+    )
     console.print(f"\n[dim]{HONEST}[/]\n")
     console.print(f"Report: [b]{page}[/]", soft_wrap=True)

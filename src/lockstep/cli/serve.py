@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -19,10 +19,11 @@ from rich.status import Status
 
 from lockstep.models import bundled
 from lockstep.settings import Settings
-from lockstep.tokens.errors import Unavailable
+from lockstep.tokens.errors import BadRequest, Unavailable
 from lockstep.wire.server import admin_token, run, say_ready, stop_event
 
 if TYPE_CHECKING:
+    from lockstep.cli.vllm import VllmElsewhere, VllmWorkers
     from lockstep.fleet.fleet import Fleet
     from lockstep.fleet.pool import Pool
     from lockstep.gateway.app import GatewayOptions
@@ -33,6 +34,11 @@ LISTEN = "Listening"
 TRAFFIC = "Traffic"
 SESSIONS = "lockstep-sessions.sqlite"
 STATE = "lockstep-state.sqlite"
+
+
+class Engine(StrEnum):
+    LOCKSTEP = "lockstep"
+    VLLM = "vllm"
 
 
 class Dialect(StrEnum):
@@ -89,6 +95,16 @@ def serve(
     model: Annotated[
         str, typer.Argument(help="tiny, tiny-moe, or a Hugging Face model directory.")
     ] = "tiny",
+    vllm_args: Annotated[
+        list[str] | None, typer.Argument(help="vLLM's own options, after --.")
+    ] = None,
+    engine: Annotated[
+        Engine, typer.Option(help="The embedded engine, or vLLM servers.")
+    ] = Engine.LOCKSTEP,
+    worker: Annotated[
+        list[str] | None,
+        typer.Option(help="With --engine vllm: URL of a running server; repeat it."),
+    ] = None,
     workers: Annotated[int, typer.Option(help="Worker processes.")] = 1,
     worker_args: Annotated[
         str, typer.Option(help="Options for each of them, as `lockstep worker` takes them.")
@@ -123,7 +139,12 @@ def serve(
         insecure=insecure,
     )
     pool = Pool(max_in_flight=max_in_flight, queue_limit=queue_limit, queue_seconds=queue_seconds)
-    source = _Embedded(model, workers, tuple(shlex.split(worker_args)))
+    if engine is Engine.VLLM:
+        source: Source = _vllm(model, workers, tuple(worker or ()), vllm_args or (), settings)
+    elif worker or vllm_args:
+        raise BadRequest("--worker and options after -- need --engine vllm", param="engine")
+    else:
+        source = _Embedded(model, workers, tuple(shlex.split(worker_args)))
     kept = _Kept(state or ("memory" if sessions == "memory" else STATE), checkpoint_root or (),
                  bundled(model) or Path(model))  # fmt: skip
     run(_main(source, pool, kept, options, settings, as_json))
@@ -279,8 +300,22 @@ class _Running:
             ]
 
 
+Source: TypeAlias = "_Embedded | _Running | VllmWorkers | VllmElsewhere"
+
+
+def _vllm(
+    model: str, count: int, urls: tuple[str, ...], arguments: Sequence[str], settings: Settings
+) -> VllmWorkers | VllmElsewhere:
+    from lockstep.cli.vllm import VllmElsewhere, VllmWorkers
+    from lockstep.gateway.vllm_server import find_python
+
+    if urls:
+        return VllmElsewhere(urls, settings.worker_api_key)
+    return VllmWorkers(model, count, tuple(arguments), find_python(settings.vllm_python))
+
+
 async def _main(
-    source: _Embedded | _Running,
+    source: Source,
     pool: Pool,
     kept: _Kept,
     options: GatewayOptions,

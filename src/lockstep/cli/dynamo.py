@@ -1,0 +1,127 @@
+"""`lockstep dynamo up`: a Dynamo deployment on this machine, for trying it out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from lockstep.wire.server import run, say_ready, stop_event
+
+if TYPE_CHECKING:
+    from lockstep.gateway.dynamo_up import LocalDynamo, Running
+
+app = typer.Typer(no_args_is_help=True, help="NVIDIA Dynamo with Lockstep's workers.")
+
+
+@app.callback()
+def dynamo() -> None:
+    """NVIDIA Dynamo with Lockstep's workers."""
+
+
+@app.command()
+def up(
+    model: Annotated[
+        str, typer.Argument(help="tiny, tiny-moe, or a Hugging Face model directory.")
+    ] = "tiny",
+    workers: Annotated[int, typer.Option(help="Worker processes.")] = 1,
+    worker_args: Annotated[
+        str, typer.Option(help="Options for each of them, as `lockstep worker` takes them.")
+    ] = "",
+    port: Annotated[int, typer.Option(help="Port of the frontend; 0: any free one.")] = 8000,
+    rl_port: Annotated[
+        int, typer.Option(help="Port where it lists its workers; 0: any free one.")
+    ] = 8001,
+    python: Annotated[
+        Path | None,
+        typer.Option(help="A Python with Dynamo; by default this one, or that of .venv-dynamo."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON line when ready, and nothing else.")
+    ] = False,
+) -> None:
+    """Start Dynamo's frontend and workers with the embedded engine, on loopback; Ctrl-C ends all.
+
+    Everything is found through a temporary directory: neither etcd nor NATS is needed.
+    """
+    from lockstep.gateway.dynamo_up import LocalDynamo, find_python
+
+    status = Status("Starting Dynamo", console=Console(stderr=True, quiet=as_json))
+
+    def count_up(_: Running) -> None:
+        up = sum(one.ready.done() for one in deployment.workers)
+        status.update(f"Starting {model}: {up} of {workers} workers are ready")
+
+    deployment = LocalDynamo(
+        model,
+        workers,
+        python=find_python(python),
+        port=port,
+        rl_port=rl_port,
+        arguments=shlex.split(worker_args),
+        on_ready=count_up,
+    )
+    run(_main(deployment, status, as_json))
+
+
+async def _main(deployment: LocalDynamo, status: Status, as_json: bool) -> None:
+    stop = asyncio.create_task(stop_event().wait())
+    with status:
+        async with deployment:
+            ready = asyncio.create_task(deployment.ready())
+            ended = asyncio.create_task(deployment.ended())
+            waiting = {stop, ready, ended}
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if ready.done():
+                    await ready
+                    status.stop()
+                    _show(deployment, as_json)
+                    await asyncio.wait({stop, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    await ended
+            finally:
+                for task in waiting:
+                    task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.gather(*waiting, return_exceptions=True)
+                status.update("Stopping")
+
+
+def _show(deployment: LocalDynamo, as_json: bool) -> None:
+    """Where it listens, and commands that can be pasted."""
+    rows = [worker.row for worker in deployment.workers]
+    if as_json:
+        frontend = deployment.frontend
+        say_ready(
+            url=deployment.url,
+            rl_url=deployment.rl_url,
+            pid=frontend.pid if frontend is not None else None,
+            workers=rows,
+        )
+        return
+    out = Console(highlight=False)
+    model = rows[0]["model"]
+    out.print(
+        f"[bold green]Ready[/]: [bold]{deployment.url}[/] serves {model}, workers: {len(rows)}"
+    )
+    out.print(f"Workers: [bold]{deployment.rl_url}/v1/rl/workers[/]")
+    port = deployment.rl_url.rpartition(":")[2]
+    question = {"model": model, "messages": [{"role": "user", "content": "Reverse: 40213"}]}
+    body = shlex.quote(json.dumps(question))
+    out.print(
+        "\nTry:",
+        f"curl {deployment.url}/v1/chat/completions -H 'content-type: application/json' -d {body}",
+        "\nOr:",
+        f"DYN_RL_PORT={port} lockstep gateway --dynamo {deployment.url} --port 0 --admin-port 0",
+        soft_wrap=True,
+        markup=False,
+    )
+    out.print("\nCtrl-C stops it, after the answers that are under way.")

@@ -1,0 +1,120 @@
+"""`lockstep train CONFIG.toml`: a training run against a served model, resumable at any step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from lockstep.settings import Settings
+
+if TYPE_CHECKING:
+    from lockstep.train import RunResult, StepMetrics, TrainConfig
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="TOML file that describes the run.")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last stable checkpoint of run_dir.")
+    ] = False,
+    track: Annotated[
+        list[str] | None, typer.Option(help="wandb or tensorboard, if installed; repeat it.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON line per step, and one for the result.")
+    ] = False,
+) -> None:
+    """Train a served model: play, learn, push proved weights, and again.
+
+    The admin token comes from the config, or from LOCKSTEP_ADMIN_TOKEN.
+    """
+    from lockstep.train import TrainConfig, Trainer
+    from lockstep.train.sinks import open_sink
+
+    run = TrainConfig.read(config)
+    if run.serve.admin_token is None and run.serve.admin_token_file is None:
+        run = replace(run, serve=replace(run.serve, admin_token=Settings.read().admin_token))
+    trainer = Trainer(run, resume=resume)
+    sinks = [open_sink(name, run) for name in track or ()]
+    try:
+        with _Progress(run, shown=not as_json) as progress:
+
+            def on_step(metrics: StepMetrics) -> None:
+                progress.step(metrics)
+                for sink in sinks:
+                    sink.step(metrics)
+                if as_json:
+                    _say(metrics.to_json())
+
+            result = asyncio.run(trainer.run(on_step))
+    finally:
+        for sink in sinks:
+            sink.close()
+    _end(result, as_json)
+
+
+class _Progress:
+    """A bar with the figures that matter, on a terminal."""
+
+    def __init__(self, config: TrainConfig, *, shown: bool) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self._bar = Progress(
+            TextColumn("[bold]training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.description}"), disable=not shown,
+        )  # fmt: skip
+        self._task = self._bar.add_task("starting", total=config.loop.steps)
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def step(self, metrics: StepMetrics) -> None:
+        text = (
+            f"reward {metrics.reward:.3f}  solved {metrics.solved:.0%}  "
+            f"mismatch_kl {metrics.mismatch_kl:.2g}  masked {metrics.is_masked:.2%}  "
+            f"{metrics.tokens_per_second:.0f} tokens/s"
+        )
+        self._bar.update(self._task, completed=metrics.step, description=text)
+
+
+def _end(result: RunResult, as_json: bool) -> None:
+    last = result.steps[-1] if result.steps else None
+    if as_json:
+        _say(
+            {
+                "run_dir": result.run_dir,
+                "version": result.version,
+                "reward_before": None if result.before is None else result.before.reward,
+                "reward_after": None if result.after is None else result.after.reward,
+                "mismatch_kl": None if last is None else last.mismatch_kl,
+            }
+        )
+        return
+    console = Console(highlight=False)
+    if result.before is not None and result.after is not None:
+        console.print(
+            f"Held-out reward [bold]{result.before.reward:.3f}[/] -> "
+            f"[bold green]{result.after.reward:.3f}[/] ({result.after.solved:.0%} solved)"
+        )
+    console.print(f"The fleet serves [bold]{result.version}[/]; all files are in {result.run_dir}")
+
+
+def _say(line: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,86 @@
+"""`lockstep serve --engine vllm`: vLLM servers behind the gateway, its own or others'."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.fleet.fleet import Fleet
+
+READY_SECONDS = 60.0
+Row = dict[str, object]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmWorkers:
+    """`count` vLLM servers, started with vLLM's own `arguments`."""
+
+    model: str
+    count: int
+    arguments: tuple[str, ...]
+    python: Path
+
+    @asynccontextmanager
+    async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
+        """They serve in the fleet, both while the block runs."""
+        from lockstep.backends.admin_open import open_admin
+        from lockstep.gateway.supervisor import Child
+        from lockstep.gateway.vllm_server import VllmServers
+
+        pool = fleet.pool
+
+        def count_up(_: Child) -> None:
+            up = sum(child.state == "running" for child in servers.children)
+            say(f"Starting vLLM with {self.model}: {up} of {self.count} servers are ready")
+
+        servers = VllmServers(
+            self.model,
+            self.count,
+            python=self.python,
+            arguments=self.arguments,
+            on_ready=count_up,
+            on_restart=lambda child: pool.leave_out(child.id, "it was restarted"),
+        )
+        say(f"Starting vLLM with {self.model}: this takes about a minute")
+        async with servers, pool, fleet:
+            await servers.ready()
+            for child in servers.children:
+                admin = await open_admin(child.url, backend="vllm")
+                await fleet.add(child.url, admin, worker_id=child.id)
+            await pool.wait_ready(self.count, READY_SECONDS)
+            yield [
+                {"id": one.id, "url": one.url, "system_url": one.url, "pid": one.pid}
+                for one in servers.children
+            ]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmElsewhere:
+    """vLLM servers that somebody else started, with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out.
+
+    Without the worker extension their weights are loaded while they are paused.
+    """
+
+    urls: tuple[str, ...]
+    api_key: str | None
+
+    @asynccontextmanager
+    async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
+        """They serve in the fleet while the block runs."""
+        from lockstep.backends.admin_open import open_admin
+
+        say(f"Connecting to {', '.join(self.urls)}")
+        async with fleet.pool, fleet:
+            for url in self.urls:
+                admin = await open_admin(url, self.api_key, "vllm")
+                await fleet.add(url, admin, api_key=self.api_key)
+            await fleet.pool.wait_ready(len(self.urls), READY_SECONDS)
+            yield [
+                {"id": one.id, "url": one.url, "system_url": one.url, "pid": None}
+                for one in fleet.pool.workers
+            ]
