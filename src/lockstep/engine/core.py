@@ -22,6 +22,7 @@ from lockstep.engine.model import Model, Segment
 from lockstep.engine.policy import Policy
 from lockstep.engine.sampler import Row, Sampled, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Scheduler, Work
+from lockstep.engine.scoring import score_sequences
 from lockstep.engine.selftest import self_test
 from lockstep.engine.sequence import Piece, Request, Sequence
 from lockstep.engine.weights import Weights
@@ -229,27 +230,36 @@ class Core:
         self, token_ids: list[int], *, adapter: str | None = None, weights: Weights | None = None
     ) -> list[float]:
         """Logprobs of every token after the first, paused or not, without touching any request."""
-        check_ids(token_ids, self.config.vocab_size)
-        if len(token_ids) > self.max_len:
-            raise PromptTooLong(
-                f"{len(token_ids)} tokens were given to score, but max_model_len is {self.max_len}",
-                param="token_ids",
-            )
+        return self.score_all([token_ids], adapter=adapter, weights=weights)[0]
+
+    def score_all(
+        self,
+        sequences: list[list[int]],
+        *,
+        adapter: str | None = None,
+        weights: Weights | None = None,
+    ) -> list[list[float]]:
+        """`score` for several sequences, as many at once as slots are free."""
+        for token_ids in sequences:
+            check_ids(token_ids, self.config.vocab_size)
+            if len(token_ids) > self.max_len:
+                raise PromptTooLong(
+                    f"{len(token_ids)} tokens were given to score, but max_model_len is "
+                    f"{self.max_len}",
+                    param="token_ids",
+                )
         found = None if adapter is None else self.policy.adapter(adapter)
-        weights = weights or self.policy.weights
-        result: list[float] = []
+        free = range(len(self.scheduler.running), self.cache.slots + 1)
         with torch.inference_mode():
-            for start in range(0, len(token_ids), self.options.max_batch_tokens):
-                chunk = token_ids[start : start + self.options.max_batch_tokens]
-                segment = Segment(self.cache.scratch, start, chunk, found)
-                hidden = self.model.forward(weights, self.cache, self.model.batch([segment]))
-                if not bool(torch.isfinite(hidden[: len(chunk)]).all()):
-                    self.cache.wipe(segment.slot, start, start + len(chunk))
-                    raise BadLogprob(f"version {weights.version!r} gives no finite logprobs")
-                if targets := token_ids[start + 1 : start + 1 + len(chunk)]:
-                    chosen, _ = score(*self._logprobs(weights, hidden, 0, targets))
-                    result += chosen.tolist()
-        return result
+            return score_sequences(
+                self.model,
+                weights or self.policy.weights,
+                self.cache,
+                sequences,
+                adapter=found,
+                free=free,
+                budget=self.options.max_batch_tokens,
+            )
 
     def _admit(self) -> None:
         begun_only = self.state == "draining"
@@ -314,20 +324,6 @@ class Core:
             PromptLogprob(*fields)
             for fields in zip(targets, chosen.tolist(), ranks.tolist(), tops, strict=True)
         ]
-
-    def _logprobs(
-        self,
-        weights: Weights,
-        hidden: Tensor,
-        row: int,
-        targets: list[int],
-        temperature: float = 1.0,
-    ) -> tuple[Tensor, Tensor]:
-        rows = torch.arange(row, row + len(targets), device=hidden.device)
-        logits = self.model.logits(weights, hidden, rows)
-        if temperature != 1.0:
-            logits = logits / temperature
-        return torch.log_softmax(logits, dim=-1), torch.tensor(targets, device=hidden.device)
 
     def _sample(self, works: list[Work], hidden: Tensor, rows: Tensor) -> None:
         logits = self.model.logits(self.policy.weights, hidden, rows)

@@ -107,10 +107,16 @@ class Engine:
 
         Works while paused, and does not disturb requests.
         """
+        return (await self.score_all([token_ids], adapter=adapter, staged=staged))[0]
 
-        def run() -> list[float]:
+    async def score_all(
+        self, sequences: list[list[int]], *, adapter: str | None = None, staged: bool = False
+    ) -> list[list[float]]:
+        """`score` for several sequences, all under the same weights."""
+
+        def run() -> list[list[float]]:
             weights = self._require_staged() if staged else None
-            return self.core.score(token_ids, adapter=adapter, weights=weights)
+            return self.core.score_all(sequences, adapter=adapter, weights=weights)
 
         return await self._call(run)
 

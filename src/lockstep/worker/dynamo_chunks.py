@@ -118,7 +118,7 @@ def engine_data_of(done: Completion) -> Chunk:
         "finish_reason": done.finish,
         "stop_reason": done.stop_token,
         "weight_version": done.versions[-1].version if done.versions else None,
-        "weight_versions": msgspec.to_builtins(done.versions),
+        "weight_versions": msgspec.to_builtins(list(done.versions)),
         "logprob_mode": done.logprob_mode,
         "temperature": done.temperature,
         "adapter": done.adapter,

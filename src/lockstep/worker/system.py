@@ -237,10 +237,9 @@ class SystemPlane:
                     "the first",
                     param="logprobs",
                 )
-        scores = [
-            await self.engine.score(ids, adapter=body.lora_name, staged=body.staged)
-            for ids in body.token_ids
-        ]
+        scores = await self.engine.score_all(
+            body.token_ids, adapter=body.lora_name, staged=body.staged
+        )
         answer: Answer = {"version": self.engine.version, "logprobs": scores}
         if body.logprobs is not None:
             pairs = zip(scores, body.logprobs, strict=True)

@@ -1,0 +1,97 @@
+"""Logprobs of tokens that are given, not sampled: prompts, and probes of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.cache import SlotCache
+from lockstep.engine.lora import Adapter
+from lockstep.engine.model import Model, Segment
+from lockstep.engine.sampler import score
+from lockstep.engine.weights import Weights
+from lockstep.tokens.errors import BadLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tokens [start, end) of sequence `at`, computed in `slot`."""
+
+    at: int
+    slot: int
+    start: int
+    end: int
+
+
+def logprobs_of(
+    model: Model,
+    weights: Weights,
+    hidden: Tensor,
+    row: int,
+    targets: list[int],
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Logprobs over the vocabulary at rows from `row` on, and the ids that come there."""
+    rows = torch.arange(row, row + len(targets), device=hidden.device)
+    logits = model.logits(weights, hidden, rows)
+    if temperature != 1.0:
+        logits = logits / temperature
+    return torch.log_softmax(logits, dim=-1), torch.tensor(targets, device=hidden.device)
+
+
+def score_sequences(
+    model: Model,
+    weights: Weights,
+    cache: SlotCache,
+    sequences: list[list[int]],
+    *,
+    adapter: Adapter | None,
+    free: range,
+    budget: int,
+) -> list[list[float]]:
+    """The logprob of every token after the first of each sequence.
+
+    Uses the `free` slots, of which the last is the scratch slot, and at most `budget` tokens at a
+    time. Raises BadLogprob when the weights give no finite numbers.
+    """
+    results: list[list[float]] = [[] for _ in sequences]
+    for pieces in _batches(sequences, free, budget):
+        segments = [
+            Segment(piece.slot, piece.start, sequences[piece.at][piece.start : piece.end], adapter)
+            for piece in pieces
+        ]
+        hidden = model.forward(weights, cache, model.batch(segments))
+        rows = sum(len(segment.tokens) for segment in segments)
+        if not bool(torch.isfinite(hidden[:rows]).all()):
+            for piece in pieces:
+                cache.wipe(piece.slot, 0, piece.end)
+            raise BadLogprob(f"version {weights.version!r} gives no finite logprobs")
+        row = 0
+        for piece in pieces:
+            if targets := sequences[piece.at][piece.start + 1 : piece.end + 1]:
+                chosen, _ = score(*logprobs_of(model, weights, hidden, row, targets))
+                results[piece.at] += chosen.tolist()
+            row += piece.end - piece.start
+    return results
+
+
+def _batches(sequences: list[list[int]], free: range, budget: int) -> Iterator[list[_Piece]]:
+    """Pieces that are computed together. A sequence longer than the budget comes alone, in turns."""
+    batch: list[_Piece] = []
+    tokens = 0
+    for at, token_ids in enumerate(sequences):
+        length = len(token_ids)
+        if length > budget:
+            for start in range(0, length, budget):
+                yield [_Piece(at, free[-1], start, min(start + budget, length))]
+            continue
+        if batch and (len(batch) == len(free) or tokens + length > budget):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(_Piece(at, free[len(batch)], 0, length))
+        tokens += length
+    if batch:
+        yield batch
