@@ -315,8 +315,8 @@ class Core:
             return
         mode = options.logprob_mode or self.options.logprob_mode
         temperature = options.temperature if mode == "processed" else 1.0
-        logprobs, ids = self._logprobs(
-            self.policy.weights, hidden, row, targets, temperature or 1.0
+        logprobs, ids = logprobs_of(
+            self.model, self.policy.weights, hidden, row, targets, temperature or 1.0
         )
         chosen, ranks = score(logprobs, ids)
         tops = top_logprobs(logprobs, [options.prompt_logprobs] * len(targets))

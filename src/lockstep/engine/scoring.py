@@ -79,7 +79,7 @@ def score_sequences(
 
 
 def _batches(sequences: list[list[int]], free: range, budget: int) -> Iterator[list[_Piece]]:
-    """Pieces that are computed together. A sequence longer than the budget comes alone, in turns."""
+    """Pieces that are computed together; a sequence beyond the budget comes alone, in turns."""
     batch: list[_Piece] = []
     tokens = 0
     for at, token_ids in enumerate(sequences):
