@@ -22,7 +22,7 @@ from lockstep.engine.model import Model, Segment
 from lockstep.engine.policy import Policy
 from lockstep.engine.sampler import Row, Sampled, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Scheduler, Work
-from lockstep.engine.scoring import score_sequences
+from lockstep.engine.scoring import logprobs_of, score_sequences
 from lockstep.engine.selftest import self_test
 from lockstep.engine.sequence import Piece, Request, Sequence
 from lockstep.engine.weights import Weights
