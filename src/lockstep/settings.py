@@ -23,6 +23,8 @@ class Settings:
     LOCKSTEP_API_KEYS        keys of the gateway's data plane, with commas between; absent: open
     LOCKSTEP_WORKER_API_KEY  the key that a gateway sends to its workers
     LOCKSTEP_LOG_LEVEL       debug, info, warning or error
+    LOCKSTEP_VLLM_PYTHON     the python of the environment that has vLLM; else .venv-vllm's
+    LOCKSTEP_VLLM_SKIP_REPAIRS  repairs that vLLM's worker extension leaves out, with commas between
     """
 
     admin_token: str | None = None
@@ -30,6 +32,8 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     worker_api_key: str | None = None
     log_level: str = "warning"
+    vllm_python: str | None = None
+    vllm_skip_repairs: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Settings:

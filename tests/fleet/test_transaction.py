@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.fault_matrix import run
-from benchmarks.simulated import FIRST, Fault, SimulatedWorker, write_checkpoint
+from benchmarks.simulated import FIRST, SimulatedWorker, write_checkpoint
 
 from lockstep.fleet.desired import StateStore
 from lockstep.fleet.operations import OperationFailed
@@ -29,7 +29,7 @@ async def test_no_fault_in_any_phase_leads_to_a_mixture(tmp_path: Path) -> None:
 async def test_when_most_workers_fail_the_others_go_back_too(tmp_path: Path, method: str) -> None:
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers[:2]:
-            worker.fault = Fault(method, "drop")
+            worker.strike(method, "drop")
         with pytest.raises(OperationFailed) as failed:
             await fleet.update("a")
         assert {"w0", "w1", "w2"} == failed.value.operation.workers.keys()
@@ -43,7 +43,7 @@ async def test_when_most_workers_fail_the_others_go_back_too(tmp_path: Path, met
 @pytest.mark.failure_mode("F28")
 async def test_two_workers_that_differ_prove_nothing_without_a_probe(tmp_path: Path) -> None:
     async with simulated(tmp_path, 2) as fleet:
-        fleet.workers[0].fault = Fault("commit", "corrupt")
+        fleet.workers[0].strike("commit", "corrupt")
         with pytest.raises(OperationFailed, match="most workers must agree"):
             await fleet.update("a")
         fleet.check()
@@ -124,7 +124,7 @@ async def test_a_worker_lost_to_traffic_in_mid_update_is_not_taken_back_half_way
     """It is healthy again while the update that fails later on still works on it."""
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers[1:]:
-            worker.fault = Fault("commit", "hang after")
+            worker.strike("commit", "hang after")
         update = asyncio.create_task(fleet.update("a"))
         while fleet.workers[0].version != "a":
             await asyncio.sleep(0)
@@ -142,7 +142,7 @@ async def test_a_worker_lost_to_traffic_in_mid_update_is_not_taken_back_half_way
 @pytest.mark.parametrize("phase", ["stage", "pause", "commit", "resume"])
 async def test_a_worker_removed_in_mid_update_does_not_stop_it(tmp_path: Path, phase: str) -> None:
     async with simulated(tmp_path) as fleet:
-        fleet.workers[1].fault = Fault(phase, "hang")
+        fleet.workers[1].strike(phase, "hang")
         update = asyncio.create_task(fleet.update("a"))
         while not fleet.workers[1].struck:
             await asyncio.sleep(0)
@@ -190,7 +190,7 @@ async def test_workers_that_answer_only_when_they_run_are_held_back_until_they_d
     async with simulated(tmp_path, mute=True) as fleet:
         if paused:
             await fleet.fleet.pause("keep")
-        fleet.workers[0].fault = Fault("probe", "corrupt", 1 if paused else 2)
+        fleet.workers[0].strike("probe", "corrupt", 1 if paused else 2)
         done = await fleet.update("a")
         assert done.workers["w0"].status == "quarantined"
         fleet.check()

@@ -1,13 +1,15 @@
-"""`lockstep dynamo up`: a Dynamo deployment on this machine, for trying it out."""
+"""Dynamo from the shell: `lockstep dynamo up`, and the fleet of `lockstep gateway --dynamo`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shlex
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,7 +18,11 @@ from rich.status import Status
 from lockstep.wire.server import run, say_ready, stop_event
 
 if TYPE_CHECKING:
+    from lockstep.fleet.fleet import Fleet
     from lockstep.gateway.dynamo_up import LocalDynamo, Running
+
+Row = dict[str, object]
+Say = Callable[[str], None]
 
 app = typer.Typer(no_args_is_help=True, help="NVIDIA Dynamo with Lockstep's workers.")
 
@@ -125,3 +131,32 @@ def _show(deployment: LocalDynamo, as_json: bool) -> None:
         markup=False,
     )
     out.print("\nCtrl-C stops it, after the answers that are under way.")
+
+
+@dataclass(frozen=True, slots=True)
+class DynamoWorkers:
+    """The workers of a Dynamo deployment, behind its frontend. `added` are options of the pool."""
+
+    frontend: str
+    added: dict[str, Any]
+    wait_seconds: float
+
+    @asynccontextmanager
+    async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
+        """They serve in the fleet, as Dynamo's discovery finds them, while the block runs."""
+        from lockstep.backends.discovery import Dynamo
+        from lockstep.gateway.dynamo_fleet import following
+
+        say(f"Looking for the workers of {self.frontend}")
+        discovery = Dynamo(self.frontend)
+        try:
+            async with fleet.pool, fleet:
+                async with following(
+                    fleet, discovery, wait_seconds=self.wait_seconds, **self.added
+                ):
+                    yield [
+                        {"id": one.id, "url": one.url, "system_url": one.admin.url, "pid": None}
+                        for one in fleet.members.values()
+                    ]
+        finally:
+            await discovery.close()

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
+from lockstep.cli.dynamo import DynamoWorkers
 from lockstep.models import bundled
 from lockstep.settings import Settings
 from lockstep.tokens.errors import BadRequest, Unavailable
@@ -152,9 +153,13 @@ def serve(
 
 def gateway(
     worker: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(help="URL of a running worker, or URL,ADMIN_URL; repeat it."),
-    ],
+    ] = None,
+    dynamo: Annotated[
+        str | None,
+        typer.Option(help="URL of a Dynamo frontend, whose workers are found on DYN_RL_PORT."),
+    ] = None,
     transport: Annotated[
         Dialect | None, typer.Option(help="What they speak; by default they are asked.")
     ] = None,
@@ -197,7 +202,13 @@ def gateway(
         added["transport"] = transport.value
     if logprobs_mode is not None:
         added["logprob_mode"] = logprobs_mode.value
-    source = _Running(tuple(worker), added, wait_seconds)
+    if bool(worker) == bool(dynamo):
+        raise BadRequest("give --worker or --dynamo, one of them", param="worker")
+    source: Source
+    if dynamo:
+        source = DynamoWorkers(dynamo, added, wait_seconds)
+    else:
+        source = _Running(tuple(worker or ()), added, wait_seconds)
     kept = _Kept(state or ("memory" if sessions == "memory" else STATE), checkpoint_root or ())
     run(_main(source, pool, kept, options, settings, as_json))
 
@@ -300,7 +311,7 @@ class _Running:
             ]
 
 
-Source: TypeAlias = "_Embedded | _Running | VllmWorkers | VllmElsewhere"
+Source: TypeAlias = "_Embedded | _Running | VllmWorkers | VllmElsewhere | DynamoWorkers"
 
 
 def _vllm(

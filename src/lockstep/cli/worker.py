@@ -20,6 +20,11 @@ class Arithmetic(StrEnum):
     CLOSE = "close"
 
 
+class Runtime(StrEnum):
+    HTTP = "http"
+    DYNAMO = "dynamo"
+
+
 class Dtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -35,6 +40,11 @@ def worker(
     model: Annotated[
         str, typer.Argument(help="tiny, tiny-moe, or a Hugging Face model directory.")
     ] = "tiny",
+    runtime: Annotated[
+        Runtime,
+        typer.Option(help="http: ports of its own; dynamo: a worker of an NVIDIA Dynamo frontend.",
+                     rich_help_panel=LISTEN),
+    ] = Runtime.HTTP,
     host: Annotated[
         str, typer.Option(help="Address of the data port.", rich_help_panel=LISTEN)
     ] = "127.0.0.1",
@@ -86,12 +96,13 @@ def worker(
         int, typer.Option(help="Memory for cached prefixes; 0: off.", rich_help_panel=ENGINE)
     ] = 256,
     logprobs_mode: Annotated[
-        Logprobs,
+        Logprobs | None,
         typer.Option(
-            help="raw: the model's own; processed: after temperature and truncation.",
+            help="raw: the model's own; processed: after temperature and truncation. By default "
+            "raw, with Dynamo processed.",
             rich_help_panel=ENGINE,
         ),
-    ] = Logprobs.RAW,
+    ] = None,
     weight_version: Annotated[
         str, typer.Option(help="Label of the weights at start.", rich_help_panel=ENGINE)
     ] = "default",
@@ -107,9 +118,13 @@ def worker(
     LOCKSTEP_ADMIN_TOKEN, or the one in the file that the line names.
     """
     from lockstep.engine import EngineOptions
+    from lockstep.worker.dynamo import run_dynamo_worker
     from lockstep.worker.serve import WorkerOptions, run_worker
 
-    run_worker(
+    if logprobs_mode is None:  # Dynamo's own workers for RL compute processed ones
+        logprobs_mode = Logprobs.PROCESSED if runtime is Runtime.DYNAMO else Logprobs.RAW
+    start = run_dynamo_worker if runtime is Runtime.DYNAMO else run_worker
+    start(
         WorkerOptions(
             model=model,
             served_name=served_model_name,

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.fleet.desired import AdapterSpec, Operation, Reference
+from lockstep.fleet.desired import AdapterSpec, Operation
 from lockstep.fleet.member import Member, each
-from lockstep.fleet.proof import BUILTIN, CLOSE, ask, differs, reference_of
-from lockstep.fleet.transaction import Budget, UpdateFailed
+from lockstep.fleet.proof import BUILTIN, CLOSE, ask, differs, majority, reference_of
+from lockstep.fleet.transaction import Budget, UpdateFailed, is_lost
 from lockstep.tokens.errors import LockstepError
 from lockstep.wire.probe import Probe
 
@@ -28,8 +28,8 @@ async def load_everywhere(
 ) -> AdapterSpec:
     """Loads an adapter on all members; those that fail, or answer otherwise, are quarantined.
 
-    Each worker checks the adapter before it swaps. When none takes it, every worker still serves
-    what it served, and the error says why.
+    Each worker checks the adapter before it swaps. When none takes it, every worker that serves
+    holds what it held, and the error says why.
     """
     labels: dict[Member, str] = {}
 
@@ -38,9 +38,11 @@ async def load_everywhere(
 
     done, failed = await each("load", members, load, budget.stage, operation)
     if not done:
+        lost = {member: error for member, error in failed.items() if is_lost(error)}
+        drop(lost, f"adapter {name!r} may or may not be loaded", operation, quarantine)
         first = next(iter(failed.values()))
         raise type(first)(
-            f"no worker took adapter {name!r}, and what was served before still is: "
+            f"no worker took adapter {name!r}, and those that serve hold what they held: "
             f"{first.message}",
             param=first.param,
         )
@@ -49,12 +51,10 @@ async def load_everywhere(
     scores, wrong = await ask(
         "prove", done, probe.sequences if probe else BUILTIN, name, budget.prove, operation
     )
-    reference = probe
-    if reference is None and scores:
-        reference = Reference(BUILTIN, next(iter(scores.values())), CLOSE)
+    reference = probe or majority(scores, BUILTIN, CLOSE)
     proved: list[Member] = []
     for member, said in scores.items():
-        error: LockstepError | None = None
+        error: LockstepError | None = UpdateFailed("no majority of the workers agrees on it")
         if reference is not None:
             error = differs(said, reference)
         if labels[member] != label:

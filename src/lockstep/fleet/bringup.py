@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.backends.admin import Source, WorkerView
 from lockstep.fleet.desired import AdapterSpec, Desired, Reference
 from lockstep.fleet.member import Member
-from lockstep.fleet.proof import differs, scores_of
+from lockstep.fleet.proof import Disproved, differs, scores_of
 from lockstep.tokens.errors import Conflict
 
 Adopt = Callable[[Member, WorkerView], Awaitable[Desired]]
 
 
-async def bring_up(member: Member, desired: Desired, adopt: Adopt) -> None:
+async def bring_up(member: Member, desired: Desired, adopt: Adopt) -> Desired:
     """Leaves the worker holding exactly what is desired, proved; it gets no traffic meanwhile.
 
     `adopt` is asked for the desired state when there is none yet: the first worker's own becomes
-    it. Raises a LockstepError that says what could not be had.
+    it. Returns the state it was brought to. Raises a LockstepError that says what could not be had.
     """
     member.become("syncing")
     view = await member.admin.view()
@@ -30,17 +31,20 @@ async def bring_up(member: Member, desired: Desired, adopt: Adopt) -> None:
     await _sync_weights(member, view, desired)
     await _sync_adapters(member, desired)
     member.become("proving")
+    if not member.admin.probes_while_paused:
+        await member.admin.resume()
     if desired.reference is not None:
-        await prove(member, desired.reference)
+        await _prove_weights(member, desired, desired.reference)
     for name, spec in desired.adapters.items():
         if spec.reference is not None:
             await prove(member, spec.reference, name)
     member.version = desired.version
-    # Paused workers answer probes, so the pause comes last: nothing was routed here anyway.
+    # The pause comes last, for workers that answer no probe in it: nothing is routed here anyway.
     if desired.paused is not None:
         await member.admin.pause(desired.paused)
     else:
         await member.admin.resume()
+    return desired
 
 
 async def prove(member: Member, reference: Reference, adapter: str | None = None) -> None:
@@ -50,18 +54,43 @@ async def prove(member: Member, reference: Reference, adapter: str | None = None
         raise error
 
 
+async def _prove_weights(member: Member, desired: Desired, reference: Reference) -> None:
+    try:
+        await prove(member, reference)
+    except Disproved:
+        if desired.checkpoint is None:
+            raise
+        # Its label is right and its weights are not: whatever it holds is replaced.
+        await _load_weights(member, desired.checkpoint, desired.version or "")
+        await prove(member, reference)
+
+
 async def _sync_weights(member: Member, view: WorkerView, desired: Desired) -> None:
     if desired.version is None or view.version == desired.version:
         return
-    if desired.checkpoint is None:
+    if desired.checkpoint is not None:
+        await _load_weights(member, desired.checkpoint, desired.version)
+    elif view.version is not None:  # one that does not tell is judged by what it answers
+        await _go_back(member, desired.version)
+
+
+async def _go_back(member: Member, version: str) -> None:
+    """Undoes a commit that the fleet did not agree on."""
+    with suppress(Conflict):
+        await member.admin.rollback()
+    held = (await member.admin.view()).version
+    if held != version:
         raise Conflict(
-            f"it holds version {view.version!r}, but the fleet serves {desired.version!r}, which "
-            "it started with and of which no checkpoint is known: start it with those weights"
+            f"it holds version {held!r}, but the fleet serves {version!r}, of which no checkpoint "
+            "is known: start it with those weights"
         )
-    await member.admin.stage(Source(directory=Path(desired.checkpoint)), desired.version)
+
+
+async def _load_weights(member: Member, checkpoint: str, version: str) -> None:
+    await member.admin.stage(Source(directory=Path(checkpoint)), version)
     if not member.admin.stages:
         await member.admin.pause("abort")
-    await member.admin.commit(desired.version)
+    await member.admin.commit(version)
     await member.admin.flush()
 
 

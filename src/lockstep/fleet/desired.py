@@ -13,10 +13,10 @@ from typing import Literal
 import msgspec
 
 from lockstep.backends.admin import PauseMode
-from lockstep.tokens.errors import Conflict
 
 KEPT_OPERATIONS = 1000
-OperationStatus = Literal["running", "done", "failed"]
+KEPT_VERSIONS = 1000
+OperationStatus = Literal["running", "done", "failed", "lost"]
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Desired(msgspec.Struct, frozen=True):
     """The state that every serving worker is in. `checkpoint` is None for weights it started with.
 
     `lease_until` (Unix time) is when a pause ends by itself. `agreed` lists the versions in the
-    order in which the fleet agreed on them.
+    order in which the fleet agreed on them, `digests` what identifies their contents, where known.
     """
 
     version: str | None = None
@@ -53,6 +53,24 @@ class Desired(msgspec.Struct, frozen=True):
     paused: PauseMode | None = None
     lease_until: float | None = None
     agreed: tuple[str, ...] = ()
+    digests: dict[str, str] = {}
+
+    def agree(
+        self, version: str, checkpoint: str | None, digest: str | None, reference: Reference
+    ) -> Desired:
+        """The same, under other weights."""
+        agreed = (*self.agreed[-KEPT_VERSIONS:], version)
+        digests = {name: value for name, value in self.digests.items() if name in agreed}
+        if digest is not None:
+            digests[version] = digest
+        return msgspec.structs.replace(
+            self,
+            version=version,
+            checkpoint=checkpoint,
+            reference=reference,
+            agreed=agreed,
+            digests=digests,
+        )
 
 
 class WorkerResult(msgspec.Struct):
@@ -65,7 +83,10 @@ class WorkerResult(msgspec.Struct):
 
 
 class Operation(msgspec.Struct):
-    """One change of the fleet, from its beginning on. The same key gives the same operation."""
+    """One change of the fleet, from its beginning on. The same key gives the same operation.
+
+    One that is `lost` was under way when its gateway ended: nobody knows how far it came.
+    """
 
     id: str
     kind: str
@@ -118,24 +139,28 @@ class StateStore:
                 (operation.id, operation.key, body),
             )
             self._db.execute(
-                "DELETE FROM operations WHERE number <= (SELECT MAX(number) FROM operations) - ?",
+                "DELETE FROM operations WHERE number <= "
+                "(SELECT number FROM operations ORDER BY number DESC LIMIT 1 OFFSET ?)",
                 (KEPT_OPERATIONS,),
             )
+
+    def cut_off(self) -> None:
+        """Marks what an earlier process left running as lost."""
+        with self._lock:
+            rows = self._db.execute("SELECT body FROM operations").fetchall()
+        for row in rows:
+            operation = msgspec.json.decode(row[0], type=Operation)
+            if operation.status == "running":
+                operation.status, operation.error = "lost", "the gateway ended before it did"
+                self.record(operation)
 
     def operation(self, operation_id: str) -> Operation | None:
         return self._decoded(self._one("SELECT body FROM operations WHERE id = ?", operation_id))
 
-    def by_key(self, key: str, kind: str, request: dict[str, str | None]) -> Operation | None:
-        """The operation of that key. Raises Conflict when the key was used for something else."""
+    def by_key(self, key: str) -> Operation | None:
+        """The last operation of that key."""
         sql = "SELECT body FROM operations WHERE key = ? ORDER BY number DESC"
-        found = self._decoded(self._one(sql, key))
-        if found is not None and (found.kind, found.request) != (kind, request):
-            raise Conflict(
-                f"the idempotency key {key!r} was used for {found.kind} with {found.request}: a "
-                "new request needs a new key",
-                param="Idempotency-Key",
-            )
-        return found
+        return self._decoded(self._one(sql, key))
 
     def latest(self, count: int) -> list[Operation]:
         with self._lock:

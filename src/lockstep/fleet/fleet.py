@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from time import time
 from typing import Any, Literal
@@ -15,13 +15,15 @@ import msgspec
 from lockstep.backends.admin import Admin, Broadcaster, PauseMode, Source, WorkerView
 from lockstep.fleet.adapters import load_everywhere, unload_everywhere
 from lockstep.fleet.bringup import bring_up
-from lockstep.fleet.checkpoint import Checkpoint, Signature, resolve
+from lockstep.fleet.checkpoint import resolve
 from lockstep.fleet.desired import Desired, Operation, Reference, StateStore
+from lockstep.fleet.lease import Lease
 from lockstep.fleet.member import Member, each
 from lockstep.fleet.operations import Operations
 from lockstep.fleet.pool import Pool, Worker
-from lockstep.fleet.proof import BUILTIN, CLOSE, Proof, reference_of, scores_of
+from lockstep.fleet.proof import BUILTIN, CLOSE, scores_of
 from lockstep.fleet.transaction import Budget, Transaction
+from lockstep.fleet.weights import Weights
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -46,12 +48,11 @@ class Fleet:
         model_dir: Path | None = None,
     ) -> None:
         """`model_dir` is where the weights are that the workers start with, if that is known."""
-        self._model_dir = model_dir
-        self._served: Checkpoint | None = None
         self.pool = pool
         self.members: dict[str, Member] = {}
         self._store = store or StateStore()
         self._roots = tuple(Path(root).resolve() for root in roots or ("/",))
+        self._weights = Weights(self._roots, model_dir)
         self._budget = budget or Budget()
         self._lease_seconds = lease_seconds
         self.desired = self._store.desired()
@@ -59,17 +60,15 @@ class Fleet:
         for version in self.desired.agreed:
             self.agreement.add(version)
         self.operations = Operations(self._store)
-        self._lease: asyncio.Task[None] | None = None
+        self._lease = Lease(self._end_pause)
         pool.gate(self._gate)
 
     async def __aenter__(self) -> Fleet:
-        if self.desired.paused is not None:
-            self._watch_lease()
+        self._lease.watch(self.desired.lease_until)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
+        self._lease.watch(None)
         await self.operations.close(self._budget.commit)
         for member in self.members.values():
             await member.admin.close()
@@ -92,7 +91,7 @@ class Fleet:
         try:
             await self.pool.add(url, worker_id=name, **options)
         except BaseException:
-            del self.members[name]
+            self.members.pop(name, None)
             raise
         return member
 
@@ -100,9 +99,11 @@ class Fleet:
         """Gives it nothing new, waits for what it has, forgets it. Raises NotFound."""
         member = self.member(worker_id)
         member.become("draining")
-        await self.pool.remove(worker_id, drain_seconds=drain_seconds)
-        del self.members[worker_id]
-        await member.admin.close()
+        try:
+            await self.pool.remove(worker_id, drain_seconds=drain_seconds)
+        finally:
+            self.members.pop(worker_id, None)
+            await member.admin.close()
 
     def member(self, worker_id: str) -> Member:
         if worker_id not in self.members:
@@ -112,20 +113,26 @@ class Fleet:
 
     def quarantine(self, member: Member, reason: str) -> None:
         """No traffic for it until it was brought to the desired state and proved again."""
-        log.warning("worker %s is quarantined: %s", member.id, reason)
-        member.become("quarantined", reason)
-        self.pool.leave_out(member.id, reason)
+        if self._is_here(member):
+            log.warning("worker %s is quarantined: %s", member.id, reason)
+            member.become("quarantined", reason)
+            self.pool.leave_out(member.id, reason)
 
     async def _gate(self, worker: Worker) -> None:
         """Brings a worker up before it serves. Raises what keeps it out."""
         member = self.members.get(worker.id)
         if member is None:
             return
+        if member.state != "joining":
+            # What runs now may be acting on this worker; what comes next leaves it alone.
+            async with self.operations.lock:
+                if not self._is_here(member):
+                    raise Unavailable(f"worker {member.id} is being removed")
+                member.become("syncing", member.reason)
         while True:
-            aim = self.desired
             try:
                 async with asyncio.timeout(self._budget.stage + self._budget.prove):
-                    await bring_up(member, aim, self._adopt)
+                    held = await bring_up(member, self.desired, self._adopt)
             except TimeoutError:
                 member.become("quarantined", "it took too long to be brought up")
                 raise Unavailable(f"worker {member.id} took too long to be brought up") from None
@@ -133,7 +140,7 @@ class Fleet:
                 member.become("quarantined", error.message)
                 raise Unavailable(f"worker {member.id} is not ready: {error.message}") from error
             async with self.operations.lock:
-                if self.desired == aim or aim.version is None:
+                if self.desired == held:
                     member.become("serving")
                     return
 
@@ -144,11 +151,7 @@ class Fleet:
             if self.desired.version is None:
                 version = view.version or "default"
                 await self._decide(
-                    Desired(
-                        version=version,
-                        reference=Reference(BUILTIN, said, CLOSE),
-                        agreed=(version,),
-                    )
+                    Desired().agree(version, None, None, Reference(BUILTIN, said, CLOSE))
                 )
                 self.agreement.add(version)
             return self.desired
@@ -179,65 +182,33 @@ class Fleet:
         request = {"weight_dir": weight_dir, "version": named, "mode": mode}
 
         async def work(operation: Operation) -> None:
-            await self._update(operation, weight_dir, source, named, mode)
+            operation.version = named
+            members = self._serving()
+            new = await self._weights.read(weight_dir, source, named, self.desired)
+            if new is None:
+                return
+            transaction = Transaction(
+                members,
+                new.source,
+                named,
+                new.proof,
+                operation=operation,
+                quarantine=self.quarantine,
+                hold=self._hold,
+                mode=mode,
+                paused=self.desired.paused,
+                budget=self._budget,
+            )
+
+            def agree(reference: Reference) -> None:
+                desired = self.desired.agree(named, new.path, new.digest, reference)
+                self._store.save(desired)
+                self.desired = desired
+                self.agreement.add(named)
+
+            await transaction.run(agree)
 
         return await self.operations.run("update_weights", request, work, key=key)
-
-    async def _update(
-        self,
-        operation: Operation,
-        weight_dir: str | None,
-        source: Source | None,
-        version: str,
-        mode: PauseMode,
-    ) -> None:
-        operation.version = version
-        checkpoint: Checkpoint | None = None
-        if weight_dir is not None:
-            path = resolve(weight_dir, self._roots)
-            if version == self.desired.version:
-                if str(path) == self.desired.checkpoint:
-                    return
-                raise Conflict(
-                    f"version {version!r} is served already, from "
-                    f"{self.desired.checkpoint or 'the start'}: other weights need another label",
-                    param="version",
-                )
-            checkpoint = await asyncio.to_thread(
-                Checkpoint.validate, path, await self._signature(), roots=self._roots
-            )
-            source = Source(directory=path)
-        if source is None:
-            raise BadRequest("there is no source of weights", param="weight_dir")
-        probe = reference_of(checkpoint.probe if checkpoint is not None else None)
-        same = checkpoint is not None and checkpoint.digest == await self._digest()
-        transaction = Transaction(
-            self._serving(),
-            source,
-            version,
-            Proof(probe, same=same),
-            operation=operation,
-            quarantine=self.quarantine,
-            hold=self._hold,
-            mode=mode,
-            paused=self.desired.paused is not None,
-            budget=self._budget,
-        )
-        path_now = None if checkpoint is None else str(checkpoint.path)
-
-        def agree(reference: Reference) -> None:
-            self._served = checkpoint
-            self.desired = msgspec.structs.replace(
-                self.desired,
-                version=version,
-                checkpoint=path_now,
-                reference=reference,
-                agreed=(*self.desired.agreed[-1000:], version),
-            )
-            self._store.save(self.desired)
-            self.agreement.add(version)
-
-        await transaction.run(agree)
 
     async def pause(
         self,
@@ -250,19 +221,25 @@ class Fleet:
         if mode not in ("abort", "wait", "keep"):
             raise BadRequest(f"mode is {mode!r}: expected abort, wait or keep", param="mode")
         lease = self._lease_seconds if lease_seconds is None else lease_seconds
+        if not 0 < lease < math.inf:
+            raise BadRequest(f"lease_seconds is {lease}: expected > 0", param="lease_seconds")
 
         async def work(operation: Operation) -> None:
-            members = self._serving()
-            until = time() + lease
-            await self._decide(
-                msgspec.structs.replace(self.desired, paused=mode, lease_until=until)
-            )
-            self._watch_lease()
+            members, before = self._serving(), self.desired
 
             async def call(member: Member) -> None:
                 await member.admin.pause(mode)
 
-            await self._everywhere("pause", members, call, self._budget.pause, operation)
+            await self._decide(
+                msgspec.structs.replace(before, paused=mode, lease_until=time() + lease)
+            )
+            try:
+                await self._everywhere("pause", members, call, self._budget.pause, operation)
+            except LockstepError:
+                await self._decide(before)  # or those that return would be paused for nobody
+                raise
+            finally:
+                self._lease.watch(self.desired.lease_until)
 
         return await self.operations.run("pause", {"mode": mode}, work, key=key)
 
@@ -270,15 +247,17 @@ class Fleet:
         """Lets every worker generate again; no error when none was paused."""
 
         async def work(operation: Operation) -> None:
-            members = self._serving()
+            self._serving()
             await self._decide(msgspec.structs.replace(self.desired, paused=None, lease_until=None))
-
-            async def call(member: Member) -> None:
-                await member.admin.resume()
-
-            await self._everywhere("resume", members, call, self._budget.resume, operation)
+            await self._resume(operation)
 
         return await self.operations.run("resume", {}, work, key=key)
+
+    async def _resume(self, operation: Operation) -> None:
+        async def call(member: Member) -> None:
+            await member.admin.resume()
+
+        await self._everywhere("resume", self._serving(), call, self._budget.resume, operation)
 
     async def flush(self, *, key: str | None = None) -> Operation:
         """Forgets cached prefixes on every worker."""
@@ -316,6 +295,7 @@ class Fleet:
 
         async def work(operation: Operation) -> None:
             if name not in self.desired.adapters:
+                self._serving()
                 raise NotFound(f"adapter {name!r} is not loaded", param="lora_name")
             # Decided first: a worker that fails now is brought up without it.
             adapters = {k: v for k, v in self.desired.adapters.items() if k != name}
@@ -357,26 +337,13 @@ class Fleet:
 
     # Helpers
 
-    async def _signature(self) -> Signature | None:
-        """What the weights of the served model look like, where that is known."""
-        if self._served is not None:
-            return self._served.signature
-        if self._model_dir is None:
-            return None
-        return await asyncio.to_thread(Signature.of, self._model_dir)
-
-    async def _digest(self) -> str | None:
-        """What identifies the served weights, where that is known."""
-        where = self.desired.checkpoint or self._model_dir
-        if self._served is None and where is not None:
-            with suppress(LockstepError):
-                self._served = await asyncio.to_thread(
-                    Checkpoint.validate, Path(where), roots=self._roots
-                )
-        return None if self._served is None else self._served.digest
+    def _is_here(self, member: Member) -> bool:
+        """Whether it was not removed meanwhile, nor is about to be."""
+        return self.members.get(member.id) is member and member.state != "draining"
 
     def _hold(self, member: Member, held: bool) -> None:
-        self.pool.hold(member.id, held)
+        if self._is_here(member):
+            self.pool.hold(member.id, held)
 
     def _serving(self) -> list[Member]:
         """Raises Unavailable when there is none: an operation over no workers has failed."""
@@ -401,20 +368,18 @@ class Fleet:
             raise Unavailable(f"{phase} failed on all {len(failed)} workers")
 
     async def _decide(self, desired: Desired) -> None:
-        self.desired = desired
         await asyncio.to_thread(self._store.save, desired)
+        self.desired = desired
 
-    def _watch_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.cancel()
-        self._lease = asyncio.create_task(self._end_lease(), name="pause lease")
+    async def _end_pause(self, until: float) -> None:
+        """Resumes, unless the pause was renewed. Workers that are out follow as they return."""
 
-    async def _end_lease(self) -> None:
-        until = self.desired.lease_until
-        if until is None:
-            return
-        await asyncio.sleep(max(until - time(), 0))
-        if self.desired.lease_until == until:
+        async def work(operation: Operation) -> None:
+            if self.desired.lease_until != until:
+                return
             log.warning("the lease of a pause has ended: the fleet resumes")
-            with suppress(LockstepError):
-                await self.resume()
+            await self._decide(msgspec.structs.replace(self.desired, paused=None, lease_until=None))
+            if any(member.state == "serving" for member in self.members.values()):
+                await self._resume(operation)
+
+        await self.operations.run("end_of_lease", {}, work)

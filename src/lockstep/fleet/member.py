@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter, time
@@ -10,7 +11,9 @@ from typing import Literal
 
 from lockstep.backends.admin import Admin
 from lockstep.fleet.desired import Operation, WorkerResult
-from lockstep.tokens.errors import DeadlineExceeded, LockstepError
+from lockstep.tokens.errors import DeadlineExceeded, EngineFailure, LockstepError
+
+log = logging.getLogger(__name__)
 
 MemberState = Literal["joining", "syncing", "proving", "serving", "draining", "quarantined"]
 
@@ -60,6 +63,10 @@ async def each(
             return error
         except TimeoutError:
             return DeadlineExceeded(f"{phase} took longer than {seconds:g} s")
+        except Exception as error:
+            # A driver's own fault must not leave the other workers half way.
+            log.exception("%s on %s", phase, member.id)
+            return EngineFailure(f"{phase} failed within its driver: {error!r}")
         finally:
             result = operation.workers.setdefault(member.id, WorkerResult())
             result.seconds[phase] = round(perf_counter() - begun, 6)

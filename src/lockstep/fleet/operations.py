@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from time import time
 
 from lockstep.fleet.desired import Operation, StateStore
-from lockstep.tokens.errors import Busy, LockstepError
+from lockstep.tokens.errors import Busy, Conflict, LockstepError
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("lockstep.audit")
@@ -34,8 +34,10 @@ class Operations:
     """Runs operations one after the other. They go on when the caller goes away."""
 
     def __init__(self, store: StateStore) -> None:
+        store.cut_off()
         self._store = store
         self.lock = asyncio.Lock()
+        self._asking = asyncio.Lock()
         self._running: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
 
     @property
@@ -50,20 +52,33 @@ class Operations:
         Raises OperationFailed when it did not happen, Conflict for a key that meant another
         request, Busy when too many wait.
         """
-        request = dict(request)
-        known = None
-        if key is not None:
-            known = next((op for op in self.running if op.key == key), None)
-            known = known or await asyncio.to_thread(self._store.by_key, key, kind, request)
+        async with self._asking:  # or two of one key would both find that there is none
+            operation = None if key is None else await self._known(kind, dict(request), key)
+            if operation is None:
+                operation = self._begin(kind, dict(request), work, key)
+        return await self._outcome(operation)
+
+    async def _known(self, kind: str, request: dict[str, str | None], key: str) -> Operation | None:
+        found = next((one for one in self.running if one.key == key), None)
+        found = found or await asyncio.to_thread(self._store.by_key, key)
+        if found is not None and (found.kind, found.request) != (kind, request):
+            raise Conflict(
+                f"the idempotency key {key!r} was used for {found.kind} with {found.request}: a "
+                "new request needs a new key",
+                param="Idempotency-Key",
+            )
         # One that was cut off by the end of its process has no outcome to give: it runs again.
-        if known is not None and (known.id in self._running or known.status != "running"):
-            return await self._outcome(known)
+        return None if found is None or found.status == "lost" else found
+
+    def _begin(
+        self, kind: str, request: dict[str, str | None], work: Work, key: str | None
+    ) -> Operation:
         if len(self._running) >= QUEUE:
             raise Busy(f"{len(self._running)} operations are waiting already: try again later")
         operation = Operation(secrets.token_hex(8), kind, request, key, started=time(), workers={})
         task = asyncio.create_task(self._do(operation, work), name=f"{kind} {operation.id}")
         self._running[operation.id] = operation, task
-        return await self._outcome(operation)
+        return operation
 
     async def get(self, operation_id: str) -> Operation | None:
         if operation_id in self._running:

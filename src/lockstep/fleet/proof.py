@@ -65,18 +65,15 @@ class Proof:
             reference: Reference | None = self._probe
         else:
             reference = self._common(scores)
-            if reference is None and scores:
-                failed |= {m: Disproved("its answer is the same as before") for m in scores}
-        good: list[Member] = []
-        for member, said in scores.items():
-            if member in failed:
-                continue
-            error = None if reference is None else differs(said, reference)
-            if error is None and reference is not None:
-                good.append(member)
-            elif error is not None:
-                failed[member] = error
-        return reference, good, failed
+            if reference is None:
+                failed |= {m: Disproved("most workers must agree on a new answer, and it differ "
+                                        "from the one before") for m in scores}  # fmt: skip
+        if reference is None:
+            return None, [], failed
+        # Most say the same to the bit: in a large fleet it is judged once.
+        verdicts = {said: differs(said, reference) for said in set(scores.values())}
+        wrong = {m: error for m, said in scores.items() if (error := verdicts[said]) is not None}
+        return reference, [m for m in scores if m not in wrong], failed | wrong
 
     async def unchanged(
         self, members: list[Member], seconds: float, operation: Operation
@@ -86,9 +83,9 @@ class Proof:
         good: list[Member] = []
         for member, said in scores.items():
             before = self._before.get(member)
-            expected = None if before is None else Reference(self._sequences, before, CLOSE)
-            error = None if expected is None else differs(said, expected)
-            if error is None:
+            if before is None:
+                failed[member] = Disproved("what it answered before is not known")
+            elif (error := differs(said, Reference(self._sequences, before, CLOSE))) is None:
                 good.append(member)
             else:
                 failed[member] = error
@@ -96,21 +93,24 @@ class Proof:
 
     def _common(self, scores: dict[Member, Scores]) -> Reference | None:
         """What most of them say, unless it is what they said before."""
-        votes: Counter[Scores] = Counter(
-            next((known for known in scores.values() if self._near(known, said)), said)
-            for said in scores.values()
-        )
-        changed = [
-            said
-            for said, _ in votes.most_common()
-            if self._same or not any(self._near(said, old) for old in self._before.values())
-        ]
-        if not changed:
-            return None
-        return Reference(self._sequences, changed[0], self._tolerance)
+        found = majority(scores, self._sequences, self._tolerance)
+        if found is None or self._same:
+            return found
+        stale = any(differs(old, found) is None for old in set(self._before.values()))
+        return None if stale else found
 
-    def _near(self, one: Scores, other: Scores) -> bool:
-        return differs(one, Reference(self._sequences, other, self._tolerance)) is None
+
+def majority(
+    scores: dict[Member, Scores], sequences: tuple[tuple[int, ...], ...], tolerance: float
+) -> Reference | None:
+    """What more than half of them say: with fewer, nobody knows who is right."""
+    votes: dict[Reference, int] = {}
+    for said, count in Counter(scores.values()).items():
+        near = (one for one in votes if differs(said, one) is None)
+        one = next(near, Reference(sequences, said, tolerance))
+        votes[one] = votes.get(one, 0) + count
+    best = max(votes, key=votes.__getitem__, default=None)
+    return None if best is None or votes[best] * 2 <= len(scores) else best
 
 
 async def ask(

@@ -29,7 +29,10 @@ class RemoteFleet:
         timeout: float = 1800.0,
     ) -> None:
         if token is None and token_file is not None:
-            token = Path(token_file).read_text().strip()
+            try:
+                token = Path(token_file).read_text().strip()
+            except OSError as error:
+                raise BadRequest(f"{token_file} cannot be read: {error}", param="token") from None
         if not token:
             raise BadRequest(
                 "the control plane needs its admin token: give token or token_file (the gateway "

@@ -48,7 +48,7 @@ class Transaction:
     """One update of the weights of `members`, which all serve `before` now.
 
     `quarantine` is called for each member that must not get traffic any more, `hold` for one that
-    must not get any for a while.
+    must not get any for a while. `paused` says how the fleet is paused, which it then stays.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Transaction:
         quarantine: Callable[[Member, str], None],
         hold: Callable[[Member, bool], None],
         mode: PauseMode = "keep",
-        paused: bool = False,
+        paused: PauseMode | None = None,
         budget: Budget | None = None,
     ) -> None:
         self._members = list(members)
@@ -76,6 +76,7 @@ class Transaction:
         self._paused_before = paused
         self._budget = budget or Budget()
         self._paused_at: float | None = None
+        self._swapped: set[Member] = set()
 
     async def run(self, agree: Callable[[Reference], None]) -> None:
         """Brings every member to the new version, proved. `agree` is called once it is.
@@ -91,18 +92,22 @@ class Transaction:
             reference, proved, wrong = await self._proof.after(
                 committed, self._budget.prove, self._operation
             )
+            if reference is None or not self._enough(proved):
+                raise _first(wrong, "no worker proved the new weights")
+            agree(reference)
         except LockstepError as error:
             await self._undo(staged, error)
             raise self._failed(error) from error
-        if reference is None or not self._enough(proved):
-            cause = _first(wrong, "no worker proved the new weights")
+        except Exception as error:
+            cause = UpdateFailed(f"it could not be recorded: {error!r}")
             await self._undo(staged, cause)
-            raise self._failed(cause)
+            raise self._failed(cause) from error
         for member, why in wrong.items():
             self._drop(member, f"it did not prove version {self._version!r}: {why.message}")
         for member in proved:
             member.version = self._version
-        agree(reference)
+            result = self._operation.workers[member.id]
+            result.status, result.phase, result.error = "ok", None, None
         await self._resume(proved)
 
     async def _stage(self) -> list[Member]:
@@ -115,7 +120,7 @@ class Transaction:
         done, failed = await each(
             "stage", self._members, stage, self._budget.stage, self._operation
         )
-        refused = {m: e for m, e in failed.items() if not _is_lost(e)}
+        refused = {m: e for m, e in failed.items() if not is_lost(e)}
         if refused or not self._enough(done):
             error = _first(refused or failed, "staging failed")
             await self._unstage(done)
@@ -127,7 +132,7 @@ class Transaction:
     async def _switch(self, staged: list[Member]) -> list[Member]:
         """Pauses and commits; members that fail in it are quarantined."""
         self._paused_at = perf_counter()
-        if not self._paused_before:
+        if self._paused_before is None:
 
             async def pause(member: Member) -> None:
                 await member.admin.pause(self._mode_for(member))
@@ -142,6 +147,7 @@ class Transaction:
             self._drop(member, f"it did not pause: {error.message}")
 
         async def commit(member: Member) -> None:
+            self._swapped.add(member)
             await member.admin.commit(self._version)
 
         committed, failed = await each(
@@ -170,14 +176,17 @@ class Transaction:
         await each("resume", mute, resume, self._budget.resume, self._operation)
 
     async def _resume(self, members: list[Member]) -> None:
-        if not self._paused_before:
+        """Resumes all; or, in a fleet that is paused, pauses those again that had to answer."""
 
-            async def resume(member: Member) -> None:
+        async def resume(member: Member) -> None:
+            if self._paused_before is None:
                 await member.admin.resume()
+            elif not member.admin.probes_while_paused:
+                await member.admin.pause(self._paused_before)
 
-            _, failed = await each("resume", members, resume, self._budget.resume, self._operation)
-            for member, error in failed.items():
-                self._drop(member, f"it did not resume: {error.message}")
+        _, failed = await each("resume", members, resume, self._budget.resume, self._operation)
+        for member, error in failed.items():
+            self._drop(member, f"it did not resume: {error.message}")
         for member in members:
             self._hold(member, False)
         if self._paused_at is not None:
@@ -192,7 +201,8 @@ class Transaction:
             if view.staged is not None:
                 await member.admin.rollback()
                 view = await member.admin.view()
-            if view.version == self._version != member.version:
+            unknown = view.version is None and member in self._swapped
+            if unknown or view.version == self._version != member.version:
                 await member.admin.rollback()
 
         done, failed = await each("rollback", left, back, self._budget.commit, self._operation)
@@ -206,7 +216,9 @@ class Transaction:
 
     async def _unstage(self, members: list[Member]) -> None:
         async def drop(member: Member) -> None:
-            await member.admin.rollback()
+            # With nothing staged, a rollback would undo the commit before.
+            if (await member.admin.view()).staged is not None:
+                await member.admin.rollback()
 
         _, failed = await each("rollback", members, drop, self._budget.commit, self._operation)
         for member, error in failed.items():
@@ -222,13 +234,14 @@ class Transaction:
 
     def _drop_lost(self, failed: Failures) -> None:
         for member, error in failed.items():
-            if _is_lost(error):
+            if is_lost(error):
                 self._drop(member, f"it was lost while staging: {error.message}")
 
     def _drop(self, member: Member, reason: str) -> None:
         result = self._operation.workers[member.id]
         result.status, result.error = "quarantined", reason
         self._quarantine(member, reason)
+        self._hold(member, False)
 
     def _failed(self, error: LockstepError) -> UpdateFailed | LockstepError:
         if isinstance(error, CheckpointError):
@@ -238,7 +251,7 @@ class Transaction:
         )
 
 
-def _is_lost(error: LockstepError) -> bool:
+def is_lost(error: LockstepError) -> bool:
     """Whether the worker, and not the weights, is to blame."""
     return isinstance(error, Unavailable | DeadlineExceeded | ContractError)
 

@@ -44,6 +44,12 @@ async def following(
             "LOCKSTEP_WORKER_API_KEY is set, but Dynamo's frontend knows no keys: unset it",
             param="api_key",
         )
+    if options.setdefault("transport", "dynamo") != "dynamo":
+        raise BadRequest(
+            f"transport is {options['transport']!r}: workers behind a frontend are pinned, which "
+            "only `dynamo` can do; leave it out",
+            param="transport",
+        )
     found = await until_ready(discovery, 1, seconds=wait_seconds)
     follower = _Follower(fleet, token, options)
     await follower.apply(Change(found, found, frozenset()))
@@ -84,9 +90,7 @@ class _Follower:
         url = pinned(found.data_url or "", found.id)
         admin = ProvingAdmin(found, token=self._token)
         try:
-            await self._fleet.add(
-                url, admin, worker_id=found.id, transport="dynamo", **self._options
-            )
+            await self._fleet.add(url, admin, worker_id=found.id, **self._options)
         except LockstepError as error:
             log.warning("worker %s could not join: %s", found.id, error.message)
             await admin.close()

@@ -141,8 +141,9 @@ class LocalDynamo:
     async def start_worker(self, name: str) -> Running:
         """One more worker, not yet ready."""
         process = await asyncio.create_subprocess_exec(
-            str(self._python), "-m", "lockstep.worker.dynamo_main", str(os.getpid()),
-            self._model, "--drain-seconds", f"{self._drain_seconds:g}", *self._arguments,
+            str(self._python), "-m", "lockstep.cli.leash", str(os.getpid()),
+            "worker", self._model, "--runtime", "dynamo",
+            "--drain-seconds", f"{self._drain_seconds:g}", *self._arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             env=self._environ,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -189,7 +190,9 @@ class FleetRoutes:
 
     async def _body(self, http: Request, kind: type[B]) -> B:
         decoder = self._decoders.setdefault(kind, msgspec.json.Decoder(kind))
-        raw = await read_json(http, BODY_LIMIT)
+        # Some clients name a type for a body that is not there.
+        empty = http.headers.get("content-length") == "0"
+        raw = b"" if empty else await read_json(http, BODY_LIMIT)
         found: B = decode(decoder, raw or b"{}")
         return found
 
@@ -213,6 +216,9 @@ def _key(http: Request) -> str | None:
 
 def _number(text: str, name: str) -> float:
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        raise BadRequest(f"{name} is {text!r}: expected seconds", param=name) from None
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise BadRequest(f"{name} is {text!r}: expected seconds", param=name)
+    return seconds

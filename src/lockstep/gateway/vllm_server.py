@@ -78,7 +78,9 @@ def check_arguments(arguments: Sequence[str]) -> None:
             raise BadRequest(f"{name} is set by lockstep: leave it out", param=name)
 
 
-def command(python: str, model: str, port: str, arguments: Sequence[str]) -> list[str]:
+def command(
+    python: str, model: str, port: str, arguments: Sequence[str], *, cpu: bool
+) -> list[str]:
     """How the server is started. Options in `arguments` come last, and so beat the defaults."""
     path = bundled(model) or Path(model)
     return [
@@ -89,6 +91,7 @@ def command(python: str, model: str, port: str, arguments: Sequence[str]) -> lis
         "--enable-scale-out",
         "--worker-extension-cls", EXTENSION,
         "--weight-transfer-config", TRANSFER,
+        *(("--enforce-eager",) if cpu else ()),  # see TORCHDYNAMO_DISABLE
         *arguments,
     ]  # fmt: skip
 
@@ -99,8 +102,9 @@ def environment(base: Mapping[str, str], arguments: Sequence[str], *, cpu: bool)
     if "--enable-lora" in arguments:
         needed["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if cpu:
-        # Without the first, the first request with logprobs waits for a compiler. vLLM would take
-        # most of the machine's memory without the second.
+        # Without the first, the first request with logprobs waits for a compiler; a model that is
+        # to be compiled does not start with it, so that is switched off too. Without the second,
+        # vLLM would take most of the machine's memory.
         needed |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     return {**needed, **base}
 
@@ -126,9 +130,10 @@ class Server:
     ) -> None:
         check_arguments(arguments)
         self.url = f"http://127.0.0.1:{port}"
+        cpu = is_for_cpu(python)
         self.process = subprocess.Popen(
-            command(python, model, port, arguments),
-            env=environment(environ, arguments, cpu=is_for_cpu(python)),
+            command(python, model, port, arguments, cpu=cpu),
+            env=environment(environ, arguments, cpu=cpu),
             stdin=subprocess.DEVNULL,
             stdout=log or sys.stderr,
             stderr=log,

@@ -1,0 +1,332 @@
+"""Workers without a model: what they answer depends on the weights they hold, and they can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+import numpy as np
+
+from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, WorkerView
+from lockstep.fleet.agreement import Agreement
+from lockstep.fleet.fleet import Fleet
+from lockstep.fleet.pool import Pool
+from lockstep.tokens.errors import (
+    Conflict,
+    ContractError,
+    EngineFailure,
+    LockstepError,
+    NotFound,
+    Unavailable,
+    UnknownModel,
+)
+from lockstep.wire import tensor_file
+
+T = TypeVar("T")
+FIRST = "default"
+"""The label of the weights that every worker starts with."""
+Kind = Literal[
+    "drop", "swallow", "delay", "hang", "hang after", "error", "null", "corrupt",
+    "kill", "kill after", "restart", "restart after", "late",
+]  # fmt: skip
+
+
+def write_checkpoint(directory: Path, seed: int) -> Path:
+    """A checkpoint of one small tensor; every seed gives other weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = np.random.default_rng(seed).standard_normal((256, 8)).astype("<f4")
+    tensor_file.write(directory / "model.safetensors", {"model.embed_tokens.weight": rows})
+    (directory / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    return directory
+
+
+def contents(directory: Path) -> str:
+    """What stands for the weights in a directory."""
+    raw = b"".join(path.read_bytes() for path in sorted(directory.glob("model*.safetensors")))
+    return hashlib.sha256(raw).hexdigest()
+
+
+@cache
+def score(token_ids: tuple[int, ...], weights: str, adapter: str | None = None) -> list[float]:
+    """Logprobs that nobody gets right who holds other weights."""
+    seed = int(hashlib.sha256(f"{weights} {adapter}".encode()).hexdigest()[:8], 16)
+    return [-1.0 - ((seed + 7 * token) % 997) / 997 for token in token_ids[1:]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to the n-th call of a method."""
+
+    method: str
+    kind: Kind
+    number: int = 1
+    seconds: float = 0.02
+
+
+class SimulatedWorker:
+    """The process: what it holds is lost when it is killed."""
+
+    def __init__(self, name: str, first: str = "first") -> None:
+        self.name = name
+        self.first = first
+        self.starts = 0
+        self.fault: Fault | None = None
+        self.struck = 0
+        self.calls: Counter[str] = Counter()
+        self.latency: Callable[[], float] | None = None
+        self.start()
+
+    def strike(self, method: str, kind: Kind, number: int = 1) -> None:
+        """The n-th call of a method from now on goes wrong."""
+        self.calls.clear()
+        self.struck, self.fault = 0, Fault(method, kind, number)
+
+    def start(self) -> None:
+        self.alive = True
+        self.starts += 1
+        self.version, self.weights = FIRST, self.first
+        self.staged: tuple[str, str] | None = None
+        self.previous: tuple[str, str] | None = None
+        self.paused = False
+        self.adapters: dict[str, str] = {}
+
+    def kill(self) -> None:
+        self.alive = False
+
+    def stage(self, source: Source, version: str) -> None:
+        if source.directory is None or not source.directory.is_dir():
+            raise NotFound(f"there is no {source.directory}")
+        self.staged, self.previous = (version, contents(source.directory)), None
+
+    def commit(self, version: str) -> None:
+        if self.staged is None or self.staged[0] != version:
+            raise Conflict(f"commit of {version!r} was asked, but {self.staged} is staged")
+        self.previous = self.version, self.weights
+        self.version, self.weights = self.staged
+        self.staged = None
+
+    def rollback(self) -> str:
+        if self.staged is not None:
+            self.staged = None
+        elif self.previous is not None:
+            (self.version, self.weights), self.previous = self.previous, None
+        else:
+            raise Conflict("there is nothing to roll back to")
+        return self.version
+
+    def probe(self, token_ids: Sequence[Sequence[int]], adapter: str | None) -> list[list[float]]:
+        if adapter is not None and adapter not in self.adapters:
+            raise UnknownModel(f"adapter {adapter!r} is not loaded")
+        held = None if adapter is None else self.adapters[adapter]
+        return [score(tuple(ids), self.weights, held) for ids in token_ids]
+
+    def load(self, name: str, path: Path) -> str:
+        if not path.is_dir():
+            raise NotFound(f"there is no {path}")
+        self.adapters[name] = contents(path)
+        return self.adapters[name]
+
+    def unload(self, name: str) -> None:
+        if self.adapters.pop(name, None) is None:
+            raise UnknownModel(f"adapter {name!r} is not loaded")
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
+
+
+class SimulatedAdmin:
+    """Controls a simulated worker; its `fault` strikes on the way."""
+
+    name: AdminName = "lockstep"
+
+    def __init__(self, worker: SimulatedWorker, *, probes_while_paused: bool = True) -> None:
+        self.worker = worker
+        self.url = f"http://{worker.name}"
+        self.stages = True
+        self.probes_while_paused = probes_while_paused
+        self._late: set[asyncio.Task[None]] = set()
+
+    async def view(self) -> WorkerView:
+        def look() -> WorkerView:
+            worker = self.worker
+            staged = worker.staged[0] if worker.staged else None
+            return WorkerView(worker.version, staged, worker.paused, dict(worker.adapters))
+
+        return await self._call("view", look)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
+        await self._call("pause", lambda: self.worker.pause(True))
+
+    async def resume(self) -> None:
+        await self._call("resume", lambda: self.worker.pause(False))
+
+    async def flush(self) -> None:
+        await self._call("flush", lambda: None)
+
+    async def stage(self, source: Source, version: str) -> None:
+        await self._call("stage", lambda: self.worker.stage(source, version))
+
+    async def commit(self, version: str) -> None:
+        await self._call("commit", lambda: self.worker.commit(version))
+
+    async def rollback(self) -> str | None:
+        return await self._call("rollback", self.worker.rollback)
+
+    async def probe(
+        self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> list[list[float]]:
+        if self.worker.paused and not self.probes_while_paused:
+            raise Conflict("a paused worker answers no probe")
+        return await self._call("probe", lambda: self.worker.probe(token_ids, adapter))
+
+    async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
+        return await self._call("load", lambda: self.worker.load(name, path))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call("unload", lambda: self.worker.unload(name))
+
+    async def join_group(self, how: Broadcaster) -> None:
+        await self._call("join", lambda: None)
+
+    async def close(self) -> None:
+        for task in self._late:
+            task.cancel()
+
+    async def _call(self, method: str, do: Callable[[], T]) -> T:
+        worker = self.worker
+        if worker.latency is not None:
+            await asyncio.sleep(worker.latency())
+        if not worker.alive:
+            raise Unavailable(f"{worker.name} cannot be reached")
+        worker.calls[method] += 1
+        fault = worker.fault
+        if fault is None or (fault.method, fault.number) != (method, worker.calls[method]):
+            return do()
+        worker.struck += 1
+        return await self._struck(fault, do)
+
+    async def _struck(self, fault: Fault, do: Callable[[], T]) -> T:
+        worker, lost = self.worker, Unavailable(f"{self.worker.name} hung up")
+        if fault.kind in ("swallow", "hang after", "kill after", "restart after", "corrupt"):
+            result = do()
+        match fault.kind:
+            case "delay":
+                await asyncio.sleep(fault.seconds)
+                return do()
+            case "late":
+                task = asyncio.create_task(self._do_late(fault.seconds, do))
+                self._late.add(task)
+                raise lost
+            case "hang" | "hang after":
+                await asyncio.Event().wait()
+            case "error":
+                raise EngineFailure("it answered 200, with status error")
+            case "null":
+                raise ContractError("it answered null")
+            case "kill" | "kill after":
+                worker.kill()
+            case "restart" | "restart after":
+                worker.start()
+            case "corrupt":
+                return self._corrupted(fault.method, result)
+        raise lost
+
+    async def _do_late(self, seconds: float, do: Callable[[], object]) -> None:
+        await asyncio.sleep(seconds)
+        try:
+            do()
+        except LockstepError:
+            return
+
+    def _corrupted(self, method: str, result: T) -> T:
+        """The call seems to have worked; what it left or said is wrong."""
+        worker = self.worker
+        if method == "stage" and worker.staged is not None:
+            worker.staged = worker.staged[0], "half of it"
+        elif method == "commit":
+            worker.weights = "half of it"
+        elif method == "load":
+            worker.adapters = dict.fromkeys(worker.adapters, "half of it")
+        elif method == "probe":
+            wrong = [[value - 0.5 for value in row] for row in cast(list[list[float]], result)]
+            return cast(T, wrong)
+        else:
+            raise ContractError("its answer cannot be read")
+        return result
+
+
+@dataclass(slots=True, eq=False)
+class Routed:
+    """A worker as the pool knows it."""
+
+    id: str
+    process: SimulatedWorker
+    state: str = "down"
+    held: bool = False
+    error: str | None = None
+    in_flight: int = 0
+    seen: int = 0
+
+
+@dataclass
+class SimulatedPool:
+    """Routing without HTTP: what is down comes back through the gate, at each `look`."""
+
+    agreement: Agreement = field(default_factory=Agreement)
+    routed: dict[str, Routed] = field(default_factory=dict)
+    in_flight: int = 0
+    waiting: int = 0
+    enter: Callable[[Any], Awaitable[None]] | None = None
+    processes: dict[str, SimulatedWorker] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> list[Routed]:
+        return list(self.routed.values())
+
+    def gate(self, gate: Callable[[Any], Awaitable[None]]) -> None:
+        self.enter = gate
+
+    async def add(self, url: str, *, worker_id: str) -> None:
+        self.routed[worker_id] = Routed(worker_id, self.processes[worker_id])
+        await self.look_at(self.routed[worker_id])
+
+    async def remove(self, worker_id: str, *, drain_seconds: float = 0.0) -> None:
+        await asyncio.sleep(0)
+        if self.routed.pop(worker_id, None) is None:
+            raise NotFound(f"there is no worker {worker_id!r}")
+
+    def leave_out(self, worker_id: str, reason: str) -> None:
+        self.routed[worker_id].state, self.routed[worker_id].error = "down", reason
+
+    def hold(self, worker_id: str, held: bool) -> None:
+        self.routed[worker_id].held = held
+
+    def next_try(self, worker_id: str) -> float | None:
+        return None
+
+    async def look(self) -> None:
+        """What the health probes of a real pool do, once for every worker."""
+        await asyncio.gather(*map(self.look_at, self.workers))
+
+    async def look_at(self, one: Routed) -> None:
+        if not one.process.alive or one.seen != one.process.starts:
+            one.state, one.seen = "down", one.process.starts
+        if one.state == "serving" or not one.process.alive or self.enter is None:
+            return
+        try:
+            await self.enter(one)
+        except LockstepError as error:
+            one.error = error.message
+        else:
+            one.state, one.error = "serving", None
+
+
+def fleet_of(pool: SimulatedPool, *arguments: Any, **options: Any) -> Fleet:
+    return Fleet(cast(Pool, pool), *arguments, **options)

@@ -1,0 +1,106 @@
+"""How each dialect spells a bare request, for questions that a transport would refuse to send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.backends import TransportName
+from lockstep.wire.ask_dynamo import PLACEHOLDER
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A route; the body for some ids; and where an answer echoes its prompt and holds its ids."""
+
+    route: str
+    spell: Callable[[str | None, Any, int, int], Body]
+    echo: Callable[[Body], list[int] | None]
+    ids: Callable[[Body], list[list[int]]]
+    usage: Callable[[Body], int | None]
+
+    def body(self, model: str | None, ids: Any, *, max_tokens: int = 1, n: int = 1) -> Body:
+        body = self.spell(model, ids, max_tokens, n)
+        return {key: value for key, value in body.items() if value is not None}
+
+
+def _generate(model: str | None, ids: Any, max_tokens: int, n: int) -> Body:
+    params = {"max_tokens": max_tokens, "temperature": 0.0 if n == 1 else 1.0, "n": n}
+    params |= {"logprobs": 0, "ignore_eos": True}
+    return {"model": model, "token_ids": ids, "sampling_params": params, "return_token_ids": True}
+
+
+def _dynamo(model: str | None, ids: Any, max_tokens: int, n: int) -> Body:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": PLACEHOLDER}],
+        "temperature": 0.0 if n == 1 else 1.0,
+        "max_completion_tokens": max_tokens,
+        "ignore_eos": True,
+        "logprobs": True,
+        "nvext": {"token_data": ids, "extra_fields": ["engine_data"]},
+    }
+    return body if n == 1 else {**body, "n": n}
+
+
+def _dynamo_generate(model: str | None, ids: Any, max_tokens: int, n: int) -> Body:
+    return {key: value for key, value in _generate(model, ids, max_tokens, n).items()
+            if key != "return_token_ids"}  # fmt: skip
+
+
+def _sglang(model: str | None, ids: Any, max_tokens: int, n: int) -> Body:
+    params = {"max_new_tokens": max_tokens, "temperature": 0.0 if n == 1 else 1.0, "n": n}
+    params["ignore_eos"] = True
+    return {"input_ids": ids, "sampling_params": params, "return_logprob": True}
+
+
+def engine_data(answer: Body) -> Body:
+    """What a worker behind Dynamo says itself; empty in other dialects."""
+    return dict((answer.get("nvext") or {}).get("engine_data") or {})
+
+
+def _dynamo_ids(answer: Body) -> list[list[int]]:
+    ids = engine_data(answer).get("completion_token_ids")
+    return [] if ids is None else [ids]
+
+
+def _choice_ids(answer: Body) -> list[list[int]]:
+    return [one["token_ids"] for one in answer.get("choices", ()) if "token_ids" in one]
+
+
+def _used(answer: Body) -> int | None:
+    count = (answer.get("usage") or {}).get("prompt_tokens")
+    return count if isinstance(count, int) else None
+
+
+def _sglang_used(answer: Body) -> int | None:
+    count = (answer.get("meta_info") or {}).get("prompt_tokens")
+    return count if isinstance(count, int) else None
+
+
+GENERATE = "/inference/v1/generate"
+DIALECTS: dict[TransportName, Dialect] = {
+    "vllm": Dialect(
+        GENERATE, _generate, lambda answer: answer.get("prompt_token_ids"), _choice_ids, _used
+    ),
+    "dynamo": Dialect(
+        "/v1/chat/completions",
+        _dynamo,
+        lambda answer: engine_data(answer).get("prompt_token_ids"),
+        _dynamo_ids,
+        _used,
+    ),
+    "dynamo-generate": Dialect(
+        GENERATE, _dynamo_generate, lambda _: None, _choice_ids, _used
+    ),
+    "sglang": Dialect(
+        "/generate",
+        _sglang,
+        lambda _: None,
+        lambda answer: [answer["output_ids"]] if "output_ids" in answer else [],
+        _sglang_used,
+    ),
+}  # fmt: skip

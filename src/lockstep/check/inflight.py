@@ -1,0 +1,67 @@
+"""A generation in flight: how far it is, so that something can happen to it in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+from lockstep.backends import Delta
+from lockstep.check.outcome import Broken, NotApplicable
+from lockstep.check.target import Target
+from lockstep.tokens import Completion
+from lockstep.wire.ask import Ask
+
+BEGUN = 4
+LOOK = 0.002
+"""Seconds between two looks at how far it is: short, as small engines are quick."""
+
+
+class InFlight:
+    """Follows one streamed request; `tokens` are those that came so far."""
+
+    def __init__(self, target: Target, ask: Ask) -> None:
+        self.tokens: list[int] = []
+        self._target = target
+        self._ask = ask
+        self.task = asyncio.create_task(self._follow())
+
+    async def begun(self, tokens: int = BEGUN) -> int:
+        """Returns how many tokens came, once there are some.
+
+        Raises NotApplicable when the request ended before: nothing can happen to it any more.
+        """
+        while len(self.tokens) < tokens and not self.task.done():
+            await asyncio.sleep(LOOK)
+        if self.task.done():
+            done = await self.task
+            raise NotApplicable(
+                f"all {len(done.token_ids)} tokens had come before anything could be done to it"
+            )
+        return len(self.tokens)
+
+    async def end(self) -> Completion:
+        return await self.task
+
+    async def _follow(self) -> Completion:
+        found: list[Completion] = []
+        async with aclosing(self._target.transport.stream(self._ask)) as items:
+            async for item in items:
+                if isinstance(item, Delta):
+                    self.tokens += item.token_ids
+                else:
+                    found.append(item)
+        if len(found) != 1:
+            raise Broken(f"a stream of one choice ended with {len(found)} completions")
+        return found[0]
+
+
+@asynccontextmanager
+async def in_flight(target: Target, ask: Ask) -> AsyncIterator[InFlight]:
+    """A request that is cancelled at the end of the block if it still runs."""
+    running = InFlight(target, ask)
+    try:
+        yield running
+    finally:
+        running.task.cancel()
+        await asyncio.wait((running.task,))

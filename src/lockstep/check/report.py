@@ -1,0 +1,63 @@
+"""What a check found, as one JSON object or as a Markdown table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lockstep.check.row import Finding
+
+VERDICTS = ("pass", "fail", "n.a.", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All findings about one server. `held_back` counts the rows that --mutate would add."""
+
+    url: str
+    transport: str
+    model: str
+    version: str
+    findings: tuple[Finding, ...]
+    held_back: int = 0
+
+    @property
+    def kept(self) -> bool:
+        """Whether the contract is kept: no row failed, and none could not be asked."""
+        return all(one.verdict in ("pass", "n.a.") for one in self.findings)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        found = Counter[str](one.verdict for one in self.findings)
+        return {verdict: found[verdict] for verdict in VERDICTS}
+
+    def summary(self) -> str:
+        said = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
+        more = f"; {self.held_back} rows change the server: --mutate" if self.held_back else ""
+        return f"{said}{more}"
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "url": self.url,
+            "transport": self.transport,
+            "model": self.model,
+            "lockstep": self.version,
+            "kept": self.kept,
+            "counts": self.counts,
+            "held_back": self.held_back,
+            "rows": [asdict(one) for one in self.findings],
+        }
+
+    def markdown(self) -> str:
+        lines = ["| row | asks | verdict | evidence | law |", "|---|---|---|---|---|"]
+        for one in self.findings:
+            verdict = one.verdict if one.verdict in ("pass", "n.a.") else f"**{one.verdict}**"
+            cells = (f"`{one.id}`", one.title, verdict, one.evidence, one.law)
+            lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+        return "\n".join([*lines, "", self.summary() + "."])
+
+
+def _cell(text: str) -> str:
+    """Text that cannot end its cell, nor be taken for HTML."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,113 @@
+"""Pauses, asked with --mutate: what happens to the generation in flight, and to new requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from lockstep.backends.admin import PauseMode
+from lockstep.check.compare import same
+from lockstep.check.inflight import in_flight
+from lockstep.check.outcome import require
+from lockstep.check.row import Group
+from lockstep.check.target import Target
+
+GROUP = Group("control", mutates=True)
+STILL = 0.6
+"""Seconds for which a paused server is watched."""
+SETTLE = 0.2
+"""Seconds that tokens sampled before a pause may still be under way."""
+
+
+@asynccontextmanager
+async def paused(target: Target, mode: PauseMode) -> AsyncIterator[None]:
+    """Resumed at the end of the block, whatever happened in it."""
+    await target.admin.pause(mode)
+    try:
+        yield
+    finally:
+        await target.admin.resume()
+
+
+async def queues(target: Target) -> asyncio.Task[str]:
+    """A new request to a paused server, which must wait. Raises Broken when it does not."""
+    task = asyncio.create_task(_new(target))
+    await asyncio.wait((task,), timeout=STILL)
+    require(not task.done(), f"a new request did not wait: {task.result() if task.done() else ''}")
+    return task
+
+
+async def _new(target: Target) -> str:
+    reply = await target.send_ids(target.prompt(seed=21))
+    return reply.said()
+
+
+async def answered(task: asyncio.Task[str]) -> None:
+    said = await task
+    require(said == "200", f"the request that waited was answered {said} after resume")
+
+
+@GROUP.row("keep", "pause keep: frozen in mid-generation, then continued exactly", "L6 F43",
+           seconds=180)  # fmt: skip
+async def keep(target: Target) -> str:
+    ask = target.ask(target.prompt(seed=22), max_tokens=target.long)
+    (whole,) = await target.transport.generate(ask)
+    async with in_flight(target, ask) as running:
+        await running.begun()
+        async with paused(target, "keep"):
+            await asyncio.sleep(SETTLE)
+            before = len(running.tokens)
+            await asyncio.sleep(STILL)
+            after = len(running.tokens)
+        done = await running.end()
+    require(after == before, f"{after - before} tokens came in {STILL} s of a pause")
+    require(before < target.long, f"all {before} tokens had come before the pause: nothing froze")
+    said = same(whole, done, target.tolerance, "with and without a pause")
+    return f"frozen at {before} of {target.long} tokens; {said}"
+
+
+@GROUP.row("wait", "pause wait: what is in flight runs to its end", "L6", seconds=180)
+async def wait(target: Target) -> str:
+    ask = target.ask(target.prompt(seed=23), max_tokens=target.long)
+    async with in_flight(target, ask) as running:
+        seen = await running.begun()
+        async with paused(target, "wait"):
+            await asyncio.sleep(SETTLE)
+            ended = running.task.done()
+        done = await running.end()
+    said = f"paused at {seen} of {target.long} tokens: {len(done.token_ids)} came, {done.finish!r}"
+    require(ended, f"{said}; but pause returned before it had ended")
+    require(len(done.token_ids) == target.long and done.finish == "length", said)
+    return f"{said}, before pause returned"
+
+
+@GROUP.row("abort", "pause abort: in flight ends as abort, with its tokens", "L6 F12", seconds=180)
+async def abort(target: Target) -> str:
+    ask = target.ask(target.prompt(seed=24), max_tokens=target.long)
+    (whole,) = await target.transport.generate(ask)
+    async with in_flight(target, ask) as running:
+        seen = await running.begun()
+        async with paused(target, "abort"):
+            # Before resume: a pause that only froze the request would let it end well later.
+            await asyncio.wait((running.task,), timeout=STILL * 10)
+            ended = running.task.done()
+        require(ended, f"the request in flight had not ended {STILL * 10:g} s after pause abort")
+        done = await running.end()
+    kept = len(done.token_ids)
+    said = f"paused at {seen} of {target.long} tokens: {kept} kept, finish {done.finish!r}"
+    require(done.finish == "abort" and seen <= kept < target.long, said)
+    require(done.token_ids == whole.token_ids[:kept], f"{said}; they are not those of the whole")
+    return f"{said}, the first of the whole answer"
+
+
+@GROUP.row("queue", "while paused, new requests wait and are answered later", "L6", seconds=120)
+async def queue(target: Target) -> str:
+    said = []
+    modes: tuple[PauseMode, ...] = ("keep", "wait", "abort")
+    for mode in modes:
+        async with paused(target, mode):
+            task = await queues(target)
+        await answered(task)
+        said.append(mode)
+    return f"{', '.join(said)}: a new request waited {STILL} s, and was answered after resume"

@@ -1,0 +1,55 @@
+"""Who may change the server, asked with --mutate: a token, a POST, a listener of its own."""
+
+from __future__ import annotations
+
+from lockstep.backends.admin import AdminName
+from lockstep.check.outcome import require
+from lockstep.check.row import Group
+from lockstep.check.target import Target
+
+GROUP = Group("guard", mutates=True)
+ROUTES: dict[AdminName, tuple[str, str]] = {
+    "lockstep": ("/engine/pause_generation", "/engine/resume_generation"),
+    "dynamo": ("/engine/pause_generation", "/engine/resume_generation"),
+    "vllm": ("/pause", "/resume"),
+    "prime-rl": ("/pause", "/resume"),
+}
+"""Of each kind of server the route that pauses it, and the one that ends a pause."""
+
+
+def resume_route(target: Target) -> str:
+    """A route that changes a server, and changes nothing in one that runs."""
+    return ROUTES[target.admin.name][1]
+
+
+@GROUP.row("token", "admin routes need a token", "L7 F42")
+async def token(target: Target) -> str:
+    path, said = resume_route(target), []
+    for what, given in (("no token", None), ("a wrong token", "not-the-admin-token")):
+        reply = await target.raw.send("POST", target.admin.url + path, {}, token=given)
+        require(reply.status in (401, 403), f"POST {path} with {what}: {reply.said()}")
+        said.append(f"{what}: {reply.status}")
+    return f"POST {path}: {', '.join(said)}"
+
+
+@GROUP.row("get", "GET never changes anything", "L7 F42")
+async def get(target: Target) -> str:
+    path = ROUTES[target.admin.name][0]
+    url = target.admin.url + path
+    try:
+        reply = await target.raw.send("GET", url, token=target.subject.token)
+        paused = (await target.admin.view()).paused
+        require(not paused, f"GET {path}: {reply.said()}, and the server is paused")
+        require(reply.status >= 400, f"GET {path}: {reply.said()}")
+    finally:
+        await target.admin.resume()
+    return f"GET {path}: {reply.said()}"
+
+
+@GROUP.row("listener", "admin routes are not on the data port", "L7")
+async def listener(target: Target) -> str:
+    path = resume_route(target)
+    where = target.transport.base_url
+    reply = await target.raw.send("POST", where + path, {}, token=target.subject.token)
+    require(reply.status in (401, 403, 404, 405), f"POST {path} on the data port: {reply.said()}")
+    return f"POST {path} on the data port: {reply.said()}"

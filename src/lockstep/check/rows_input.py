@@ -1,0 +1,72 @@
+"""Bad input: refused with a 4xx that says why, and the server goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lockstep.check.outcome import NotApplicable, require
+from lockstep.check.raw import Reply
+from lockstep.check.row import Group
+from lockstep.check.target import Target
+
+GROUP = Group("input")
+BEYOND = 2**31 - 1
+"""An id that no vocabulary has."""
+
+
+async def refuses(target: Target, what: str, ids: Any, **fields: Any) -> str:
+    """The evidence that a request is refused, and that the next good one is not."""
+    reply = await target.send_ids(ids, **fields)
+    require(reply.refused, f"{what}: answered {reply.said()}{_sampled(target, reply)}")
+    good = await target.send_ids(target.prompt())
+    require(good.status == 200, f"{what}: {reply.said()}; after that a good one: {good.said()}")
+    return f"{what}: {reply.said()}"
+
+
+def _sampled(target: Target, reply: Reply) -> str:
+    if reply.status != 200:
+        return ""
+    return f" with ids {target.dialect.ids(reply.fields)[:1]}"
+
+
+@GROUP.row("empty", "an empty prompt is refused", "F18")
+async def empty(target: Target) -> str:
+    return await refuses(target, "no ids", [])
+
+
+@GROUP.row("negative", "a negative id is refused", "F18")
+async def negative(target: Target) -> str:
+    return await refuses(target, "id -1", [*target.prompt(4), -1])
+
+
+@GROUP.row("vocabulary", "an id outside the vocabulary is refused", "F18")
+async def vocabulary(target: Target) -> str:
+    return await refuses(target, f"id {BEYOND}", [*target.prompt(4), BEYOND])
+
+
+@GROUP.row("float", "an id that is no integer is refused", "F18")
+async def fraction(target: Target) -> str:
+    said = await refuses(target, "id 12.5", [*target.prompt(4), 12.5])
+    whole = await target.send_ids([*target.prompt(4), 12.0])
+    return f"{said}; 12.0 {'too' if whole.refused else 'is read as 12'}"
+
+
+@GROUP.row("unknown", "a field that nobody knows is refused", "L0")
+async def unknown(target: Target) -> str:
+    return await refuses(target, "a misspelt field", target.prompt(), temprature=0.5)
+
+
+@GROUP.row("overlong", "a prompt that leaves no room for a token is refused", "F17")
+async def overlong(target: Target) -> str:
+    length = target.card.max_model_len
+    if length is None:
+        raise NotApplicable("/v1/models tells no max_model_len: it is not known what is too long")
+    ids = [target.prompt()[0]] * length
+    return await refuses(target, f"{length} ids where {length} fit", ids)
+
+
+@GROUP.row("model", "a request for an unknown model is refused", "F31")
+async def model(target: Target) -> str:
+    reply = await target.send_ids(target.prompt(), model="no-such-model-is-served")
+    require(reply.status == 404, f"an unknown model: expected 404, answered {reply.said()}")
+    return f"an unknown model: {reply.said()}"

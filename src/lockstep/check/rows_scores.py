@@ -1,0 +1,99 @@
+"""Logprobs: of prompts, scored again, seeded, among others, under a salt, and in which mode."""
+
+from __future__ import annotations
+
+import asyncio
+
+from lockstep.check.compare import apart, same, shown
+from lockstep.check.dialect import engine_data
+from lockstep.check.outcome import require
+from lockstep.check.row import Group
+from lockstep.check.target import Target
+
+GROUP = Group("scores")
+
+
+@GROUP.row("prompt", "a prompt token's logprob is its own", "F46")
+async def prompt(target: Target) -> str:
+    ids = target.prompt()
+    done = await target.one(ids, max_tokens=1, prompt_logprobs=2)
+    entries = done.prompt_logprobs
+    require(entries is not None, f"prompt_logprobs 2 was asked for {len(ids)} ids, none came")
+    entries = entries or []
+    named = [entry.token_id for entry in entries if entry is not None]
+    require(named == ids[-len(named) :] and len(named) >= len(ids) - 1, f"entries name {named}")
+    first = "null" if entries[0] is None else f"{entries[0].logprob:.3f}"
+    own = [entry for entry in entries if entry is not None]
+    above = [entry for entry in own if entry.top and entry.logprob > entry.top[0].logprob]
+    require(not above, f"token {above[0].token_id if above else 0} is above the most likely one")
+    likely = sum(1 for entry in own if entry.top and entry.top[0].token_id == entry.token_id)
+    return (
+        f"{len(ids)} ids: {len(own)} entries, each naming its id, {likely} of them the most "
+        f"likely; the first is {first}"
+    )
+
+
+@GROUP.row("again", "scoring sampled tokens gives the logprobs they came with", "L1 F44 F46")
+async def again(target: Target) -> str:
+    ids = target.prompt(seed=4)
+    done = await target.one(ids, temperature=1.0, seed=5, max_tokens=32)
+    scored = (await target.score([*ids, *done.token_ids]))[len(ids) - 1 :]
+    off = apart(done.logprobs, scored)
+    said = f"32 tokens sampled at temperature 1, then scored as a prompt: {shown(off)}"
+    require(off <= target.tolerance, f"{said} (tolerance {target.tolerance:g})")
+    return said
+
+
+@GROUP.row("seed", "the same seed gives the same tokens", "L1")
+async def seed(target: Target) -> str:
+    ids = target.prompt(seed=6)
+    one, two, other = [
+        await target.one(ids, temperature=1.0, seed=number, max_tokens=24) for number in (9, 9, 10)
+    ]
+    said = same(one, two, target.tolerance, "seed 9 twice")
+    require(one.token_ids != other.token_ids, f"{said}; but seed 10 gives them too")
+    return f"{said}; seed 10 gives others"
+
+
+@GROUP.row("batch", "a request's answer does not depend on its neighbours", "L1")
+async def batch(target: Target) -> str:
+    how = {"temperature": 1.0, "seed": 12, "max_tokens": 24}
+    alone = await target.one(target.prompt(seed=7), **how)
+    neighbours = [
+        target.one(target.prompt(length, seed=length), **(how | {"seed": length}))
+        for length in (5, 17, 29, 43, 61, 87, 113)
+    ]
+    crowded, *_ = await asyncio.gather(target.one(target.prompt(seed=7), **how), *neighbours)
+    return same(alone, crowded, target.tolerance, "alone and among 7 others")
+
+
+@GROUP.row("salt", "a cache salt is accepted and changes nothing", "F03")
+async def salt(target: Target) -> str:
+    ids = target.prompt(160, seed=8)
+    bare = await target.one(ids)
+    salted = [await target.one(ids, cache_salt=name) for name in ("check-a", "check-b")]
+    said = [same(bare, one, target.tolerance, "with and without salt") for one in salted]
+    return f"{len(ids)} ids, two salts; {said[-1]}"
+
+
+@GROUP.row("mode", "raw or processed: the logprobs' mode is known", "F16")
+async def mode(target: Target) -> str:
+    ids = target.prompt(seed=13)
+    warm, hot = [
+        await target.one(ids, temperature=heat, seed=1, max_tokens=1, logprobs=3)
+        for heat in (1.0, 2.0)
+    ]
+    tops = [{one.token_id: one.logprob for one in (done.top_logprobs or [()])[0]}
+            for done in (warm, hot)]  # fmt: skip
+    common = sorted(tops[0].keys() & tops[1].keys())
+    require(bool(common), "the most likely tokens at temperature 1 and 2 have none in common")
+    token = common[0]
+    values = [top[token] for top in tops]
+    measured = "raw" if abs(values[0] - values[1]) <= target.tolerance else "processed"
+    said = (
+        f"token {token} has {values[0]:.4f} at temperature 1 and {values[1]:.4f} at 2: {measured}"
+    )
+    answer = (await target.send_ids(ids)).fields
+    stated = answer.get("logprob_mode") or engine_data(answer).get("logprob_mode")
+    require(stated in (None, measured), f"{said}, but the server says {stated}")
+    return f"{said}, as the server says" if stated else f"{said}; the server does not say"

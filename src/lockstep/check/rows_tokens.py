@@ -1,0 +1,158 @@
+"""Tokens in, tokens out: the ids that were sent are used, the ids that come are whole."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from uuid import uuid4
+
+from lockstep.backends import Delta
+from lockstep.check.compare import same
+from lockstep.check.inflight import in_flight
+from lockstep.check.outcome import Broken, NotApplicable, require
+from lockstep.check.row import Group
+from lockstep.check.target import Target
+from lockstep.tokens import Completion
+
+GROUP = Group("tokens")
+
+
+@GROUP.row("prompt", "the prompt ids are used exactly as sent", "L1 F10")
+async def prompt(target: Target) -> str:
+    ids = target.prompt()
+    reply = await target.send_ids(ids)
+    require(reply.status == 200, f"{len(ids)} ids were sent, the answer is {reply.said()}")
+    said = []
+    if (echoed := target.dialect.echo(reply.fields)) is not None:
+        require(echoed == ids, f"sent {ids[:6]}..., echoed {echoed[:6]}... ({len(echoed)} ids)")
+        said.append("echoed the same")
+    if (used := target.dialect.usage(reply.fields)) is not None:
+        require(used == len(ids), f"{len(ids)} ids were sent, usage counts {used} prompt tokens")
+        said.append(f"usage counts {used}")
+    other = [*ids[:-1], ids[-1] + 1]
+    one = await target.one(ids, temperature=1.0, seed=1, max_tokens=1, logprobs=5)
+    two = await target.one(other, temperature=1.0, seed=1, max_tokens=1, logprobs=5)
+    require(one.top_logprobs != two.top_logprobs, "another last id gives the same distribution")
+    said.append("another last id gives another distribution")
+    return f"{len(ids)} ids that no text has: {', '.join(said)}"
+
+
+@GROUP.row(
+    "aligned", "one finite logprob for each sampled id, from one record", "L1 F05 F06 F07 F15"
+)
+async def aligned(target: Target) -> str:
+    done = await target.one(target.prompt(), temperature=1.0, seed=7, max_tokens=24, logprobs=2)
+    require(len(done.token_ids) == 24, f"24 tokens were asked for, {len(done.token_ids)} came")
+    positive = [value for value in done.logprobs if value > 0]
+    require(not positive, f"{len(positive)} logprobs are above 0, such as {positive[:1]}")
+    for at, (token, value) in enumerate(zip(done.token_ids, done.logprobs, strict=True)):
+        for other in (done.top_logprobs or [()] * 24)[at]:
+            if other.token_id == token:
+                require(
+                    abs(other.logprob - value) <= target.tolerance,
+                    f"token {token} at {at} has logprob {value}, among the alternatives "
+                    f"{other.logprob}",
+                )
+    return (
+        f"24 ids, 24 logprobs from {min(done.logprobs):.3f} to {max(done.logprobs):.3f}, each "
+        "beside its own id"
+    )
+
+
+@GROUP.row("finish", "every answer says why it ended", "L6 F13")
+async def finish(target: Target) -> str:
+    done = await target.one(target.prompt(), max_tokens=5)
+    said = f"max_tokens 5 gave {len(done.token_ids)} tokens and finish {done.finish!r}"
+    require(done.finish == "length" and len(done.token_ids) == 5, said)
+    return said
+
+
+@GROUP.row("stop", "stop ids end the answer and are in it", "L1 L6")
+async def stop(target: Target) -> str:
+    # Not with ignore_eos: on one server that switches stop ids off as well.
+    free = await target.one(target.prompt(), max_tokens=16, ignore_eos=False)
+    ids = free.token_ids
+    fresh = [at for at, token in enumerate(ids) if at and token not in ids[:at]]
+    at = fresh[0] if fresh else 0
+    done = await target.one(
+        target.prompt(), max_tokens=16, stop_token_ids=(ids[at],), ignore_eos=False
+    )
+    said = (
+        f"stop id {ids[at]}, greedily the {at + 1}. of {len(ids)}: {len(done.token_ids)} "
+        f"tokens came, finish {done.finish!r}, stop token {done.stop_token}"
+    )
+    require(done.token_ids == ids[: at + 1] and done.finish == "stop", said)
+    return f"{said}, included"
+
+
+@GROUP.row("abort", "an aborted generation says abort and keeps its tokens", "L6 F12 F45")
+async def abort(target: Target) -> str:
+    if target.transport.name.startswith("dynamo"):
+        raise NotApplicable("this dialect has no way to abort by id; see control.abort")
+    name = uuid4().hex
+    ask = target.ask(target.prompt(), max_tokens=target.long, request_id=name)
+    async with in_flight(target, ask) as running:
+        seen = await running.begun()
+        stopped = await target.transport.abort(name)
+        done = await running.end()
+    told = "not told" if stopped is None else str(stopped)
+    said = (
+        f"aborted after {seen} of {target.long} tokens: finish {done.finish!r} with "
+        f"{len(done.token_ids)} tokens and logprobs; stopped: {told}"
+    )
+    if done.finish == "length" and len(done.token_ids) == target.long:
+        raise Broken(f"{said}; the abort stopped nothing")
+    require(done.finish == "abort" and len(done.token_ids) >= seen, said)
+    return said
+
+
+@GROUP.row("choices", "n choices are distinct and each is whole", "F11")
+async def choices(target: Target) -> str:
+    ids, said = target.prompt(), ""
+    if target.transport.name in ("dynamo", "dynamo-generate"):
+        # The transport asks this dialect n times; whether the server can do it is asked here.
+        body = target.dialect.body(target.card.id, ids, max_tokens=8, n=4)
+        reply = await target.post(target.dialect.route, body)
+        if not reply.refused:
+            found = target.dialect.ids(reply.fields) if reply.status == 200 else []
+            require(
+                len(found) == 4, f"n=4 answered {reply.said()}, with ids of {len(found)} choices"
+            )
+            said = "n=4 in one request answered whole; "
+        else:
+            said = f"n=4 in one request is refused with {reply.status}; "
+    done = await target.transport.generate(
+        target.ask(ids, temperature=1.0, seed=3, n=4, max_tokens=16)
+    )
+    distinct = len({tuple(one.token_ids) for one in done})
+    lengths = [len(one.token_ids) for one in done]
+    said += f"4 choices: {distinct} distinct, lengths {lengths}, indices {[d.index for d in done]}"
+    require(distinct > 1 and lengths == [16] * 4, said)
+    return said
+
+
+@GROUP.row("stream", "a streamed answer equals the whole one", "L1 F44")
+async def stream(target: Target) -> str:
+    said = []
+    asks = {
+        "greedy": target.ask(target.prompt(seed=2)),
+        "seeded": target.ask(target.prompt(seed=2), temperature=1.0, seed=11),
+    }
+    for what, ask in asks.items():
+        (whole,) = await target.transport.generate(ask)
+        deltas: list[Delta] = []
+        streamed: list[Completion] = []
+        async with aclosing(target.transport.stream(ask)) as items:
+            async for item in items:
+                if isinstance(item, Delta):
+                    deltas.append(item)
+                else:
+                    streamed.append(item)
+        require(len(streamed) == 1, f"{what}: the stream ended with {len(streamed)} completions")
+        came = [token for delta in deltas for token in delta.token_ids]
+        require(
+            came == streamed[0].token_ids,
+            f"{what}: the events brought {len(came)} ids, the end {len(streamed[0].token_ids)}",
+        )
+        events = sum(1 for delta in deltas if delta.token_ids)
+        said.append(same(whole, streamed[0], target.tolerance, what) + f" in {events} events")
+    return "; ".join(said)

@@ -1,0 +1,209 @@
+"""The server under question: how to ask it, what is known of it, and what may be done to it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from lockstep.backends import ModelCard, Transport, TransportName, open_transport
+from lockstep.backends.admin import Admin
+from lockstep.check.administer import open_any_admin
+from lockstep.check.dialect import DIALECTS, Dialect
+from lockstep.check.outcome import Broken, NotApplicable
+from lockstep.check.raw import Raw, Reply
+from lockstep.render import Renderer
+from lockstep.tokens import Completion, Sampling
+from lockstep.tokens.errors import BadRequest, UnknownModel
+from lockstep.wire.ask import Ask
+
+IDS = range(10, 250)
+"""Ids of test prompts: in every vocabulary, and in no order that a tokenizer would write."""
+LONG = 800
+"""Tokens of a generation that something happens to: long enough to be met in flight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What to ask, as the command line says it."""
+
+    url: str
+    model: str | None = None
+    transport: TransportName | None = None
+    api_key: str | None = None
+    tokenizer: Path | None = None
+    tolerance: float = 1e-3
+    admin: str | None = None
+    token: str | None = None
+    mutate: bool = False
+    checkpoint: Path | None = None
+    adapters: tuple[Path, ...] = ()
+    seconds: float = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Target:
+    """Everything a row needs. Rows ask through it and never open anything themselves."""
+
+    subject: Subject
+    transport: Transport
+    raw: Raw
+    card: ModelCard
+    cards: list[ModelCard]
+    renderer: Renderer | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    control: Admin | None = None
+
+    # What is known
+
+    @property
+    def tolerance(self) -> float:
+        return self.subject.tolerance
+
+    @property
+    def dialect(self) -> Dialect:
+        return DIALECTS[self.transport.name]
+
+    @property
+    def long(self) -> int:
+        """How many tokens a long generation may have here."""
+        return min(LONG, (self.card.max_model_len or 2048) * 3 // 4)
+
+    @property
+    def admin(self) -> Admin:
+        if self.control is None:
+            raise NotApplicable("no admin URL was given (--admin)")
+        return self.control
+
+    @property
+    def checkpoint(self) -> Path:
+        if self.subject.checkpoint is None:
+            raise NotApplicable("no checkpoint was given (--checkpoint)")
+        return self.subject.checkpoint
+
+    def prompt(self, length: int = 24, seed: int = 0) -> list[int]:
+        """Ids that no text has, so that a server which takes a way through text is found out."""
+        rng = random.Random(seed)
+        return [rng.choice(IDS) for _ in range(min(length, (self.card.max_model_len or 64) // 2))]
+
+    # Asking
+
+    def ask(
+        self,
+        ids: list[int],
+        *,
+        model: str | None = None,
+        cache_salt: str | None = None,
+        request_id: str | None = None,
+        experts_start: int | None = None,
+        **sampling: Any,
+    ) -> Ask:
+        """Greedy unless said otherwise, and never ended by an EOS."""
+        how = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | sampling
+        return Ask(
+            prompt_ids=ids,
+            sampling=Sampling(**how),
+            model=model or self.card.id,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            experts_start=experts_start,
+            timeout=self.subject.seconds,
+        )
+
+    async def one(self, ids: list[int], **how: Any) -> Completion:
+        """One completion; `how` is that of `ask`."""
+        (done,) = await self.transport.generate(self.ask(ids, **how))
+        return done
+
+    async def score(self, ids: Sequence[int], *, model: str | None = None) -> list[float]:
+        """Logprobs of every token after the first, computed anew: under a salt of their own."""
+        done = await self.one(
+            list(ids), model=model, cache_salt=uuid4().hex, max_tokens=1, prompt_logprobs=0
+        )
+        if done.prompt_logprobs is None:
+            raise Broken(f"prompt logprobs were asked for {len(ids)} ids, and none came")
+        missing = [at for at, one in enumerate(done.prompt_logprobs) if at and one is None]
+        if missing:
+            raise Broken(f"no logprob came for the prompt tokens at {missing[:5]}")
+        return [one.logprob for one in done.prompt_logprobs[1:] if one is not None]
+
+    async def scores(
+        self, sequences: Sequence[Sequence[int]], *, model: str | None = None
+    ) -> list[list[float]]:
+        """Of several sequences, one after the other: see `crowd.scores` for why."""
+        return [await self.score(ids, model=model) for ids in sequences]
+
+    async def post(self, path: str, body: object) -> Reply:
+        return await self.raw.send("POST", self.transport.base_url + path, body)
+
+    async def send_ids(self, ids: Any, *, model: str | None = None, **fields: Any) -> Reply:
+        """A bare request for one token; `fields` are put beside what the dialect knows."""
+        body = self.dialect.body(model or self.card.id, ids)
+        return await self.post(self.dialect.route, body | fields)
+
+
+@asynccontextmanager
+async def open_target(subject: Subject) -> AsyncIterator[Target]:
+    """The server, reached and recognised. Raises BadRequest, Unavailable or UnknownModel."""
+    if subject.mutate and subject.admin is None:
+        raise BadRequest("--mutate needs the admin URL: give --admin", param="admin")
+    renderer = None if subject.tokenizer is None else Renderer.load(subject.tokenizer)
+    raw = Raw(api_key=subject.api_key, timeout=subject.seconds)
+    transport = await open_transport(
+        subject.url, subject.transport, api_key=subject.api_key, timeout=subject.seconds
+    )
+    control: Admin | None = None
+    try:
+        cards = await transport.models()
+        if subject.mutate and subject.admin is not None:
+            control = await open_any_admin(subject.admin, subject.token)
+        yield Target(
+            subject=subject,
+            transport=transport,
+            raw=raw,
+            card=_choose(cards, subject.model),
+            cards=cards,
+            renderer=renderer,
+            config=_config(subject),
+            control=control,
+        )
+    finally:
+        await raw.close()
+        await transport.close()
+        if control is not None:
+            await control.close()
+
+
+def _choose(cards: list[ModelCard], model: str | None) -> ModelCard:
+    bases = [card for card in cards if card.parent is None]
+    wanted = [card for card in cards if card.id == model] if model else bases
+    if len(wanted) == 1:
+        return wanted[0]
+    served = ", ".join(card.id for card in cards) or "nothing"
+    if model:
+        raise UnknownModel(f"the model {model!r} is not served there; served are {served}")
+    raise BadRequest(f"name the model with --model: served are {served}", param="model")
+
+
+def _config(subject: Subject) -> dict[str, Any]:
+    """The model's config.json, where a directory that was given holds one."""
+    for directory in (subject.tokenizer, subject.checkpoint):
+        path = None if directory is None else directory / "config.json"
+        if path is not None and path.is_file():
+            return dict(json.loads(path.read_text()))
+    return {}
+
+
+def transport_named(name: str | None) -> TransportName | None:
+    """The transport of that name. Raises BadRequest for an unknown one."""
+    known = next((one for one in DIALECTS if one == name), None)
+    if name is not None and known is None:
+        raise BadRequest(
+            f"transport is {name!r}, expected one of {', '.join(DIALECTS)}", param="transport"
+        )
+    return known

@@ -1,0 +1,238 @@
+"""What a run is: read from TOML, strictly, into values that do not change."""
+
+from __future__ import annotations
+
+import tomllib
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from lockstep.tokens import LogprobMode
+from lockstep.tokens.errors import BadRequest
+
+Handling = Literal["drop", "mask", "keep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Where the policy is served. The token of the control plane is the value, or in the file."""
+
+    url: str = "http://127.0.0.1:8000"
+    admin_url: str = "http://127.0.0.1:8001"
+    admin_token: str | None = None
+    admin_token_file: str | None = None
+    api_key: str | None = None
+    model: str | None = None
+    tokenizer: str | None = None
+    retry_seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvConfig:
+    """`name` is reverse, calc, guess, verifiers:NAME, or an import path "package.module:Class"."""
+
+    name: str = "reverse"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """A step plays `groups` tasks, each `group_size` times."""
+
+    groups: int = 16
+    group_size: int = 8
+    max_tokens: int = 48
+    temperature: float = 1.0
+    logprobs: LogprobMode = "raw"
+    concurrency: int = 128
+    experts: bool = False
+    samples_shown: int = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossConfig:
+    """`kind` grpo learns from rewards, distill from a teacher.
+
+    `mask` dppo leaves out tokens whose probability moved by more than `mask_low` or `mask_high` in
+    the direction the advantage pushes; ipo in any direction. `kl` weighs the squared log ratio.
+    """
+
+    kind: Literal["grpo", "distill"] = "grpo"
+    normalize_std: bool = False
+    mask: Literal["dppo", "ipo", "none"] = "dppo"
+    mask_low: float = 0.2
+    mask_high: float = 0.2
+    kl: float = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerConfig:
+    """`lora_rank` 0 trains all weights. `exact` None: where trainer and engine both can be.
+
+    `replay_experts` sends every token to the experts that the engine chose for it.
+    """
+
+    lr: float = 1e-4
+    warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    micro_batch: int = 32
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = 1
+    exact: bool | None = None
+    replay_experts: bool = True
+    probe_tolerance: float | None = None
+    lora_rank: int = 0
+    lora_alpha: int = 32
+    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    lora_name: str = "policy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """`sync` waits for each update and is deterministic; `async` plays on while it trains.
+
+    Tokens older than `max_off_policy` updates are not learnt from. `mixed` and `aborted` say what
+    happens to samples of several versions, and to those with a turn that was cut off.
+    """
+
+    mode: Literal["sync", "async"] = "sync"
+    steps: int = 30
+    max_off_policy: int = 4
+    mixed: Handling = "keep"
+    aborted: Handling = "mask"
+    update_mode: Literal["keep", "wait", "abort"] = "keep"
+    pin_version: bool = True
+    keep_checkpoints: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Held-out prompts, played before and after, and every so many steps when `every` is not 0."""
+
+    prompts: int = 64
+    every: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherConfig:
+    """The endpoint whose logprobs a distillation learns from."""
+
+    url: str = ""
+    model: str | None = None
+    api_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """One run. `model` is a bundled name or a directory: the weights that training starts from."""
+
+    model: str = "tiny"
+    run_dir: str = "run"
+    seed: int = 0
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    loop: LoopConfig = field(default_factory=LoopConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+
+    def __post_init__(self) -> None:
+        def require(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                value: Any = self
+                for part in name.split("."):
+                    value = getattr(value, part)
+                raise BadRequest(f"{name} is {value!r}: expected {expected}", param=name)
+
+        counts = {"rollout": ("groups", "max_tokens", "concurrency"),
+                  "loop": ("steps", "keep_checkpoints"),
+                  "learner": ("micro_batch", "threads")}  # fmt: skip
+        for section, keys in counts.items():
+            for key in keys:
+                require(getattr(getattr(self, section), key) >= 1, f"{section}.{key}", "1 or more")
+        least = 1 if self.loss.kind == "distill" else 2
+        require(self.rollout.group_size >= least, "rollout.group_size",
+                "2 or more, as rewards are compared within a group")  # fmt: skip
+        require(self.rollout.temperature > 0, "rollout.temperature", "more than 0")
+        require(self.rollout.temperature == 1.0 or self.rollout.logprobs == "processed",
+                "rollout.logprobs", "'processed' when rollout.temperature is not 1: raw logprobs "
+                "are not those of the distribution that was sampled from")  # fmt: skip
+        require(self.learner.lr > 0, "learner.lr", "more than 0")
+        require(self.loop.max_off_policy >= 0, "loop.max_off_policy", "0 or more")
+        require(self.loss.kind != "distill" or bool(self.teacher.url), "teacher.url",
+                "the URL of a teacher, as loss.kind is 'distill'")  # fmt: skip
+
+    @classmethod
+    def read(cls, path: str | Path) -> TrainConfig:
+        """The run in a TOML file. Raises BadRequest that names the field."""
+        try:
+            raw = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise BadRequest(f"{path} cannot be read: {error.strerror}", param="config") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise BadRequest(f"{path} is not TOML: {error}", param="config") from None
+        return cls.of(raw)
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> TrainConfig:
+        """The run that nested mappings describe. Raises BadRequest that names the field."""
+        made: TrainConfig = _build(cls, raw, "")
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `of` takes it, without secrets."""
+        plain = asdict(self)
+        secrets = (("serve", "admin_token"), ("serve", "api_key"), ("teacher", "api_key"))
+        for section, key in secrets:
+            plain[section][key] = None if plain[section][key] is None else "***"
+        return plain
+
+
+def _build(kind: Any, raw: Any, at: str) -> Any:
+    if not isinstance(raw, Mapping):
+        raise BadRequest(f"{at} is {raw!r}: expected a table", param=at)
+    hints = get_type_hints(kind)
+    known = [each.name for each in fields(kind)]
+    values = {}
+    for name, value in raw.items():
+        where = f"{at}.{name}" if at else name
+        if name not in known:
+            raise BadRequest(f"{where} is not known: expected one of {', '.join(known)}",
+                             param=where)  # fmt: skip
+        values[name] = _value(hints[name], value, where)
+    return kind(**values)
+
+
+def _value(kind: Any, value: Any, at: str) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return _build(kind, value, at)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
+        return _value(next(a for a in arguments if a is not type(None)), value, at)
+    if origin is Literal:
+        if value not in arguments:
+            names = ", ".join(map(repr, arguments))
+            raise BadRequest(f"{at} is {value!r}: expected one of {names}", param=at)
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)) or (
+            arguments[-1] is not Ellipsis and len(value) != len(arguments)
+        ):
+            raise BadRequest(f"{at} is {value!r}: expected a list", param=at)
+        return tuple(_value(arguments[0], each, f"{at}[{i}]") for i, each in enumerate(value))
+    if kind is float and type(value) is int:
+        return float(value)
+    plain = Mapping if origin is not None else kind
+    if not isinstance(value, plain) or (kind is int and isinstance(value, bool)):
+        name = getattr(kind, "__name__", str(kind))
+        raise BadRequest(f"{at} is {value!r}: expected {name}", param=at)
+    return value

@@ -1,0 +1,186 @@
+"""New weights to the fleet: pushed once, proved by it, and found there again after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+from lockstep.backends.admin import PauseMode
+from lockstep.tokens.errors import CheckpointError, Conflict, LockstepError
+from lockstep.train.patience import PASSING, Patience
+
+WATCH_SECONDS = 0.5
+PROOF_TRIES = 3
+Worker = Mapping[str, Any]
+
+
+class FleetLike(Protocol):
+    """What a trainer asks of a fleet: `lockstep.fleet.remote.RemoteFleet` is one."""
+
+    async def state(self) -> dict[str, Any]: ...
+
+    async def update_weights(
+        self,
+        weight_dir: str | Path,
+        version: str | None = None,
+        *,
+        mode: PauseMode = "keep",
+        key: str | None = None,
+    ) -> dict[str, Any]: ...
+
+    async def load_adapter(
+        self, name: str, path: str | Path, version: str | None = None
+    ) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Weights that the fleet serves as `version`; `label` is what tokens sampled under it carry."""
+
+    step: int
+    directory: Path
+    version: str
+    label: str
+    seconds: float
+    pause_seconds: float
+    workers: tuple[Worker, ...]
+
+
+class Publisher:
+    """The trainer's hand on the fleet. `adapter` names the LoRA adapter that is trained, if any."""
+
+    def __init__(
+        self,
+        fleet: FleetLike,
+        patience: Patience,
+        *,
+        adapter: str | None,
+        mode: PauseMode,
+        suffix: str = "",
+    ) -> None:
+        """`suffix` ends the labels of this run; one is found when the fleet knows ours already."""
+        self._fleet = fleet
+        self._patience = patience
+        self._adapter = adapter
+        self._mode = mode
+        self._nonce = secrets.token_hex(4)
+        self.suffix = suffix
+        self._lock = asyncio.Lock()
+        self.current: Published | None = None
+
+    async def publish(self, directory: Path, step: int) -> Published:
+        """Pushes a checkpoint until the fleet serves it, proved. Raises what the fleet says.
+
+        Passing failures are tried again: a lost connection, too few workers, an update that was
+        undone because one died in the middle of it.
+        """
+        async with self._lock:
+            return await self._publish(directory, step)
+
+    async def ensure(self) -> None:
+        """Pushes the current weights again when the fleet does not serve them any more."""
+        async with self._lock:
+            current = self.current
+            if current is not None and not _serves(await self._fleet.state(), current):
+                await self._publish(current.directory, current.step)
+
+    async def _publish(self, directory: Path, step: int) -> Published:
+        begun = perf_counter()
+        version = f"step-{step}{self.suffix}"
+
+        async def push(attempt: int) -> dict[str, Any]:
+            # A key that failed answers with its failure for ever: a new attempt needs a new one.
+            # An update that did happen is not done twice: the fleet knows what it serves.
+            key = f"{self._nonce}-{version}-{attempt}"
+            if self._adapter is not None:
+                return await self._fleet.load_adapter(self._adapter, directory, version)
+            return await self._fleet.update_weights(directory, version, mode=self._mode, key=key)
+
+        async def look(error: LockstepError) -> None:
+            await self._give_up_if_disproved(version, error)
+
+        try:
+            answer = await self._patience.call(f"update to {version}", push, between=look)
+        except Conflict:
+            if self.suffix:
+                raise
+            # Another run has used this label on this fleet: ours are told apart from now on.
+            self.suffix = f"-{self._nonce}"
+            return await self._publish(directory, step)
+        state = await self._patience.call("state", lambda _: self._fleet.state())
+        label = version
+        if self._adapter is not None:
+            label = f"{state['version']}+{self._adapter}@{answer['version']}"
+        operation = answer.get("operation") or {}
+        self.current = Published(
+            step,
+            directory,
+            version,
+            label,
+            perf_counter() - begun,
+            float(operation.get("pause_seconds") or 0.0),
+            workers_of(state),
+        )
+        if not _serves(state, self.current):
+            raise Conflict(
+                f"version {version!r} was published, but the fleet says it serves "
+                f"{state['version']!r}: another trainer updates it too"
+            )
+        return self.current
+
+    async def _give_up_if_disproved(self, version: str, error: LockstepError) -> None:
+        """Raises CheckpointError when workers keep answering otherwise than the probe says."""
+        with suppress(*PASSING):
+            operations = (await self._fleet.state())["operations"]
+            failed = [one for one in operations if one["version"] == version]
+            disproved = [
+                one
+                for one in failed
+                if any(result["phase"] == "prove" for result in one["workers"].values())
+            ]
+            if len(disproved) >= PROOF_TRIES:
+                raise CheckpointError(
+                    f"the fleet undid the update to {version!r} {len(disproved)} times, as its "
+                    f"workers do not compute what the trainer's model does: {error.message}; if "
+                    "they cannot, set learner.exact to false or a learner.probe_tolerance"
+                )
+
+    async def watch(self, on_change: Callable[[str, Worker], None]) -> None:
+        """Reports workers that are lost or come back, until cancelled."""
+        known: dict[str, str] = {}
+        while True:
+            with suppress(LockstepError):  # a gateway that is away is found by those who need it
+                for worker in workers_of(await self._fleet.state()):
+                    before, now = known.get(worker["id"]), str(worker["state"])
+                    if before is not None and (before == "serving") != (now == "serving"):
+                        on_change("worker_back" if now == "serving" else "worker_lost", worker)
+                    known[worker["id"]] = now
+            await asyncio.sleep(WATCH_SECONDS)
+
+
+def workers_of(state: Mapping[str, Any]) -> tuple[Worker, ...]:
+    """Id, version and state of each worker."""
+    return tuple(
+        {"id": one["id"], "version": one["version"], "state": one["state"]}
+        for one in state["workers"]
+    )
+
+
+def all_exact(state: Mapping[str, Any]) -> bool:
+    """Whether every worker is an embedded engine, which computes as the trainer can."""
+    workers = state["workers"]
+    return bool(workers) and all(one.get("backend") == "lockstep" for one in workers)
+
+
+def _serves(state: Mapping[str, Any], published: Published) -> bool:
+    if "+" in published.label and published.label != published.version:
+        base, _, rest = published.label.partition("+")
+        name, _, label = rest.partition("@")
+        return bool(state["version"] == base and state["adapters"].get(name) == label)
+    return bool(state["version"] == published.version)

@@ -1,0 +1,56 @@
+"""Groups played ahead of the trainer: as many as staleness allows, in the order they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+
+from lockstep.train.batch import Group
+from lockstep.train.env import Task
+
+Play = Callable[[int, Task], Awaitable[Group]]
+
+
+class GroupQueue:
+    """Plays tasks while the block runs, never more than `ahead` that were not released yet."""
+
+    def __init__(self, tasks: Iterator[tuple[int, Task]], play: Play, *, ahead: int) -> None:
+        self._tasks = tasks
+        self._play = play
+        self._room = asyncio.Semaphore(ahead)
+        self._done: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
+        self._running: set[asyncio.Task[Group]] = set()
+
+    async def __aenter__(self) -> GroupQueue:
+        self._feeder = asyncio.create_task(self._feed(), name="rollouts")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        every = [self._feeder, *self._running]
+        for task in every:
+            task.cancel()
+        for task in every:
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+    async def take(self) -> Group:
+        """The next group. Raises the error of one that failed for good."""
+        return (await self._done.get()).result()
+
+    def release(self, count: int) -> None:
+        """Lets so many more be played: called once the weights that learnt from them are served."""
+        for _ in range(count):
+            self._room.release()
+
+    async def _feed(self) -> None:
+        for number, task in self._tasks:
+            await self._room.acquire()
+            playing = asyncio.ensure_future(self._play(number, task))
+            self._running.add(playing)
+            playing.add_done_callback(self._ended)
+
+    def _ended(self, playing: asyncio.Task[Group]) -> None:
+        self._running.discard(playing)
+        if not playing.cancelled():
+            self._done.put_nowait(playing)

@@ -1,0 +1,84 @@
+"""Routed-expert replay: the trainer's tokens go to the experts that the engine chose for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.tokens import Sample
+from lockstep.tokens.errors import BadExperts
+
+UNKNOWN = -1
+
+
+class ExpertReplay:
+    """Hooks on the routers of a transformers mixture-of-experts model.
+
+    While `of` is active, the ids that a router chose are replaced by recorded ones; their weights
+    are those that the trainer's own router gives these experts, so that gradients reach it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._routers = [
+            module
+            for module in model.modules()
+            if type(module).__name__.endswith("Router") and hasattr(module, "top_k")
+        ]
+        self._recorded: Tensor | None = None
+        for column, router in enumerate(self._routers):
+            router.register_forward_hook(self._hook(column))
+
+    @property
+    def layers(self) -> int:
+        return len(self._routers)
+
+    @contextmanager
+    def of(self, samples: Sequence[Sample], width: int, device: torch.device) -> Iterator[None]:
+        """Replays the experts of these samples, padded to `width` tokens, within the block."""
+        self._recorded = self._stack(samples, width).to(device)
+        try:
+            yield
+        finally:
+            self._recorded = None
+
+    def _stack(self, samples: Sequence[Sample], width: int) -> Tensor:
+        """(layers, samples * width, top_k), UNKNOWN where nothing was recorded."""
+        top_k = int(self._routers[0].top_k)
+        ids_BTLK = np.full((len(samples), width, self.layers, top_k), UNKNOWN, dtype=np.int64)
+        for row, sample in enumerate(samples):
+            if sample.experts is None:
+                raise BadExperts(
+                    "a sample came without routed experts: set rollout.experts to true, or "
+                    "learner.replay_experts to false"
+                )
+            ids = sample.experts.numpy()
+            if ids.shape[1:] != (self.layers, top_k):
+                raise BadExperts(
+                    f"routed experts are {ids.shape[1:]} per token, but the trainer's model has "
+                    f"{self.layers} routers of {top_k}"
+                )
+            start = sample.experts.start
+            ids_BTLK[row, start : start + len(ids)] = ids
+        flat = torch.from_numpy(ids_BTLK).flatten(0, 1)
+        return flat.transpose(0, 1).contiguous()
+
+    def _hook(self, column: int) -> Any:
+        def replace(router: Any, _: Any, output: Any) -> Any:
+            if self._recorded is None:
+                return None
+            logits, own_weights, own_ids = output
+            recorded = self._recorded[column]
+            ids = torch.where(recorded == UNKNOWN, own_ids, recorded)
+            # The operations of the router itself, in its order: equal ids give equal bits.
+            probs = torch.softmax(logits, dim=-1, dtype=torch.float)
+            weights = probs.gather(-1, ids)
+            if router.norm_topk_prob:
+                weights = weights / weights.sum(dim=-1, keepdim=True)
+            return logits, weights.to(own_weights.dtype), ids
+
+        return replace

@@ -1,0 +1,28 @@
+"""What the tests on real engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.engines.vllm_servers import Slot, Vllm
+
+
+@pytest.fixture(scope="session")
+def vllm_slot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slot]:
+    slot = Slot(tmp_path_factory.mktemp("vllm"))
+    yield slot
+    slot.stop()
+
+
+@pytest.fixture
+def dense(vllm_slot: Slot) -> Vllm:
+    """A vLLM server of a model with tied embeddings, with adapters switched on."""
+    return vllm_slot.use("dense")
+
+
+@pytest.fixture
+def moe(vllm_slot: Slot) -> Vllm:
+    """A vLLM server of a mixture of experts."""
+    return vllm_slot.use("moe")

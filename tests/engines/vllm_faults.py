@@ -1,0 +1,37 @@
+"""A worker extension for tests: Lockstep's own, and ways to break things inside the server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.backends.vllm_extension import LockstepWorker
+
+
+class FaultyWorker(LockstepWorker):
+    def faulty_environ(self, name: str, value: str) -> dict[str, str]:
+        """Sets a variable of the worker process, which its own code reads when it needs it."""
+        os.environ[name] = value
+        return {name: value}
+
+    def faulty_load(self, after: int, times: int = 1) -> dict[str, int]:
+        """The next loads break off after so many tensors."""
+        model: Any = self.model_runner.get_model()  # type: ignore[attr-defined]
+        whole = type(model).load_weights
+        left = [times]
+
+        def load_weights(weights: Iterator[Any]) -> Any:
+            if not left[0]:
+                return whole(model, weights)
+            left[0] -= 1
+            return whole(model, broken(weights))
+
+        def broken(weights: Iterator[Any]) -> Iterator[Any]:
+            for at, item in enumerate(weights):
+                if at == after:
+                    raise OSError("the disk is gone")
+                yield item
+
+        model.load_weights = load_weights
+        return {"after": after}

@@ -1,0 +1,54 @@
+"""Requests that keep a server busy, each checked against the weights it says it was made with."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from lockstep.backends import Ask
+from lockstep.tokens import Completion, Sampling
+from tests.engines.vllm_models import VOCABULARY, Reference
+from tests.engines.vllm_servers import Vllm
+
+RUNNING = 4
+LENGTH = 48
+
+
+@asynccontextmanager
+async def under_load(server: Vllm) -> AsyncIterator[list[Completion]]:
+    """Requests come and go while the block runs; the list holds those that are done."""
+    done: list[Completion] = []
+    stop = asyncio.Event()
+
+    async def one(number: int) -> None:
+        draw = random.Random(number)
+        async with server.transport() as transport:
+            while not stop.is_set():
+                prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(4, 200))]
+                sampling = Sampling(max_tokens=LENGTH, logprobs=0, ignore_eos=True)
+                ask = Ask(prompt_ids=prompt, sampling=sampling, timeout=120.0)
+                done.extend(await transport.generate(ask))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(RUNNING):
+            group.create_task(one(number))
+        try:
+            yield done
+        finally:
+            stop.set()
+
+
+def furthest_off(done: list[Completion], weights: Mapping[str, Path]) -> float:
+    """The largest difference from transformers, each token under the version it carries."""
+    known = {path: Reference(path) for path in set(weights.values())}
+    worst = 0.0
+    for each in done:
+        ids = [*each.prompt_ids, *each.token_ids]
+        for span in each.versions:
+            right = known[weights[span.version]].score(ids)[len(each.prompt_ids) - 1 :]
+            for at in range(span.start, span.end):
+                worst = max(worst, abs(each.logprobs[at] - right[at]))
+    return worst

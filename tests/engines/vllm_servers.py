@@ -1,0 +1,135 @@
+"""Real vLLM servers for tests: at most one at a time, started when a test first asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import aiohttp
+import pytest
+
+from lockstep.backends import VllmTransport
+from lockstep.backends.admin import Source
+from lockstep.backends.admin_vllm import VllmAdmin
+from lockstep.backends.http import Link
+from lockstep.gateway.vllm_server import Server
+from lockstep.models import bundled
+from lockstep.wire.probe import Probe
+from lockstep.wire.server import listen, url_of
+from tests.engines import vllm_models as models
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm/bin/python"
+START_SECONDS = 240.0
+OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16")
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """A server of checkpoint `a`; `b` is another of the same shape."""
+
+    url: str
+    a: Path
+    b: Path
+    room: Path
+    """For what a test writes."""
+    probes: dict[Path, Probe]
+    """What the trainer's model says, by checkpoint."""
+
+    @asynccontextmanager
+    async def admin(self) -> AsyncIterator[VllmAdmin]:
+        admin = VllmAdmin(self.url)
+        try:
+            await admin.meet()
+            yield admin
+        finally:
+            await admin.close()
+
+    @asynccontextmanager
+    async def transport(self) -> AsyncIterator[VllmTransport]:
+        transport = VllmTransport(Link(self.url))
+        try:
+            yield transport
+        finally:
+            await transport.close()
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        """A bare request, as somebody without Lockstep would send it."""
+        async with aiohttp.ClientSession() as session:
+            async with session.post(self.url + path, json=body) as answer:
+                return answer.status, await answer.json(content_type=None)
+
+    async def rpc(self, method: str, **kwargs: Any) -> Any:
+        status, body = await self.post("/collective_rpc", {"method": method, "kwargs": kwargs})
+        assert status == 200, body
+        return body["results"][0]
+
+
+async def updated(server: Vllm, admin: VllmAdmin, path: Path, version: str) -> float:
+    """Brings the server to a checkpoint; how far it is off that one's probe then, still paused."""
+    await admin.stage(Source(directory=path), version)
+    await admin.pause("keep")
+    await admin.commit(version)
+    off = await probe_off(server, admin, path)
+    await admin.resume()
+    return off
+
+
+async def probe_off(server: Vllm, admin: VllmAdmin, path: Path) -> float:
+    probe = server.probes[path]
+    return probe.judge(await admin.probe(probe.sequences)).max_difference
+
+
+class Slot:
+    """Holds one running server. Asked for another kind, it stops the one before."""
+
+    def __init__(self, room: Path) -> None:
+        self._room = room
+        self._kind = ""
+        self._server: Server | None = None
+        self._vllm: Vllm | None = None
+
+    def use(self, kind: str) -> Vllm:
+        if kind == self._kind and self._vllm is not None:
+            return self._vllm
+        self.stop()
+        if not PYTHON.exists():
+            pytest.skip(f"{PYTHON} is not there: run scripts/install-vllm.sh")
+        self._kind, room = kind, Path(mkdtemp(prefix=kind, dir=self._room))
+        first = models.random(_source(kind, room), room / "a", seed=1)
+        second = models.random(first, room / "b", seed=2)
+        probes = {path: models.probe(path) for path in (first, second)}
+        with listen("127.0.0.1", 0) as sock:
+            url = url_of(sock)
+        options = (
+            *OPTIONS, "--served-model-name", "model",
+            "--worker-extension-cls", "tests.engines.vllm_faults.FaultyWorker",
+            *(("--enable-lora", "--max-lora-rank", "8") if kind == "dense" else ()),
+        )  # fmt: skip
+        environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+        port = url.rpartition(":")[2]
+        with (room / "log.txt").open("w") as log:
+            self._server = Server(str(PYTHON), str(first), port, options, environ=environ, log=log)
+        if not self._server.wait_healthy(START_SECONDS):
+            code = self._server.stop()
+            said = (room / "log.txt").read_text()[-4000:]
+            pytest.fail(f"vLLM ended (code {code}) or needs over {START_SECONDS:g} s: {said}")
+        self._vllm = Vllm(url, first, second, room, probes)
+        return self._vllm
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.stop()
+        self._server, self._vllm, self._kind = None, None, ""
+
+
+def _source(kind: str, room: Path) -> Path:
+    """Where names and shapes come from: a model with tied embeddings, or experts and a head."""
+    source = bundled("tiny" if kind == "dense" else "tiny-moe")
+    assert source is not None
+    return source if kind == "dense" else models.untied(source, room / "source", seed=3)

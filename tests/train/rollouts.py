@@ -1,0 +1,54 @@
+"""Rollouts made by a real engine in this process, for tests that need no servers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.models import bundled
+from lockstep.tokens import Sample, VersionSpan
+from lockstep.train.batch import Batch, Clock, Group, Rollout, make_batch
+from lockstep.train.config import TrainConfig
+from lockstep.train.env import Reward
+from tests.engine.rig import Rig, ids
+
+VERSION = "step-0"
+
+
+def directory(model: str) -> Path:
+    found = bundled(model)
+    assert found is not None
+    return found
+
+
+def sampled(model: str = "tiny", count: int = 4, tokens: int = 12, **options: Any) -> list[Sample]:
+    """Samples of the model's own, all of VERSION."""
+    rig = Rig(directory(model), weight_version=VERSION)
+    return [
+        Sample.of([rig.generate(ids(at, 9 + at), max_tokens=tokens, seed=at, **options)])
+        for at in range(count)
+    ]
+
+
+def grouped(samples: list[Sample], rewards: list[float] | None = None) -> list[Group]:
+    """One group; rewards count up unless given."""
+    given = rewards or [float(at) for at in range(len(samples))]
+    pairs = zip(samples, given, strict=True)
+    return [Group(tuple(Rollout(Reward(value, value > 0), (s,)) for s, value in pairs))]
+
+
+def batch(
+    samples: list[Sample], config: TrainConfig | None = None, *, now: int = 0, limit: int = 0
+) -> Batch:
+    clock = Clock({f"step-{step}": step for step in range(10)})
+    return make_batch(grouped(samples), clock, now, config or TrainConfig(), limit)
+
+
+def relabelled(sample: Sample, *versions: str) -> Sample:
+    """The sample with its sampled tokens shared out evenly among versions."""
+    start, end = sample.versions[0].start, sample.versions[-1].end
+    size = (end - start) // len(versions)
+    edges = [start + size * at for at in range(len(versions))] + [end]
+    spans = [VersionSpan(v, a, b) for v, a, b in zip(versions, edges, edges[1:], strict=False)]
+    return replace(sample, versions=tuple(spans))

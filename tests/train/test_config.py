@@ -1,0 +1,55 @@
+"""A run's description is read strictly: what is wrong is named, nothing is guessed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.tokens.errors import BadRequest
+from lockstep.train.config import TrainConfig
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "reverse.toml"
+
+
+def test_the_example_is_a_run() -> None:
+    config = TrainConfig.read(EXAMPLE)
+    assert (config.env.name, config.rollout.groups, config.learner.lr) == ("reverse", 16, 1e-4)
+    assert TrainConfig.of(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"sed": 1}, "sed is not known: expected one of model, run_dir, seed"),
+        ({"rollout": {"group": 1}}, r"rollout\.group is not known"),
+        ({"rollout": 3}, "rollout is 3: expected a table"),
+        ({"rollout": {"groups": "16"}}, r"rollout\.groups is '16': expected int"),
+        ({"rollout": {"groups": True}}, r"rollout\.groups is True: expected int"),
+        ({"rollout": {"groups": 0}}, r"rollout\.groups is 0: expected 1 or more"),
+        ({"rollout": {"group_size": 1}}, r"rollout\.group_size is 1: expected 2 or more"),
+        ({"loop": {"mode": "both"}}, r"loop\.mode is 'both': expected one of 'sync', 'async'"),
+        ({"learner": {"betas": [0.9]}}, r"learner\.betas is \[0\.9\]: expected a list"),
+        ({"learner": {"lora_targets": [1]}}, r"learner\.lora_targets\[0\] is 1: expected str"),
+        ({"rollout": {"temperature": 0.7}}, r"rollout\.logprobs is 'raw': expected 'processed'"),
+        ({"loss": {"kind": "distill"}}, r"teacher\.url is '': expected the URL of a teacher"),
+    ],
+)
+def test_what_is_wrong_is_named(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        TrainConfig.of(raw)
+
+
+def test_files_that_are_no_toml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="cannot be read"):
+        TrainConfig.read(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("model = ")
+    with pytest.raises(BadRequest, match="is not TOML"):
+        TrainConfig.read(broken)
+
+
+def test_secrets_are_not_written_down() -> None:
+    plain = TrainConfig.of({"serve": {"admin_token": "hush", "api_key": "hush"}}).to_dict()
+    assert "hush" not in str(plain)
