@@ -12,13 +12,11 @@ from typing import Any
 from lockstep.train.report import Run
 from lockstep.train.store import RunDirectory
 
-ALONE = "import typer; from lockstep.cli.demo import demo; typer.run(demo)"
-
 
 def run(*arguments: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("LOCKSTEP_")}
     done = subprocess.run(
-        [sys.executable, "-c", ALONE, "--json", *arguments],
+        [sys.executable, "-m", "lockstep", "demo", "--json", *arguments],
         capture_output=True, text=True, timeout=170, env=clean, cwd=cwd, check=False,
     )  # fmt: skip
     lines = done.stdout.splitlines()
