@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from lockstep.tokens import LogprobMode, Sampling
-from lockstep.tokens.errors import BadRequest
 from lockstep.wire.nvext import NvExt
+from lockstep.wire.strict import read_biases
 
 NOTHING = NvExt()
 
@@ -194,19 +194,8 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             allowed_token_ids=(
                 None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
             ),
-            logit_bias=_biases(self.logit_bias),
+            logit_bias=read_biases(self.logit_bias),
             logprobs=self.top_logprobs or 0,
             prompt_logprobs=wanted,
             logprob_mode=self.logprob_mode,
         )
-
-
-def _biases(raw: dict[str, float] | None) -> dict[int, float] | None:
-    if raw is None:
-        return None
-    for token in raw:
-        if not token.isdecimal():
-            raise BadRequest(
-                f"logit_bias has the key {token!r}: keys are token ids", param="logit_bias"
-            )
-    return {int(token): bias for token, bias in raw.items()}

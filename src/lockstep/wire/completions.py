@@ -12,7 +12,7 @@ from lockstep.tokens.errors import BadRequest, BadTokenId, UnsupportedField
 from lockstep.tokens.sampling import MAX_LOGPROBS
 from lockstep.wire.generate import StreamOptions, refuse_unless_neutral
 from lockstep.wire.generate_answer import Experts, PromptLogprobs, Usage
-from lockstep.wire.strict import check_ids, decode
+from lockstep.wire.strict import check_ids, decode, read_biases
 
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16
@@ -181,7 +181,7 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
             allowed_token_ids=(
                 None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
             ),
-            logit_bias=_biases(self.logit_bias),
+            logit_bias=read_biases(self.logit_bias),
             logprobs=self.logprobs or 0,
             prompt_logprobs=self.prompt_tops,
         )
@@ -277,14 +277,3 @@ def _check_scoring(asked: CompletionRequest) -> None:
                 f"leave {field} out",
                 param=field,
             )
-
-
-def _biases(raw: dict[str, float] | None) -> dict[int, float] | None:
-    if raw is None:
-        return None
-    for token in raw:
-        if not token.isdecimal():
-            raise BadRequest(
-                f"logit_bias has the key {token!r}: keys are token ids", param="logit_bias"
-            )
-    return {int(token): bias for token, bias in raw.items()}

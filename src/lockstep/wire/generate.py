@@ -13,7 +13,7 @@ import msgspec
 
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, UnsupportedField
-from lockstep.wire.strict import decode
+from lockstep.wire.strict import decode, read_biases
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -172,7 +172,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
             allowed_token_ids=(
                 None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
             ),
-            logit_bias=_biases(params.logit_bias),
+            logit_bias=read_biases(params.logit_bias, "sampling_params.logit_bias"),
             logprobs=params.logprobs or 0,
             prompt_logprobs=params.prompt_logprobs,
             logprob_mode=params.logprob_mode,
@@ -220,16 +220,3 @@ def refuse_unless_neutral(
                 f"{prefix}{field} is not supported by this engine: leave it out, or send {options}",
                 param=prefix + field,
             )
-
-
-def _biases(raw: dict[str, float] | None) -> dict[int, float] | None:
-    if raw is None:
-        return None
-    try:
-        return {int(token): bias for token, bias in raw.items()}
-    except ValueError:
-        bad = next(token for token in raw if not token.lstrip("-").isdigit())
-        raise BadRequest(
-            f"sampling_params.logit_bias has the key {bad!r}: keys are token ids",
-            param="sampling_params.logit_bias",
-        ) from None

@@ -69,3 +69,13 @@ def check_ids(ids: list[int], vocab_size: int, field: str = "token_ids") -> None
         f"{field}[{at}] is {ids[at]}: token ids of this model are 0 to {vocab_size - 1}",
         param=f"{field}[{at}]",
     )
+
+
+def read_biases(raw: dict[str, float] | None, field: str = "logit_bias") -> dict[int, float] | None:
+    """Biases by token id. Raises BadRequest that names a key that is none."""
+    if raw is None:
+        return None
+    for token in raw:
+        if not token.isdecimal():
+            raise BadRequest(f"{field} has the key {token!r}: keys are token ids", param=field)
+    return {int(token): bias for token, bias in raw.items()}
