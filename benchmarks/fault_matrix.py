@@ -21,13 +21,12 @@ from benchmarks.simulated import (
     FIRST,
     Kind,
     SimulatedAdmin,
-    SimulatedPool,
     SimulatedWorker,
     contents,
-    fleet_of,
     score,
     write_checkpoint,
 )
+from benchmarks.simulated_pool import SimulatedPool, fleet_of
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.operations import OperationFailed
 from lockstep.fleet.proof import BUILTIN

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs `lockstep check` against a server that it starts, and puts the table into docs/conformance.md.
 #
-#     scripts/conformance.sh [lockstep|moe|gateway|vllm|vllm-plain|dynamo]...     (all unless given)
+#     scripts/conformance.sh [lockstep|moe|gateway|vllm|vllm-plain|dynamo]...     (lockstep unless given)
 #
 # vllm needs .venv-vllm, dynamo .venv-dynamo (scripts/install-vllm.sh, scripts/install-dynamo.sh).
 # Everything listens on 127.0.0.1 and is stopped at the end. PYTHON is the python of Lockstep's own

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from safetensors.torch import load_file
 
-from lockstep.backends.admin import Source
+from lockstep.backends.admin import Broadcaster, Source, TensorSpec
+from lockstep.engine.broadcast import Broadcast
 from lockstep.engine.shared import shared_tensors
 from lockstep.tokens.errors import CheckpointError, Conflict, EngineFailure
+from lockstep.wire.server import listen
 from tests.engines import vllm_models as models
 from tests.engines.vllm_load import furthest_off, under_load
 from tests.engines.vllm_models import TOLERANCE, Reference, furthest
@@ -163,3 +166,21 @@ async def test_the_standard_routes_of_vllm_work_and_cannot_kill_the_server(dense
         assert await admin.rollback() == "standard-a"
         await admin.resume()
         assert await probe_off(dense, admin, dense.a) <= TOLERANCE
+
+
+async def test_weights_come_over_a_broadcast_group(dense: Vllm) -> None:
+    tensors = load_file(dense.b / "model.safetensors")
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+    how = Broadcaster("127.0.0.1", port, rank=1, world_size=2, seconds=60.0)
+    join = partial(Broadcast.join, how.host, how.port, 0, 2, seconds=60.0)
+    async with dense.admin() as admin:
+        trainer, _ = await asyncio.gather(asyncio.to_thread(join), admin.join_group(how))
+        specs = [TensorSpec(name, "float32", tuple(t.shape)) for name, t in tensors.items()]
+        await asyncio.gather(
+            admin.stage(Source(group=how.group, tensors=specs), "sent"),
+            asyncio.to_thread(trainer.send, tensors.values()),
+        )
+        await admin.commit("sent")
+        assert await probe_off(dense, admin, dense.b) <= TOLERANCE
+        assert await updated(dense, admin, dense.a, "after-sent") <= TOLERANCE

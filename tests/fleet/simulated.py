@@ -12,12 +12,11 @@ from benchmarks.fault_matrix import wrong_with
 from benchmarks.simulated import (
     FIRST,
     SimulatedAdmin,
-    SimulatedPool,
     SimulatedWorker,
     contents,
-    fleet_of,
     write_checkpoint,
 )
+from benchmarks.simulated_pool import SimulatedPool, fleet_of
 
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.transaction import Budget

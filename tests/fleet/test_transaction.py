@@ -11,6 +11,7 @@ from benchmarks.simulated import FIRST, SimulatedWorker, write_checkpoint
 
 from lockstep.fleet.desired import StateStore
 from lockstep.fleet.operations import OperationFailed
+from tests.fleet.fakes import until
 from tests.fleet.simulated import simulated
 
 
@@ -111,6 +112,7 @@ async def test_a_worker_that_joins_while_the_fleet_changes_serves_what_it_change
         slow.latency = lambda: 0.05
         joining = asyncio.create_task(fleet.add(slow))
         await fleet.add(quick)
+        await until(lambda: slow.calls["probe"] == 1)  # it has seen what the fleet serves now
         await fleet.update("a")
         await joining
         assert sorted(fleet.serving()) == ["quick", "slow"]
@@ -196,4 +198,23 @@ async def test_workers_that_answer_only_when_they_run_are_held_back_until_they_d
         fleet.check()
         await fleet.pool.look()
         assert len(fleet.serving()) == 3  # nobody is held back for ever
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F24")
+async def test_who_could_not_say_before_what_it_held_is_not_believed_to_hold_it_again(
+    tmp_path: Path,
+) -> None:
+    async with simulated(tmp_path) as fleet:
+        fleet.workers[0].strike("probe", "drop")
+        for worker in fleet.workers[1:]:
+            worker.strike("commit", "corrupt")
+        fleet.workers[2].strike("probe", "corrupt", 2)
+        with pytest.raises(OperationFailed) as failed:
+            await fleet.update("a")
+        statuses = {n: r.status for n, r in failed.value.operation.workers.items()}
+        assert statuses == {"w0": "quarantined", "w1": "rolled_back", "w2": "rolled_back"}
+        fleet.check()
+        await fleet.pool.look()
+        assert len(fleet.serving()) == 3
         fleet.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 
 import lockstep
 from lockstep.fleet.remote import RemoteFleet
+from lockstep.gateway import vllm_server
 from lockstep.models import bundled
-from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.errors import BadRequest, LockstepError
 from tests.engines import vllm_models as models
 from tests.engines.vllm_models import TOLERANCE, Reference
 from tests.engines.vllm_servers import OPTIONS, PYTHON, Slot
@@ -42,6 +44,21 @@ def served(vllm_slot: Slot, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     served = Served(tmp_path_factory.mktemp("served"))
     yield served
     served.gateway.stop()
+
+
+def test_the_server_gets_the_flags_and_the_environment_that_lockstep_needs() -> None:
+    wanted = ["--max-model-len", "64", "--enable-lora"]
+    started = vllm_server.command("python", "tiny", "8100", wanted, cpu=True)
+    assert started[-3:] == wanted
+    assert {"--enable-scale-out", "--enforce-eager", "127.0.0.1"} <= set(started)
+    environ = vllm_server.environment({"VLLM_CPU_KVCACHE_SPACE": "4"}, wanted, cpu=True)
+    assert environ["VLLM_CPU_KVCACHE_SPACE"] == "4"  # what the user set stays
+    assert environ["VLLM_SERVER_DEV_MODE"] == environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in vllm_server.environment({}, wanted, cpu=False)
+    with pytest.raises(BadRequest, match="--port is set by lockstep"):
+        vllm_server.check_arguments(["--port=1"])
+    with pytest.raises(BadRequest, match=r"install-vllm\.sh"):
+        vllm_server.find_python("/nowhere/python")
 
 
 async def test_a_chat_and_a_proved_update_go_through_the_gateway(served: Served) -> None:
@@ -77,6 +94,30 @@ async def test_an_update_whose_probe_is_not_met_is_rolled_back(
     async with lockstep.connect(served.gateway.url, tokenizer=served.a) as policy:
         (done,) = await policy.generate([5, 6, 7], max_tokens=8)
     assert {span.version for span in done.versions} == {before}
+
+
+@pytest.mark.failure_mode("F26")
+async def test_a_server_that_dies_comes_back_with_the_weights_of_the_fleet(served: Served) -> None:
+    async with RemoteFleet(served.gateway.admin_url, token=TOKEN) as fleet:
+        wanted = (await fleet.state())["version"]
+        if wanted != "step-1":
+            await fleet.update_weights(served.b, "step-1")
+        for one in psutil.Process(served.gateway.process.pid).children(recursive=True):
+            if "api_server" in " ".join(one.cmdline()):
+                one.kill()
+        async with asyncio.timeout(30):
+            while (await fleet.state())["serving"]:
+                await asyncio.sleep(0.2)
+        async with asyncio.timeout(300):
+            while not (await fleet.state())["serving"]:
+                await asyncio.sleep(1.0)
+        (worker,) = (await fleet.state())["workers"]
+        assert (worker["state"], worker["version"]) == ("serving", "step-1")
+    async with lockstep.connect(served.gateway.url, tokenizer=served.a) as policy:
+        (done,) = await policy.generate([5, 6, 7], max_tokens=8)
+    right = Reference(served.b).score([5, 6, 7, *done.token_ids])[2:]
+    assert max(abs(p - q) for p, q in zip(done.logprobs, right, strict=True)) <= TOLERANCE
+    assert {span.version for span in done.versions} == {"step-1"}
 
 
 def test_a_gateway_that_is_killed_leaves_no_server_behind(served: Served) -> None:
