@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test test-engines lint format bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,6 +15,12 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/pytest -n 2 --dist loadscope --ignore tests/engines
+
+# Real vLLM and real Dynamo, each in an environment of its own.
+test-engines: $(VENV)/.ready
+	PYTHON=$(PYTHON) scripts/install-vllm.sh
+	PYTHON=$(PYTHON) scripts/install-dynamo.sh
+	$(BIN)/pytest tests/engines --timeout 600
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
@@ -28,7 +34,10 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/engine.py
+	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.client
+	$(BIN)/python -m benchmarks.conversation
+	$(BIN)/python -m benchmarks.fault_matrix
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
