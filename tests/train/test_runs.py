@@ -114,6 +114,8 @@ async def test_lora_trains_an_adapter_that_the_fleet_serves(stack: Stack, tmp_pa
         v for line in lines(tmp_path / "run", "samples.jsonl") for v in line["versions"] if v
     }
     assert all("+policy@step-" in version for version in versions)
+    async with RemoteFleet(stack.process.admin_url, token=TOKEN) as fleet:
+        await fleet.unload_adapter("policy")
 
 
 async def test_rollouts_go_on_while_the_trainer_steps(stack: Stack, tmp_path: Path) -> None:
