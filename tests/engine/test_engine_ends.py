@@ -38,7 +38,7 @@ async def test_a_command_that_breaks_is_answered_and_the_engine_goes_on(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.core, "score", broken)
+        patch.setattr(engine.core, "score_all", broken)
         with pytest.raises(EngineFailure, match="out of memory"):
             await engine.score([1, 2])
     assert len(await engine.score([1, 2])) == 1

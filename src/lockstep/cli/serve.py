@@ -252,13 +252,17 @@ class _Embedded:
             up = sum(child.state == "running" for child in children.children)
             say(f"Starting {self.model}: {up} of {self.count} workers are ready")
 
+        def restarted(child: Child) -> None:
+            if any(worker.id == child.id for worker in pool.workers):  # it may be drained
+                pool.leave_out(child.id, "it was restarted")
+
         children = Supervisor(
             self.model,
             self.count,
             admin_token=token,
             arguments=self.arguments,
             on_ready=count_up,
-            on_restart=lambda child: pool.leave_out(child.id, "it was restarted"),
+            on_restart=restarted,
         )
         say(f"Starting {self.model}: 0 of {self.count} workers are ready")
         async with children, pool, fleet:  # left in turn, or the pool would see its workers die

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.fleet.desired import AdapterSpec, Operation
+from lockstep.fleet.desired import AdapterSpec, Operation, Reference
 from lockstep.fleet.member import Member, each
 from lockstep.fleet.proof import BUILTIN, CLOSE, ask, differs, majority, reference_of
 from lockstep.fleet.transaction import Budget, UpdateFailed, is_lost
@@ -67,6 +67,29 @@ async def load_everywhere(
     if not proved:
         raise UpdateFailed(f"no worker proved adapter {name!r}")
     return AdapterSpec(str(path), label, version, reference)
+
+
+async def prove_again(
+    members: list[Member],
+    name: str,
+    *,
+    budget: Budget,
+    operation: Operation,
+    quarantine: Quarantine,
+) -> Reference | None:
+    """What the adapter answers now that the weights under it have changed.
+
+    Members that the majority does not agree with are quarantined; without a majority nothing is
+    known, and None is returned.
+    """
+    scores, wrong = await ask("adapters", members, BUILTIN, name, budget.prove, operation)
+    reference = majority(scores, BUILTIN, CLOSE)
+    if reference is not None:
+        for member, said in scores.items():
+            if (error := differs(said, reference)) is not None:
+                wrong[member] = error
+    drop(wrong, f"adapter {name!r} was not proved on the new weights", operation, quarantine)
+    return reference
 
 
 async def unload_everywhere(

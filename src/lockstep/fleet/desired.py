@@ -68,6 +68,11 @@ class Desired(msgspec.Struct, frozen=True):
             version=version,
             checkpoint=checkpoint,
             reference=reference,
+            # What adapters answer depends on the weights under them: it has to be asked anew.
+            adapters={
+                name: msgspec.structs.replace(spec, reference=None)
+                for name, spec in self.adapters.items()
+            },
             agreed=agreed,
             digests=digests,
         )

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from lockstep.backends.admin import Admin, Broadcaster, PauseMode, Source, WorkerView
-from lockstep.fleet.adapters import load_everywhere, unload_everywhere
+from lockstep.fleet.adapters import load_everywhere, prove_again, unload_everywhere
 from lockstep.fleet.bringup import bring_up
 from lockstep.fleet.checkpoint import resolve
 from lockstep.fleet.desired import Desired, Operation, Reference, StateStore
@@ -207,8 +207,20 @@ class Fleet:
                 self.agreement.add(named)
 
             await transaction.run(agree)
+            await self._prove_adapters(operation)
 
         return await self.operations.run("update_weights", request, work, key=key)
+
+    async def _prove_adapters(self, operation: Operation) -> None:
+        """What adapters answer on the new weights: the workers must agree on that too."""
+        for name, spec in self.desired.adapters.items():
+            reference = await prove_again(
+                self._serving(), name, budget=self._budget, operation=operation,
+                quarantine=self.quarantine,
+            )  # fmt: skip
+            renewed = msgspec.structs.replace(spec, reference=reference)
+            adapters = {**self.desired.adapters, name: renewed}
+            await self._decide(msgspec.structs.replace(self.desired, adapters=adapters))
 
     async def pause(
         self,

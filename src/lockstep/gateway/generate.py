@@ -134,7 +134,10 @@ async def _relayed(
     async with aclosing(transport.relay_events(body, ask)) as events:
         async for event in events:
             if asked.sampling_params.logprobs is None:
-                finished |= {c.index for c in BARE.decode(event).choices if c.finish_reason}
+                for choice in BARE.decode(event).choices:
+                    spans = choice.weight_versions or ()
+                    worker.agreement.check_spans(spans, since, worker.id)
+                    finished |= {choice.index} if choice.finish_reason else set()
             else:
                 collected.feed(event)
             yield b"data: " + event + b"\n\n"

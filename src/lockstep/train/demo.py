@@ -232,7 +232,7 @@ async def _agreed(demo: Demo, served: Served, last: str) -> dict[str, str]:
     Raises EngineFailure if it never is. The trainer writes down who comes back while it runs; after
     that it is written here.
     """
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = _away(demo.run_dir)
     async with RemoteFleet(served.admin_url, token=served.token) as fleet:
         with suppress(TimeoutError):
             async with asyncio.timeout(BACK_SECONDS):
@@ -252,6 +252,16 @@ async def _agreed(demo: Demo, served: Served, last: str) -> dict[str, str]:
                         return known
                     await asyncio.sleep(TAIL_SECONDS)
     raise EngineFailure(f"not all workers served {last!r} within {BACK_SECONDS:g} s: {versions}")
+
+
+def _away(run_dir: Path) -> dict[str, str | None]:
+    """The workers that were lost and, as far as is written down, not back yet."""
+    last: dict[str, str] = {}
+    for line in (run_dir / "events.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event["kind"] in ("worker_killed", "worker_lost", "worker_back"):
+            last[str(event["worker"])] = event["kind"]
+    return {worker: None for worker, kind in last.items() if kind != "worker_back"}
 
 
 async def _version(demo: Demo, row: Row) -> str | None:
