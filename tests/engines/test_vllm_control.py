@@ -13,27 +13,31 @@ from lockstep.backends.admin import PauseMode
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import AdapterError, LockstepError, UnknownModel, UnsupportedField
 from tests.engines import vllm_models as models
+from tests.engines.vllm_load import begun
 from tests.engines.vllm_models import TOLERANCE, Reference, furthest
 from tests.engines.vllm_servers import Vllm, probe_off, updated
 
 pytestmark = pytest.mark.timeout(400)
 LONG = [(31 * at) % 500 for at in range(300)]
 """More than two blocks of the prefix cache."""
+LONGEST = 600
+
+
+def question(tokens: int, model: str | None = None) -> Ask:
+    sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+    return Ask(prompt_ids=LONG, sampling=sampling, model=model, timeout=180)
 
 
 async def generated(server: Vllm, tokens: int, model: str | None = None) -> Completion:
     async with server.transport() as transport:
-        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-        question = Ask(prompt_ids=LONG, sampling=sampling, model=model, timeout=180)
-        (done,) = await transport.generate(question)
+        (done,) = await transport.generate(question(tokens, model))
         return done
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 async def test_a_pause_leaves_nothing_running(dense: Vllm, mode: PauseMode) -> None:
     async with dense.admin() as admin:
-        running = asyncio.create_task(generated(dense, 150))
-        await asyncio.sleep(0.6)
+        running = await begun(dense, question(LONGEST))
         await admin.pause(mode)
         assert (await admin.view()).paused is True
         queued = asyncio.create_task(generated(dense, 1))
@@ -43,7 +47,7 @@ async def test_a_pause_leaves_nothing_running(dense: Vllm, mode: PauseMode) -> N
             assert not running.done()
         else:
             done = await asyncio.wait_for(running, 30)
-            whole = len(done.token_ids) == 150
+            whole = len(done.token_ids) == LONGEST
             assert (done.finish, whole) == (
                 ("abort", False) if mode == "abort" else ("length", True)
             )
@@ -51,14 +55,13 @@ async def test_a_pause_leaves_nothing_running(dense: Vllm, mode: PauseMode) -> N
         assert (await admin.view()).paused is False
         assert len((await asyncio.wait_for(queued, 60)).token_ids) == 1
         if mode == "keep":
-            assert len((await asyncio.wait_for(running, 60)).token_ids) == 150
+            assert len((await asyncio.wait_for(running, 60)).token_ids) == LONGEST
 
 
 async def test_a_probe_of_a_paused_server_disturbs_nobody(dense: Vllm) -> None:
     async with dense.admin() as admin:
         await updated(dense, admin, dense.a, "still")
-        running = asyncio.create_task(generated(dense, 100))
-        await asyncio.sleep(0.6)
+        running = await begun(dense, question(100))
         await admin.pause("keep")
         for _ in range(3):
             assert await probe_off(dense, admin, dense.a) <= TOLERANCE

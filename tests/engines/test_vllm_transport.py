@@ -12,6 +12,7 @@ from lockstep.backends import Ask, Delta, VllmTransport
 from lockstep.backends.http import Link
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadTokenId, EngineFailure, PromptTooLong
+from tests.engines.vllm_load import begun
 from tests.engines.vllm_models import TOLERANCE, Reference
 from tests.engines.vllm_servers import Vllm, updated
 
@@ -95,10 +96,9 @@ async def test_a_stop_token_ends_the_answer_and_is_part_of_it(dense: Vllm) -> No
 async def test_an_abort_by_id_keeps_the_partial_tokens(dense: Vllm, prefix: str) -> None:
     async with dense.transport() as transport:
         long = ask(max_tokens=900, ignore_eos=True, request_id=f"victim{prefix}")
-        running = asyncio.create_task(transport.generate(long))
-        await asyncio.sleep(1.0)
+        running = await begun(dense, long)
         await transport.abort(f"{prefix}victim{prefix}")
-        (done,) = await asyncio.wait_for(running, 60)
+        done = await asyncio.wait_for(running, 60)
     assert done.finish == "abort"
     assert 0 < len(done.token_ids) == len(done.logprobs) < 900
 

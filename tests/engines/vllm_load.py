@@ -17,6 +17,25 @@ RUNNING = 4
 LENGTH = 48
 
 
+async def begun(server: Vllm, ask: Ask) -> asyncio.Task[Completion]:
+    """A request that has its first token and goes on; the task ends with its completion."""
+    first = asyncio.Event()
+
+    async def run() -> Completion:
+        async with server.transport() as transport:
+            async for item in transport.stream(ask):
+                if isinstance(item, Completion):
+                    return item
+                first.set()
+        raise AssertionError("the stream ended without a completion")
+
+    task = asyncio.create_task(run())
+    waiting = asyncio.create_task(first.wait())
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    return task
+
+
 @asynccontextmanager
 async def under_load(server: Vllm) -> AsyncIterator[list[Completion]]:
     """Requests come and go while the block runs; the list holds those that are done."""
