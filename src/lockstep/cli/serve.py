@@ -146,8 +146,7 @@ def serve(
         raise BadRequest("--worker and options after -- need --engine vllm", param="engine")
     else:
         source = _Embedded(model, workers, tuple(shlex.split(worker_args)))
-    kept = _Kept(state or ("memory" if sessions == "memory" else STATE), checkpoint_root or (),
-                 bundled(model) or Path(model))  # fmt: skip
+    kept = _Kept.of(state, sessions, checkpoint_root, bundled(model) or Path(model))
     run(_main(source, pool, kept, options, settings, as_json))
 
 
@@ -209,7 +208,7 @@ def gateway(
         source = DynamoWorkers(dynamo, added, wait_seconds)
     else:
         source = _Running(tuple(worker or ()), added, wait_seconds)
-    kept = _Kept(state or ("memory" if sessions == "memory" else STATE), checkpoint_root or ())
+    kept = _Kept.of(state, sessions, checkpoint_root)
     run(_main(source, pool, kept, options, settings, as_json))
 
 
@@ -224,6 +223,18 @@ class _Kept:
     state: str
     roots: Sequence[Path]
     model_dir: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        state: str | None,
+        sessions: str,
+        roots: Sequence[Path] | None,
+        model_dir: Path | None = None,
+    ) -> _Kept:
+        """`state` defaults to memory where the sessions are there too, else to a file."""
+        where = state or ("memory" if sessions == "memory" else STATE)
+        return cls(where, roots or (), model_dir)
 
     def fleet(self, pool: Pool) -> Fleet:
         from lockstep.fleet.desired import StateStore
