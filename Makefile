@@ -33,11 +33,9 @@ format: $(VENV)/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Beside the peers, each in an environment of its own; writes docs/benchmarks.md.
 bench: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.engine
-	$(BIN)/python -m benchmarks.client
-	$(BIN)/python -m benchmarks.conversation
-	$(BIN)/python -m benchmarks.fault_matrix
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
