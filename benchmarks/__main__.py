@@ -59,7 +59,7 @@ def measure(name: str) -> list[table.Row]:
     print(f"{name} ...", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "rows.json"
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", result]
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(result)]
         subprocess.run(command, check=True)
         return table.read(result)
 
@@ -86,8 +86,8 @@ def about(minutes: float) -> str:
     ours = ", ".join(f"{name} {version(name)}" for name in OURS)
     theirs = ", ".join(peers.VERSIONS.values())
     return (
-        f"Measured on {today} by `make bench` in {minutes:.0f} minutes, on {os.cpu_count()} cores of "
-        f"{processor()}, Linux {platform.release()}, Python {platform.python_version()}. "
+        f"Measured on {today} by `make bench` in {minutes:.0f} minutes, on {os.cpu_count()} cores "
+        f"of {processor()}, Linux {platform.release()}, Python {platform.python_version()}. "
         f"Lockstep's environment: {ours}. Peers in their own: {theirs}."
     )
 

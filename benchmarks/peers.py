@@ -35,7 +35,7 @@ def _install(place: Path, packages: tuple[str, ...]) -> None:
     if ready.exists() and ready.read_text() == wanted:
         return
     subprocess.run([sys.executable, "-m", "venv", place], check=True)
-    pip = [place / "bin" / "python", "-m", "pip", "install", "-qq"]
+    pip = [str(place / "bin" / "python"), "-m", "pip", "install", "-qq"]
     subprocess.run([*pip, "--disable-pip-version-check", *packages], check=True)
     ready.write_text(wanted)
 
