@@ -9,7 +9,7 @@ async with lockstep.connect("http://127.0.0.1:8000", model="tiny") as policy:
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     )
     from lockstep.tokens import Completion, LockstepError, Sample, Sampling, errors
 
-__version__ = version("lockstep-rl")
+try:
+    __version__ = version("lockstep-rl")
+except PackageNotFoundError:  # run from its source tree, without being installed
+    __version__ = "0+source"
 __all__ = [
     "Chat",
     "Completion",

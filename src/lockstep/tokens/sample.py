@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -134,44 +132,12 @@ class Sample:
 
     def to_json(self) -> bytes:
         """One line of JSON without a line break; `from_json` gives back an equal sample."""
-        return msgspec.json.encode(_Line.of(self))
+        from lockstep.tokens import line
+
+        return line.encode(self)
 
     @classmethod
     def from_json(cls, line: bytes | str) -> Sample:
-        return msgspec.json.decode(line, type=_Line).sample()
+        from lockstep.tokens.line import decode
 
-
-class _Experts(msgspec.Struct):
-    data: str
-    shape: tuple[int, int, int]
-    dtype: str
-    start: int
-
-
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    token_ids: list[int]
-    sampled_mask: list[bool]
-    logprobs: list[float]
-    versions: tuple[VersionSpan, ...]
-    logprob_mode: LogprobMode
-    temperature: float
-    experts: _Experts | None
-    adapter: str | None
-    breaks: tuple[str, ...]
-    aborts: int
-    workers: tuple[str, ...]
-
-    @classmethod
-    def of(cls, sample: Sample) -> _Line:
-        fields = {name: getattr(sample, name) for name in cls.__struct_fields__}
-        if (experts := sample.experts) is not None:
-            data = base64.b64encode(experts.data).decode()
-            fields["experts"] = _Experts(data, experts.shape, experts.dtype, experts.start)
-        return cls(**fields)
-
-    def sample(self) -> Sample:
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        if (experts := self.experts) is not None:
-            data = base64.b64decode(experts.data)
-            fields["experts"] = RoutedExperts(data, experts.shape, experts.dtype, experts.start)
-        return Sample(**fields)
+        return decode(line)

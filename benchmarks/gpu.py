@@ -1,0 +1,216 @@
+"""Decoding on a GPU: the embedded engine beside transformers, and both beside what memory allows.
+
+    python benchmarks/gpu.py [--batches 1 32 256] [--source src]
+
+Needs torch, transformers and this source tree, nothing else installed. The model is a random bf16
+Qwen3 of 0.6 B parameters; prompts have 512 tokens and 128 are drawn at temperature 1. Figures are
+tokens per second while every request of the batch decodes. The limit is what the device's own copy
+bandwidth allows: all weights, and the keys and values of all sequences, read once per token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+PROMPT, TOKENS = 512, 128
+SIZES = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+Prompts = list[list[int]]
+
+
+def rate(times: list[list[float]]) -> float:
+    """Tokens per second while all requests were decoding, from when each token came."""
+    begin, end = max(each[0] for each in times), min(each[-1] for each in times)
+    if end <= begin:
+        raise RuntimeError("the requests never decoded all at once")
+    return sum(begin < at <= end for each in times for at in each) / (end - begin)
+
+
+def lockstep(directory: Path, prompts: Prompts, rounds: int) -> tuple[float, list[Any]]:
+    """Tokens per second of the engine, asked through its async API, and its last answers."""
+    from lockstep.engine import Engine, EngineOptions, Request
+    from lockstep.tokens import Sampling
+
+    engine = Engine(
+        directory,
+        EngineOptions(
+            device="cuda",
+            dtype="bfloat16",
+            max_seqs=len(prompts),
+            max_model_len=PROMPT + TOKENS + 32,
+            max_batch_tokens=16 * PROMPT,
+            kv_bytes=40 << 30,
+        ),
+    )
+    steps: list[tuple[float, int]] = []
+    compute = engine.core.step
+
+    def step() -> None:
+        before = engine.core.generated_tokens
+        compute()
+        steps.append((time.perf_counter(), engine.core.generated_tokens - before))
+
+    engine.core.step = step  # type: ignore[method-assign]
+
+    async def play() -> list[Any]:
+        sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+        asked = [Request(prompt_ids=ids, sampling=sampling) for ids in prompts]
+        return [done for (done,) in await asyncio.gather(*map(engine.generate, asked))]
+
+    async def rounds_of() -> tuple[float, list[Any]]:
+        await play()
+        rates = []
+        for _ in range(rounds):
+            steps.clear()
+            answers = await play()
+            whole = [at for at, drawn in steps if drawn == len(prompts)]
+            rates.append(rate([whole] * len(prompts)))
+        return median(rates), answers
+
+    engine.start()
+    try:
+        return asyncio.run(rounds_of())
+    finally:
+        engine.close()
+
+
+def generate(model: Any, prompts: Prompts, rounds: int) -> float:
+    """Tokens per second of transformers' generate: a whole run without its first token."""
+    ids = torch.tensor(prompts, device="cuda")
+
+    def run(tokens: int) -> float:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+            do_sample=True, top_k=0, top_p=1.0, temperature=1.0, pad_token_id=0,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        return time.perf_counter() - begun
+
+    run(8)
+    return median(len(prompts) * (TOKENS - 1) / (run(TOKENS) - run(1)) for _ in range(rounds))
+
+
+def continuous(model: Any, prompts: Prompts) -> float:
+    """Tokens per second of transformers' continuous batching."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    sampling = GenerationConfig(do_sample=True, temperature=1.0, eos_token_id=-1, pad_token_id=0)
+    context = model.continuous_batching_context_manager(
+        generation_config=sampling,
+        continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.5),
+    )
+    with context as manager:
+
+        def play(tokens: int) -> list[list[float]]:
+            asked = manager.add_requests(prompts, tokens, record_timestamps=True)
+            times: list[list[float]] = []
+            while len(times) < len(asked):
+                result = manager.get_result(timeout=120)
+                if result is None or result.error is not None:
+                    raise RuntimeError(f"no answer: {result and result.error}")
+                times.append(result.timestamps)
+            return times
+
+        play(4)
+        return rate(play(TOKENS))
+
+
+def mismatch(model: Any, answers: list[Any]) -> tuple[float, float]:
+    """Mean and largest difference of logprobs, engine against transformers on the same tokens."""
+    gaps = []
+    for done in answers[:8]:
+        ids = torch.tensor([[*done.prompt_ids, *done.token_ids]], device="cuda")
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(done.prompt_ids) - 1 : -1].float()
+        logprobs = torch.log_softmax(logits, dim=-1)
+        ours = torch.tensor(done.logprobs, device="cuda")
+        gaps.append((logprobs.gather(-1, ids[0, -len(ours) :, None]).squeeze(-1) - ours).abs())
+    joined = torch.cat(gaps)
+    return float(joined.mean()), float(joined.max())
+
+
+def bandwidth() -> float:
+    """Bytes per second, read and written, of a copy on the device."""
+    source = torch.empty(1 << 32, dtype=torch.int8, device="cuda").random_()
+    target = torch.empty_like(source)
+    spent = []
+    for _ in range(10):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        start.record()
+        target.copy_(source)
+        end.record()
+        torch.cuda.synchronize()
+        spent.append(start.elapsed_time(end) / 1e3)
+    return float(2 * source.numel() / median(spent))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
+    parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src")
+    options = parser.parse_args()
+    sys.path.insert(0, str(options.source))
+
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    speed = bandwidth()
+    torch.cuda.empty_cache()
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, initializer_range=0.02)).to(torch.bfloat16)
+    model = model.cuda().eval()
+    weights = sum(each.numel() * each.element_size() for each in model.parameters())
+    per_token = 2 * 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 128
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {speed / 1e12:.2f} TB/s"
+    )
+    print(f"weights {weights / 1e9:.2f} GB: at most {speed / weights:,.0f} steps/s\n")
+    heading = ["batch", "lockstep", "generate", "cont. batching", "limit", "of the limit"]
+    print("| " + " | ".join([*heading, "logprob gap mean, max"]) + " |")
+    print("|" + " --- |" * 7, flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        for batch in options.batches:
+            prompts = [[rng.randrange(151_000) for _ in range(PROMPT)] for _ in range(batch)]
+            ours, answers = lockstep(Path(directory), prompts, options.rounds)
+            torch.cuda.empty_cache()
+            gaps = mismatch(model, answers)
+            peers = [float("nan")] * 2
+            if not options.ours_only:
+                peers = [generate(model, prompts, 1), continuous(model, prompts)]
+            torch.cuda.empty_cache()
+            read = weights + batch * (PROMPT + TOKENS / 2) * per_token
+            limit = batch * speed / read
+            cells = [f"{batch}", *(f"{each:,.0f}" for each in (ours, *peers, limit))]
+            cells += [f"{ours / limit:.0%}", "{:.4f}, {:.3f}".format(*gaps)]
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Triton kernels that draw tokens from logits: three passes, and the logits stay where they are."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2 as pow2
+
+CHUNK = 4096
+"""Logits that one program looks at."""
+
+
+def draw(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperatures: Tensor,
+    processed: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    ranks: Tensor,
+) -> None:
+    """Writes a token (int32), its logprob (fp32) and its rank (int32) for each row of logits.
+
+    By inverse CDF, as `sampler.sample` does: a uniform number per row, the first token whose
+    cumulative share lies above it. Temperature 0 takes the likeliest. Logprobs are those of the
+    logits as they are, or tempered where `processed` is not 0; NaN for a row that is no
+    distribution.
+    """
+    rows, vocab = logits.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    wide = pow2(chunks)
+    stats = torch.empty((4, rows, wide), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    sizes = {"wide": wide, "chunk": CHUNK}
+    _weigh[(wide, rows)](logits, temperatures, stats, vocab, rows, **sizes, num_warps=8)
+    _pick[(rows,)](
+        logits, uniforms, temperatures, processed, stats, tokens, logprobs, chosen, ranks,
+        vocab, rows, **sizes, num_warps=8,
+    )  # fmt: skip
+    _rank[(chunks, rows)](logits, chosen, ranks, vocab, chunk=CHUNK, num_warps=8)
+
+
+@triton.jit
+def _weigh(logits, temperatures, stats, vocab, rows, wide: tl.constexpr, chunk: tl.constexpr):
+    """Of each chunk: its highest logit, where that is, and its sums of exp, plain and tempered."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    at = part * chunk + tl.arange(0, chunk)
+    inside = at < vocab
+    value = tl.load(logits + row.to(tl.int64) * vocab + at, mask=inside, other=float("-inf"))
+    value = value.to(tl.float32)
+    high = tl.max(value, axis=0)
+    place = row * wide + part
+    tl.store(stats + place, high)
+    if high > float("-inf"):
+        value -= high
+        heat = tl.load(temperatures + row)
+        first = tl.min(tl.where(value == 0, at, vocab), axis=0)
+        tl.store(stats + rows * wide + place, first.to(tl.float32))
+        tl.store(stats + 2 * rows * wide + place, tl.sum(tl.exp(value), axis=0))
+        tempered = tl.exp(value / tl.where(heat > 0, heat, 1.0))
+        tl.store(stats + 3 * rows * wide + place, tl.sum(tempered, axis=0))
+    else:
+        tl.store(stats + rows * wide + place, 0.0)
+        # NaN is not above anything: it is kept, so that the row is known as no distribution.
+        plain = tl.sum(tl.where(inside, tl.where(value == value, 0.0, value), 0.0), axis=0)
+        tl.store(stats + 2 * rows * wide + place, plain)
+        tl.store(stats + 3 * rows * wide + place, plain)
+
+
+@triton.jit
+def _pick(
+    logits, uniforms, temperatures, processed, stats, tokens, logprobs, chosen, ranks, vocab, rows,
+    wide: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """The token of one row: first its chunk, by the chunks' shares, then its place in there."""
+    row = tl.program_id(0)
+    part = tl.arange(0, wide)
+    high = tl.load(stats + row * wide + part)
+    heat = tl.load(temperatures + row)
+    heat_or_one = tl.where(heat > 0, heat, 1.0)
+    top = tl.max(high, axis=0)
+    plain = tl.load(stats + 2 * rows * wide + row * wide + part) * tl.exp(high - top)
+    shares = tl.load(stats + 3 * rows * wide + row * wide + part)
+    shares *= tl.exp((high - top) / heat_or_one)
+    ends = tl.cumsum(shares, axis=0)
+    total = tl.sum(shares, axis=0)
+    # Rounding may lead past the end: the last chunk with any share is then the right one.
+    last = tl.max(tl.where(shares > 0, part, 0), axis=0)
+    target = tl.load(uniforms + row) * total
+    which = tl.minimum(tl.min(tl.where(ends > target, part, wide), axis=0), last)
+    before = tl.sum(tl.where(part < which, shares, 0.0), axis=0)
+    line = logits + row.to(tl.int64) * vocab
+    at = tl.arange(0, chunk)
+    inside = which * chunk + at < vocab
+    value = tl.load(line + which * chunk + at, mask=inside, other=float("-inf")).to(tl.float32)
+    mass = tl.exp((value - top) / heat_or_one)
+    beyond = before + tl.cumsum(mass, axis=0)
+    final = tl.max(tl.where(mass > 0, at, 0), axis=0)
+    found = tl.minimum(tl.min(tl.where(beyond > target, at, chunk), axis=0), final)
+    first = tl.load(stats + rows * wide + row * wide + part)
+    likeliest = tl.min(tl.where(high == top, first, float("inf")), axis=0).to(tl.int32)
+    token = tl.where(heat > 0, which * chunk + found, likeliest)
+    token = tl.minimum(tl.maximum(token, 0), vocab - 1).to(tl.int32)
+    logit = tl.load(line + token).to(tl.float32)
+    raw = logit - top - tl.log(tl.sum(plain, axis=0))
+    warm = (logit - top) / heat_or_one - tl.log(total)
+    logprob = tl.where(tl.load(processed + row) != 0, warm, raw)
+    sound = (total > 0) & (total < float("inf")) & (tl.sum(plain, axis=0) < float("inf"))
+    tl.store(tokens + row, token)
+    tl.store(logprobs + row, tl.where(sound, logprob, float("nan")))
+    tl.store(chosen + row, logit)
+    tl.store(ranks + row, 1)
+
+
+@triton.jit
+def _rank(logits, chosen, ranks, vocab, chunk: tl.constexpr):
+    """Adds how many logits of a chunk are above the chosen one."""
+    row = tl.program_id(1)
+    at = tl.program_id(0) * chunk + tl.arange(0, chunk)
+    line = logits + row.to(tl.int64) * vocab
+    value = tl.load(line + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+    above = tl.sum((value > tl.load(chosen + row)).to(tl.int32), axis=0)
+    tl.atomic_add(ranks + row, above)

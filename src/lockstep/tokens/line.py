@@ -1,0 +1,57 @@
+"""A sample as one line of JSON."""
+
+from __future__ import annotations
+
+import base64
+
+import msgspec
+
+from lockstep.tokens.completion import VersionSpan
+from lockstep.tokens.experts import RoutedExperts
+from lockstep.tokens.sample import Sample
+from lockstep.tokens.sampling import LogprobMode
+
+
+def encode(sample: Sample) -> bytes:
+    """One line without a line break; `decode` gives back an equal sample."""
+    return msgspec.json.encode(Line.of(sample))
+
+
+def decode(line: bytes | str) -> Sample:
+    return msgspec.json.decode(line, type=Line).sample()
+
+
+class _Experts(msgspec.Struct):
+    data: str
+    shape: tuple[int, int, int]
+    dtype: str
+    start: int
+
+
+class Line(msgspec.Struct, forbid_unknown_fields=True):
+    token_ids: list[int]
+    sampled_mask: list[bool]
+    logprobs: list[float]
+    versions: tuple[VersionSpan, ...]
+    logprob_mode: LogprobMode
+    temperature: float
+    experts: _Experts | None
+    adapter: str | None
+    breaks: tuple[str, ...]
+    aborts: int
+    workers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, sample: Sample) -> Line:
+        fields = {name: getattr(sample, name) for name in cls.__struct_fields__}
+        if (experts := sample.experts) is not None:
+            data = base64.b64encode(experts.data).decode()
+            fields["experts"] = _Experts(data, experts.shape, experts.dtype, experts.start)
+        return cls(**fields)
+
+    def sample(self) -> Sample:
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        if (experts := self.experts) is not None:
+            data = base64.b64decode(experts.data)
+            fields["experts"] = RoutedExperts(data, experts.shape, experts.dtype, experts.start)
+        return Sample(**fields)
