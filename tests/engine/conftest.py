@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import torch
 from lockstep.engine import Engine
 from lockstep.models import bundled
 from tests.engine import checkpoints, running
+
+# Kernels for CUDA are run by Triton's interpreter here; Triton asks for this when it is imported.
+os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -19,12 +19,10 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Arithmetic whose bits depend on the batch, as on a CPU that does not keep the bargain."""
     right = arithmetic.exact_attention
 
-    def noisy(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: tuple[int, ...], scale: float
-    ) -> Tensor:
+    def noisy(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
         # Stands for kernels that pick their order of summation by the shape of the product.
-        wrong = k.shape[1] if request.param == "keys summed in one go" else q.shape[0] * q.shape[1]
-        return right(q, k, v, mask, shape, scale) * (1 + wrong * 2.0**-22)
+        wrong = k.shape[2] if request.param == "keys summed in one go" else q.shape[2]
+        return right(q, k, v, bias, scale) * (1 + wrong * 2.0**-22)
 
     monkeypatch.setattr(arithmetic, "exact_attention", noisy)
 

@@ -11,6 +11,7 @@ from lockstep.engine.scheduler import Scheduler, Work
 from lockstep.engine.sequence import Sequence
 from lockstep.engine.weights import Weights
 from lockstep.tokens import LogprobMode
+from lockstep.tokens.completion import usable
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,13 @@ class Ahead:
         scheduler: Scheduler,
         mode: LogprobMode,
         take: Callable[[Sequence, Sampled], None],
+        spoil: Callable[[Sequence], None],
     ) -> None:
         self._decoder = decoder
         self._scheduler = scheduler
         self._mode = mode
         self._take = take
+        self._spoil = spoil
         self._air: _Air | None = None
 
     @property
@@ -76,7 +79,12 @@ class Ahead:
     def _handle(self, air: _Air | None) -> None:
         if air is None:
             return
-        for sequence, drawn in zip(air.sequences, air.flight.read(), strict=True):
+        landed = list(zip(air.sequences, air.flight.read(), strict=True))
+        for sequence, drawn in landed:
+            if not usable(drawn.logprob):
+                # Before anything is handed on: a failure takes other choices of its request along.
+                self._spoil(sequence)
+        for sequence, drawn in landed:
             self._take(sequence, Sampled(*drawn, ()))
 
     def _goes_on(self, sequences: list[Sequence]) -> bool:

@@ -2,91 +2,121 @@
 
 Exact rests on how matrix products behave on CPUs: a row of a product does not depend on how many
 rows there are as long as that is a multiple of 8, and a sum over keys does not depend on how many
-keys are masked when it is made in fixed chunks of 64. `lockstep.engine.selftest` checks both on the
-machine at hand; nothing here promises them.
+are hidden when their number fits the machine's grain (`lockstep.engine.grain`).
+`lockstep.engine.selftest` checks both on the machine at hand; nothing here promises them.
 """
 
 from __future__ import annotations
 
-import math
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.engine.grain import grain
+
 ROWS = 8
 """Rows of every matrix product come in multiples of this."""
-KEYS = 64
-"""Keys come in multiples of this, and are summed in chunks of it."""
+STRETCH = 64
+"""Queries of a prefill that are computed at once, over no more keys than they need."""
 LANES = 32
 """Elementwise loops take at most this many values at once: two AVX-512 registers."""
+HIDDEN = float("-inf")
 
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def row_steps(width: int) -> list[int]:
+    """The multiples in which the rows of a batch may come, best first, where the widest elementwise
+    loops run over rows of `width`: half of ROWS mostly holds too, and a few rows cost less.
+
+    Loops must end with whole registers: what is left is done in scalars, with other bits.
+    """
+    return [rows for rows in (ROWS // 2, ROWS) if rows == ROWS or rows * width % LANES == 0]
+
+
 class Arithmetic(Protocol):
-    """How attention is computed. Keys and values come padded to a multiple of KEYS."""
+    """How attention is computed, over slots of keys and values.
+
+    Keys that a query must not see are hidden by a bias of -inf on their scores.
+    """
 
     name: str
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-        """One query per sequence: q (R, heads, d), k and v (R, kv_heads, T, d), mask (R, T) true
-        where hidden. Returns (R, heads * d)."""
+    def keys(self, count: int) -> int:
+        """How many keys decoding reads where `count` are needed; never more than `keys` of the
+        longest context, which is what a slot holds."""
+        ...
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        """One query per sequence: q (R, heads, d), k and v (R, kv_heads, T, d), bias (R, T).
+        Returns (R, heads * d)."""
         ...
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
         """Causal queries of one sequence from position `start`: q (n, heads, d), k and v
-        (kv_heads, T, d). Returns (n, heads * d)."""
+        (kv_heads, capacity, d), a whole slot. Returns (n, heads * d)."""
         ...
 
 
 class Exact:
     name = "exact"
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def __init__(self, dim: int, max_len: int) -> None:
+        self._grain = grain(dim)
+        self._longest = max_len
+        # Row r hides all keys after `max_len` + r; a window that begins later hides fewer.
+        self._bias = torch.full((STRETCH, 2 * self.keys(max_len)), HIDDEN).triu_(max_len + 1)
+
+    def keys(self, count: int) -> int:
+        return self._grain.keys(count)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
         rows, kv_heads, keys, dim = k.shape
         group = q.shape[1] // kv_heads
-        padded = round_up(group, ROWS)
-        queries = F.pad(q.view(rows * kv_heads, group, dim), (0, 0, 0, padded - group))
-        out = exact_attention(
-            queries,
-            k.reshape(rows * kv_heads, keys, dim),
-            v.reshape(rows * kv_heads, keys, dim),
-            mask.view(rows, 1, 1, keys),
-            (rows, kv_heads, group, keys),
-            scale,
-        )
-        return out[:, :group].reshape(rows, -1)
+        queries = q.view(rows, kv_heads, group, dim)
+        if padding := -group % self._grain.queries:
+            queries = torch.constant_pad_nd(queries, (0, 0, 0, padding))
+        out = exact_attention(queries, k, v, bias.view(rows, 1, 1, keys), scale)
+        return out[:, :, :group].reshape(rows, -1)
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
-        kv_heads, keys, dim = k.shape
+        kv_heads, _, dim = k.shape
         count, heads, _ = q.shape
-        group, padded = heads // kv_heads, round_up(count, ROWS)
-        queries = F.pad(q.view(count, kv_heads, group, dim).permute(1, 2, 0, 3),
-                        (0, 0, 0, padded - count))  # fmt: skip
-        out = exact_attention(
-            queries.reshape(kv_heads, group * padded, dim),
-            k,
-            v,
-            causal_mask(padded, keys, start, q.device),
-            (kv_heads, group, padded, keys),
-            scale,
-        )
-        out = out.view(kv_heads, group, padded, dim)[:, :, :count]
-        return out.permute(2, 0, 1, 3).reshape(count, heads * dim)
+        shape = kv_heads, heads // kv_heads, -1, dim
+        out = q.new_empty(count, *shape[:2], dim)
+        for at in range(0, count, STRETCH):
+            rows = min(STRETCH, count - at)
+            queries = q[at : at + rows].view(rows, *shape[:2], dim).permute(1, 2, 0, 3)
+            if padding := -rows % ROWS:
+                queries = torch.constant_pad_nd(queries, (0, 0, 0, padding))
+            keys, shift = self.keys(start + at + rows), self._longest - start - at
+            done = exact_attention(
+                queries,
+                k[:, None, :keys].expand(shape),
+                v[:, None, :keys].expand(shape),
+                self._bias[: rows + padding, shift : shift + keys],
+                scale,
+            )
+            out[at : at + rows] = done[:, :, :rows].permute(2, 0, 1, 3)
+        return out.view(count, heads * dim)
 
 
 class Close:
     name = "close"
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    def keys(self, count: int) -> int:
+        return round_up(count, STRETCH)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
         rows, kv_heads, keys, dim = k.shape
         queries = q.view(rows, kv_heads, -1, dim)
         out = F.scaled_dot_product_attention(
-            queries, k, v, attn_mask=~mask.view(rows, 1, 1, keys), scale=scale
+            queries, k, v, attn_mask=bias.view(rows, 1, 1, keys), scale=scale
         )
         return out.reshape(rows, -1)
 
@@ -101,26 +131,12 @@ class Close:
         return out[0].transpose(0, 1).reshape(count, heads * dim)
 
 
-def exact_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: tuple[int, ...], scale: float
-) -> Tensor:
-    """Attention of q (N, M, d) over k and v (N, T, d), with M and T padded as this module asks.
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention of q (A, B, M, d) over k and v (A, B, T, d), M and T in the machine's grain.
 
-    `mask` is true where a key is hidden and broadcasts against the scores viewed as `shape`, which
-    may leave out the last of the M rows: what is not a product is not computed for them.
     The same function serves decoding, prefill and the trainer: that is what makes them equal.
     """
-    count, padded, keys = len(q), q.shape[1], k.shape[1]
-    real = math.prod(shape) // (count * keys)
-    scores = torch.bmm(q, k.transpose(1, 2))[:, :real] * scale
-    scores.view(shape).masked_fill_(mask, float("-inf"))
-    weights = torch.softmax(scores, dim=-1)
-    if real < padded:
-        weights = F.pad(weights, (0, 0, 0, padded - real))
-    out = torch.bmm(weights[:, :, :KEYS], v[:, :KEYS])
-    for at in range(KEYS, keys, KEYS):
-        out = torch.baddbmm(out, weights[:, :, at : at + KEYS], v[:, at : at + KEYS])
-    return out
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
 
 
 def causal_mask(rows: int, keys: int, start: int, device: torch.device) -> Tensor:
@@ -132,8 +148,17 @@ def causal_mask(rows: int, keys: int, start: int, device: torch.device) -> Tenso
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm in the order of operations that transformers uses, which a fused kernel is not."""
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    squares = torch.mul(wide, wide).sum(-1, keepdim=True)
+    width = _constant(x.shape[-1], x.device)
+    mean = torch.addcdiv(_constant(eps, x.device), squares, width)
+    normed = wide * mean.rsqrt_()
+    return (normed if wide is x else normed.to(x.dtype)).mul_(weight)
+
+
+@lru_cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    """A number as a tensor: to wrap one takes as long as a small operation."""
+    return torch.tensor([value], dtype=torch.float32, device=device)
 
 
 def gated(gate_up: Tensor) -> Tensor:
@@ -142,7 +167,7 @@ def gated(gate_up: Tensor) -> Tensor:
         # A vector loop ends in scalars, whose exp has other bits: let it run over whole rows, as it
         # does for a trainer, whose gate is a tensor of its own.
         gate = gate.contiguous()
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def route(x: Tensor, router: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:

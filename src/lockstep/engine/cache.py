@@ -6,11 +6,11 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from math import isfinite
 
 import torch
 from torch import Tensor
 
-from lockstep.engine.arithmetic import KEYS, round_up
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.tokens.errors import BadRequest
 
@@ -21,27 +21,34 @@ BLOCK = 16
 class SlotCache:
     """Keys and values of `slots` sequences, contiguous for each so that decoding copies nothing.
 
-    One slot more than asked for, `scratch`, serves scoring beside the running sequences. For MoE
-    models the experts each token was routed to are kept beside its keys.
+    Each slot holds `capacity` tokens. One more than asked for, `scratch`, serves scoring beside the
+    running sequences. For MoE models the experts each token was routed to are kept beside its keys.
     """
 
     def __init__(
-        self, config: ModelConfig, options: EngineOptions, max_len: int, dtype: torch.dtype
+        self, config: ModelConfig, options: EngineOptions, capacity: int, dtype: torch.dtype
     ) -> None:
-        capacity = round_up(max_len, KEYS)
         per_slot = 2 * config.layers * config.kv_size * capacity * dtype.itemsize
         self.slots = min(options.max_seqs, options.kv_bytes // per_slot - 1)
         if self.slots < 1:
             raise BadRequest(
-                f"kv_bytes is {options.kv_bytes}, but one sequence of max_model_len {max_len} "
-                f"takes {per_slot} bytes and at least two slots are needed: raise kv_bytes or "
-                "lower max_model_len",
+                f"kv_bytes is {options.kv_bytes}, but one sequence of {capacity} tokens takes "
+                f"{per_slot} bytes and at least two slots are needed: raise kv_bytes or lower "
+                "max_model_len",
                 param="kv_bytes",
             )
         self.scratch = self.slots
-        shape = (config.layers, self.slots + 1, config.kv_heads, capacity, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=options.device)
-        self.v = torch.zeros(shape, dtype=dtype, device=options.device)
+        shape = (config.layers, 2, self.slots + 1, config.kv_heads, capacity, config.head_dim)
+        self._kv = torch.zeros(shape, dtype=dtype, device=options.device)
+        self.k, self.v = self._kv.unbind(1)
+        self.layers = tuple(zip(self.k, self.v, strict=True))
+        """Keys and values by layer: views that need not be made again for every token."""
+        self._rows = self._kv.flatten(1, 4).unbind()
+        # Where the first token of slot 0 lies in the rows of a layer, for each head of k and v.
+        heads = torch.arange(2 * config.kv_heads, device=options.device)
+        self._heads = (
+            heads // config.kv_heads * shape[2] * config.kv_heads + heads % config.kv_heads
+        ) * capacity
         self.experts: Tensor | None = None
         if config.moe_layers:
             self.experts = torch.zeros(
@@ -50,6 +57,21 @@ class SlotCache:
                 device=options.device,
             )
 
+    def places(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where the keys and values of these tokens go: what `write` takes."""
+        _, _, _, kv_heads, capacity, _ = self._kv.shape
+        first = torch.add(positions, slots, alpha=kv_heads * capacity)
+        return (first[:, None] + self._heads).flatten()
+
+    def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
+        """Writes kv (tokens, 2 * kv_heads, d), the heads of the keys first, to their places."""
+        self._rows[layer].index_copy_(0, places, kv.reshape(-1, kv.shape[-1]))
+
+    def write_run(self, layer: int, slot: int, start: int, kv: Tensor) -> None:
+        """Writes the keys and values of tokens that follow each other from `start` on."""
+        target = self._kv[layer, :, slot, :, start : start + len(kv)]
+        target.copy_(kv.view(len(kv), *target.shape[:2], -1).permute(1, 2, 0, 3))
+
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` tokens of one slot to another."""
         self.k[:, target, :, :length] = self.k[:, source, :, :length]
@@ -57,11 +79,17 @@ class SlotCache:
         if self.experts is not None:
             self.experts[target, :length] = self.experts[source, :length]
 
-    def wipe(self, slot: int, start: int, end: int) -> None:
-        """Zeroes tokens [start, end) of a slot. Old finite values do no harm behind a mask, but a
-        NaN there is still NaN, for whoever has the slot next."""
-        self.k[:, slot, :, start:end] = 0
-        self.v[:, slot, :, start:end] = 0
+    def sound(self, slot: int, start: int, end: int) -> bool:
+        """Whether the last keys and values of tokens [start, end) are finite, and so all before."""
+        span = self._kv[-1, :, slot, :, start:end]
+        # A sum is finite only if all its terms are; that of large ones may not be.
+        return isfinite(span.sum().item()) or bool(torch.isfinite(span).all())
+
+    def wipe(self, slot: int) -> None:
+        """Zeroes a slot. Old finite values do no harm behind a mask, but a NaN there is still NaN,
+        for whoever has the slot next."""
+        self.k[:, slot] = 0
+        self.v[:, slot] = 0
 
 
 class PrefixCache:
@@ -151,7 +179,9 @@ class PrefixCache:
         for pool, source in ((self._k, self._cache.k), (self._v, self._cache.v)):
             layers, _, kv_heads, _, dim = pool.shape
             cut = source[:, slot, :, :length].view(layers, kv_heads, -1, BLOCK, dim)
-            pool[:, targets] = cut[:, :, blocks].transpose(1, 2)
+            run = len(blocks) == blocks[-1] + 1 - blocks[0]  # the usual case, which copies once
+            new = cut[:, :, blocks[0] :] if run else cut[:, :, blocks]
+            pool[:, targets] = new.transpose(1, 2)
         if self._experts is not None and self._cache.experts is not None:
             rows = self._cache.experts[slot, :length]
             self._experts[targets] = rows.view(-1, BLOCK, *rows.shape[1:])[blocks]

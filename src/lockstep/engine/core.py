@@ -7,32 +7,34 @@ weights, an adapter or a pause always falls between two tokens.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from lockstep.engine.arithmetic import Arithmetic, Close, Exact
+from lockstep.engine.arithmetic import Close
 from lockstep.engine.cache import PrefixCache, SlotCache, root_name
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.model import Model, Segment
 from lockstep.engine.policy import Policy
+from lockstep.engine.record import completion, experts_of
 from lockstep.engine.sampler import Row, Sampled, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Scheduler, Work
 from lockstep.engine.scoring import logprobs_of, score_sequences
-from lockstep.engine.selftest import self_test
+from lockstep.engine.selftest import fitting, unproved
 from lockstep.engine.sequence import Piece, Request, Sequence
+from lockstep.engine.ticket import Ticket
 from lockstep.engine.weights import Weights
 from lockstep.tokens import (
-    Completion,
     Finish,
     PromptLogprob,
-    RoutedExperts,
     Sampling,
-    merge_spans,
 )
 from lockstep.tokens.completion import usable
 from lockstep.tokens.errors import (
@@ -43,25 +45,14 @@ from lockstep.tokens.errors import (
     LockstepError,
     PromptTooLong,
 )
-from lockstep.wire.strict import check_ids
+from lockstep.tokens.ids import check_ids
+
+if TYPE_CHECKING:
+    from lockstep.engine.ahead import Ahead
 
 log = logging.getLogger(__name__)
 PauseMode = Literal["abort", "wait", "keep"]
 State = Literal["running", "draining", "paused"]
-Event = Piece | list[Completion] | LockstepError
-
-
-class Ticket:
-    """A request on its way: its sequences, and where its events go (`deliver`)."""
-
-    def __init__(
-        self, request: Request, deliver: Callable[[Event], None], *, stream: bool = False
-    ) -> None:
-        self.request = request
-        self.deliver = deliver
-        self.stream = stream
-        self.sequences: list[Sequence] = []
-        self.completions: dict[int, Completion] = {}
 
 
 class Core:
@@ -78,25 +69,36 @@ class Core:
                 param="max_model_len",
             )
         self.policy = Policy(directory, self.config, options)
-        self.model = Model(self.config, Close(), self.max_len, options.device)
-        self.cache = SlotCache(self.config, options, self.max_len, self.policy.dtype)
-        self.arithmetic_note = ""
-        self.model.arithmetic = self._choose_arithmetic()
+        self.model = Model(self.config, self.max_len, options.device, self.policy.dtype)
+        self.model.arithmetic, self.arithmetic_note = fitting(self.config, options, self.max_len)
+        capacity = self.model.arithmetic.keys(self.max_len)
+        self.cache = SlotCache(self.config, options, capacity, self.policy.dtype)
+        if problem := unproved(self.model, self.policy.weights, self.cache):
+            if options.arithmetic == "exact":
+                raise EngineFailure(f"exact arithmetic does not hold on this CPU: {problem}")
+            log.warning("falling back to close arithmetic: %s", problem)
+            self.model.arithmetic = Close()
+            self.arithmetic_note = f"the self-test failed: {problem}"
         self.prefixes = PrefixCache(self.cache, options.prefix_cache_bytes)
         budget = max(options.max_batch_tokens, self.cache.slots + 1)
         self.scheduler = Scheduler(self.cache.slots, budget, self._move)
+        # Where the last layer has experts, every token goes through it: its routing is recorded.
+        self._routes_last = self.config.layers - 1 in self.config.moe_layers
         self.tickets: dict[Sequence, Ticket] = {}
         self.state: State = "running"
+        self.ahead = self._decoder_ahead()
         self.steps = self.prompt_tokens = self.generated_tokens = 0
         self._drained: list[Callable[[LockstepError | None], None]] = []
 
     def commit(self, weights: Weights) -> None:
         """Serves `weights` from the next token on; requests in flight go on under them."""
+        self._land()
         self.policy.commit(weights)
         self._restart_running()
 
     def rollback(self) -> None:
         """Serves the weights before the last commit again. Raises Conflict when there are none."""
+        self._land()
         self.policy.rollback()
         self._restart_running()
 
@@ -145,6 +147,7 @@ class Core:
 
     def abort(self, request_id: str) -> int:
         """Ends the requests of that id with what they have; returns how many there were."""
+        self._land()
         found = {t for t in self.tickets.values() if t.request.request_id == request_id}
         for ticket in found:
             for sequence in ticket.sequences:
@@ -154,6 +157,10 @@ class Core:
 
     def drop(self, ticket: Ticket) -> None:
         """Forgets a request that nobody waits for any more."""
+        self._land()
+        self._forget(ticket)
+
+    def _forget(self, ticket: Ticket) -> None:
         for sequence in ticket.sequences:
             if self.tickets.pop(sequence, None) is not None:
                 self._leave(sequence)
@@ -168,6 +175,7 @@ class Core:
 
     def pause(self, mode: PauseMode, done: Callable[[LockstepError | None], None]) -> None:
         """Stops generating; calls `done` when the engine is quiet (or resumed before it was)."""
+        self._land()
         if mode == "abort":
             for sequence in [*self.scheduler.waiting, *reversed(self.scheduler.running)]:
                 self._finish(sequence, "abort")
@@ -202,28 +210,36 @@ class Core:
             self._step()
 
     def _step(self) -> None:
+        if self.ahead is not None and self.ahead.airborne:
+            self.ahead.advance()
+            self.steps += self.ahead.airborne
+            self._check_drained()
+            return
         self._admit()
         works = self.scheduler.plan()
         if not works:
             return
         self.steps += 1
-        batch = self.model.batch([self._segment(work) for work in works])
-        hidden = self.model.forward(self.policy.weights, self.cache, batch)
-        broken = self._broken(works, hidden)
-        row, sampling = 0, []
-        for work in works:
+        if self.ahead is not None and self.ahead.fits(works):
+            self.ahead.launch(self.policy.weights, works)
+            return
+        segments = [self._segment(work) for work in works]
+        hidden = self.model.forward(self.policy.weights, self.cache, self.model.batch(segments))
+        ends = list(accumulate(segment.outputs for segment in segments))
+        broken = self._broken(works, hidden, ends)
+        sampling, rows = [], []
+        for work, end in zip(works, ends, strict=True):
             if work.sequence.wants_prompt_logprobs:
-                self._score_prompt(work, hidden, row)
-            row += work.count
+                self._score_prompt(work, hidden, end - work.count)
             if work.samples:
-                sampling.append((work, row - 1))
+                sampling.append(work)
+                rows.append(end - 1)
         for work in works:
             work.sequence.computed += 0 if work in broken else work.count
         for work in broken:
             self._fail_broken(work.sequence)
         if sampling:
-            rows = torch.tensor([at for _, at in sampling], device=hidden.device)
-            self._sample([work for work, _ in sampling], hidden, rows)
+            self._sample(sampling, hidden, rows)
         self._check_drained()
 
     def score(
@@ -289,23 +305,38 @@ class Core:
         if not sequence.wants_prompt_logprobs and not sequence.request.skip_prefix_cache:
             sequence.computed = self.prefixes.load(sequence.root, sequence.tokens, slot)
 
-    def _broken(self, works: list[Work], hidden: Tensor) -> list[Work]:
-        """Works whose states are not finite; what they wrote to their slots is wiped."""
-        if bool(torch.isfinite(hidden[: sum(work.count for work in works)]).all()):
+    def _broken(self, works: list[Work], hidden: Tensor, ends: list[int]) -> list[Work]:
+        """Works whose states are not finite; their slots are wiped."""
+        # A sum is finite only if all its terms are.
+        if math.isfinite(hidden.sum().item()) and all(
+            work.count == 1 or self._wrote_sound(work) for work in works
+        ):
             return []
-        broken, row = [], 0
-        for work in works:
-            if not bool(torch.isfinite(hidden[row : row + work.count]).all()):
-                start = work.sequence.computed
-                self.cache.wipe(work.slot, start, start + work.count)
+        broken = []
+        for work, row, end in zip(works, [0, *ends], ends, strict=False):
+            if not bool(torch.isfinite(hidden[row:end]).all()) or not self._wrote_sound(work):
+                self.spoil(work.sequence)
                 broken.append(work)
-            row += work.count
         return broken
 
+    def spoil(self, sequence: Sequence) -> None:
+        """Makes sure that nothing of what a broken sequence left in its slot is read again."""
+        if sequence in self.scheduler.running:
+            self.cache.wipe(self.scheduler.running.index(sequence))
+            sequence.computed = 0
+
+    def _wrote_sound(self, work: Work) -> bool:
+        """Whether the states of its tokens up to the last layer are finite, asked for or not."""
+        start = work.sequence.computed
+        return self.cache.sound(work.slot, start, start + work.count)
+
     def _segment(self, work: Work) -> Segment:
-        sequence = work.sequence
-        tokens = sequence.tokens[sequence.computed : sequence.computed + work.count]
-        return Segment(work.slot, sequence.computed, tokens, sequence.adapter)
+        """Its tokens. Of those that are only read, no hidden state is asked for."""
+        sequence, count = work.sequence, work.count
+        tokens = sequence.tokens[sequence.computed : sequence.computed + count]
+        every = count == 1 or sequence.wants_prompt_logprobs or self._routes_last
+        outputs = count if every else int(work.samples)
+        return Segment(work.slot, sequence.computed, tokens, outputs, sequence.adapter)
 
     def _score_prompt(self, work: Work, hidden: Tensor, row: int) -> None:
         sequence, options = work.sequence, work.sequence.request.sampling
@@ -325,26 +356,30 @@ class Core:
             for fields in zip(targets, chosen.tolist(), ranks.tolist(), tops, strict=True)
         ]
 
-    def _sample(self, works: list[Work], hidden: Tensor, rows: Tensor) -> None:
+    def _sample(self, works: list[Work], hidden: Tensor, rows: list[int]) -> None:
         logits = self.model.logits(self.policy.weights, hidden, rows)
         plans = [self._row(work.sequence) for work in works]
         for work, sampled in zip(works, sample(logits, plans), strict=True):
             sequence = work.sequence
-            ticket = self.tickets.get(sequence)
-            if ticket is None:
-                continue  # another choice of the same request failed in this step
-            if sequence.generated == 0:
+            if sequence.generated == 0 and sequence in self.tickets:
                 # Later choices of the request, and the next turn, start from here.
                 self.prefixes.store(sequence.root, sequence.tokens, work.slot)
-            if not usable(sampled.logprob):
-                self._fail_broken(sequence, sampled.logprob)
-                continue
-            self.generated_tokens += 1
-            sequence.append(sampled, self.policy.version_of(sequence.adapter))
-            if finish := self._ended(sequence):
-                self._finish(sequence, finish, sampled)
-            elif ticket.stream:
-                ticket.deliver(Piece(sequence.index, sampled))
+            self.take(sequence, sampled)
+
+    def take(self, sequence: Sequence, sampled: Sampled) -> None:
+        """A token that came for a sequence, if anybody still waits for it."""
+        ticket = self.tickets.get(sequence)
+        if ticket is None:
+            return
+        if not usable(sampled.logprob):
+            self._fail_broken(sequence, sampled.logprob)
+            return
+        self.generated_tokens += 1
+        sequence.append(sampled, self.policy.version_of(sequence.adapter))
+        if finish := self._ended(sequence):
+            self._finish(sequence, finish, sampled)
+        elif ticket.stream:
+            ticket.deliver(Piece(sequence.index, sampled))
 
     def _row(self, sequence: Sequence) -> Row:
         options = sequence.request.sampling
@@ -379,9 +414,12 @@ class Core:
         if ticket is None:
             return
         sequence.finish = finish
-        experts = self._experts(sequence)
+        experts = None
+        if self.cache.experts is not None and sequence in self.scheduler.running:
+            slot = self.scheduler.running.index(sequence)
+            experts = experts_of(sequence, self.cache.experts[slot, : sequence.computed])
         self._leave(sequence)
-        done = self._completion(sequence, finish, experts)
+        done = completion(sequence, finish, experts, self.options)
         ticket.completions[sequence.index] = done
         if ticket.stream:
             ticket.deliver(Piece(sequence.index, last, done))
@@ -389,7 +427,7 @@ class Core:
             ticket.deliver([ticket.completions[s.index] for s in ticket.sequences])
 
     def _fail(self, ticket: Ticket, error: LockstepError) -> None:
-        self.drop(ticket)
+        self._forget(ticket)
         ticket.deliver(error)
 
     def _fail_broken(self, sequence: Sequence, logprob: float = float("nan")) -> None:
@@ -406,48 +444,6 @@ class Core:
             self.prefixes.store(sequence.root, sequence.tokens[: sequence.computed], slot)
         self.scheduler.remove(sequence)
 
-    def _completion(
-        self, sequence: Sequence, finish: Finish, experts: RoutedExperts | None
-    ) -> Completion:
-        options = sequence.request.sampling
-        return Completion(
-            token_ids=sequence.output_ids,
-            logprobs=sequence.logprobs,
-            prompt_ids=sequence.request.prompt_ids,
-            finish=finish,
-            versions=merge_spans(sequence.versions),
-            logprob_mode=options.logprob_mode or self.options.logprob_mode,
-            temperature=options.temperature,
-            index=sequence.index,
-            request_id=sequence.request.request_id,
-            stop_token=sequence.stop_token,
-            top_logprobs=sequence.tops if options.logprobs else None,
-            ranks=sequence.ranks,
-            prompt_logprobs=self._prompt_logprobs(sequence),
-            worker=self.options.worker,
-            adapter=sequence.request.adapter,
-            experts=experts,
-        )
-
-    def _prompt_logprobs(self, sequence: Sequence) -> list[PromptLogprob | None] | None:
-        """Those of the first choice, which all share; None unless the whole prompt was scored."""
-        scored = (sequence.leader or sequence).prompt_logprobs
-        asked = sequence.request.sampling.prompt_logprobs is not None
-        return scored if asked and len(scored) == sequence.prompt_len else None
-
-    def _experts(self, sequence: Sequence) -> RoutedExperts | None:
-        """The rows asked for; None when the sequence ended before all of them were computed."""
-        start, last = sequence.request.experts_start, len(sequence.tokens) - 1
-        if start is None or self.cache.experts is None or sequence not in self.scheduler.running:
-            return None
-        slot = self.scheduler.running.index(sequence)
-        rows = sequence.experts_with(self.cache.experts[slot, : sequence.computed])
-        if len(rows) < last:
-            return None
-        array = rows[start:last].cpu().contiguous().numpy()
-        dtype = "uint8" if self.cache.experts.dtype == torch.uint8 else "uint16"
-        return RoutedExperts(array.tobytes(), array.shape, dtype, start)
-
     # Helpers that keep the parts in step with each other
 
     def _restart_running(self) -> None:
@@ -461,6 +457,23 @@ class Core:
         for sequence in list(self.scheduler.running):
             if sequence.request.weight_version not in (None, self.policy.weights.version):
                 self._finish(sequence, "abort")
+
+    def _land(self) -> None:
+        """Hands on the tokens of a step that is still under way: what follows must know them."""
+        if self.ahead is not None:
+            self.ahead.land()
+
+    def _decoder_ahead(self) -> Ahead | None:
+        """One step ahead of the host where there are kernels for it; they need Triton."""
+        if not self.cache.k.is_cuda or find_spec("triton") is None:
+            return None
+        from lockstep.engine.ahead import Ahead
+        from lockstep.engine.graphs import Decoder
+
+        if not Decoder.able(self.model, self.cache):
+            return None
+        decoder = Decoder(self.model, self.cache)
+        return Ahead(decoder, self.scheduler, self.options.logprob_mode, self.take, self.spoil)
 
     def _move(self, source: int, target: int, sequence: Sequence) -> None:
         self.cache.move(source, target, sequence.computed)
@@ -479,22 +492,3 @@ class Core:
         if self.state == "draining" and not self.scheduler.running and not self._drains_more:
             self.state = "paused"
             self._end_drain(None)
-
-    def _choose_arithmetic(self) -> Arithmetic:
-        asked = self.options.arithmetic
-        if asked == "close":
-            self.arithmetic_note = "close was asked for"
-        elif self.options.device != "cpu" or self.options.dtype != "float32":
-            self.arithmetic_note = (
-                f"exact needs fp32 on a CPU, not {self.options.dtype} on {self.options.device}"
-            )
-        else:
-            self.model.arithmetic = Exact()
-            problem = self_test(self.model, self.policy.weights, self.cache)
-            if problem is None:
-                return self.model.arithmetic
-            if asked == "exact":
-                raise EngineFailure(f"exact arithmetic does not hold on this CPU: {problem}")
-            self.arithmetic_note = f"the self-test failed: {problem}"
-            log.warning("falling back to close arithmetic: %s", problem)
-        return Close()

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.config import EngineOptions
-from lockstep.engine.core import Core, Event, PauseMode, Ticket
+from lockstep.engine.core import Core, PauseMode
 from lockstep.engine.lora import Adapter
 from lockstep.engine.sequence import Piece, Request
+from lockstep.engine.ticket import Event, Ticket
 from lockstep.engine.weights import Weights
 from lockstep.models import bundled
 from lockstep.tokens import Completion, LockstepError
@@ -287,6 +288,9 @@ class Engine:
                 self._commands.clear()
             for command in commands:
                 command()
+            if commands:
+                # Who asked for a pause or a resume does not wait for the step after it.
+                self._flush()
             if stopping:
                 self.core.fail_all(Unavailable("the engine is shutting down"))
                 self._flush()

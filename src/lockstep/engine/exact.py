@@ -16,14 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.arithmetic import (
-    KEYS,
-    ROWS,
-    causal_mask,
-    exact_attention,
-    mix_experts,
-    round_up,
-)
+from lockstep.engine.arithmetic import HIDDEN, ROWS, exact_attention, mix_experts, round_up
+from lockstep.engine.grain import grain
 from lockstep.tokens.errors import BadRequest
 
 NAME = "lockstep_exact"
@@ -86,17 +80,17 @@ def attention(
     """Causal attention for transformers' AttentionInterface; sequences are padded on the right."""
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
-    group, padded, keys = heads // kv_heads, round_up(length, ROWS), round_up(length, KEYS)
-    grouped = query.view(batch, kv_heads, group, length, dim)
+    group, padded, keys = heads // kv_heads, round_up(length, ROWS), grain(dim).keys(length)
+    grouped = query.reshape(batch * kv_heads, group, length, dim)
+    shape = batch * kv_heads, group, keys, dim
     out = exact_attention(
-        F.pad(grouped, (0, 0, 0, padded - length)).reshape(-1, group * padded, dim),
-        F.pad(key, (0, 0, 0, keys - length)).reshape(-1, keys, dim),
-        F.pad(value, (0, 0, 0, keys - length)).reshape(-1, keys, dim),
-        causal_mask(padded, keys, 0, query.device),
-        (batch * kv_heads, group, padded, keys),
+        F.pad(grouped, (0, 0, 0, padded - length)),
+        F.pad(key, (0, 0, 0, keys - length)).reshape(-1, 1, keys, dim).expand(shape),
+        F.pad(value, (0, 0, 0, keys - length)).reshape(-1, 1, keys, dim).expand(shape),
+        torch.full((padded, keys), HIDDEN, device=query.device).triu_(1),
         dim**-0.5 if scaling is None else scaling,
     )
-    out = out.view(batch, heads, padded, dim)[:, :, :length]
+    out = out[:, :, :length].reshape(batch, heads, length, dim)
     return out.transpose(1, 2).contiguous(), None
 
 

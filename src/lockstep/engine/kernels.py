@@ -21,6 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FEW = 32
 """Rows up to which the kernel here beats the vendor's matrix product: weights are all it reads."""
+NARROW = 4
+"""Outputs that one program computes of a single row."""
 MOST_SPLITS = 8
 SPLIT_TARGET = 512
 """Programs that one attention launch should have at least, to keep every multiprocessor reading."""
@@ -44,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if rows > FEW:
         return F.linear(x, weight, bias)[None]
     outer = weight.shape[0]
-    block_m, block_n, block_k = 1, 4, 1024
+    block_m, block_n, block_k = 1, NARROW, 1024
     if rows > 1:
         block_m, block_n, block_k = max(16, pow2(rows)), 64, 512 if outer > 2048 else 256
     blocks = triton.cdiv(inner, block_k)

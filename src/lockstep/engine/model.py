@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.arithmetic import (
-    KEYS,
+    HIDDEN,
     ROWS,
     Arithmetic,
+    Close,
     gated,
     mix_experts,
     rms_norm,
@@ -21,151 +22,243 @@ from lockstep.engine.arithmetic import (
     route,
 )
 from lockstep.engine.cache import SlotCache
-from lockstep.engine.config import Llama3Rope, ModelConfig
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.lora import Adapter, AdapterRows
+from lockstep.engine.rope import frequencies, rotate
 from lockstep.engine.weights import Weights
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens of one sequence to run: `tokens` at positions from `start`, into `slot`."""
+class Segment(NamedTuple):
+    """Tokens of one sequence to run: `tokens` at positions from `start`, into `slot`.
+
+    Of the last `outputs` tokens the hidden states are asked for.
+    """
 
     slot: int
     start: int
     tokens: Sequence[int]
+    outputs: int
     adapter: Adapter | None = None
+
+    @classmethod
+    def whole(
+        cls, slot: int, start: int, tokens: Sequence[int], adapter: Adapter | None = None
+    ) -> Segment:
+        """Tokens whose hidden states are all asked for."""
+        return cls(slot, start, tokens, len(tokens), adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The segments of one token: all of them attend at once, over the first `width` slots.
+
+    `rows` is None where those are the first rows of the batch, slot by slot: the usual case.
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    positions: Tensor
+    width: int
+    keys: int
+    bias: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Segments as tensors, made once per step. Rows are padded to a multiple of ROWS."""
+    """Segments as tensors, made once per step; rows are padded to a good number of them."""
 
     ids: Tensor
     positions: Tensor
     slots: Tensor
     count: int
-    decode_rows: Tensor
-    decode_slots: Tensor
-    decode_width: int
-    decode_keys: int
-    decode_mask: Tensor
+    decode: Decode | None
     prefills: tuple[tuple[int, Segment], ...]
     adapters: tuple[AdapterRows, ...]
+    tail: Tail | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What is left of a batch when the last layer has its keys and values: the rows asked for."""
+
+    rows: Tensor
+    batch: Batch
 
 
 class Model:
     """The architecture's constants; weights and caches are given to each call."""
 
-    def __init__(
-        self, config: ModelConfig, arithmetic: Arithmetic, max_len: int, device: str
-    ) -> None:
+    def __init__(self, config: ModelConfig, max_len: int, device: str, dtype: torch.dtype) -> None:
         self.config = config
-        self.arithmetic = arithmetic
+        self.arithmetic: Arithmetic = Close()
         self.device = torch.device(device)
         self.scale = config.head_dim**-0.5
-        angles = torch.outer(torch.arange(round_up(max_len, KEYS)).float(), frequencies(config))
-        angles = torch.cat((angles, angles), dim=-1)
-        self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
+        self.rows = ROWS
+        """Rows of a batch come in multiples of this."""
+        angles = torch.outer(torch.arange(max_len).float(), frequencies(config))
+        cos, sin = (torch.cat((half, half), -1) for half in (angles.cos(), angles.sin()))
+        self.rotation = cos.to(device), sin.to(device)
+        """Cosines and sines by position, each (max_len, head_dim), fp32."""
+        # For `rotate`: the sign that it puts on one half of a head is in the sines already.
+        signed = torch.cat((-angles.sin(), angles.sin()), -1)
+        self._turns = torch.stack((cos, signed), 1)[:, :, None].to(device=device, dtype=dtype)
+        # A window that begins `max_len` - p hides all keys after position p.
+        self.max_len = max_len
+        self._bias = torch.zeros(3 * max_len + 1024, device=device, dtype=dtype)
+        self._bias[max_len + 1 :] = HIDDEN
 
     def batch(self, segments: Sequence[Segment]) -> Batch:
         """The tensors for one step over `segments`, which lie in that order in its rows."""
+        singles = [len(segment.tokens) == 1 for segment in segments]
+        batch = self._batch(segments, singles)
+        if all(segment.outputs == len(segment.tokens) for segment in segments):
+            return batch
+        rows: list[int] = []
+        left: list[Segment] = []
+        end = 0
+        for segment in segments:
+            end += len(segment.tokens)
+            rows += range(end - segment.outputs, end)
+            cut = len(segment.tokens) - segment.outputs
+            left.append(segment._replace(start=segment.start + cut, tokens=segment.tokens[cut:]))
+        rows += [0] * (-len(rows) % self.rows)
+        return replace(batch, tail=Tail(self._tensor(rows), self._batch(left, singles)))
+
+    def _batch(self, segments: Sequence[Segment], singles: Sequence[bool]) -> Batch:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        singles: list[tuple[int, Segment]] = []
+        decodes: list[int] = []
         prefills: list[tuple[int, Segment]] = []
         by_adapter: dict[int, tuple[Adapter, list[int]]] = {}
-        for segment in segments:
+        for segment, single in zip(segments, singles, strict=True):
             row, count = len(ids), len(segment.tokens)
-            (singles if count == 1 else prefills).append((row, segment))
+            if single:
+                decodes.append(row)
+            elif count:
+                prefills.append((row, segment))
             ids += segment.tokens
             positions += range(segment.start, segment.start + count)
             slots += [segment.slot] * count
             if segment.adapter is not None:
                 rows = by_adapter.setdefault(segment.adapter.uid, (segment.adapter, []))[1]
                 rows += range(row, row + count)
-        padding = round_up(len(ids), ROWS) - len(ids)
-        width = max((s.slot + 1 for _, s in singles), default=0)
-        lengths = torch.zeros(width, dtype=torch.long)
-        decode_slots = torch.tensor([s.slot for _, s in singles], dtype=torch.long)
-        lengths[decode_slots] = torch.tensor([s.start for _, s in singles], dtype=torch.long)
-        keys = round_up(max((s.start + 1 for _, s in singles), default=0), KEYS)
-        mask = torch.arange(keys)[None, :] > lengths[:, None]
+        count, padding = len(ids), [0] * (-len(ids) % self.rows)
+        table = self._tensor([ids + padding, positions + padding, slots + padding])
         return Batch(
-            ids=self._tensor(ids + [0] * padding),
-            positions=self._tensor(positions + [0] * padding),
-            slots=self._tensor(slots),
-            count=len(ids),
-            decode_rows=self._tensor([row for row, _ in singles]),
-            decode_slots=decode_slots.to(self.device),
-            decode_width=width,
-            decode_keys=keys,
-            decode_mask=mask.to(self.device),
+            ids=table[0],
+            positions=table[1],
+            slots=table[2, :count],
+            count=count,
+            decode=self._decode(decodes, positions, slots, table) if decodes else None,
             prefills=tuple(prefills),
             adapters=tuple(
-                AdapterRows(adapter, self._tensor(rows)) for adapter, rows in by_adapter.values()
+                AdapterRows(adapter, self._tensor(rows))
+                for adapter, rows in by_adapter.values()
+                if rows
             ),
         )
 
+    def _decode(
+        self, rows: list[int], positions: list[int], slots: list[int], table: Tensor
+    ) -> Decode:
+        """What the given rows, of one token each, need to attend; `table` holds all of them."""
+        starts, into = [positions[row] for row in rows], [slots[row] for row in rows]
+        width, keys = max(into) + 1, self.arithmetic.keys(max(starts) + 1)
+        windows = [self.max_len] * width
+        for slot, start in zip(into, starts, strict=True):
+            windows[slot] -= start
+        if rows == into == list(range(width)):
+            chosen, at = table[:, :width], None
+        else:
+            at = self._tensor(rows)
+            chosen = table[:, at]
+        return Decode(
+            rows=at,
+            slots=chosen[2],
+            positions=chosen[1],
+            width=width,
+            keys=keys,
+            bias=self._bias.unfold(0, keys, 1).index_select(0, self._tensor(windows)),
+        )
+
     def forward(self, weights: Weights, cache: SlotCache, batch: Batch) -> Tensor:
-        """Normed hidden states of all rows; writes keys, values and routed experts to the slots."""
-        c, n = self.config, batch.count
-        x = weights.embed[batch.ids]
-        cos, sin = self._cos[batch.positions, None], self._sin[batch.positions, None]
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        """Normed hidden states of the rows asked for; writes keys, values and routed experts of all
+        to their slots. Experts of the last layer are those of the rows asked for."""
+        c, decode = self.config, batch.decode
+        x = weights.embed.index_select(0, batch.ids)
+        cos, sin = self._turns.index_select(0, batch.positions).unbind(1)
+        places = None if decode is None else cache.places(decode.slots, decode.positions)
         for i, layer in enumerate(weights.layers):
             h = rms_norm(x, layer.input_norm, c.eps)
             qkv = F.linear(h, layer.qkv, layer.qkv_bias)
             self._adapt(batch, qkv, h, i, "qkv")
-            q, k, v = qkv.split((c.q_size, c.kv_size, c.kv_size), dim=-1)
-            q, k = q.view(-1, c.heads, c.head_dim), k.view(-1, c.kv_heads, c.head_dim)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                q, k = rms_norm(q, layer.q_norm, c.eps), rms_norm(k, layer.k_norm, c.eps)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            at = batch.slots, slice(None), batch.positions[:n]
-            cache.k[i][at] = k[:n]
-            cache.v[i][at] = v.view(-1, c.kv_heads, c.head_dim)[:n]
-            attended = self._attend(q, cache.k[i], cache.v[i], batch)
+            heads = qkv.view(qkv.shape[0], -1, c.head_dim)
+            qk = heads[:, : c.heads + c.kv_heads]
+            normed = qk if layer.qk_norm is None else rms_norm(qk, layer.qk_norm, c.eps)
+            rotate(normed, cos, sin, out=qk)
+            self._keep(cache, i, heads[:, c.heads :], batch, places)
+            q = heads[:, : c.heads]
+            if batch.tail is not None and i == c.layers - 1:
+                rows, batch = batch.tail.rows, batch.tail.batch
+                x, q = x.index_select(0, rows), q.index_select(0, rows)
+            attended = self._attend(q, *cache.layers[i], batch)
             out = F.linear(attended, layer.out)
             self._adapt(batch, out, attended, i, "out")
-            x = x + out
-            x = x + self._mlp(rms_norm(x, layer.post_norm, c.eps), weights, cache, batch, i)
+            x = out.add_(x)
+            h = rms_norm(x, layer.post_norm, c.eps)
+            x = self._mlp(h, weights, cache, batch, i).add_(x)
         return rms_norm(x, weights.norm, c.eps)
 
-    def logits(self, weights: Weights, hidden: Tensor, rows: Tensor) -> Tensor:
-        """fp32 logits of the given rows, (len(rows), vocab)."""
-        chosen = F.pad(hidden[rows], (0, 0, 0, round_up(len(rows), ROWS) - len(rows)))
-        return F.linear(chosen, weights.head)[: len(rows)].float()
+    def logits(self, weights: Weights, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """fp32 logits of the given rows, which ascend, (len(rows), vocab)."""
+        count, first = len(rows), rows[0]
+        padded = round_up(count, self.rows)
+        if rows[-1] - first == count - 1 and first + padded <= hidden.shape[0]:
+            chosen = hidden[first : first + padded]
+        else:
+            chosen = F.pad(hidden[list(rows)], (0, 0, 0, padded - count))
+        return F.linear(chosen, weights.head)[:count].float()
+
+    def _keep(
+        self, cache: SlotCache, layer: int, kv: Tensor, batch: Batch, places: Tensor | None
+    ) -> None:
+        """Writes the keys and values of all rows to their slots."""
+        if batch.decode is not None and places is not None:
+            rows = batch.decode.rows
+            cache.write(layer, places, kv[: batch.decode.width] if rows is None else kv[rows])
+        for row, segment in batch.prefills:
+            run = kv[row : row + len(segment.tokens)]
+            cache.write_run(layer, segment.slot, segment.start, run)
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
-        out = q.new_zeros((q.shape[0], self.config.q_size))
-        if batch.decode_width:
-            width, length = batch.decode_width, batch.decode_keys
-            queries = q[batch.decode_rows]
-            whole = len(queries) == width
-            if not whole:
-                queries = q.new_zeros((width, *q.shape[1:])).index_copy(
-                    0, batch.decode_slots, queries
-                )
-            decoded = self.arithmetic.decode(
-                queries,
-                keys[:width, :, :length],
-                values[:width, :, :length],
-                batch.decode_mask,
-                self.scale,
-            )
-            out[batch.decode_rows] = decoded if whole else decoded[batch.decode_slots]
+        decode, rows = batch.decode, q.shape[0]
+        if decode is not None and decode.rows is None and not batch.prefills:
+            out = self._attend_decode(q[: decode.width], keys, values, decode)
+            missing = rows - decode.width
+            return torch.constant_pad_nd(out, (0, 0, 0, missing)) if missing else out
+        out = q.new_zeros((rows, self.config.q_size))
+        if decode is not None and decode.rows is None:
+            out[: decode.width] = self._attend_decode(q[: decode.width], keys, values, decode)
+        elif decode is not None:
+            queries = q.new_zeros((decode.width, *q.shape[1:]))
+            queries[decode.slots] = q[decode.rows]
+            decoded = self._attend_decode(queries, keys, values, decode)
+            out[decode.rows] = decoded[decode.slots]
         for row, segment in batch.prefills:
             count = len(segment.tokens)
-            length = round_up(segment.start + count, KEYS)
             out[row : row + count] = self.arithmetic.prefill(
-                q[row : row + count],
-                keys[segment.slot, :, :length],
-                values[segment.slot, :, :length],
-                segment.start,
-                self.scale,
-            )
+                q[row : row + count], keys[segment.slot], values[segment.slot],
+                segment.start, self.scale,
+            )  # fmt: skip
         return out
+
+    def _attend_decode(self, q: Tensor, keys: Tensor, values: Tensor, decode: Decode) -> Tensor:
+        """The attention of one query for each of the first slots."""
+        width, length = decode.width, decode.keys
+        return self.arithmetic.decode(
+            q, keys[:width, :, :length], values[:width, :, :length], decode.bias, self.scale
+        )
 
     def _mlp(self, h: Tensor, weights: Weights, cache: SlotCache, batch: Batch, i: int) -> Tensor:
         layer, c = weights.layers[i], self.config
@@ -187,31 +280,5 @@ class Model:
         for rows in batch.adapters:
             rows.add_to(out, x, layer, module)
 
-    def _tensor(self, values: list[int]) -> Tensor:
+    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x (rows, heads, d)."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
-
-
-def frequencies(config: ModelConfig) -> Tensor:
-    """The rotary frequencies, fp32, in the operation order of transformers."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    plain = 1.0 / (config.rope_theta**exponents)
-    return plain if config.rope_llama3 is None else _stretched(plain, config.rope_llama3)
-
-
-def _stretched(plain: Tensor, rope: Llama3Rope) -> Tensor:
-    wavelength = 2 * math.pi / plain
-    longest = rope.original_context / rope.low_freq_factor
-    shortest = rope.original_context / rope.high_freq_factor
-    slow = torch.where(wavelength > longest, plain / rope.factor, plain)
-    blend = (rope.original_context / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    blended = (1 - blend) * slow / rope.factor + blend * slow
-    between = ~(wavelength < shortest) & ~(wavelength > longest)
-    return torch.where(between, blended, slow)

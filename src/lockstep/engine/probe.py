@@ -20,10 +20,10 @@ from torch import Tensor
 
 from lockstep.engine import exact
 from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.ids import check_ids
 from lockstep.wire.files import write_whole
 from lockstep.wire.manifest import INDEX, PROBE, WEIGHTS, begin, mark_stable, write_manifest
 from lockstep.wire.probe import Probe, builtin
-from lockstep.wire.strict import check_ids
 from lockstep.wire.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from math import isfinite, nan
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ HIDDEN = float("-inf")
 _MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """How to sample one row of logits."""
 
     sampling: Sampling
@@ -25,8 +25,9 @@ class Row:
     """Tokens that must not come yet (ends, before min_tokens)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
+    """A token with its logprob, its rank among all (1 is the most likely) and the likeliest."""
+
     token_id: int
     logprob: float
     rank: int
@@ -47,20 +48,20 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
     A row that is no distribution, as its logits or its options are out of range, gets logprob NaN.
     """
     shaped = _shape(logits, rows)
-    tokens, sound = _draw(shaped, [row.uniform for row in rows])
+    tokens, totals = _draw(shaped, [row.uniform for row in rows])
     greedy = [at for at, row in enumerate(rows) if row.sampling.temperature == 0]
     if greedy:
         tokens[greedy] = shaped[greedy].argmax(dim=-1)
     logprobs = torch.log_softmax(logits, dim=-1)
     processed = [at for at, row in enumerate(rows) if row.mode == "processed"]
-    if processed:
+    if processed and shaped is not logits:
         logprobs[processed] = torch.log_softmax(shaped[processed], dim=-1)
     chosen, ranks = score(logprobs, tokens)
-    chosen = chosen.masked_fill(~sound, float("nan"))
     tops = top_logprobs(logprobs, [row.sampling.logprobs for row in rows])
+    columns = tokens.tolist(), chosen.tolist(), ranks.tolist(), tops, totals.tolist()
     return [
-        Sampled(*fields)
-        for fields in zip(tokens.tolist(), chosen.tolist(), ranks.tolist(), tops, strict=True)
+        Sampled(token, logprob if isfinite(total) else nan, rank, top)
+        for token, logprob, rank, top, total in zip(*columns, strict=True)
     ]
 
 
@@ -87,7 +88,12 @@ def top_logprobs(logprobs: Tensor, wanted: Sequence[int]) -> list[tuple[Ranked, 
 
 
 def _shape(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The logits that are sampled from: biased, masked, tempered and truncated, row by row."""
+    """The logits that are sampled from: biased, masked, tempered and truncated, row by row.
+
+    The logits themselves where no row asks for any of it.
+    """
+    if not any(row.banned or _shapes(row.sampling) for row in rows):
+        return logits
     temperatures = [row.sampling.temperature or 1.0 for row in rows]
     shaped = logits / torch.tensor(temperatures, device=logits.device)[:, None]
     for at, row in enumerate(rows):
@@ -108,6 +114,17 @@ def _shape(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return shaped
 
 
+def _shapes(options: Sampling) -> bool:
+    return bool(
+        options.temperature not in (0.0, 1.0)
+        or options.logit_bias
+        or options.allowed_token_ids is not None
+        or options.top_k
+        or options.top_p < 1
+        or options.min_p
+    )
+
+
 def _truncate(logits: Tensor, options: Sampling) -> Tensor:
     """One row with all but the tokens that top_k, top_p and min_p leave hidden."""
     ordered, ids = logits.sort(descending=True, stable=True)
@@ -124,8 +141,8 @@ def _truncate(logits: Tensor, options: Sampling) -> Tensor:
 
 
 def _draw(shaped: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
-    """Inverse-CDF sampling; a token of probability zero is never drawn. Tokens, and whether their
-    rows were distributions at all."""
+    """Inverse-CDF sampling; a token of probability zero is never drawn. Tokens, and the sums of
+    probabilities, which are finite only of rows that are distributions at all."""
     cumulative = torch.softmax(shaped, dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
     at = torch.tensor(uniforms, device=shaped.device)[:, None] * total
@@ -133,4 +150,4 @@ def _draw(shaped: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
     # Rounding may push `at` onto the total: the last token with any mass is then the right one.
     drawn = torch.minimum(drawn, torch.searchsorted(cumulative, total)).squeeze(-1)
     # A row of NaN finds no place at all; it must not break the rows beside it.
-    return drawn.clamp_(max=shaped.shape[-1] - 1), total.squeeze(-1).isfinite()
+    return drawn.clamp_(max=shaped.shape[-1] - 1), total.squeeze(-1)

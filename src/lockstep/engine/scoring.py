@@ -35,8 +35,7 @@ def logprobs_of(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Logprobs over the vocabulary at rows from `row` on, and the ids that come there."""
-    rows = torch.arange(row, row + len(targets), device=hidden.device)
-    logits = model.logits(weights, hidden, rows)
+    logits = model.logits(weights, hidden, range(row, row + len(targets)))
     if temperature != 1.0:
         logits = logits / temperature
     return torch.log_softmax(logits, dim=-1), torch.tensor(targets, device=hidden.device)
@@ -60,14 +59,16 @@ def score_sequences(
     results: list[list[float]] = [[] for _ in sequences]
     for pieces in _batches(sequences, free, budget):
         segments = [
-            Segment(piece.slot, piece.start, sequences[piece.at][piece.start : piece.end], adapter)
+            Segment.whole(
+                piece.slot, piece.start, sequences[piece.at][piece.start : piece.end], adapter
+            )
             for piece in pieces
         ]
         hidden = model.forward(weights, cache, model.batch(segments))
         rows = sum(len(segment.tokens) for segment in segments)
         if not bool(torch.isfinite(hidden[:rows]).all()):
             for piece in pieces:
-                cache.wipe(piece.slot, 0, piece.end)
+                cache.wipe(piece.slot)
             raise BadLogprob(f"version {weights.version!r} gives no finite logprobs")
         row = 0
         for piece in pieces:

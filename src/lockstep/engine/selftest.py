@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lockstep.engine.arithmetic import Arithmetic, Close, Exact, row_steps
 from lockstep.engine.cache import SlotCache
+from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.grain import grain
 from lockstep.engine.model import Model, Segment
 from lockstep.engine.weights import Weights
 
@@ -14,9 +17,33 @@ LENGTH = 150
 CUTS = ((150,), (7, 16, 40, 87), (64, 64, 14, *[1] * 8), (142, *[1] * 8))
 
 
+def fitting(config: ModelConfig, options: EngineOptions, max_len: int) -> tuple[Arithmetic, str]:
+    """The arithmetic that was asked for where device and type know it, and why not where not."""
+    if options.arithmetic == "close":
+        return Close(), "close was asked for"
+    if options.device != "cpu" or options.dtype != "float32":
+        return Close(), f"exact needs fp32 on a CPU, not {options.dtype} on {options.device}"
+    return Exact(config.head_dim, max_len), ""
+
+
+def unproved(model: Model, weights: Weights, cache: SlotCache) -> str | None:
+    """None when the model's arithmetic is what it says, with the fewest rows for which it is."""
+    if not isinstance(model.arithmetic, Exact):
+        return None
+    if not grain(model.config.head_dim).tails:
+        return "the attention of a few queries has other bits than that of many"
+    problem: str | None = None
+    for rows in row_steps(model.config.intermediate):
+        model.rows = rows
+        problem = self_test(model, weights, cache)
+        if problem is None:
+            break
+    return problem
+
+
 def self_test(model: Model, weights: Weights, cache: SlotCache) -> str | None:
     """None when a sequence gives the same bits however it is cut and batched, else what differs."""
-    length = min(LENGTH, cache.k.shape[3] - 1)
+    length = min(LENGTH, model.max_len - 1)
     vocab = model.config.vocab_size
     ids = [(i * 2654435761 + 12345) % vocab for i in range(length)]
     alone: Tensor | None = None
@@ -44,9 +71,9 @@ def _run(
         tokens = ids[at : at + size]
         if not tokens:
             break
-        segments = [Segment(0, at, tokens)]
-        segments += [Segment(slot, at, tokens[::-1]) for slot in range(1, companions + 1)]
+        segments = [Segment.whole(0, at, tokens)]
+        segments += [Segment.whole(slot, at, tokens[::-1]) for slot in range(1, companions + 1)]
         hidden = model.forward(weights, cache, model.batch(segments))
-        parts.append(model.logits(weights, hidden, torch.arange(len(tokens))))
+        parts.append(model.logits(weights, hidden, range(len(tokens))))
         at += size
     return torch.cat(parts)[-8:]

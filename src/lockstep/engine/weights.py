@@ -54,6 +54,13 @@ class Layer:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     router: Tensor | None = None
+    qk_norm: Tensor | None = field(init=False, default=None)
+    """q_norm for each head of the queries, then k_norm for each head of the keys."""
+
+    def join_norms(self, heads: int, kv_heads: int) -> None:
+        if self.q_norm is not None and self.k_norm is not None:
+            parts = self.q_norm.expand(heads, -1), self.k_norm.expand(kv_heads, -1)
+            object.__setattr__(self, "qk_norm", torch.cat(parts))
 
 
 class Layout:
@@ -139,13 +146,15 @@ class Weights:
     layers: tuple[Layer, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        names = [f.name for f in Layer.__dataclass_fields__.values()]
+        names = [f.name for f in Layer.__dataclass_fields__.values() if f.init]
         layers = tuple(
             Layer(
                 **{n: self.packed[key] for n in names if (key := f"layers.{i}.{n}") in self.packed}
             )
             for i in range(self.layout.config.layers)
         )
+        for layer in layers:
+            layer.join_norms(self.layout.config.heads, self.layout.config.kv_heads)
         object.__setattr__(self, "layers", layers)
 
     @property

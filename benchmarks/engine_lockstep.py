@@ -1,0 +1,29 @@
+"""The embedded engine as a contestant: its defaults, through its async API."""
+
+from __future__ import annotations
+
+from benchmarks.engine_play import TOKENS, pin, serve
+
+
+def main() -> None:
+    pin()
+    import asyncio
+
+    from lockstep.engine import Engine, EngineOptions, Request
+    from lockstep.tokens import Sampling
+
+    engine = Engine("tiny", EngineOptions(max_seqs=max(TOKENS), max_model_len=1024))
+    engine.start()
+
+    async def answer(prompts: list[list[int]], tokens: int) -> None:
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+        requests = [Request(prompt_ids=prompt, sampling=sampling) for prompt in prompts]
+        await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    with asyncio.Runner() as runner:
+        serve(lambda prompts, tokens: runner.run(answer(prompts, tokens)))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

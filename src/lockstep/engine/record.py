@@ -1,0 +1,58 @@
+"""What is told of a sequence that ended: its completion, and the experts its tokens took."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.config import EngineOptions
+from lockstep.engine.sequence import Sequence
+from lockstep.tokens import Completion, Finish, PromptLogprob, RoutedExperts, merge_spans
+
+
+def completion(
+    sequence: Sequence, finish: Finish, experts: RoutedExperts | None, options: EngineOptions
+) -> Completion:
+    """The record of a sequence under the options of its engine."""
+    sampling = sequence.request.sampling
+    return Completion(
+        token_ids=sequence.output_ids,
+        logprobs=sequence.logprobs,
+        prompt_ids=sequence.request.prompt_ids,
+        finish=finish,
+        versions=merge_spans(sequence.versions),
+        logprob_mode=sampling.logprob_mode or options.logprob_mode,
+        temperature=sampling.temperature,
+        index=sequence.index,
+        request_id=sequence.request.request_id,
+        stop_token=sequence.stop_token,
+        top_logprobs=sequence.tops if sampling.logprobs else None,
+        ranks=sequence.ranks,
+        prompt_logprobs=_prompt_logprobs(sequence),
+        worker=options.worker,
+        adapter=sequence.request.adapter,
+        experts=experts,
+    )
+
+
+def experts_of(sequence: Sequence, rows: Tensor) -> RoutedExperts | None:
+    """The rows asked for; None when the sequence ended before all of them were computed.
+
+    `rows` are the experts of all its computed tokens, as they lie in its slot.
+    """
+    start, last = sequence.request.experts_start, len(sequence.tokens) - 1
+    if start is None:
+        return None
+    whole = sequence.experts_with(rows)
+    if len(whole) < last:
+        return None
+    array = whole[start:last].cpu().contiguous().numpy()
+    dtype = "uint8" if rows.dtype == torch.uint8 else "uint16"
+    return RoutedExperts(array.tobytes(), array.shape, dtype, start)
+
+
+def _prompt_logprobs(sequence: Sequence) -> list[PromptLogprob | None] | None:
+    """Those of the first choice, which all share; None unless the whole prompt was scored."""
+    scored = (sequence.leader or sequence).prompt_logprobs
+    asked = sequence.request.sampling.prompt_logprobs is not None
+    return scored if asked and len(scored) == sequence.prompt_len else None
