@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lockstep.backends.admin import Broadcaster, Source, TensorSpec
+from lockstep.backends.admin import Broadcaster, ProbesStaged, Source, TensorSpec
 from lockstep.backends.admin_http import Budget, Budgets
 from lockstep.backends.admin_lockstep import LockstepAdmin
 from lockstep.backends.admin_open import open_admin
@@ -203,6 +203,48 @@ async def test_commit_of_what_is_not_staged_is_a_conflict(admin: LockstepAdmin) 
     assert await admin.rollback() == "default"
 
 
+@pytest.mark.failure_mode("F28")
+async def test_what_was_staged_after_the_probe_is_not_committed_as_proved(
+    admin: LockstepAdmin, tmp_path: Path
+) -> None:
+    assert isinstance(admin, ProbesStaged)
+    source, before = Source(directory=write(tmp_path / "b")), await admin.probe(IDS)
+    await admin.stage(source, "B")
+    proved = await admin.probe_staged(IDS)
+    await admin.stage(Source(directory=write(tmp_path / "other", 1.2)), "B")
+    with pytest.raises(Conflict, match="not those which that probe was scored on"):
+        await admin.commit_proved("B", proved.proof)
+    assert ((await admin.view()).version, await admin.probe(IDS)) == ("default", before)
+    await admin.stage(source, "B")
+    again = await admin.probe_staged(IDS)
+    assert (again.logprobs, again.proof != proved.proof) == (proved.logprobs, True)
+    with pytest.raises(Conflict, match="'B' is staged"):
+        await admin.commit_proved("C", again.proof)
+    await admin.commit_proved("B", again.proof)
+    assert ((await admin.view()).version, await admin.probe(IDS)) == ("B", proved.logprobs)
+
+
+@pytest.mark.failure_mode("F28")
+async def test_a_worker_that_was_started_anew_commits_nothing_as_proved(tmp_path: Path) -> None:
+    source, proofs = Source(directory=write(tmp_path / "b")), []
+    for _ in range(2):
+        process = WorkerProcess("--max-model-len", "512", "--max-num-seqs", "4")
+        driver = LockstepAdmin(process.system_url, TOKEN, backoff=0.01)
+        try:
+            if proofs:
+                with pytest.raises(Conflict, match="'B'"):
+                    await driver.commit_proved("B", proofs[0])
+            await driver.stage(source, "B")
+            proofs.append((await driver.probe_staged(IDS)).proof)
+            if len(proofs) == 2:
+                with pytest.raises(Conflict, match="not those which that probe was scored on"):
+                    await driver.commit_proved("B", proofs[0])
+                assert (await driver.view()).version == "default"
+        finally:
+            await driver.close()
+            process.stop()
+
+
 async def test_adapters_are_listed_with_the_label_of_their_contents(
     admin: LockstepAdmin, tmp_path: Path
 ) -> None:
@@ -327,6 +369,23 @@ async def test_a_commit_whose_answer_is_lost_happens_once(
     assert (await admin.view()).version == "B"
     assert await admin.rollback() == "default"
     assert await admin.probe(IDS) == before
+
+
+@pytest.mark.failure_mode("F28")
+async def test_a_proved_commit_whose_answer_is_lost_counts_if_the_proved_weights_are_served(
+    worker: WorkerProcess, admin: LockstepAdmin, tmp_path: Path
+) -> None:
+    source = Source(directory=write(tmp_path / "b"))
+    await admin.stage(source, "B")
+    proved = await admin.probe_staged(IDS)
+    async with lossy(worker, commit=["lost", "cut"]) as (proxy, driver):
+        await driver.commit_proved("B", proved.proof)
+        assert proxy.seen.count("commit") == 1
+        # Somebody else's "B" is served, and nothing is staged: it was not this commit that did it.
+        await admin.stage(source, "B")
+        await admin.commit("B")
+        with pytest.raises(Conflict, match="the answer was lost"):
+            await driver.commit_proved("B", proved.proof)
 
 
 @pytest.mark.failure_mode("F25")

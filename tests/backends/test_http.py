@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from lockstep.backends import http
 from lockstep.backends.http import Link
 from lockstep.tokens.errors import (
     BadRequest,
@@ -173,3 +174,131 @@ async def test_a_closed_link_says_so() -> None:
     await link.close()
     with pytest.raises(Unavailable, match="closed"):
         await link.get("/x")
+
+
+async def raw_server(*answers: bytes, hold: bool = False):
+    """A server that says these bytes, one answer a request, and then hangs up unless it holds."""
+    seen: list[bytes] = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in answers:
+            seen.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(answer)
+            await writer.drain()
+        if hold:
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
+
+
+@pytest.mark.parametrize("answer", [
+    b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n",
+    b"HTTP/1.0 200 OK\r\n\r\n{}",
+    b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{}",
+])  # fmt: skip
+async def test_every_framing_of_an_answer_is_read(answer: bytes) -> None:
+    server, url, seen = await raw_server(answer)
+    async with server:
+        link = Link(url)
+        assert await link.get("/a b?c=\u00e9") == b"{}"
+        assert seen[0].startswith(b"GET /a%20b?c=%C3%A9 HTTP/1.1\r\n")
+        await link.close()
+
+
+@pytest.mark.parametrize("answer", [
+    b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}",
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n",
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\nnonsense\r\n",
+    b"HTTP/1.1 200 OK\r\ncontent-le",
+    b"nonsense",
+    b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}",
+])  # fmt: skip
+async def test_an_answer_that_is_not_whole_is_none_and_is_not_asked_for_again(
+    answer: bytes,
+) -> None:
+    server, url, seen = await raw_server(answer)
+    async with server:
+        link = Link(url, backoff=0.01)
+        with pytest.raises(Unavailable, match="broke off"):
+            await link.get("/x")
+        assert len(seen) == 1
+        await link.close()
+
+
+async def test_bytes_nobody_asked_for_cost_the_connection_and_never_become_an_answer() -> None:
+    good = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+    more = good.replace(b"{}", b"[]")
+    server, url, seen = await raw_server(good + more, more, hold=True)
+    async with server:
+        link = Link(url)
+        for _ in range(2):  # each on a new connection, where the first answer comes again
+            assert await link.get("/x") == b"{}"
+        assert len(seen) == 2
+        await link.close()
+
+
+async def test_a_head_without_end_is_not_read_for_ever() -> None:
+    server, url, _ = await raw_server(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, hold=True)
+    async with server:
+        link = Link(url, backoff=0.01)
+        with pytest.raises(Unavailable, match="the head of the answer is larger"):
+            await link.get("/x", timeout=2)
+        await link.close()
+
+
+async def test_a_header_with_a_line_break_is_not_sent() -> None:
+    async with serving(in_turn(whole({}))) as server:
+        link = Link(server.url)
+        with pytest.raises(BadRequest, match="control characters"):
+            await link.post("/x", b"{}", headers={"X-Request-Id": "a\r\nx-admin: 1"})
+        assert not server.requests
+        await link.close()
+
+
+async def test_only_so_many_connections_are_open_at_once() -> None:
+    async with serving(in_turn(whole({}))) as server:
+        link = Link(server.url, connections=2)
+        await asyncio.gather(*[link.post("/x", b"{}") for _ in range(20)])
+        assert server.connections <= 2
+        await link.close()
+
+
+async def test_a_consumer_that_waits_makes_the_server_wait() -> None:
+    sent = 0
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        event = b"data: " + b"x" * 65_000 + b"\n\n"
+        for _ in range(2000):
+            writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+            await writer.drain()
+            sent += 1
+
+    server = await asyncio.start_server(flood, "127.0.0.1", 0)
+    async with server:
+        link = Link(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        stream = link.events("/x", b"{}")
+        await anext(stream)
+        await asyncio.sleep(0.3)
+        assert sent < 1000
+        await stream.aclose()
+        await link.close()
+
+
+async def test_connections_nobody_needs_any_more_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "KEEPALIVE", 0.05)
+    async with serving(in_turn(whole({}))) as server:
+        link = Link(server.url)
+        await asyncio.gather(*[link.post("/x", b"{}") for _ in range(5)])
+        await asyncio.sleep(0.1)
+        await link.post("/x", b"{}")
+        assert server.connections == 6
+        await link.close()

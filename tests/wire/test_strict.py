@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.tokens import errors
+from lockstep.tokens.ids import check_ids
 from lockstep.wire.generate import decode_request
-from lockstep.wire.strict import check_ids, decode
+from lockstep.wire.strict import decode
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):

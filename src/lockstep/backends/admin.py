@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from lockstep.wire.control import TensorSpec
 
@@ -14,7 +14,9 @@ __all__ = [
     "AdminName",
     "Broadcaster",
     "PauseMode",
+    "ProbesStaged",
     "Source",
+    "StagedScores",
     "TensorSpec",
     "WorkerView",
 ]
@@ -64,6 +66,14 @@ class Broadcaster:
     group: str = "weights"
     backend: Literal["gloo", "nccl"] = "gloo"
     seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StagedScores:
+    """Logprobs under staged weights. `proof` names those weights, whatever label they have."""
+
+    logprobs: list[list[float]]
+    proof: str
 
 
 class Admin(Protocol):
@@ -134,3 +144,20 @@ class Admin(Protocol):
     async def join_group(self, how: Broadcaster) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class ProbesStaged(Protocol):
+    """A driver whose worker scores what it has staged while it serves what is live, and can serve
+    exactly that afterwards: nothing is left to be proved once it did."""
+
+    async def probe_staged(self, token_ids: Sequence[Sequence[int]]) -> StagedScores:
+        """Logprobs of every token after the first, under exactly what `commit_proved` serves."""
+        ...
+
+    async def commit_proved(self, version: str, proof: str) -> None:
+        """Serves the weights that were scored, under that label.
+
+        Raises Conflict, with nothing swapped, when anything else is staged now.
+        """
+        ...

@@ -10,7 +10,14 @@ from typing import Any
 
 import msgspec
 
-from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, WorkerView
+from lockstep.backends.admin import (
+    AdminName,
+    Broadcaster,
+    PauseMode,
+    Source,
+    StagedScores,
+    WorkerView,
+)
 from lockstep.backends.admin_http import BUDGETS, Budget, Budgets, Caller
 from lockstep.tokens.errors import (
     BadLogprob,
@@ -31,10 +38,15 @@ class _State(msgspec.Struct):
     adapter_labels: dict[str, str]
     incarnation: str
     weights_id: str
+    serves: str | None = None
 
 
 class _Scores(msgspec.Struct):
     logprobs: list[list[float]]
+
+
+class _StagedScores(_Scores):
+    proof: str
 
 
 class LockstepAdmin:
@@ -95,8 +107,16 @@ class LockstepAdmin:
         self._caller.expect(answer.get("staged"), version, "stage")
 
     async def commit(self, version: str) -> None:
+        await self._commit(version, None)
+
+    async def commit_proved(self, version: str, proof: str) -> None:
+        """Serves exactly the weights that `probe_staged` scored. Raises Conflict, with nothing
+        swapped, when anything else is staged now: also under that label, or by a new process."""
+        await self._commit(version, proof)
+
+    async def _commit(self, version: str, proof: str | None) -> None:
         async def commit() -> str:
-            body = control.Commit(weight_version=version)
+            body = control.Commit(weight_version=version, proved=proof)
             answer = await self._engine("commit", body, self._budgets.commit)
             self._caller.expect(answer.get("version"), version, "commit")
             return version
@@ -105,7 +125,7 @@ class LockstepAdmin:
             state = await self._look()
             if state.staged == version:
                 return None
-            if state.version == version:
+            if state.version == version and proof in (None, state.serves):
                 return version
             raise Conflict(
                 f"{self.url} commit: the answer was lost, and now {state.version!r} is served and "
@@ -138,6 +158,15 @@ class LockstepAdmin:
         scores = self._caller.read(_Scores, answer, "probe").logprobs
         check_scores(scores, token_ids, f"{self.url} probe")
         return scores
+
+    async def probe_staged(self, token_ids: Sequence[Sequence[int]]) -> StagedScores:
+        """Logprobs under what is staged, and its name for `commit_proved`. The worker goes on
+        generating. Raises Conflict when nothing is staged."""
+        body = control.Probe(token_ids=[list(ids) for ids in token_ids], staged=True)
+        answer = await self._engine("probe", body, self._budgets.probe, again=True)
+        scores = self._caller.read(_StagedScores, answer, "probe of what is staged")
+        check_scores(scores.logprobs, token_ids, f"{self.url} probe of what is staged")
+        return StagedScores(scores.logprobs, scores.proof)
 
     async def join_group(self, how: Broadcaster) -> None:
         body = join_body(how)

@@ -1,29 +1,55 @@
-"""HTTP to one worker: a connection pool, deadlines, careful retries, and typed errors only."""
+"""HTTP to one worker: kept connections, deadlines, careful retries, and typed errors only."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import suppress
-from types import TracebackType
-from typing import TypeVar
+import re
+import ssl
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
+from time import monotonic
+from typing import Protocol, TypeVar
+from urllib.parse import quote, urlsplit
 
-import aiohttp
-
-from lockstep.tokens.errors import DeadlineExceeded, Unavailable
+from lockstep.backends.connection import Connection, Lost
+from lockstep.tokens.errors import BadRequest, DeadlineExceeded, Unavailable
 from lockstep.wire.fault_read import error_of
 from lockstep.wire.splice import Spliced
 from lockstep.wire.splicer import Splicer
 from lockstep.wire.sse import EventReader
 
+T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 CONNECT_TIMEOUT = 10.0
 KEEPALIVE = 30.0
 LINGER = 0.2
-READ_BUFFER = 1 << 18
-"""Bytes aiohttp holds before it pauses reading: as many as one read of the socket brings."""
-LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
+CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""What would end a header, or has no place in one."""
+PLAIN_TARGET = re.compile(r"[!-~]*")
+TARGET_CHARACTERS = "/?#[]@!$&'()*+,;=:%~"
+
+
+class Collector(Protocol[T_co]):
+    """Makes a value of a body that comes in pieces."""
+
+    def feed(self, chunk: bytes) -> None: ...
+
+    def finish(self) -> T_co: ...
+
+
+class Body:
+    """The whole body in one buffer. Collecting pieces and joining them would hold it twice."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        self._bytes += chunk
+
+    def finish(self) -> bytearray:
+        return self._bytes
 
 
 class Link:
@@ -47,18 +73,25 @@ class Link:
         self._timeout = timeout
         self._retries = retries
         self._backoff = backoff
-        self._connections = connections
-        self._headers = {"Accept-Encoding": "identity"}
+        self._slots = asyncio.Semaphore(connections)
+        self._open: set[Connection] = set()
+        self._idle: deque[tuple[Connection, float]] = deque()
+        self._url = urlsplit(self.base_url)
+        self._headers = {
+            "host": self._url.netloc.rpartition("@")[2],
+            "accept-encoding": "identity",
+            "user-agent": "lockstep",
+        }
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._session: aiohttp.ClientSession | None = None
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._tls: ssl.SSLContext | None = None
         self._closed = False
 
     async def get(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
-        return await self._whole("GET", path, None, timeout, None, read_body)
+        return await self._whole("GET", path, None, timeout, None, Body)
 
     async def delete(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
-        return await self._whole("DELETE", path, None, timeout, None, read_body)
+        return await self._whole("DELETE", path, None, timeout, None, Body)
 
     async def post(
         self,
@@ -70,7 +103,7 @@ class Link:
     ) -> bytearray:
         """The body of a 2xx answer. Raises the typed error of any other, Unavailable when the
         server cannot be reached or hangs up, DeadlineExceeded after `timeout` seconds."""
-        return await self._whole("POST", path, body, timeout or self._timeout, headers, read_body)
+        return await self._whole("POST", path, body, timeout or self._timeout, headers, Body)
 
     async def post_spliced(
         self,
@@ -82,7 +115,7 @@ class Link:
     ) -> Spliced:
         """The same for an answer that may hold routed experts, which are left in their pieces."""
         limit = timeout or self._timeout
-        return await self._whole("POST", path, body, limit, headers, read_spliced)
+        return await self._whole("POST", path, body, limit, headers, Splicer)
 
     async def _whole(
         self,
@@ -91,13 +124,16 @@ class Link:
         body: bytes | None,
         timeout: float,
         headers: Mapping[str, str] | None,
-        read: Callable[[aiohttp.ClientResponse], Awaitable[T]],
+        collector: Callable[[], Collector[T]],
     ) -> T:
         try:
             async with asyncio.timeout(timeout):
-                response = await self._send(method, path, body, headers)
-                async with _Closing(response):
-                    return await self._checked(response, read)
+                answer = await self._send(method, path, body, headers)
+                try:
+                    await self._check(answer, path)
+                    return await self._collect(answer, path, collector())
+                finally:
+                    self._release(answer)
         except TimeoutError:
             raise self._late(path, timeout) from None
 
@@ -110,132 +146,178 @@ class Link:
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """The data of each event of a streamed answer, up to `[DONE]` or the end."""
+        batches = self.event_batches(path, body, timeout=timeout, headers=headers)
+        async with aclosing(batches):
+            async for batch in batches:
+                for event in batch:
+                    yield event
+
+    async def event_batches(
+        self,
+        path: str,
+        body: bytes,
+        *,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncGenerator[list[bytes], None]:
+        """`events`, with those together that the network brought together."""
         limit = timeout or self._timeout
         deadline = asyncio.get_running_loop().time() + limit
+        answer: Connection | None = None
+        reader = EventReader()
         try:
             async with asyncio.timeout_at(deadline):
-                response = await self._send("POST", path, body, headers)
-        except TimeoutError:
-            raise self._late(path, limit) from None
-        reader = EventReader()
-        async with _Closing(response):
-            # The timeout wraps each read, not the yield: a slow consumer is not the server's fault.
+                answer = await self._send("POST", path, body, headers)
+                await self._check(answer, path)
             while not reader.done:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        if response.status >= 300:
-                            await self._checked(response, read_body)
-                        chunk = await response.content.readany()
-                except TimeoutError:
-                    raise self._late(path, limit) from None
-                except aiohttp.ClientError as error:
-                    raise self._broken(path, error) from None
-                if not chunk:
+                if batch := [event for piece in answer.take() for event in reader.feed(piece)]:
+                    yield batch
+                elif answer.ended:
                     return
-                for event in reader.feed(chunk):
-                    yield event
+                else:
+                    # Only the wait has a deadline: a slow consumer is not the server's fault.
+                    async with asyncio.timeout_at(deadline):
+                        await self._news(answer, path)
             # The end after [DONE] is read too, so that the connection can be kept; a server that
             # does not end costs the connection, not the answer.
-            with suppress(TimeoutError, aiohttp.ClientError):
-                async with asyncio.timeout(LINGER):
-                    await response.content.readany()
+            if not answer.ended:
+                with suppress(TimeoutError, Lost):
+                    async with asyncio.timeout(LINGER):
+                        await answer.news()
+        except TimeoutError:
+            raise self._late(path, limit) from None
+        finally:
+            if answer is not None:
+                self._release(answer)
 
     async def _send(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None
-    ) -> aiohttp.ClientResponse:
+    ) -> Connection:
+        """The connection on which the head of an answer has come."""
         url = self.base_url + path
-        sent = {"Content-Type": "application/json", **(headers or {})}
+        head = self._head(method, path, body, headers)
         for attempt in range(self._retries + 1):
             try:
-                return await self._open().request(
-                    method, url, data=body, headers=sent, allow_redirects=False
-                )
-            except aiohttp.ConnectionTimeoutError:
-                raise Unavailable(
-                    f"{self.base_url} did not accept a connection within {CONNECT_TIMEOUT} s"
-                ) from None
-            except LOST as error:
+                answer = await self._connection()
+                try:
+                    answer.send(head, body)
+                    while not answer.status:
+                        await answer.news()
+                    return answer
+                except BaseException as error:
+                    self._release(answer)
+                    if answer.began and isinstance(error, Lost):
+                        raise self._broken(path, error) from None
+                    raise
+            except (Lost, OSError) as error:
                 if attempt == self._retries:
                     raise Unavailable(
                         f"{method} {url} failed {attempt + 1} times before an answer came, "
                         f"last with {type(error).__name__}: {error}"
                     ) from None
-            except aiohttp.ClientError as error:
-                raise Unavailable(f"{method} {url}: {type(error).__name__}: {error}") from None
             await asyncio.sleep(self._backoff * 2**attempt * random.uniform(0.5, 1.5))
         raise Unavailable(f"{method} {url} was not tried: retries is {self._retries}")
 
-    async def _checked(
-        self,
-        response: aiohttp.ClientResponse,
-        read: Callable[[aiohttp.ClientResponse], Awaitable[T]],
-    ) -> T:
-        try:
-            if 200 <= response.status < 300:
-                return await read(response)
-            raise error_of(response.status, await read_body(response))
-        except aiohttp.ClientError as error:
-            raise self._broken(response.url.path, error) from None
+    def _head(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None
+    ) -> bytes:
+        """The request line and the headers. Raises BadRequest for one that cannot be sent."""
+        fields = dict(self._headers)
+        for name, value in (headers or {}).items():
+            if CONTROL.search(name) or CONTROL.search(value):
+                raise BadRequest(
+                    f"the header {name!r} would be {value!r}: it cannot hold control characters",
+                    param=name.lower(),
+                )
+            fields[name.lower()] = value
+        if body is not None:
+            fields |= {"content-type": "application/json", "content-length": str(len(body))}
+        target = self._url.path + path
+        if PLAIN_TARGET.fullmatch(target) is None:
+            target = quote(target, safe=TARGET_CHARACTERS)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
+        return f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode()
 
-    def _open(self) -> aiohttp.ClientSession:
+    async def _connection(self) -> Connection:
+        """A connection that nobody uses, kept or new. Raises OSError when none can be had."""
         if self._closed:
             raise Unavailable(f"the transport to {self.base_url} is closed")
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=self._connections, keepalive_timeout=KEEPALIVE
-                ),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
-                headers=self._headers,
-                read_bufsize=READ_BUFFER,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session
+        await self._slots.acquire()
+        try:
+            since = monotonic() - KEEPALIVE
+            while self._idle and self._idle[0][1] < since:
+                self._drop(self._idle.popleft()[0])
+            while self._idle:
+                kept, _ = self._idle.pop()
+                if kept.reusable:
+                    return kept
+                self._drop(kept)
+            return await self._connect()
+        except BaseException:
+            self._slots.release()
+            raise
+
+    async def _connect(self) -> Connection:
+        url = self._url
+        if url.scheme not in ("http", "https") or not url.hostname:
+            raise Unavailable(f"{self.base_url!r} cannot be reached: expected http://HOST:PORT")
+        if url.scheme == "https" and self._tls is None:
+            self._tls = ssl.create_default_context()
+        connecting = asyncio.get_running_loop().create_connection(
+            Connection, url.hostname, url.port or (443 if self._tls else 80), ssl=self._tls
+        )
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                _, connection = await connecting
+        except TimeoutError:
+            raise Unavailable(
+                f"{self.base_url} did not accept a connection within {CONNECT_TIMEOUT} s"
+            ) from None
+        self._open.add(connection)
+        return connection
+
+    def _release(self, answer: Connection) -> None:
+        """Keeps the connection after a whole answer; closes it when the answer was left early."""
+        if answer.reusable and not self._closed:
+            self._idle.append((answer, monotonic()))
+        else:
+            self._drop(answer)
+        self._slots.release()
+
+    def _drop(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        connection.close()
+
+    async def _check(self, answer: Connection, path: str) -> None:
+        """Raises the typed error of an answer that is not 2xx."""
+        if not 200 <= answer.status < 300:
+            raise error_of(answer.status, await self._collect(answer, path, Body()))
+
+    async def _collect(self, answer: Connection, path: str, collector: Collector[T]) -> T:
+        while True:
+            for piece in answer.take():
+                collector.feed(piece)
+            if answer.ended:
+                return collector.finish()
+            await self._news(answer, path)
+
+    async def _news(self, answer: Connection, path: str) -> None:
+        try:
+            await answer.news()
+        except Lost as error:
+            raise self._broken(path, error) from None
 
     async def close(self) -> None:
         self._closed = True
-        if self._session is not None:
-            await self._session.close()
+        self._idle.clear()
+        while self._open:
+            self._drop(self._open.pop())
 
     def _late(self, path: str, timeout: float) -> DeadlineExceeded:
         return DeadlineExceeded(f"{self.base_url}{path} took longer than {timeout} s")
 
     def _broken(self, path: str, error: Exception) -> Unavailable:
         return Unavailable(
-            f"{self.base_url}{path} broke off in the middle of its answer "
-            f"({type(error).__name__}: {error}); it is not retried, as the engine had begun"
+            f"{self.base_url}{path} broke off in the middle of its answer ({error}); it is not "
+            "retried, as the engine had begun"
         )
-
-
-class _Closing:
-    """Gives the connection back after a whole answer; closes it when the answer was left early."""
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-
-    async def __aenter__(self) -> None:
-        return None
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
-        if kind is None and self._response.content.at_eof():
-            self._response.release()
-        else:
-            self._response.close()
-
-
-async def read_body(response: aiohttp.ClientResponse) -> bytearray:
-    """The whole body in one buffer. Collecting chunks and joining them would hold it twice."""
-    body = bytearray()
-    async for chunk, _ in response.content.iter_chunks():
-        body += chunk
-    return body
-
-
-async def read_spliced(response: aiohttp.ClientResponse) -> Spliced:
-    """The body, with large routed experts left in the pieces in which they came."""
-    splicer = Splicer()
-    async for chunk, _ in response.content.iter_chunks():
-        splicer.feed(chunk)
-    return splicer.finish()

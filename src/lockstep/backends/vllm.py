@@ -57,10 +57,10 @@ class VllmTransport:
     async def stream(self, ask: Ask) -> AsyncGenerator[Delta | Completion, None]:
         body, reading = await self._prepare(ask, stream=True)
         collected = GenerateStream(reading)
-        events = self._link.events(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
-        async with aclosing(events):
-            async for event in events:
-                for delta in collected.feed(event):
+        batches = self._link.event_batches(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
+        async with aclosing(batches):
+            async for batch in batches:
+                for delta in collected.deltas(batch):
                     yield delta
         for completion in collected.finish():
             yield completion
@@ -73,9 +73,9 @@ class VllmTransport:
         answer = await self._link.post(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
         return answer, Reading(ask, self._mode, self._version, worker=self.base_url)
 
-    def relay_events(self, body: bytes, ask: Ask) -> AsyncGenerator[bytes, None]:
-        """`relay` for a streamed answer: the data of each event, as it came."""
-        return self._link.events(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
+    def relay_events(self, body: bytes, ask: Ask) -> AsyncGenerator[list[bytes], None]:
+        """`relay` for a streamed answer: the data of its events, those together that came so."""
+        return self._link.event_batches(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
 
     async def models(self) -> list[ModelCard]:
         return read_models(await self._link.get("/v1/models"))

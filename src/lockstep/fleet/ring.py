@@ -91,6 +91,9 @@ class Ring(Generic[M]):
         count = len(self._members)
         if count == 0:
             return None
+        if count == 1:
+            (only,) = self._members
+            return None if only in without else only
         scores = self._hash(key)
         best = int(scores.argmax())
         bound = self._factor * self._total / count + 1

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import msgspec
+
+from lockstep.wire.raw_ids import RawIds
+
 BLOCK = 64
 """Leading tokens come in blocks of this many; what is shorter has no prefix to share."""
 BLOCKS = 4
+MOST = BLOCK * BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,22 @@ class Route:
         """The route of a prompt. Requests that could share a cached prefix get the same one."""
         if session is not None:
             return cls(session=session, worker=worker)
-        whole = min(len(prompt_ids) // BLOCK, BLOCKS) * BLOCK
-        head = array("i", prompt_ids[: whole or len(prompt_ids)]).tobytes()
         named = f"{adapter}\0{salt}\0".encode()
-        return cls(prefix=blake2b(named + head, digest_size=8).digest(), worker=worker)
+        digest = blake2b(named + _whole_blocks(prompt_ids), digest_size=8).digest()
+        return cls(prefix=digest, worker=worker)
 
     @property
     def key(self) -> bytes:
         """What the rendezvous hash is made of."""
         return self.session.encode() if self.session is not None else self.prefix
+
+
+def _whole_blocks(prompt_ids: Sequence[int]) -> bytes:
+    """The blocks that a prompt starts with, as text; all of it when it has no whole block."""
+    if isinstance(prompt_ids, RawIds):
+        pieces = prompt_ids.json.lstrip()[1:].split(b",", MOST)
+        if len(pieces) > MOST:
+            return b"".join(b",".join(pieces[:MOST]).split())
+    head = list(prompt_ids[:MOST])
+    whole = len(head) // BLOCK * BLOCK
+    return msgspec.json.encode(head[: whole or MOST])[1:-1]

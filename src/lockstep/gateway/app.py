@@ -6,16 +6,19 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
+from socket import socket
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Mount
+from starlette.types import ASGIApp
 
 from lockstep.fleet.fleet import Fleet
 from lockstep.gateway.book import Book
 from lockstep.gateway.chat import ChatFace
 from lockstep.gateway.completions import CompletionsFace
 from lockstep.gateway.control import ControlPlane
+from lockstep.gateway.front import Front
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.generate import GenerateFace
 from lockstep.gateway.guard import Guard, hosts_of
@@ -55,17 +58,19 @@ class GatewayOptions:
             )
 
 
-def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> Starlette:
+def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> Front:
     """The data plane: every face at the root, and those that sessions may use under theirs."""
+    hosts = hosts_of(options.host)
+    generate = GenerateFace(gateway).routes
     routes: list[BaseRoute] = [
         *ChatFace(gateway).routes,
         *CompletionsFace(gateway).routes,
         *TextFace(gateway).routes,
         *StatusFace(gateway).routes,
     ]
-    return Starlette(
+    routed = Starlette(
         routes=[
-            *GenerateFace(gateway).routes,
+            *generate,
             *routes,
             *metrics.routes,
             *OpenApiFace().routes,
@@ -73,9 +78,16 @@ def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> Sta
         ],
         middleware=[
             Middleware(metrics.middleware),
-            Middleware(Guard, keys=options.api_keys, hosts=hosts_of(options.host)),
+            Middleware(Guard, keys=options.api_keys, hosts=hosts),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
+    )
+    return Front(
+        routed,
+        Guard(routed, keys=options.api_keys, hosts=hosts),
+        metrics,
+        at_root=generate,
+        in_sessions=routes,
     )
 
 
@@ -99,7 +111,7 @@ async def serve_gateway(
         metrics = Metrics(gateway)
         hosts = hosts_of(options.admin_host)
         control = ControlPlane(gateway, fleet, options.admin_token, hosts=hosts)
-        apps = [
+        apps: list[tuple[ASGIApp, socket]] = [
             (data_app(gateway, options, metrics), data_socket),
             (control.app, admin_socket),
         ]

@@ -15,8 +15,8 @@ import msgspec
 from lockstep.render import Renderer, plain_messages, plain_tools
 from lockstep.render.messages import Plain
 from lockstep.tokens.errors import BadRequest, BadTokenId, PrefixBreak
+from lockstep.tokens.ids import check_ids
 from lockstep.wire.chat import ChatRequest
-from lockstep.wire.strict import check_ids
 
 PROMPT, SAMPLED, LOGPROBS = "prompt_token_ids", "generation_token_ids", "generation_log_probs"
 PLACES = 2**31

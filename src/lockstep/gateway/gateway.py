@@ -51,6 +51,8 @@ def request_id(http: Request, given: str | None = None) -> str:
 
     It is also put where error answers find it.
     """
-    chosen = http.headers.get("x-request-id") or given or secrets.token_hex(12)
-    http.state.request_id = chosen
+    state = http.scope.setdefault("state", {})
+    known = state.get("request_id")
+    chosen: str = http.headers.get("x-request-id") or given or known or secrets.token_hex(12)
+    state["request_id"] = chosen
     return chosen

@@ -6,8 +6,9 @@ check the contract, and never written anew. Other backends are asked in their ow
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from time import time
 
 import msgspec
@@ -21,14 +22,22 @@ from lockstep.fleet.route import Route
 from lockstep.gateway.book import Served
 from lockstep.gateway.gateway import Gateway, request_id, session_id
 from lockstep.tokens import Completion, VersionSpan
-from lockstep.tokens.errors import BadRequest, ContractError
+from lockstep.tokens.errors import BadRequest, LockstepError
 from lockstep.wire import generate_answer as wire
 from lockstep.wire import sse
 from lockstep.wire.abort import decode_abort
-from lockstep.wire.answer import Delta, Reading, check_indices, finish_of, ids_of
+from lockstep.wire.answer import (
+    Delta,
+    Reading,
+    check_indices,
+    decode_answer,
+    finish_of,
+    ids_of,
+)
 from lockstep.wire.ask import Ask
-from lockstep.wire.generate import GenerateRequest, decode_request
+from lockstep.wire.generate import GenerateRequest, decode_relayed
 from lockstep.wire.http import EventStream, json_response, read_json, unless_gone
+from lockstep.wire.raw_ids import RawIds
 from lockstep.wire.read_generate import GenerateStream, read_generate
 
 
@@ -61,15 +70,14 @@ class GenerateFace:
         """A session header only steers routing here: these clients keep their own ledger."""
         request_id(http)
         body = await read_json(http, self._gateway.body_limit)
-        asked = decode_request(body)
+        asked = decode_relayed(body)
         served = await self._gateway.book.resolve(asked.model)
         ask = _ask(asked, served, request_id(http, asked.request_id))
         route = Route.of(
             ask.prompt_ids, session=session_id(http), salt=ask.cache_salt, adapter=served.adapter
         )
         if asked.stream:
-            events = self._events(route, ask, asked, served, body)
-            return EventStream(events, ask.request_id)
+            return EventStream(self._events(route, ask, asked, body), ask.request_id)
 
         async def call(worker: Worker) -> bytes | bytearray:
             return await self._whole(worker, ask, asked, served, body)
@@ -84,7 +92,7 @@ class GenerateFace:
             answer, reading = await worker.transport.relay(body, ask)
             _check(answer, reading, asked, worker, since)
             return answer
-        done = await worker.generate(ask)
+        done = await worker.generate(_for(worker, ask, asked))
         return wire.answer(
             done,
             request_id=wire.REQUEST_ID_PREFIX + (ask.request_id or ""),
@@ -93,17 +101,15 @@ class GenerateFace:
             form=asked.form,
         )
 
-    async def _events(
-        self, route: Route, ask: Ask, asked: GenerateRequest, served: Served, body: bytes
-    ) -> AsyncIterator[bytes]:
+    def _events(
+        self, route: Route, ask: Ask, asked: GenerateRequest, body: bytes
+    ) -> AsyncGenerator[bytes, None]:
         def opened(worker: Worker) -> AsyncIterator[bytes]:
             if worker.lockstep and isinstance(worker.transport, VllmTransport):
                 return _relayed(worker, worker.transport, ask, asked, body)
-            return _rewritten(worker, ask, asked)
+            return _rewritten(worker, _for(worker, ask, asked), asked)
 
-        async with aclosing(self._gateway.pool.stream(route, opened)) as events:
-            async for event in events:
-                yield event
+        return self._gateway.pool.stream(route, opened)
 
     async def abort(self, http: Request) -> Response:
         """Stops requests by id on whatever worker they run; says how many it really stopped."""
@@ -127,24 +133,58 @@ def bare_id(name: str) -> str:
 async def _relayed(
     worker: Worker, transport: VllmTransport, ask: Ask, asked: GenerateRequest, body: bytes
 ) -> AsyncIterator[bytes]:
-    """The worker's events as they come, checked; the stream must end with every choice finished."""
-    since = worker.agreement.mark()
-    collected = GenerateStream(Reading(ask))
-    finished: set[int] = set()
-    async with aclosing(transport.relay_events(body, ask)) as events:
-        async for event in events:
-            if asked.sampling_params.logprobs is None:
-                for choice in BARE.decode(event).choices:
-                    spans = choice.weight_versions or ()
-                    worker.agreement.check_spans(spans, since, worker.id)
-                    finished |= {choice.index} if choice.finish_reason else set()
-            else:
-                collected.feed(event)
-            yield b"data: " + event + b"\n\n"
-    if asked.sampling_params.logprobs is None:
-        check_indices(finished, ask.sampling.n)
-    else:
-        worker.agreement.check(collected.finish(), since, worker.id)
+    """The worker's events as they come, checked; the stream must end with every choice finished.
+
+    What came together goes on together.
+    """
+    checks = _ScoredEvents if asked.sampling_params.logprobs is not None else _BareEvents
+    answer = checks(worker, ask)
+    async with aclosing(transport.relay_events(body, ask)) as batches:
+        async for batch in batches:
+            passed: list[bytes] = []
+            try:
+                for event, _ in zip(batch, answer.check(batch), strict=True):
+                    passed += (b"data: ", event, b"\n\n")
+            except LockstepError:
+                # What came before the fault is part of the answer.
+                if passed:
+                    yield b"".join(passed)
+                raise
+            yield b"".join(passed)
+    answer.finish()
+
+
+class _ScoredEvents:
+    """Checks a streamed answer with logprobs, event by event and as a whole."""
+
+    def __init__(self, worker: Worker, ask: Ask) -> None:
+        self._worker, self._since = worker, worker.agreement.mark()
+        self._collected = GenerateStream(Reading(ask))
+        self.check = self._collected.collect
+
+    def finish(self) -> None:
+        self._worker.agreement.check(self._collected.finish(), self._since, self._worker.id)
+
+
+class _BareEvents:
+    """The same without logprobs, where there is less to check."""
+
+    def __init__(self, worker: Worker, ask: Ask) -> None:
+        self._worker, self._since = worker, worker.agreement.mark()
+        self._choices = ask.sampling.n
+        self._finished: set[int] = set()
+
+    def check(self, batch: list[bytes]) -> Iterator[None]:
+        for event in batch:
+            for choice in decode_answer(BARE, event).choices:
+                spans = choice.weight_versions or ()
+                self._worker.agreement.check_spans(spans, self._since, self._worker.id)
+                if choice.finish_reason:
+                    self._finished.add(choice.index)
+            yield
+
+    def finish(self) -> None:
+        check_indices(self._finished, self._choices)
 
 
 async def _rewritten(worker: Worker, ask: Ask, asked: GenerateRequest) -> AsyncIterator[bytes]:
@@ -163,6 +203,16 @@ async def _rewritten(worker: Worker, ask: Ask, asked: GenerateRequest) -> AsyncI
         yield sse.event(stream.usage())
 
 
+def _for(worker: Worker, ask: Ask, asked: GenerateRequest) -> Ask:
+    """The ask with its ids as a list, unless they will only be handed on."""
+    ids = ask.prompt_ids
+    if not isinstance(ids, RawIds):
+        return ask
+    if isinstance(worker.transport, VllmTransport) and not asked.return_token_ids:
+        return ask
+    return replace(ask, prompt_ids=ids.decoded())
+
+
 def _check(
     answer: bytearray, reading: Reading, asked: GenerateRequest, worker: Worker, since: int
 ) -> None:
@@ -170,10 +220,7 @@ def _check(
     if asked.sampling_params.logprobs is not None:
         worker.agreement.check(read_generate(answer, reading), since, worker.id)
         return
-    try:
-        bare = BARE.decode(answer)
-    except msgspec.DecodeError as error:
-        raise ContractError(f"the worker's answer cannot be read: {error}") from None
+    bare = decode_answer(BARE, answer)
     check_indices((choice.index for choice in bare.choices), reading.ask.sampling.n)
     for choice in bare.choices:
         ids_of(choice.token_ids, f"choice {choice.index} of the answer")

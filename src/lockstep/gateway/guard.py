@@ -33,16 +33,17 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            headers = Headers(scope=scope)
             try:
-                self._check(scope, headers)
+                self.check(scope)
             except LockstepError as error:
-                body = fault(error, headers.get("x-request-id"))
+                body = fault(error, Headers(scope=scope).get("x-request-id"))
                 await json_response(body, error.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope, headers: Headers) -> None:
+    def check(self, scope: Scope) -> None:
+        """Raises TooLarge, Forbidden or Unauthorized for a request that may not pass."""
+        headers = Headers(scope=scope)
         if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_LIMIT:
             raise TooLarge(f"the headers are larger than {HEADER_LIMIT} bytes")
         host = bare_host(headers.get("host", ""))

@@ -33,6 +33,7 @@ class Metrics(Collector):
             "lockstep_gateway_request_seconds", "Time to the end of an answer.", ["route"],
             buckets=BUCKETS, registry=self._registry,
         )  # fmt: skip
+        self._series: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
         self._registry.register(self)
         self.routes = [Route("/metrics", self.scrape)]
 
@@ -54,11 +55,20 @@ class Metrics(Collector):
             try:
                 await app(scope, receive, watched)
             finally:
-                route = _route_of(scope, status)
-                self._requests.labels(route, str(status)).inc()
-                self._seconds.labels(route).observe(perf_counter() - begun)
+                self.count(scope, status, perf_counter() - begun)
 
         return counted
+
+    def count(self, scope: Scope, status: int, seconds: float) -> None:
+        """Counts a request that has ended."""
+        route = _route_of(scope, status)
+        series = self._series.get((route, status))
+        if series is None:
+            series = self._requests.labels(route, str(status)), self._seconds.labels(route)
+            self._series[route, status] = series
+        requests, times = series
+        requests.inc()
+        times.observe(seconds)
 
     def describe(self) -> list[Metric]:
         return []

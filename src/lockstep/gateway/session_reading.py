@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from lockstep.render import Node, Renderer
@@ -35,19 +37,32 @@ def whole(name: str) -> Iterator[None]:
 
 
 class Tokenizers:
-    """Fingerprints of tokenizers, each made once."""
+    """Fingerprints of tokenizers, each made once, however many requests ask at the same time."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Renderer, bytes] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
+        self._making: dict[int, asyncio.Task[bytes]] = {}
 
     async def of(self, renderer: Renderer) -> bytes:
-        found = self._known.get(renderer)
+        """The fingerprint of its tokenizer: renderers that share one need not be told apart."""
+        found = self._known.get(renderer.tokenizer)
         if found is None:
-            found = await renderer.offload(_fingerprint, renderer)
-            self._known[renderer] = found
+            key = id(renderer.tokenizer)
+            task = self._making.get(key)
+            if task is None:
+                # A task of its own: the request that came first may go away.
+                task = asyncio.create_task(self._make(renderer))
+                self._making[key] = task
+                task.add_done_callback(lambda _: self._making.pop(key))
+            found = await asyncio.shield(task)
         return found
 
+    async def _make(self, renderer: Renderer) -> bytes:
+        made = await renderer.offload(_fingerprint, renderer.tokenizer)
+        self._known[renderer.tokenizer] = made
+        return made
 
-def _fingerprint(renderer: Renderer) -> bytes:
-    vocabulary = sorted(renderer.tokenizer.get_vocab().items())
+
+def _fingerprint(tokenizer: Any) -> bytes:
+    vocabulary = sorted(tokenizer.get_vocab().items())
     return blake2b(repr(vocabulary).encode(), digest_size=16).digest()

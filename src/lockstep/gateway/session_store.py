@@ -21,7 +21,7 @@ from lockstep.tokens.errors import BadRequest, LockstepError, NotFound, Unavaila
 FORMAT = 1
 MEMORY = "memory"
 BATCH = 512
-"""Writes in one transaction at most, so that the first of them does not wait for ever."""
+"""Writes in one transaction, about, at most: the first of them must not wait for ever."""
 SCHEMA = f"""
 CREATE TABLE sessions (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, tokenizer BLOB NOT NULL,
@@ -72,7 +72,8 @@ class SessionStore:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[list[_Job] | None] = SimpleQueue()
+        self._given: list[_Job] = []
         self._thread = threading.Thread(target=self._serve, name="lockstep-sessions", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = False
@@ -91,6 +92,7 @@ class SessionStore:
     async def stop(self) -> None:
         """Ends the thread after what was given to it before; it takes nothing more."""
         self._open = False
+        self._hand_over()
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
@@ -103,20 +105,28 @@ class SessionStore:
         the whole transaction and fails, as Unavailable, everything that shared it; `undone` is
         then called on this store's thread, before any later work.
         """
-        future: asyncio.Future[T] = self._future()
-        self._jobs.put(_Job(work, future, True, undone))
-        return future
+        return self._give(work, True, undone)
 
     def read(self, work: Work[T]) -> asyncio.Future[T]:
         """Does the work after every write that was given before."""
-        future: asyncio.Future[T] = self._future()
-        self._jobs.put(_Job(work, future, False))
-        return future
+        return self._give(work, False, None)
 
-    def _future(self) -> asyncio.Future[Any]:
+    def _give(
+        self, work: Work[T], writes: bool, undone: Callable[[LockstepError], None] | None
+    ) -> asyncio.Future[T]:
         if self._loop is None or not self._open:
             raise Unavailable("the sessions are not open: use them in `async with Sessions(...)`")
-        return self._loop.create_future()
+        future: asyncio.Future[T] = self._loop.create_future()
+        if not self._given:
+            # Waking a thread costs more than a write: once for all that this pass of the loop has.
+            self._loop.call_soon(self._hand_over)
+        self._given.append(_Job(work, future, writes, undone))
+        return future
+
+    def _hand_over(self) -> None:
+        if self._given:
+            self._jobs.put(self._given)
+            self._given = []
 
     def _serve(self) -> None:
         connection: sqlite3.Connection | None = None
@@ -143,12 +153,12 @@ class SessionStore:
     def _next(self) -> tuple[list[_Job], bool]:
         """What waits, at least one job, and whether there will be more."""
         jobs: list[_Job] = []
-        job = self._jobs.get()
-        while job is not None:
-            jobs.append(job)
+        given = self._jobs.get()
+        while given is not None:
+            jobs += given
             if len(jobs) >= BATCH or self._jobs.empty():
                 return jobs, True
-            job = self._jobs.get()
+            given = self._jobs.get()
         return jobs, False
 
     def _settle(self, done: list[tuple[_Job, Any, Exception | None]]) -> None:

@@ -184,7 +184,7 @@ def _named(entries: Sequence[LeanEntry], token_ids: list[int]) -> bool:
         return False
     try:
         names = "\n".join([entry.token for entry in entries])  # type: ignore[attr-defined]
-    except TypeError:
+    except (TypeError, AttributeError):  # some are named otherwise than the first
         return False
     # One comparison of joined text is several times cheaper than an int() per token, and as
     # exact: there are as many line breaks as there are names, so no name can hold one.

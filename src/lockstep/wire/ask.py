@@ -10,6 +10,7 @@ import msgspec
 
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, BadTokenId
+from lockstep.wire.raw_ids import RawIds
 
 MAX_SALT = 1024
 
@@ -79,6 +80,8 @@ class Ask:
 
 def check_prompt(ids: list[int]) -> None:
     """Raises BadTokenId that names the first id that is no plain non-negative integer."""
+    if isinstance(ids, RawIds):
+        return  # that is what they are
     if not isinstance(ids, list):
         raise BadTokenId(
             f"prompt_ids is a {type(ids).__name__}: expected a list of token ids",

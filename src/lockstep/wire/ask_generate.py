@@ -9,6 +9,7 @@ from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.sampling import MAX_LOGPROBS
 from lockstep.wire.ask import Ask
 from lockstep.wire.generate import GenerateRequest, SamplingParams
+from lockstep.wire.raw_ids import RawIds
 
 ENCODER = msgspec.json.Encoder()
 
@@ -67,8 +68,9 @@ def encode_dynamo_generate(ask: Ask, *, mode: LogprobMode) -> bytes:
 def _request(
     ask: Ask, params: SamplingParams, *, stream: bool, features: object
 ) -> GenerateRequest:
+    ids = ask.prompt_ids
     return GenerateRequest(
-        token_ids=ask.prompt_ids,
+        token_ids=ids.raw if isinstance(ids, RawIds) else ids,
         sampling_params=params,
         request_id=ask.request_id,
         model=ask.model,

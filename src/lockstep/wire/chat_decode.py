@@ -11,11 +11,12 @@ import re
 import msgspec
 
 from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.ids import check_ids
 from lockstep.tokens.sampling import MAX_LOGPROBS
 from lockstep.wire.chat import ChatRequest
 from lockstep.wire.generate import refuse_unless_neutral
 from lockstep.wire.nvext import check_nvext
-from lockstep.wire.strict import check_ids, decode
+from lockstep.wire.strict import decode
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PLACES = 2**31

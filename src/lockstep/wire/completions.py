@@ -9,10 +9,11 @@ import msgspec
 
 from lockstep.tokens import Sampling, VersionSpan
 from lockstep.tokens.errors import BadRequest, BadTokenId, UnsupportedField
+from lockstep.tokens.ids import check_ids
 from lockstep.tokens.sampling import MAX_LOGPROBS
 from lockstep.wire.generate import StreamOptions, refuse_unless_neutral
 from lockstep.wire.generate_answer import Experts, PromptLogprobs, Usage
-from lockstep.wire.strict import check_ids, decode, read_biases
+from lockstep.wire.strict import decode, read_biases
 
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16

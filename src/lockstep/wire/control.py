@@ -145,9 +145,14 @@ class UnloadLora(_Body):
 
 
 class Commit(_Body):
-    """With `weight_version`, refuses to commit anything else than that staged version."""
+    """With `weight_version`, refuses to commit anything else than that staged version.
+
+    With `proved` (the `proof` of a probe of what is staged), refuses to commit anything else than
+    the very weights that probe was scored on: a label can be given twice.
+    """
 
     weight_version: str | None = None
+    proved: str | None = None
 
 
 class Rollback(_Body):

@@ -7,12 +7,13 @@ value and refused by name otherwise, so that stock clients work and nothing is q
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.wire.raw_ids import RawIds
 from lockstep.wire.strict import decode, read_biases
 
 
@@ -179,12 +180,32 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
         )
 
 
+class RelayedRequest(GenerateRequest, forbid_unknown_fields=True, omit_defaults=True):
+    """The same for those who hand it on: the ids, most of its bytes, are left as they are."""
+
+    token_ids: msgspec.Raw  # type: ignore[assignment]
+
+
 DECODER = msgspec.json.Decoder(GenerateRequest)
+RELAYED = msgspec.json.Decoder(RelayedRequest)
 
 
 def decode_request(body: bytes) -> GenerateRequest:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
-    request = decode(DECODER, body)
+    return _checked(decode(DECODER, body))
+
+
+def decode_relayed(body: bytes) -> GenerateRequest:
+    """`decode_request`, with ids that are only decoded if somebody looks at them (RawIds)."""
+    request = decode(RELAYED, body)
+    ids = RawIds.of(request.token_ids)
+    if ids is None:  # no such ids: the strict decoder knows what is wrong with them
+        return decode_request(body)
+    request.token_ids = cast(msgspec.Raw, ids)
+    return _checked(request)
+
+
+def _checked(request: GenerateRequest) -> GenerateRequest:
     refuse_unless_neutral(request, NEUTRAL_REQUEST)
     refuse_unless_neutral(request.sampling_params, NEUTRAL_SAMPLING, "sampling_params.")
     if request.logprobs_format == "flat" and request.sampling_params.logprobs:

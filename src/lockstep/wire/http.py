@@ -6,8 +6,8 @@ import asyncio
 import hmac
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.tokens.errors import BadRequest, LockstepError, Unauthorized
 from lockstep.wire import sse
+from lockstep.wire.exchange import GONE
 from lockstep.wire.fault import fault, fault_body
 
 log = logging.getLogger(__name__)
@@ -41,17 +42,22 @@ def json_response(body: bytes | bytearray | object, status: int = 200) -> Respon
 
 
 async def read_json(request: Request, limit: int) -> bytes:
-    """The raw body. Raises BadRequest unless it is declared as JSON, TooLarge past `limit`."""
+    """The raw body. Raises BadRequest unless it is declared as JSON, TooLarge past `limit`, and
+    ClientGone when the client leaves before its end."""
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json":
         raise BadRequest(f"content-type is {kind!r}: only application/json is read here")
-    chunks, size = [], 0
-    async for chunk in request.stream():
+    chunks, size, more = [], 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk, more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
         if size > limit:
             raise TooLarge(f"the body is larger than the limit of {limit} bytes")
         chunks.append(chunk)
-    return b"".join(chunks)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def require_bearer(request: Request, token: str) -> None:
@@ -64,28 +70,28 @@ def require_bearer(request: Request, token: str) -> None:
         )
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away (raises ClientGone).
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away (raises ClientGone)."""
+    task = asyncio.current_task()
+    if task is None:
+        raise RuntimeError("a request is handled in a task")
+    left = False
 
-    The body must have been read before.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    def leave() -> None:
+        nonlocal left
+        left = task.cancel()
+
+    when_gone = request.scope["extensions"][GONE]
+    when_gone(leave)
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        # As in asyncio.timeout: only if nobody else wants this task to end.
+        if left and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
     finally:
-        gone.cancel()
-        if not task.done():
-            task.cancel()
-            await asyncio.wait((task,))
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        when_gone(None)
 
 
 class EventStream(Response):
@@ -105,33 +111,21 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"cache-control", b"no-store"), *self.raw_headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        sending = asyncio.ensure_future(self._send(send))
-        gone = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            gone.cancel()
-            sending.cancel()
-            await asyncio.wait((sending,))
-        if not sending.cancelled() and (error := sending.exception()) is not None:
-            raise error
+        with suppress(ClientGone):
+            await unless_gone(Request(scope), self._send(send))
 
     async def _send(self, send: Send) -> None:
-        async with aclosing(self._guarded()) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": sse.DONE})
-
-    async def _guarded(self) -> AsyncGenerator[bytes, None]:
         try:
             async for event in self._events:
-                yield event
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         except LockstepError as error:
-            yield sse.event(fault(error, self._request_id))
+            event = sse.event(fault(error, self._request_id))
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
             close = getattr(self._events, "aclose", None)
             if close is not None:
                 await close()
+        await send({"type": "http.response.body", "body": sse.DONE})
 
 
 async def on_lockstep_error(request: Request, error: Exception) -> Response:

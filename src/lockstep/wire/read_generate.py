@@ -6,11 +6,12 @@ Dynamo's (`"token": "token_id:N"`, experts as an object), and Lockstep's own, wh
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from lockstep.tokens import Completion, LogprobMode, PromptLogprob, VersionSpan
+from lockstep.tokens import Completion, LogprobMode, PromptLogprob, RoutedExperts, VersionSpan
 from lockstep.tokens.errors import BadLogprob, ContractError, Misaligned, MissingFinish
 from lockstep.wire.answer import (
     Delta,
@@ -30,12 +31,14 @@ from lockstep.wire.answer import (
     stop_token_of,
     tops_of,
 )
+from lockstep.wire.ask import Ask
 from lockstep.wire.experts import ExpertsField, read_experts
 from lockstep.wire.fault_read import NO_ERROR, raise_stated
 from lockstep.wire.prompt_logprobs import PromptField, flatten
-from lockstep.wire.splice import Base64Text, Spliced, splice
+from lockstep.wire.splice import NEEDLE, Base64Text, Spliced, splice
 
 E = TypeVar("E", LeanEntry, Entry, RankedEntry)
+T = TypeVar("T")
 
 
 class Logprobs(msgspec.Struct, Generic[E]):
@@ -70,11 +73,15 @@ class Answer(msgspec.Struct, Generic[E]):
     choices: list[Choice[E]] = []
 
 
+AnyLogprobs = Logprobs[LeanEntry] | Logprobs[Entry] | Logprobs[RankedEntry]
 AnyChoice = Choice[LeanEntry] | Choice[Entry] | Choice[RankedEntry]
 AnyAnswer = Answer[LeanEntry] | Answer[Entry] | Answer[RankedEntry]
 LEAN = msgspec.json.Decoder(Answer[LeanEntry])
 PLAIN = msgspec.json.Decoder(Answer[Entry])
 RANKED = msgspec.json.Decoder(Answer[RankedEntry])
+Tokens = tuple[int, list[int], list[float]]
+"""The index of a choice, new ids of it, and their logprobs."""
+UNSPLICED = Spliced(b"", ())
 ONCE = ("request_id", "prompt_token_ids", "prompt_logprobs", "logprob_mode", "temperature",
         "worker", "adapter")  # fmt: skip
 
@@ -100,40 +107,57 @@ class GenerateStream:
 
     def feed(self, event: bytes | bytearray) -> list[Delta]:
         """The tokens that this event brought. Raises what the server states as an error."""
-        spliced = splice(event)
-        chunk = _decode(spliced, self._reading)
-        for field in ONCE:
-            if (value := getattr(chunk, field)) is not None:
-                setattr(self._whole, field, value)
-        return [self._add(choice, spliced) for choice in chunk.choices]
+        return list(self.deltas([event]))
 
-    def _add(self, new: AnyChoice, spliced: Spliced) -> Delta:
-        ids = ids_of(new.token_ids, f"a streamed event of choice {new.index}")
-        nulls = self._reading.ask.allow_nonfinite
-        # Copies: what the choice collects must not grow in a delta that somebody keeps.
-        delta = Delta(new.index, list(ids), list(_values(new, ids, nulls=nulls)))
+    def deltas(self, events: Sequence[bytes | bytearray]) -> Iterator[Delta]:
+        """The same for events that came together; each is checked before its tokens are given."""
+        for tokens in self.collect(events):
+            for index, ids, values in tokens:
+                # Copies: what a choice collects must not grow in a delta that somebody keeps.
+                yield Delta(index, list(ids), list(values))
+
+    def collect(self, events: Sequence[bytes | bytearray]) -> Iterator[list[Tokens]]:
+        """What each of the events brought, checked when it is taken. It raises what `feed` does.
+
+        For those who need no copies: the lists are still to grow.
+        """
+        for chunk, spliced in _decode_all(events, self._reading):
+            for field in ONCE:
+                if (value := getattr(chunk, field)) is not None:
+                    setattr(self._whole, field, value)
+            yield [self._add(choice, spliced) for choice in chunk.choices]
+
+    def _add(self, new: AnyChoice, spliced: Spliced) -> Tokens:
+        index = new.index
+        ids = new.token_ids
+        if ids is None:
+            ids = ids_of(ids, f"a streamed event of choice {index}")
+        values = _values(new, ids, nulls=self._reading.ask.allow_nonfinite)
         if isinstance(new.routed_experts, str):
             new.routed_experts = self._keep(new.routed_experts, spliced)
         elif new.routed_experts is not None:
             new.routed_experts.data = self._keep(new.routed_experts.data, spliced)
-        old = self._choices.setdefault(new.index, new)
-        if old is new:
-            return delta
-        old.token_ids = old.token_ids or []
-        old.token_ids += ids
+        old = self._choices.get(index)
+        if old is None:
+            self._choices[index] = new
+            return index, ids, values
+        if old.token_ids:
+            old.token_ids += ids
+        else:
+            old.token_ids = ids
         if old.logprobs is None:
             old.logprobs = new.logprobs
         elif new.logprobs is not None:
-            for part in ("content", "values", "ranks"):
-                known, added = getattr(old.logprobs, part), getattr(new.logprobs, part)
-                if known is None:
-                    setattr(old.logprobs, part, added)
-                elif added:
-                    known += added
-        for field in ("finish_reason", "stop_reason", "weight_versions", "routed_experts"):
-            if (value := getattr(new, field)) is not None:
-                setattr(old, field, value)
-        return delta
+            _extend(old.logprobs, new.logprobs)
+        if new.finish_reason is not None:
+            old.finish_reason = new.finish_reason
+        if new.stop_reason is not None:
+            old.stop_reason = new.stop_reason
+        if new.weight_versions is not None:
+            old.weight_versions = new.weight_versions
+        if new.routed_experts is not None:
+            old.routed_experts = new.routed_experts
+        return index, ids, values
 
     def _keep(self, field: str, spliced: Spliced) -> str:
         self._values.append(spliced.text(field))
@@ -150,6 +174,40 @@ class GenerateStream:
         return _completions(self._whole, spliced, self._reading)
 
 
+def _decode_all(
+    events: Sequence[bytes | bytearray], reading: Reading
+) -> Iterator[tuple[AnyAnswer, Spliced]]:
+    """Each event decoded; all in one go where that works, which is several times cheaper."""
+    answers = _decode_lines(events, reading) if len(events) > 1 else None
+    if answers is None:
+        for event in events:
+            spliced = splice(event)
+            yield _decode(spliced, reading), spliced
+        return
+    for answer in answers:
+        raise_stated(answer.error)
+        yield answer, UNSPLICED
+
+
+def _decode_lines(
+    events: Sequence[bytes | bytearray], reading: Reading
+) -> Sequence[AnyAnswer] | None:
+    """All events at once, or None when one of them needs a closer look."""
+    lines = b"\n".join(events)
+    if NEEDLE in lines:
+        return None
+    decoder: msgspec.json.Decoder[Any] = LEAN if b'"token_id"' in lines else PLAIN
+    if reading.ask.sampling.logprobs:
+        decoder = RANKED
+    try:
+        answers: list[Any] = decoder.decode_lines(lines)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    if len(answers) != len(events) or (decoder is LEAN and not all(map(_by_id, answers))):
+        return None
+    return answers
+
+
 def _decode(spliced: Spliced, reading: Reading) -> AnyAnswer:
     body = spliced.json
     answer: AnyAnswer
@@ -163,11 +221,31 @@ def _decode(spliced: Spliced, reading: Reading) -> AnyAnswer:
     return answer
 
 
+def _extend(known: AnyLogprobs, new: AnyLogprobs) -> None:
+    if new.content:
+        known.content = _joined(known.content, new.content)  # type: ignore[misc]
+    if new.values:
+        known.values = _joined(known.values, new.values)
+    if new.ranks:
+        known.ranks = _joined(known.ranks, new.ranks)
+
+
+def _joined(known: list[T] | None, new: list[T]) -> list[T]:
+    """`known` grown by `new`, in place."""
+    if known is None:
+        return new
+    known += new
+    return known
+
+
 def _by_id(answer: Answer[LeanEntry]) -> bool:
     """Whether the entries do name their tokens by id, as far as the first of each choice shows."""
-    firsts = [choice.logprobs.content[:1] for choice in answer.choices
-              if choice.logprobs is not None and choice.logprobs.content is not None]  # fmt: skip
-    return all(entry is None or entry.token_id is not None for first in firsts for entry in first)
+    for choice in answer.choices:
+        if choice.logprobs is not None and choice.logprobs.content:
+            first = choice.logprobs.content[0]
+            if first is not None and first.token_id is None:
+                return False
+    return True
 
 
 def _completions(answer: AnyAnswer, spliced: Spliced, reading: Reading) -> list[Completion]:
@@ -213,14 +291,16 @@ def _completion(
         prompt_logprobs=prompt,
         worker=answer.worker or reading.worker,
         adapter=answer.adapter or reading.adapter,
-        experts=read_experts(
-            choice.routed_experts,
-            spliced,
-            total=len(ask.prompt_ids) + len(ids),
-            asked=ask.experts_start,
-        ),
+        experts=_experts(choice, spliced, ask, len(ids)),
         allow_nonfinite=ask.allow_nonfinite,
     )
+
+
+def _experts(choice: AnyChoice, spliced: Spliced, ask: Ask, sampled: int) -> RoutedExperts | None:
+    if choice.routed_experts is None and ask.experts_start is None:
+        return None
+    total = len(ask.prompt_ids) + sampled
+    return read_experts(choice.routed_experts, spliced, total=total, asked=ask.experts_start)
 
 
 def _values(choice: AnyChoice, ids: list[int], *, nulls: bool) -> list[float]:

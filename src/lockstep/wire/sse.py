@@ -25,6 +25,10 @@ class EventReader:
 
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of the events that `chunk` completed."""
+        between = not (self.done or self._line or self._data)
+        if between and (whole := _whole_events(chunk)) is not None:
+            self.done = whole[-1] == b"[DONE]"
+            return whole[:-1] if self.done else whole
         events: list[bytes] = []
         at = 0
         while not self.done:
@@ -48,3 +52,12 @@ class EventReader:
                 self.done = True
             else:
                 events.append(data)
+
+
+def _whole_events(chunk: bytes) -> list[bytes] | None:
+    """The data of a chunk that is nothing but events of one line each, as most are; else None."""
+    if not chunk.startswith(b"data: ") or not chunk.endswith(b"\n\n") or b"\r" in chunk:
+        return None
+    events = chunk[6:-2].split(b"\n\ndata: ")
+    plain = chunk.count(b"\n") == 2 * len(events) and b"[DONE]" not in events[:-1]
+    return events if plain else None

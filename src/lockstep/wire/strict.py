@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lockstep.tokens.errors import BadRequest, BadTokenId, UnknownField
+from lockstep.tokens.errors import BadRequest, UnknownField
 
 T = TypeVar("T")
 PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
@@ -56,19 +56,6 @@ def _at(value: Any, path: str) -> Any:
         elif isinstance(value, dict) and name in value:
             value = value[name]
     return value
-
-
-def check_ids(ids: list[int], vocab_size: int, field: str = "token_ids") -> None:
-    """Raises BadTokenId that names the first id outside [0, vocab_size), or an empty list."""
-    if not ids:
-        raise BadTokenId(f"{field} is empty: at least one token id is needed", param=field)
-    if min(ids) >= 0 and max(ids) < vocab_size:
-        return
-    at = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
-    raise BadTokenId(
-        f"{field}[{at}] is {ids[at]}: token ids of this model are 0 to {vocab_size - 1}",
-        param=f"{field}[{at}]",
-    )
 
 
 def read_biases(raw: dict[str, float] | None, field: str = "logit_bias") -> dict[int, float] | None:

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.ids import check_ids
 from lockstep.wire.generate import refuse_unless_neutral
-from lockstep.wire.strict import check_ids, decode
+from lockstep.wire.strict import decode
 
 CHAT_ONLY = (
     "add_generation_prompt", "continue_final_message", "tools", "chat_template",

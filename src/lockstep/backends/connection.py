@@ -1,0 +1,140 @@
+"""One kept-alive HTTP/1.1 connection to a server: one request at a time, its answer as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import httptools
+
+HEAD_LIMIT = 64 << 10
+HELD = 1 << 18
+"""Bytes of an answer that may wait here before reading pauses: what one read of a socket brings."""
+
+
+class Lost(Exception):
+    """The connection ended, or made no sense, before the answer did."""
+
+
+class Connection(asyncio.Protocol):
+    """Sends a request, then tells how far its answer is.
+
+    `began` turns true with the first byte of the answer, `status` is its status once the head is
+    there and 0 before, `ended` turns true with its last byte. The body is taken as it comes;
+    what nobody takes makes the server wait.
+    """
+
+    def __init__(self) -> None:
+        self.began, self.status, self.ended = False, 0, True
+        self._parser = httptools.HttpResponseParser(self)
+        self._pieces: list[bytes] = []
+        self._held = self._head = 0
+        self._sized = self._kept = True
+        self._paused = False
+        self._lost: str | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another request may be sent: all was said on both sides, and nobody hung up."""
+        return (
+            self.ended
+            and self._kept
+            and self._lost is None
+            and not self._transport.is_closing()
+            and not self._transport.get_write_buffer_size()
+        )
+
+    def send(self, head: bytes, body: bytes | None) -> None:
+        self.began, self.status, self.ended = False, 0, False
+        self._head, self._sized = 0, False
+        self._transport.writelines((head, body) if body else (head,))
+
+    async def news(self) -> None:
+        """Returns when more has come: the head, a piece of the body, the end. Raises Lost."""
+        if self._lost is not None:
+            raise Lost(self._lost)
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+        if self._lost is not None and not self.ended:
+            raise Lost(self._lost)
+
+    def take(self) -> list[bytes]:
+        """The pieces of the body that came since the last call."""
+        pieces, self._pieces, self._held = self._pieces, [], 0
+        if self._paused and self._lost is None:
+            self._paused = False
+            self._transport.resume_reading()
+        return pieces
+
+    def close(self) -> None:
+        """At once: a server that still works on the request shall notice."""
+        self._fail("it was closed here")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._loop = asyncio.get_running_loop()
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended:
+            self._fail("the server spoke without being asked")
+            return
+        self.began = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail("the server wants another protocol")
+        except httptools.HttpParserError as error:
+            self._fail(f"no HTTP: {error}")
+        if not self.status:
+            self._head += len(data)
+            if self._head > HEAD_LIMIT:
+                self._fail(f"the head of the answer is larger than {HEAD_LIMIT} bytes")
+        elif self._held > HELD and not self._paused and self._lost is None:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.status and not self._sized and error is None:
+            self.ended = True  # a body without a length ends with its connection
+        self._fail("the server hung up" if error is None else f"{type(error).__name__}: {error}")
+
+    def on_message_begin(self) -> None:
+        if self.ended:
+            self._kept = False  # more came than was asked for
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        field = name.lower()
+        if field in (b"content-length", b"transfer-encoding"):
+            self._sized = True
+        elif field == b"content-encoding" and value.lower() != b"identity":
+            self._fail(f"the answer has content-encoding {value!r}, which was not accepted")
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status >= 200 and not self.ended and self._lost is None:
+            self.status = status
+            self._kept = self._parser.should_keep_alive()
+
+    def on_body(self, piece: bytes) -> None:
+        if not self.ended:
+            self._pieces.append(piece)
+            self._held += len(piece)
+
+    def on_message_complete(self) -> None:
+        if self.status:  # the head of the real answer follows one that only informs
+            self.ended = True
+
+    def _fail(self, why: str) -> None:
+        if self._lost is None:
+            self._lost = why
+            self._transport.abort()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,85 @@
+"""The door of the data plane: most requests go straight to their handler, the others are routed.
+
+A router and its middleware take about as long as decoding and checking a request. Here the same
+is done for the paths that carry the load, in one place: guard, handler, error, count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lockstep.gateway.guard import Guard
+from lockstep.gateway.metrics import Metrics
+from lockstep.tokens.errors import LockstepError
+from lockstep.wire.http import ClientGone, Handler, on_crash, on_gone, on_lockstep_error
+
+SESSIONS = "/sessions/"
+
+
+class Front:
+    """ASGI. POST routes without a variable in their path are found here, those of `in_sessions`
+    also under a session; for everything else there is `rest`, which has these routes as well."""
+
+    def __init__(
+        self,
+        rest: ASGIApp,
+        guard: Guard,
+        metrics: Metrics,
+        *,
+        at_root: Iterable[BaseRoute],
+        in_sessions: Iterable[BaseRoute],
+    ) -> None:
+        self._rest = rest
+        self._guard = guard
+        self._metrics = metrics
+        self._in_sessions = _posts(in_sessions)
+        self._at_root = _posts(at_root) | self._in_sessions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._handler(scope)
+        if handler is None:
+            await self._rest(scope, receive, send)
+            return
+        scope["endpoint"] = handler
+        status, begun = 499, perf_counter()
+        try:
+            response = await self._answer(handler, Request(scope, receive))
+            status = response.status_code
+            await response(scope, receive, send)
+        finally:
+            self._metrics.count(scope, status, perf_counter() - begun)
+
+    def _handler(self, scope: Scope) -> Handler | None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return None
+        path: str = scope["path"]
+        if path.startswith(SESSIONS):
+            session, slash, inner = path.removeprefix(SESSIONS).partition("/")
+            scope["path_params"] = {"session": session}
+            return self._in_sessions.get(slash + inner) if session else None
+        return self._at_root.get(path)
+
+    async def _answer(self, handler: Handler, request: Request) -> Response:
+        try:
+            self._guard.check(request.scope)
+            return await handler(request)
+        except LockstepError as error:
+            return await on_lockstep_error(request, error)
+        except ClientGone as error:
+            return await on_gone(request, error)
+        except Exception as error:
+            return await on_crash(request, error)
+
+
+def _posts(routes: Iterable[BaseRoute]) -> dict[str, Handler]:
+    return {
+        route.path: route.endpoint
+        for route in routes
+        if isinstance(route, Route) and route.methods == {"POST"} and not route.param_convertors
+    }

@@ -1,0 +1,166 @@
+"""The data plane as it is served: straight ways and routed ones treat a request alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from lockstep.fleet.pool import Pool
+from lockstep.gateway.app import GatewayOptions, data_app
+from lockstep.gateway.book import Book
+from lockstep.gateway.gateway import Gateway
+from lockstep.gateway.metrics import Metrics
+from lockstep.gateway.sessions import Sessions
+from lockstep.wire.server import listen, serving, url_of
+from tests.backends import scripted
+from tests.backends.scripted import Reply, Request, events, models, whole
+
+GENERATE = "/inference/v1/generate"
+KEY = "a-data-key"
+BODY = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2, "logprobs": 0}}
+
+
+def choice(ids: list[int], finish: str | None, named: list[int] | None = None) -> dict[str, Any]:
+    content = [{"token_id": token, "logprob": -0.5} for token in named or ids]
+    spans = [{"version": "1", "start": 0, "end": 2}]
+    return {
+        "index": 0,
+        "token_ids": ids,
+        "finish_reason": finish,
+        "logprobs": {"content": content},
+        "weight_versions": spans if finish else None,
+    }
+
+
+def encoded(one: dict[str, Any]) -> bytes:
+    return json.dumps({"choices": [one]}).encode()
+
+
+def worker(answer: Reply, owner: str = "lockstep"):
+    def script(request: Request) -> Reply:
+        if request.path == "/v1/models":
+            return models(owner)
+        return answer if request.path == GENERATE else whole({})
+
+    return script
+
+
+@asynccontextmanager
+async def front(
+    answer: Reply, *, owner: str = "lockstep", keys: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[aiohttp.ClientSession, scripted.Server]]:
+    async with (
+        scripted.serving(worker(answer, owner)) as server,
+        Pool() as pool,
+        Sessions() as kept,
+    ):
+        await pool.add(server.url, transport="vllm")
+        gateway = Gateway(pool=pool, book=Book(pool.models, "tiny"), sessions=kept)
+        app = data_app(gateway, GatewayOptions(api_keys=keys), Metrics(gateway))
+        with listen("127.0.0.1", 0) as sock:
+            async with serving([(app, sock)]), aiohttp.ClientSession(url_of(sock)) as http:
+                yield http, server
+
+
+@pytest.mark.parametrize("owner", ["lockstep", "vllm"])
+async def test_ids_go_to_the_worker_and_its_answer_comes_back(owner: str) -> None:
+    async with front(whole(encoded(choice([7, 8], "stop"))), owner=owner) as (http, server):
+        async with http.post(GENERATE, json=BODY, headers={"X-Request-Id": "mine"}) as answer:
+            assert answer.status == 200
+            (came,) = (await answer.json())["choices"]
+        assert came["token_ids"] == [7, 8]
+        (sent,) = server.asked(GENERATE)
+        assert sent.json["token_ids"] == [1, 2, 3]
+        assert sent.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize("owner", ["lockstep", "vllm"])
+async def test_a_misaligned_answer_is_never_handed_on(owner: str) -> None:
+    async with front(whole(encoded(choice([7, 8], "stop", [7, 9]))), owner=owner) as (http, _):
+        async with http.post(GENERATE, json=BODY) as answer:
+            assert answer.status == 502
+            assert (await answer.json())["error"]["reason"] == "misaligned"
+
+
+@pytest.mark.parametrize("owner", ["lockstep", "vllm"])
+@pytest.mark.parametrize("pause", [0.0, 0.02])
+async def test_events_before_a_broken_one_are_delivered_and_it_is_not(
+    owner: str, pause: float
+) -> None:
+    datas = (
+        encoded(choice([5], None)),
+        encoded(choice([6], None)),
+        encoded(choice([7], "stop", [9])),
+    )
+    async with front(events(*datas, pause=pause), owner=owner) as (http, _):
+        async with http.post(GENERATE, json={**BODY, "stream": True}) as answer:
+            said = [line[6:] for line in (await answer.text()).split("\n") if line]
+    assert [json.loads(each)["choices"][0]["token_ids"] for each in said[:2]] == [[5], [6]]
+    assert json.loads(said[2])["error"]["reason"] == "misaligned"
+    assert said[3:] == ["[DONE]"]
+
+
+async def test_a_stream_that_ends_too_early_says_so() -> None:
+    async with front(events(encoded(choice([5], None)))) as (http, _):
+        async with http.post(GENERATE, json={**BODY, "stream": True}) as answer:
+            text = await answer.text()
+    assert "missing_finish" in text
+
+
+PATHS = [GENERATE, "/v1/chat/completions", "/sessions/s/v1/chat/completions", "/tokenize"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_every_way_needs_the_key_and_the_host(path: str) -> None:
+    async with front(whole({}), keys=(KEY,)) as (http, server):
+        async with http.post(path, json={}, headers={"X-Request-Id": "mine"}) as answer:
+            assert answer.status == 401
+            assert (await answer.json())["error"]["request_id"] == "mine"
+        known = {"authorization": f"Bearer {KEY}"}
+        async with http.post(path, json={}, headers={**known, "host": "evil.example"}) as answer:
+            assert answer.status == 403
+        async with http.post(path, json={}, headers={**known, "x-long": "x" * 7000}) as answer:
+            assert answer.status == 400
+        assert not server.asked(GENERATE)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_other_methods_are_refused_on_every_way(path: str) -> None:
+    async with front(whole({})) as (http, _), http.get(path) as answer:
+        assert answer.status == 405
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/sessions/s/nowhere", "/sessions//v1/completions"])
+async def test_unknown_paths_are_not_found(path: str) -> None:
+    async with front(whole({})) as (http, _), http.post(path, json={}) as answer:
+        assert answer.status == 404
+
+
+async def test_a_session_in_the_path_and_another_in_the_header_are_refused() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    headers = {"X-Session-ID": "other"}
+    async with front(whole({})) as (http, _):
+        path = "/sessions/mine/v1/chat/completions"
+        async with http.post(path, json=body, headers=headers) as answer:
+            assert answer.status == 400
+            assert "'mine'" in (await answer.json())["error"]["message"]
+
+
+async def test_what_was_answered_is_counted_by_route_and_status() -> None:
+    async with front(whole(encoded(choice([7, 8], "stop")))) as (http, _):
+        for body in (BODY, BODY, {}):
+            async with http.post(GENERATE, json=body):
+                pass
+        async with http.post("/sessions/s/v1/chat/completions", json={}):
+            pass
+        async with http.get("/metrics") as answer:
+            text = await answer.text()
+    assert f'requests_total{{route="{GENERATE}",status="200"}} 2.0' in text
+    assert f'requests_total{{route="{GENERATE}",status="400"}} 1.0' in text
+    assert f'request_seconds_count{{route="{GENERATE}"}} 3.0' in text
+    assert 'route="/sessions/{session}/v1/chat/completions",status="400"} 1.0' in text
