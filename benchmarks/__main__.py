@@ -24,7 +24,7 @@ from benchmarks import peers, table
 SECTIONS = {
     "gateway": "Gateway: CPU per request",
     "sessions": "Gateway: memory of sessions",
-    "tokenize": "Gateway: /tokenize",
+    "tokenizing": "Gateway: /tokenize",
     "client": "Client",
     "engine": "Embedded engine on one core",
     "update": "Weight updates",
@@ -32,7 +32,7 @@ SECTIONS = {
 }
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- measured: written by `make bench` -->", "<!-- /measured -->"
-OURS = ("lockstep-rl", "torch", "transformers", "renderers", "aiohttp", "uvicorn")
+OURS = ("lockstep-rl", "torch", "transformers", "renderers", "msgspec", "httptools")
 
 
 def main() -> None:

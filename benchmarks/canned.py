@@ -6,7 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
@@ -68,8 +68,8 @@ def bodies() -> dict[str, bytes]:
     }
 
 
-async def _serve(pipe: Connection, canned: dict[str, bytes]) -> None:
-    card = json.dumps(CARD).encode()
+async def listen(answer: Callable[[str, bytes], bytes]) -> asyncio.Server:
+    """A server on a free port of this machine: the JSON of `answer`, given a path and a body."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -77,10 +77,10 @@ async def _serve(pipe: Connection, canned: dict[str, bytes]) -> None:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 line, *fields = head.split("\r\n")
                 lengths = [f for f in fields if f.lower().startswith("content-length:")]
+                asked = b""
                 if lengths:
-                    await reader.readexactly(int(lengths[0].split(":")[1]))
-                path = line.split()[1]
-                body = card if path.endswith("/models") else canned[path.split("/")[1]]
+                    asked = await reader.readexactly(int(lengths[0].split(":")[1]))
+                body = answer(line.split()[1], asked)
                 kind = "application/json"
                 writer.write(
                     f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n"
@@ -91,8 +91,20 @@ async def _serve(pipe: Connection, canned: dict[str, bytes]) -> None:
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
-    server = await asyncio.start_server(talk, "127.0.0.1", 0, limit=1 << 24)
-    pipe.send(server.sockets[0].getsockname()[1])
+    return await asyncio.start_server(talk, "127.0.0.1", 0, limit=1 << 24)
+
+
+def port_of(server: asyncio.Server) -> int:
+    port: int = server.sockets[0].getsockname()[1]
+    return port
+
+
+async def _serve(pipe: Connection, canned: dict[str, bytes]) -> None:
+    card = json.dumps(CARD).encode()
+    server = await listen(
+        lambda path, _: card if path.endswith("/models") else canned[path.split("/")[1]]
+    )
+    pipe.send(port_of(server))
     await server.serve_forever()
 
 

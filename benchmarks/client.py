@@ -3,12 +3,11 @@
 Both talk HTTP to one server in another process; what is measured is CPU time of this process.
 The peer gets a renderer that parses nothing, so only its transport and checks are counted.
 
-    python -m benchmarks.client [--repeats N]
+    python -m benchmarks.client
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import subprocess
@@ -16,12 +15,15 @@ import sys
 import tracemalloc
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from statistics import median
 from time import process_time
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks import conversation, table
 from benchmarks.canned import LONG_PROMPT, PROMPT, bodies, served
+from benchmarks.table import Row
 from lockstep.backends import Ask, open_transport
 
 Call = Callable[[], Awaitable[object]]
@@ -36,15 +38,22 @@ class Section:
     peers: str
     target: float | None
     prompt: int = PROMPT
+    note: str = ""
 
 
 SECTIONS = (
-    Section("8,192-token answer, each as it asks a Lockstep server", "flat", "tokens", 1 / 8),
-    Section("the same, both as entries", "tokens", "tokens", None),
-    Section("the same, both as prime-rl's server writes it", "prime", "prime", None),
-    Section("22 MB routed-experts answer", "experts", "experts", 1 / 4, LONG_PROMPT),
+    Section(
+        "an 8,192-token answer, each as it asks a Lockstep server",
+        "flat",
+        "tokens",
+        1 / 8,
+        note="ours asks for bare logprobs",
+    ),
+    Section("the same body for both: entries with ids", "tokens", "tokens", None),
+    Section("the same body for both: as prime-rl's server writes it", "prime", "prime", None),
+    Section("a 22 MB routed-experts answer", "experts", "experts", 1 / 4, LONG_PROMPT),
 )
-MEMORY_TARGET = 1.5
+REPEATS = 15
 
 
 class SilentRenderer:
@@ -118,36 +127,44 @@ def memory(who: str, url: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
-def verdict(value: float, target: float) -> str:
-    return "ok" if value <= target else "MISSED"
-
-
-def reached(ratio: float, target: float | None) -> str:
-    return "" if target is None else f" (target 1/{1 / target:.0f}: {verdict(ratio, target)})"
+def rows() -> list[Row]:
+    canned = bodies()
+    peer_name = f"renderers {version('renderers')}"
+    found = []
+    with served(canned) as url:
+        for section in SECTIONS:
+            mine, theirs = asyncio.run(cpu(url, section, REPEATS))
+            found.append(
+                Row(
+                    what=section.title,
+                    against=peer_name,
+                    ours=mine * 1e3,
+                    theirs=theirs * 1e3,
+                    unit="ms CPU",
+                    at_most=section.target,
+                    note=section.note,
+                )
+            )
+        size = len(canned["experts"])
+        peaks = {who: memory(who, f"{url}/experts") / size for who in ("ours", "peer")}
+    found.append(
+        Row(
+            what="its peak memory",
+            against=peer_name,
+            ours=peaks["ours"],
+            theirs=peaks["peer"],
+            unit="x the body",
+            note="ours is to stay under 1.5",
+        )
+    )
+    return found + conversation.rows()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--peak", nargs=2, metavar=("WHO", "URL"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.peak:
-        asyncio.run(peak(*options.peak))
-        return
-    canned = bodies()
-    with served(canned) as url:
-        for section in SECTIONS:
-            mine, theirs = asyncio.run(cpu(url, section, options.repeats))
-            print(
-                f"{section.title}: CPU {mine * 1e3:.1f} ms, renderers {theirs * 1e3:.1f} ms, "
-                f"ratio 1/{theirs / mine:.1f}{reached(mine / theirs, section.target)}"
-            )
-        size = len(canned["experts"])
-        for who in ("ours", "peer"):
-            times = memory(who, f"{url}/experts") / size
-            note = f" (target {MEMORY_TARGET}: {verdict(times, MEMORY_TARGET)})"
-            name = "ours" if who == "ours" else "renderers"
-            print(f"its peak memory, {name}: {times:.2f} x the body{note * (who == 'ours')}")
+    if sys.argv[1:2] == ["--peak"]:
+        asyncio.run(peak(*sys.argv[2:4]))
+    else:
+        table.main(rows, __doc__)
 
 
 if __name__ == "__main__":

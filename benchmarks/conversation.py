@@ -1,29 +1,33 @@
-"""A 50-turn, 32k-token conversation: the ledger and its bridge beside re-rendering every turn.
+"""A 50-turn, 32k-token conversation: the ledger beside what `renderers` offers, in CPU time.
 
-Both sides build the same prompts from the same messages with the same tokenizer, in the same run:
-the peer renders the whole history anew with `renderers`, the ledger appends. Reported is CPU time.
+All build the same prompts from the same messages with the same tokenizer, in the same run. The
+peer renders the whole history anew on every turn, or bridges: then its caller keeps every id
+itself, and nothing is matched, checked or stored.
 
-    python benchmarks/conversation.py [--turns 50] [--tokens 32768] [--repeats 5]
+    python -m benchmarks.conversation
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import random
-import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import renderers
 
+from benchmarks import table
+from benchmarks.measure import in_turns
+from benchmarks.table import Row
 from lockstep.render import Ledger, Renderer
 from lockstep.tokens import Completion, VersionSpan
 
-TARGET = 1 / 30
+TURNS, TOKENS = 50, 32_768
+ROUNDS = 5
 TEXT = (
     "the server answers with results and each has a score between zero and one so we sort them by "
     "number keep first ten write their names into table unless token limit was reached before that"
@@ -31,33 +35,49 @@ TEXT = (
 WORDS = TEXT.split()
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--turns", type=int, default=50)
-    options.add_argument("--tokens", type=int, default=32768)
-    options.add_argument("--repeats", type=int, default=5)
-    args = options.parse_args()
-
+def rows() -> list[Row]:
     model = find_model()
     renderer = Renderer.load(model)
     if renderer.family is None:
         raise SystemExit(f"{model} has no family in renderers to compare with")
-    script = list(turns(renderer, args.turns, args.tokens))
-    peer = renderers.create_renderer(renderer.tokenizer, renderers.Qwen3RendererConfig())
+    script = list(turns(renderer, TURNS, TOKENS))
+    peer, bridging = (
+        renderers.create_renderer(
+            renderer.tokenizer, renderers.Qwen3RendererConfig(thinking_retention=kept)
+        )
+        for kept in (None, "all")  # it bridges to a new question only where thinking stays
+    )
+    lengths: dict[str, int] = {}
 
-    print(f"tokenizer {model}, {args.turns} turns")
-    ratios, ours, theirs = [], [], []
-    for _ in range(args.repeats):
-        spent, tokens = with_ledger(renderer, script)
-        again, rendered = with_rendering(peer, script)
-        ours.append(spent)
-        theirs.append(again)
-        ratios.append(spent / again)
-    print(f"last prompt: {tokens} tokens appended, {rendered} tokens re-rendered")
-    print(f"re-rendering   {1e3 * statistics.median(theirs) / args.turns:8.2f} ms per turn")
-    print(f"ledger         {1e3 * statistics.median(ours) / args.turns:8.2f} ms per turn")
-    ratio = statistics.median(ratios)
-    print(f"median ratio   1/{1 / ratio:.0f}  (target 1/{1 / TARGET:.0f}: {ratio <= TARGET})")
+    def timed(name: str, call: Callable[[Any, list[Any]], tuple[float, int]], by: Any) -> float:
+        spent, lengths[name] = call(by, script)
+        return spent / len(script) * 1e3
+
+    medians = in_turns(
+        {
+            "ledger": lambda: timed("ledger", with_ledger, renderer),
+            "again": lambda: timed("again", with_rendering, peer),
+            "bridge": lambda: timed("bridge", with_bridge, bridging),
+        },
+        ROUNDS,
+    )
+    if lengths["ledger"] != lengths["bridge"]:
+        raise SystemExit(f"the last prompts differ: {lengths}")
+    return [
+        Row(
+            what=f"a turn of a {TURNS}-turn conversation, {lengths[name]:,} tokens at its end",
+            against=f"renderers {version('renderers')}, {how}",
+            ours=medians["ledger"],
+            theirs=medians[name],
+            unit="ms CPU",
+            at_most=bound,
+            note=note,
+        )
+        for name, how, bound, note in (
+            ("again", "rendered anew", 1 / 30, "plan and commit of the ledger"),
+            ("bridge", "bridge_to_next_turn", None, "its caller keeps and matches the history"),
+        )
+    ]
 
 
 def turns(
@@ -124,6 +144,25 @@ def with_rendering(peer: Any, script: list[Any]) -> tuple[float, int]:
     return spent, length
 
 
+def with_bridge(peer: Any, script: list[Any]) -> tuple[float, int]:
+    """CPU seconds for bridging every turn to the next, and the last prompt's length."""
+    prompt: list[int] = []
+    before: list[int] = []
+    spent = 0.0
+    for asked, ids, _ in script:
+        start = time.process_time()
+        if not prompt:
+            prompt = peer.render_ids([asked], add_generation_prompt=True)
+        else:
+            bridged = peer.bridge_to_next_turn(prompt, before, [asked])
+            if bridged is None:
+                raise SystemExit("renderers found no bridge to the next turn")
+            prompt = bridged.token_ids
+        spent += time.process_time() - start
+        before = ids
+    return spent, len(prompt)
+
+
 def find_model() -> Path | str:
     """The real Qwen3 tokenizer where it can be had, otherwise the bundled one."""
     source = load_by_path(Path(__file__).parents[1] / "tests" / "tokenizers.py")
@@ -145,4 +184,4 @@ def load_by_path(path: Path) -> ModuleType:
 
 
 if __name__ == "__main__":
-    main()
+    table.main(rows, __doc__)

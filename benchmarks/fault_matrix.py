@@ -19,6 +19,7 @@ from typing import get_args
 
 from benchmarks.simulated import (
     FIRST,
+    AheadAdmin,
     Kind,
     SimulatedAdmin,
     SimulatedWorker,
@@ -38,6 +39,7 @@ BUDGET = Budget(stage=0.4, pause=0.4, commit=0.4, prove=0.4, resume=0.4)
 PHASES = {
     "ask": ("probe", 1),
     "stage": ("stage", 1),
+    "ahead": ("probe staged", 1),
     "quiesce": ("pause", 1),
     "commit": ("commit", 1),
     "prove": ("probe", 2),
@@ -49,13 +51,18 @@ NEW = "step_1"
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One update under one fault: with a trainer's probe or without, in a paused fleet or not."""
+    """One update under one fault: with a trainer's probe or without, in a paused fleet or not.
+
+    `mute` workers answer no probe while they are paused; those that prove `ahead` answer one of
+    what they have staged. No driver is of both kinds.
+    """
 
     phase: str
     kind: Kind
     probe: bool
     paused: bool
     mute: bool
+    ahead: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +79,9 @@ class Outcome:
 
 def trials() -> Iterator[Trial]:
     for phase, kind in product(PHASES, get_args(Kind)):
-        for probe, paused, mute in product((True, False), repeat=3):
-            yield Trial(phase, kind, probe, paused, mute)
+        for probe, paused, mute, ahead in product((True, False), repeat=4):
+            if (ahead or phase != "ahead") and not (mute and ahead):
+                yield Trial(phase, kind, probe, paused, mute, ahead)
 
 
 def wrong_with(
@@ -117,7 +125,8 @@ async def attempt(trial: Trial, directory: Path, meaning: dict[str, str]) -> Out
     pool = SimulatedPool(processes={worker.name: worker for worker in workers})
     async with fleet_of(pool, budget=BUDGET) as fleet:
         for worker in workers:
-            admin = SimulatedAdmin(worker, probes_while_paused=not trial.mute)
+            driver = AheadAdmin if trial.ahead else SimulatedAdmin
+            admin = driver(worker, probes_while_paused=not trial.mute)
             await fleet.add(admin.url, admin, worker_id=worker.name)
         if trial.paused:
             await fleet.pause("keep")
@@ -166,14 +175,14 @@ def batched(items: Iterable[Trial], size: int) -> Iterator[list[Trial]]:
 def table(outcomes: list[Outcome]) -> str:
     """One row per phase: how many updates happened and how many did not, per kind of fault."""
     kinds = get_args(Kind)
-    rows = ["phase     " + "".join(f"{kind:>14}" for kind in kinds)]
+    rows = ["phase     " + "".join(f"{kind:>15}" for kind in kinds)]
     for phase in PHASES:
         cells = []
         for kind in kinds:
             found = [o for o in outcomes if (o.trial.phase, o.trial.kind) == (phase, kind)]
             count = Counter(o.updated for o in found if o.struck)
             cells.append(f"{count[True]:>6} of {sum(count.values()):>4}")
-        rows.append(f"{phase:<10}" + "".join(f"{cell:>14}" for cell in cells))
+        rows.append(f"{phase:<10}" + "".join(f"{cell:>15}" for cell in cells))
     return "\n".join(rows)
 
 

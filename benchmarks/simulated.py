@@ -7,14 +7,22 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 import numpy as np
 
-from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, WorkerView
+from lockstep.backends.admin import (
+    AdminName,
+    Broadcaster,
+    PauseMode,
+    Source,
+    StagedScores,
+    WorkerView,
+)
 from lockstep.tokens.errors import (
     Conflict,
     ContractError,
@@ -31,7 +39,7 @@ FIRST = "default"
 """The label of the weights that every worker starts with."""
 Kind = Literal[
     "drop", "swallow", "delay", "hang", "hang after", "error", "null", "corrupt",
-    "kill", "kill after", "restart", "restart after", "late",
+    "kill", "kill after", "restart", "restart after", "restart before", "restage", "late",
 ]  # fmt: skip
 
 
@@ -67,6 +75,18 @@ class Fault:
     seconds: float = 0.02
 
 
+_names = count()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """Weights beside the live ones; no others ever have the same name."""
+
+    version: str
+    weights: str
+    name: str = field(default_factory=lambda: f"weights {next(_names)}")
+
+
 class SimulatedWorker:
     """The process: what it holds is lost when it is killed."""
 
@@ -89,7 +109,9 @@ class SimulatedWorker:
         self.alive = True
         self.starts += 1
         self.version, self.weights = FIRST, self.first
-        self.staged: tuple[str, str] | None = None
+        self.staged: Staged | None = None
+        self.proved: Staged | None = None
+        self.half = False
         self.previous: tuple[str, str] | None = None
         self.paused = False
         self.adapters: dict[str, str] = {}
@@ -100,14 +122,24 @@ class SimulatedWorker:
     def stage(self, source: Source, version: str) -> None:
         if source.directory is None or not source.directory.is_dir():
             raise NotFound(f"there is no {source.directory}")
-        self.staged, self.previous = (version, contents(source.directory)), None
+        self.staged, self.previous = Staged(version, contents(source.directory)), None
 
     def commit(self, version: str) -> None:
-        if self.staged is None or self.staged[0] != version:
+        if self.staged is None or self.staged.version != version:
             raise Conflict(f"commit of {version!r} was asked, but {self.staged} is staged")
         self.previous = self.version, self.weights
-        self.version, self.weights = self.staged
+        self.version, self.weights = self.staged.version, self.staged.weights
+        if self.half:
+            self.weights, self.half = "half of it", False
         self.staged = None
+
+    def commit_proved(self, version: str, proof: str) -> None:
+        proved = self.proved
+        if proved is None or proved is not self.staged or proved.name != proof:
+            raise Conflict(f"{self.staged} is staged, and {proved} was proved, not {proof}")
+        self.commit(version)
+        if self.weights is not proved.weights:
+            raise EngineFailure(f"other weights than the proved ones are served as {version!r}")
 
     def rollback(self) -> str:
         if self.staged is not None:
@@ -117,6 +149,18 @@ class SimulatedWorker:
         else:
             raise Conflict("there is nothing to roll back to")
         return self.version
+
+    def probe_staged(self, token_ids: Sequence[Sequence[int]]) -> StagedScores:
+        if self.staged is None:
+            raise Conflict("no weights are staged")
+        self.proved = self.staged
+        scores = [score(tuple(ids), self.staged.weights) for ids in token_ids]
+        return StagedScores(scores, self.staged.name)
+
+    def restage(self) -> None:
+        """Somebody else stages other weights under the same label, if there are any staged."""
+        if self.staged is not None:
+            self.staged = Staged(self.staged.version, "somebody else's")
 
     def probe(self, token_ids: Sequence[Sequence[int]], adapter: str | None) -> list[list[float]]:
         if adapter is not None and adapter not in self.adapters:
@@ -153,7 +197,7 @@ class SimulatedAdmin:
     async def view(self) -> WorkerView:
         def look() -> WorkerView:
             worker = self.worker
-            staged = worker.staged[0] if worker.staged else None
+            staged = worker.staged.version if worker.staged else None
             return WorkerView(worker.version, staged, worker.paused, dict(worker.adapters))
 
         return await self._call("view", look)
@@ -211,6 +255,7 @@ class SimulatedAdmin:
 
     async def _struck(self, fault: Fault, do: Callable[[], T]) -> T:
         worker, lost = self.worker, Unavailable(f"{self.worker.name} hung up")
+        worker.half = (fault.method, fault.kind) == ("commit", "corrupt")
         if fault.kind in ("swallow", "hang after", "kill after", "restart after", "corrupt"):
             result = do()
         match fault.kind:
@@ -231,6 +276,12 @@ class SimulatedAdmin:
                 worker.kill()
             case "restart" | "restart after":
                 worker.start()
+            case "restart before":
+                worker.start()
+                return do()
+            case "restage":
+                worker.restage()
+                return do()
             case "corrupt":
                 return self._corrupted(fault.method, result)
         raise lost
@@ -246,14 +297,30 @@ class SimulatedAdmin:
         """The call seems to have worked; what it left or said is wrong."""
         worker = self.worker
         if method == "stage" and worker.staged is not None:
-            worker.staged = worker.staged[0], "half of it"
+            worker.staged = Staged(worker.staged.version, "half of it")
         elif method == "commit":
-            worker.weights = "half of it"
+            return result  # the swap itself took half of it
         elif method == "load":
             worker.adapters = dict.fromkeys(worker.adapters, "half of it")
         elif method == "probe":
-            wrong = [[value - 0.5 for value in row] for row in cast(list[list[float]], result)]
-            return cast(T, wrong)
+            return cast(T, _off(cast(list[list[float]], result)))
+        elif method == "probe staged":
+            said = cast(StagedScores, result)
+            return cast(T, replace(said, logprobs=_off(said.logprobs)))
         else:
             raise ContractError("its answer cannot be read")
         return result
+
+
+class AheadAdmin(SimulatedAdmin):
+    """Controls a worker that scores what it has staged and commits just that, as Lockstep's can."""
+
+    async def probe_staged(self, token_ids: Sequence[Sequence[int]]) -> StagedScores:
+        return await self._call("probe staged", lambda: self.worker.probe_staged(token_ids))
+
+    async def commit_proved(self, version: str, proof: str) -> None:
+        await self._call("commit", lambda: self.worker.commit_proved(version, proof))
+
+
+def _off(scores: list[list[float]]) -> list[list[float]]:
+    return [[value - 0.5 for value in row] for row in scores]

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.fault_matrix import wrong_with
 from benchmarks.simulated import (
     FIRST,
+    AheadAdmin,
     SimulatedAdmin,
     SimulatedWorker,
     contents,
@@ -43,9 +44,10 @@ class Simulation:
     async def update(self, version: str, **options: Any) -> Any:
         return await self.fleet.update_weights(self.checkpoint(version), version=version, **options)
 
-    async def add(self, worker: SimulatedWorker, *, mute: bool = False) -> None:
+    async def add(self, worker: SimulatedWorker, *, mute: bool = False, ahead: bool = True) -> None:
         self.pool.processes[worker.name] = worker
-        admin = SimulatedAdmin(worker, probes_while_paused=not mute)
+        driver = AheadAdmin if ahead and not mute else SimulatedAdmin
+        admin = driver(worker, probes_while_paused=not mute)
         await self.fleet.add(admin.url, admin, worker_id=worker.name)
 
     def state(self, worker: SimulatedWorker) -> str:
@@ -60,9 +62,9 @@ class Simulation:
 
 @asynccontextmanager
 async def simulated(
-    directory: Path, count: int = 3, *, mute: bool = False, **options: Any
+    directory: Path, count: int = 3, *, mute: bool = False, ahead: bool = True, **options: Any
 ) -> AsyncIterator[Simulation]:
-    """`mute` workers answer no probe while they are paused."""
+    """`mute` workers answer no probe while they are paused; `ahead` those of what is staged."""
     first = contents(write_checkpoint(directory / FIRST, 0))
     workers = [SimulatedWorker(f"w{index}", first) for index in range(count)]
     pool = SimulatedPool()
@@ -70,5 +72,5 @@ async def simulated(
     async with fleet_of(pool, options.pop("store", None), **options) as fleet:
         made = Simulation(fleet, pool, workers, directory, {FIRST: first})
         for worker in workers:
-            await made.add(worker, mute=mute)
+            await made.add(worker, mute=mute, ahead=ahead)
         yield made

@@ -20,9 +20,11 @@ from tests.fleet.simulated import Simulation, simulated
 
 T = TypeVar("T")
 BUDGET = Budget(stage=0.05, pause=0.05, commit=0.05, prove=0.05, resume=0.05)
-METHODS = ["view", "stage", "commit", "rollback", "probe", "pause", "resume", "load", "unload"]
+METHODS = ["view", "stage", "commit", "rollback", "probe", "probe staged", "pause", "resume",
+           "load", "unload"]  # fmt: skip
 KINDS: list[Kind] = ["drop", "swallow", "late", "hang", "hang after", "error", "null", "corrupt",
-                     "kill", "kill after", "restart", "restart after"]  # fmt: skip
+                     "kill", "kill after", "restart", "restart after", "restart before",
+                     "restage"]  # fmt: skip
 workers = st.integers(0, 4)
 
 

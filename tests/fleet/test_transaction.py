@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 from benchmarks.fault_matrix import run
-from benchmarks.simulated import FIRST, SimulatedWorker, write_checkpoint
+from benchmarks.simulated import FIRST, Kind, SimulatedWorker, score, write_checkpoint
 
 from lockstep.fleet.desired import StateStore
 from lockstep.fleet.operations import OperationFailed
+from lockstep.fleet.proof import BUILTIN
+from lockstep.wire.manifest import PROBE
+from lockstep.wire.probe import Probe
 from tests.fleet.fakes import until
 from tests.fleet.simulated import simulated
 
@@ -42,13 +45,95 @@ async def test_when_most_workers_fail_the_others_go_back_too(tmp_path: Path, met
 
 
 @pytest.mark.failure_mode("F28")
-async def test_two_workers_that_differ_prove_nothing_without_a_probe(tmp_path: Path) -> None:
-    async with simulated(tmp_path, 2) as fleet:
-        fleet.workers[0].strike("commit", "corrupt")
+@pytest.mark.parametrize(("struck", "ahead"), [("stage", True), ("commit", False)])
+async def test_two_workers_that_differ_prove_nothing_without_a_probe(
+    tmp_path: Path, struck: str, ahead: bool
+) -> None:
+    async with simulated(tmp_path, 2, ahead=ahead) as fleet:
+        fleet.workers[0].strike(struck, "corrupt")
         with pytest.raises(OperationFailed, match="most workers must agree"):
             await fleet.update("a")
         fleet.check()
         assert fleet.fleet.desired.version == FIRST
+
+
+@pytest.mark.failure_mode("F28")
+async def test_what_is_disproved_while_it_is_staged_stops_nobody(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        for worker in fleet.workers:
+            worker.strike("stage", "corrupt")
+        path = Path(fleet.checkpoint("a"))
+        right = tuple(tuple(score(ids, fleet.meaning["a"])) for ids in BUILTIN)
+        Probe(BUILTIN, right, 0.0).write(path / PROBE)
+        with pytest.raises(OperationFailed, match="its logprobs are off by") as failed:
+            await fleet.fleet.update_weights(str(path), version="a")
+        results = failed.value.operation.workers.values()
+        assert {(one.status, one.phase) for one in results} == {("rolled_back", "prove")}
+        for worker in fleet.workers:
+            assert worker.calls["pause"] == worker.calls["commit"] == 0
+            assert worker.staged is None
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F28")
+async def test_a_swap_that_went_wrong_is_noticed_although_the_staged_weights_were_right(
+    tmp_path: Path,
+) -> None:
+    async with simulated(tmp_path) as fleet:
+        fleet.workers[0].strike("commit", "corrupt")
+        done = await fleet.update("a")
+        assert {n: r.status for n, r in done.workers.items()} == {
+            "w0": "quarantined", "w1": "ok", "w2": "ok"
+        }  # fmt: skip
+        fleet.check()
+
+
+async def test_what_was_proved_while_staged_is_only_swapped_in_the_pause(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        for worker in fleet.workers:
+            worker.calls.clear()
+        await fleet.update("a")
+        for worker in fleet.workers:
+            # One probe of what was live before; nothing is asked between commit and resume.
+            assert worker.calls == {
+                "probe": 1, "stage": 1, "probe staged": 1, "pause": 1, "commit": 1, "resume": 1
+            }  # fmt: skip
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F28")
+@pytest.mark.parametrize("kind", ["restage", "restart before"])
+@pytest.mark.parametrize("phase", ["pause", "commit"])
+async def test_weights_that_were_not_the_proved_ones_are_not_committed(
+    tmp_path: Path, kind: Kind, phase: str
+) -> None:
+    """Between proof and commit somebody stages others under the same label, or it starts anew."""
+    async with simulated(tmp_path) as fleet:
+        fleet.workers[0].strike(phase, kind)
+        done = await fleet.update("a")
+        assert {n: r.status for n, r in done.workers.items()} == {
+            "w0": "quarantined", "w1": "ok", "w2": "ok"
+        }  # fmt: skip
+        assert done.workers["w0"].phase == "commit"
+        assert fleet.workers[0].weights == fleet.meaning[FIRST]
+        fleet.check()
+        await fleet.pool.look()
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F28")
+async def test_when_most_have_other_weights_than_they_proved_all_go_back(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        for worker in fleet.workers[:2]:
+            worker.strike("commit", "restage")
+        with pytest.raises(OperationFailed, match="is staged, and"):
+            await fleet.update("a")
+        assert fleet.fleet.desired.version == FIRST
+        assert {worker.staged for worker in fleet.workers} == {None}
+        assert len(fleet.serving()) == 3
+        fleet.check()
 
 
 @pytest.mark.failure_mode("F28")
@@ -175,10 +260,10 @@ async def test_a_failure_to_record_the_agreement_undoes_the_update(
 async def test_a_driver_with_a_bug_hurts_its_own_worker_only(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
 
-        async def broken(_: str) -> None:
+        async def broken(*_: str) -> None:
             raise ZeroDivisionError
 
-        fleet.fleet.member("w1").admin.commit = broken  # type: ignore[method-assign]
+        fleet.fleet.member("w1").admin.commit_proved = broken  # type: ignore[attr-defined]
         done = await fleet.update("a")
         assert done.workers["w1"].status == "quarantined"
         assert sorted(fleet.serving()) == ["w0", "w2"]
@@ -205,7 +290,7 @@ async def test_workers_that_answer_only_when_they_run_are_held_back_until_they_d
 async def test_who_could_not_say_before_what_it_held_is_not_believed_to_hold_it_again(
     tmp_path: Path,
 ) -> None:
-    async with simulated(tmp_path) as fleet:
+    async with simulated(tmp_path, ahead=False) as fleet:
         fleet.workers[0].strike("probe", "drop")
         for worker in fleet.workers[1:]:
             worker.strike("commit", "corrupt")

@@ -7,8 +7,9 @@ must agree with each other on built-in sequences, and differ from what they said
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
+from lockstep.backends.admin import ProbesStaged
 from lockstep.fleet.desired import Operation, Reference
 from lockstep.fleet.member import Failures, Member, each
 from lockstep.tokens.errors import ContractError
@@ -35,7 +36,11 @@ def reference_of(probe: Probe | None) -> Reference | None:
 
 
 class Proof:
-    """What a transaction asks before and after. `probe` is the trainer's, if it gave one."""
+    """What a transaction asks before and after. `probe` is the trainer's, if it gave one.
+
+    Workers that can prove the new weights while they are still staged do so `ahead`, and then
+    commit those very weights or nothing: they are not asked again. The others prove them `after`.
+    """
 
     def __init__(
         self,
@@ -51,29 +56,71 @@ class Proof:
         self._sequences = probe.sequences if probe else tuple(tuple(s) for s in sequences)
         self._tolerance = probe.tolerance if probe else tolerance
         self._before: dict[Member, Scores] = {}
+        self._reference: Reference | None = probe
+        self._ahead: dict[Member, tuple[ProbesStaged, str]] = {}
 
     async def before(self, members: list[Member], seconds: float, operation: Operation) -> None:
         """Asks what the live weights answer. Members that cannot say are judged without it."""
         self._before, _ = await ask("ask", members, self._sequences, None, seconds, operation)
 
+    async def ahead(
+        self, members: list[Member], seconds: float, operation: Operation
+    ) -> tuple[list[Member], Failures]:
+        """Who may be given the staged weights: all but those that disproved them, and why.
+
+        Without a trainer's probe nobody can be judged before all can answer.
+        """
+        able = {m: m.admin for m in members if isinstance(m.admin, ProbesStaged)}
+        proofs: dict[Member, str] = {}
+
+        async def staged(member: Member) -> Scores:
+            said = await able[member].probe_staged(self._sequences)
+            proofs[member] = said.proof
+            return _frozen(said.logprobs)
+
+        if not able or (self._probe is None and len(able) < len(members)):
+            return members, {}
+        scores, failed = await _asked("prove", list(able), staged, seconds, operation)
+        proved, wrong = self._judge(scores)
+        self._ahead = {member: (able[member], proofs[member]) for member in proved}
+        failed |= wrong
+        return [member for member in members if member not in failed], failed
+
+    async def commit(self, member: Member, version: str) -> None:
+        """Swaps the member's weights: for those it proved ahead, where it did."""
+        if member in self._ahead:
+            driver, proof = self._ahead[member]
+            await driver.commit_proved(version, proof)
+        else:
+            await member.admin.commit(version)
+
     async def after(
         self, members: list[Member], seconds: float, operation: Operation
     ) -> tuple[Reference | None, list[Member], Failures]:
-        """Who holds the new weights: the reference they share, those that proved it, the others."""
-        scores, failed = await ask("prove", members, self._sequences, None, seconds, operation)
-        if self._probe is not None:
-            reference: Reference | None = self._probe
-        else:
-            reference = self._common(scores)
-            if reference is None:
-                failed |= {m: Disproved("most workers must agree on a new answer, and it differ "
-                                        "from the one before") for m in scores}  # fmt: skip
-        if reference is None:
-            return None, [], failed
+        """Who holds the new weights: the reference they share, those that proved it, the others.
+
+        Of `members`, which have all committed, nobody is asked who proved it ahead.
+        """
+        early = [member for member in members if member in self._ahead]
+        late = [member for member in members if member not in self._ahead]
+        if not late:
+            return self._reference, early, {}
+        scores, failed = await ask("prove", late, self._sequences, None, seconds, operation)
+        proved, wrong = self._judge(scores)
+        return self._reference, early + proved, failed | wrong
+
+    def _judge(self, scores: dict[Member, Scores]) -> tuple[list[Member], Failures]:
+        """Who said what the new weights say. Without a trainer's probe most of them decide that."""
+        if self._reference is None:
+            self._reference = self._common(scores)
+        if self._reference is None:
+            why = "most workers must agree on a new answer, and it differ from the one before"
+            return [], {member: Disproved(why) for member in scores}
         # Most say the same to the bit: in a large fleet it is judged once.
-        verdicts = {said: differs(said, reference) for said in set(scores.values())}
-        wrong = {m: error for m, said in scores.items() if (error := verdicts[said]) is not None}
-        return reference, [m for m in scores if m not in wrong], failed | wrong
+        verdicts = {said: differs(said, self._reference) for said in set(scores.values())}
+        wrong: Failures = {}
+        wrong |= {m: error for m, said in scores.items() if (error := verdicts[said]) is not None}
+        return [member for member in scores if member not in wrong], wrong
 
     async def unchanged(
         self, members: list[Member], seconds: float, operation: Operation
@@ -122,10 +169,24 @@ async def ask(
     operation: Operation,
 ) -> tuple[dict[Member, Scores], Failures]:
     """What each member answers, and the errors of those that cannot."""
+
+    async def one(member: Member) -> Scores:
+        return await scores_of(member, sequences, adapter)
+
+    return await _asked(phase, members, one, seconds, operation)
+
+
+async def _asked(
+    phase: str,
+    members: list[Member],
+    call: Callable[[Member], Awaitable[Scores]],
+    seconds: float,
+    operation: Operation,
+) -> tuple[dict[Member, Scores], Failures]:
     scores: dict[Member, Scores] = {}
 
     async def one(member: Member) -> None:
-        scores[member] = await scores_of(member, sequences, adapter)
+        scores[member] = await call(member)
 
     _, failed = await each(phase, members, one, seconds, operation)
     return {m: s for m, s in scores.items() if m not in failed}, failed
@@ -134,7 +195,11 @@ async def ask(
 async def scores_of(
     member: Member, sequences: tuple[tuple[int, ...], ...], adapter: str | None = None
 ) -> Scores:
-    return tuple(tuple(row) for row in await member.admin.probe(sequences, adapter=adapter))
+    return _frozen(await member.admin.probe(sequences, adapter=adapter))
+
+
+def _frozen(scores: list[list[float]]) -> Scores:
+    return tuple(map(tuple, scores))
 
 
 def differs(scores: Scores, reference: Reference) -> Disproved | None:

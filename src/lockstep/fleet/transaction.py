@@ -1,4 +1,7 @@
-"""The weight transaction: stage, quiesce, commit, prove, resume; or everybody back to before.
+"""The weight transaction: stage, prove, quiesce, commit, resume; or everybody back.
+
+Workers that can prove what is staged do so before the pause, while they go on serving: in it they
+only swap, and only for the very weights they proved. The others prove them after the commit.
 
 Rules. A worker that cannot be reached, or takes too long, is quarantined and the others go on,
 unless fewer than half would be left. A worker that refuses the checkpoint stops the whole update:
@@ -85,13 +88,14 @@ class Transaction:
         """
         if not self._members:
             raise Unavailable("no worker serves: there is nobody to update")
-        staged = await self._stage()
+        staged = await self._prove_ahead(await self._stage())
         try:
             committed = await self._switch(staged)
             await self._let_answer(committed)
             reference, proved, wrong = await self._proof.after(
                 committed, self._budget.prove, self._operation
             )
+            self._mark_wrong(wrong)
             if reference is None or not self._enough(proved):
                 raise _first(wrong, "no worker proved the new weights")
             agree(reference)
@@ -102,8 +106,7 @@ class Transaction:
             cause = UpdateFailed(f"it could not be recorded: {error!r}")
             await self._undo(staged, cause)
             raise self._failed(cause) from error
-        for member, why in wrong.items():
-            self._drop(member, f"it did not prove version {self._version!r}: {why.message}")
+        self._drop_wrong(wrong)
         for member in proved:
             member.version = self._version
             result = self._operation.workers[member.id]
@@ -129,6 +132,18 @@ class Transaction:
         self._drop_lost(failed)
         return done
 
+    async def _prove_ahead(self, staged: list[Member]) -> list[Member]:
+        """Has those prove it that can while it is staged; nobody was paused yet, nobody swapped."""
+        ready, wrong = await self._proof.ahead(staged, self._budget.prove, self._operation)
+        self._mark_wrong(wrong)
+        if not self._enough(ready):
+            error = _first(wrong, "no worker proved the new weights")
+            await self._unstage(staged)
+            self._rolled_back(staged, error)
+            raise self._failed(error)
+        self._drop_wrong(wrong)
+        return ready
+
     async def _switch(self, staged: list[Member]) -> list[Member]:
         """Pauses and commits; members that fail in it are quarantined."""
         self._paused_at = perf_counter()
@@ -148,7 +163,7 @@ class Transaction:
 
         async def commit(member: Member) -> None:
             self._swapped.add(member)
-            await member.admin.commit(self._version)
+            await self._proof.commit(member, self._version)
 
         committed, failed = await each(
             "commit", quiet, commit, self._budget.commit, self._operation
@@ -210,9 +225,7 @@ class Transaction:
         for member, error in (failed | wrong).items():
             self._drop(member, f"it could not be rolled back: {error.message}")
         await self._resume(same)
-        for member in same:
-            result = self._operation.workers[member.id]
-            result.status, result.error = "rolled_back", result.error or why.message
+        self._rolled_back(same, why)
 
     async def _unstage(self, members: list[Member]) -> None:
         async def drop(member: Member) -> None:
@@ -236,6 +249,21 @@ class Transaction:
         for member, error in failed.items():
             if is_lost(error):
                 self._drop(member, f"it was lost while staging: {error.message}")
+
+    def _mark_wrong(self, wrong: Failures) -> None:
+        for member, error in wrong.items():
+            result = self._operation.workers[member.id]
+            result.status, result.phase, result.error = "failed", "prove", error.message
+
+    def _rolled_back(self, members: list[Member], why: LockstepError) -> None:
+        for member in members:
+            if member.state == "serving":
+                result = self._operation.workers[member.id]
+                result.status, result.error = "rolled_back", result.error or why.message
+
+    def _drop_wrong(self, wrong: Failures) -> None:
+        for member, error in wrong.items():
+            self._drop(member, f"it did not prove version {self._version!r}: {error.message}")
 
     def _drop(self, member: Member, reason: str) -> None:
         result = self._operation.workers[member.id]

@@ -17,7 +17,16 @@ from typing import Any, Literal
 from lockstep.render import store
 from lockstep.render.branches import branch_sample, own_experts
 from lockstep.render.messages import Message, canonical, plain_messages
-from lockstep.render.plan import EXPLAINED, Cause, Plan, Prompt, Request, find_prompt, read_request
+from lockstep.render.plan import (
+    EXPLAINED,
+    Cause,
+    Plan,
+    Prompt,
+    Request,
+    find_prompt,
+    light_prompt,
+    read_request,
+)
 from lockstep.render.renderer import Renderer
 from lockstep.render.tree import IDS, LOGPROBS, Node, cost, leaves
 from lockstep.tokens import Completion, Sample
@@ -65,14 +74,16 @@ class Ledger:
         renderer: Renderer | None = None,
         breaks: Breaks | None = None,
     ) -> Plan:
-        """`plan`, with the tokenizing off the event loop; it raises the same.
+        """`plan`, with tokenizing that takes long off the event loop; it raises the same.
 
         `renderer` and `breaks` take the place of the ledger's own for this one request.
         """
         renderer = renderer or self.renderer
         request = read_request(self.roots, messages, tools)
-        # A copy: turns may be committed while the threads work, and count from the next plan on.
-        prompt = await renderer.offload(find_prompt, request, self.roots[:], renderer)
+        prompt = light_prompt(request, renderer)
+        if prompt is None:
+            # A copy: turns may be committed while the threads work, and count from the next plan.
+            prompt = await renderer.offload(find_prompt, request, self.roots[:], renderer)
         return self._settle(request, prompt, breaks)
 
     def continue_(self, node: Node) -> Plan:

@@ -17,8 +17,11 @@ from lockstep.render.messages import (
     starts_with,
 )
 from lockstep.render.renderer import Renderer
-from lockstep.render.tree import Match, Node, longest
+from lockstep.render.tree import Match, Node, longest, text_size
 from lockstep.tokens.errors import BadRequest
+
+LIGHT = 2000
+"""Characters up to which new messages are tokenized at once: a fraction of a millisecond."""
 
 Cause = Literal["edited_history", "tools_changed", "thinking_dropped", "truncated", "no_bridge"]
 
@@ -99,6 +102,21 @@ def find_prompt(request: Request, roots: Sequence[Node], renderer: Renderer) -> 
         if ids is not None:
             return Prompt(ids, anchor)
     return Prompt(renderer.render_plain(request.messages, request.tools), anchor, cause)
+
+
+def light_prompt(request: Request, renderer: Renderer) -> Prompt | None:
+    """The prompt of a turn that only goes on, where that is done in no time; None otherwise.
+
+    It is what `find_prompt` finds, without the wait for a thread, which takes longer than this.
+    """
+    match = request.match
+    new = request.read[match.length :]
+    if match.node is None or renderer.thinking == "template" or has_assistant(new):
+        return None
+    if sum(map(text_size, new)) > LIGHT:
+        return None
+    ids, _ = _extended(request, match.node, renderer)
+    return None if ids is None else Prompt(ids, match)
 
 
 def _claims(request: Request, roots: Sequence[Node]) -> tuple[Cause | None, Match]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from lockstep.render.segments import Segments
+
 SHORT = 48
 """Role headers, separators and markers are encoded again and again; texts this short are kept."""
 
@@ -22,6 +24,7 @@ class Slim:
     def __init__(self, tokenizer: Any) -> None:
         self._own = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._segments = Segments.of(self._backend) if self._backend is not None else None
         self._short = lru_cache(maxsize=1024)(self._encode)
 
     def encode(self, text: str, *args: Any, **kwargs: Any) -> list[int]:
@@ -35,8 +38,10 @@ class Slim:
         if len(text) <= LONG:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
             return ids
-        # Only the batch form lets other threads run meanwhile.
-        (encoded,) = self._backend.encode_batch([text], add_special_tokens=False)
+        if self._segments is not None:
+            return self._segments.encode(text)
+        # The batch form lets other threads run meanwhile, the fast one leaves out offsets.
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         return list(encoded.ids)
 
     def __getattr__(self, name: str) -> Any:

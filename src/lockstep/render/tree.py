@@ -122,14 +122,15 @@ def leaves(nodes: Iterable[Node]) -> list[Node]:
 
 def cost(node: Node, twin: Node | None) -> int:
     """The bytes that this node adds; what it shares with a twin is counted there."""
-    own = 12 * len(node.sampled) + _text(node.answer) + PER_NODE
+    own = 12 * len(node.sampled) + text_size(node.answer) + PER_NODE
     if node.experts is not None:
         own += memoryview(node.experts.data).nbytes
     if twin is None:
-        own += 4 * len(node.prompt) + sum(map(_text, node.given)) + len(node.tools)
+        own += 4 * len(node.prompt) + sum(map(text_size, node.given)) + len(node.tools)
     return own
 
 
-def _text(message: Message) -> int:
+def text_size(message: Message) -> int:
+    """About what a message takes, in characters and with what every message costs."""
     said = len(message.content) + len(message.reasoning or "") + len(message.extra)
     return 200 + said + sum(100 + len(call.arguments) for call in message.tool_calls)

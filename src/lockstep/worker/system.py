@@ -29,6 +29,7 @@ from lockstep.wire import control
 from lockstep.wire.http import EXCEPTION_HANDLERS, json_response, read_json, require_bearer
 from lockstep.wire.strict import decode
 from lockstep.worker.data import prefixed
+from lockstep.worker.prober import Prober
 
 BODY_LIMIT = 64 << 20
 Answer = dict[str, Any]
@@ -44,6 +45,7 @@ class SystemPlane:
         self._token = token
         self._roots = tuple(root.resolve() for root in roots)
         self._groups: dict[str, Broadcast] = {}
+        self._prober = Prober(engine)
         self._incarnation = secrets.token_hex(8)
         self.methods: dict[str, Method] = {
             "pause_generation": self._method(control.Pause, self.pause),
@@ -110,6 +112,7 @@ class SystemPlane:
             "adapter_labels": {name: one.label for name, one in self.engine.adapters.items()},
             "incarnation": self._incarnation,
             "weights_id": self._weights_id(),
+            "serves": self._prober.name(self.engine.core.policy.weights),
         }
 
     # Weights
@@ -136,7 +139,7 @@ class SystemPlane:
 
     async def _stage_directory(self, model_path: str, version: str | None) -> Weights:
         path = self._allowed(model_path, "model_path")
-        return await self.engine.stage(path, version or path.name)
+        return self._prober.staged(await self.engine.stage(path, version or path.name))
 
     async def _stage_tensors(self, body: control.Stage) -> Weights:
         if body.weight_version is None:
@@ -148,7 +151,9 @@ class SystemPlane:
             self._check_complete(tensor.name for tensor in body.tensors)
         if body.shared_name is not None:
             tensors = read_shared(body.shared_name, body.tensors)
-            return await self.engine.stage_tensors(tensors, body.weight_version)
+            return self._prober.staged(
+                await self.engine.stage_tensors(tensors, body.weight_version)
+            )
         specs = [TensorSpec(one.name, one.shape, one.dtype) for one in body.tensors]
         return await self._stage_broadcast(body.group_name or "", specs, body.weight_version)
 
@@ -158,7 +163,7 @@ class SystemPlane:
         group = self._group(group_name)
         device = self.engine.options.device
         tensors = await asyncio.to_thread(group.receive, specs, device)
-        return await self.engine.stage_tensors(tensors, version)
+        return self._prober.staged(await self.engine.stage_tensors(tensors, version))
 
     def _check_complete(self, names: Iterable[str]) -> None:
         """Raises CheckpointError: what is left out would silently stay as it was."""
@@ -176,6 +181,8 @@ class SystemPlane:
         staged = self.engine.staged_version
         if body.weight_version not in (None, staged):
             raise Conflict(f"commit of {body.weight_version!r} was asked, but {staged!r} is staged")
+        if body.proved is not None:
+            return {"version": await self._prober.commit_proved(body.proved)}
         return {"version": await self.engine.commit()}
 
     async def rollback(self, body: control.Rollback) -> Answer:
@@ -237,12 +244,14 @@ class SystemPlane:
                     "the first",
                     param="logprobs",
                 )
-        scores = await self.engine.score_all(
+        scored = await self._prober.score_all(
             body.token_ids, adapter=body.lora_name, staged=body.staged
         )
-        answer: Answer = {"version": self.engine.version, "logprobs": scores}
+        answer: Answer = {"version": self.engine.version, "logprobs": scored.logprobs}
+        if body.staged:
+            answer["proof"] = scored.weights
         if body.logprobs is not None:
-            pairs = zip(scores, body.logprobs, strict=True)
+            pairs = zip(scored.logprobs, body.logprobs, strict=True)
             differences = [
                 abs(a - b) for row, want in pairs for a, b in zip(row, want, strict=True)
             ]

@@ -1,0 +1,110 @@
+"""Long texts encoded piece by piece: what stood between two marks before is not encoded again.
+
+A tokenizer cuts its added tokens out of a text before anything else, and encodes what is between
+them on its own. So a chat of which one message is new costs that message. Where a tokenizer does
+otherwise, there are no segments.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections import OrderedDict
+from threading import Lock
+from typing import Any
+
+KEPT = 16 << 20
+"""Characters of text whose ids are kept, the most recently used: some 100 chats of 32k tokens."""
+PER_SEGMENT = 100
+"""What a segment costs beside its text, for the accounting only."""
+NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Replace", "Sequence"})
+PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Split", "Sequence"})
+"""Parts that treat every segment alike, wherever it stands in the text."""
+
+
+class Segments:
+    """The ids of texts, by segment. Safe to share between threads."""
+
+    def __init__(self, backend: Any, marks: dict[str, int]) -> None:
+        self._backend = backend
+        self._marks = marks
+        # Of two marks that begin alike the longer one counts, as it does for the tokenizer.
+        longest_first = sorted(marks, key=len, reverse=True)
+        self._cut = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._size = 0
+        self._lock = Lock()
+
+    @classmethod
+    def of(cls, backend: Any) -> Segments | None:
+        """Those of a tokenizer of the `tokenizers` library; None where a text cannot be cut."""
+        added = backend.get_added_tokens_decoder()
+        marks = {token.content: at for at, token in added.items() if not token.normalized}
+        plain = not any(
+            token.lstrip or token.rstrip or token.single_word
+            for token in added.values()
+            if not token.normalized
+        )
+        cuts = (
+            plain
+            and marks
+            and backend.truncation is None
+            and backend.padding is None
+            and not backend.encode_special_tokens
+            and _kinds(backend.normalizer) <= NORMALIZERS
+            and _kinds(backend.pre_tokenizer) <= PRE_TOKENIZERS
+        )
+        return cls(backend, marks) if cuts else None
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the text, without what the tokenizer puts around it."""
+        parts = self._cut.split(text)
+        known = self._look_up(parts[::2])
+        ids: list[int] = []
+        for at, part in enumerate(parts):
+            if at % 2:
+                ids.append(self._marks[part])
+            elif part:
+                ids += known[part]
+        return ids
+
+    def _look_up(self, texts: list[str]) -> dict[str, array[int]]:
+        found: dict[str, array[int]] = {}
+        missing: list[str] = []
+        with self._lock:
+            for text in dict.fromkeys(texts):
+                if (ids := self._known.get(text)) is not None:
+                    self._known.move_to_end(text)
+                    found[text] = ids
+                elif text:
+                    missing.append(text)
+        if missing:
+            # The batch form lets other threads run meanwhile, the fast one leaves out offsets.
+            encoded = self._backend.encode_batch_fast(missing, add_special_tokens=False)
+            new = {text: array("i", each.ids) for text, each in zip(missing, encoded, strict=True)}
+            self._keep(new)
+            found |= new
+        return found
+
+    def _keep(self, new: dict[str, array[int]]) -> None:
+        with self._lock:
+            for text, ids in new.items():
+                if text not in self._known:
+                    self._known[text] = ids
+                    self._size += len(text) + PER_SEGMENT
+            while self._size > KEPT:
+                oldest, _ = self._known.popitem(last=False)
+                self._size -= len(oldest) + PER_SEGMENT
+
+
+def _kinds(part: Any) -> set[str]:
+    """The types of which a normalizer or a pre-tokenizer is made up."""
+    if part is None:
+        return set()
+    waiting, kinds = [json.loads(part.__getstate__())], set()
+    while waiting:
+        described = waiting.pop()
+        kinds.add(str(described.get("type")))
+        waiting += described.get("normalizers", ()) or described.get("pretokenizers", ())
+    return kinds

@@ -1,0 +1,139 @@
+"""Probes of weights, scored beside the engine's own thread: what is generated goes on meanwhile.
+
+On a CPU a probe of some hundred tokens takes as long as many steps of decoding. On other devices it
+takes milliseconds, and memory for a second cache is dear: there the engine scores by itself, and so
+it does while it is paused, when it holds up nobody and the answer is that of what will serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import weakref
+from dataclasses import dataclass, replace
+
+import torch
+
+from lockstep.engine import Engine
+from lockstep.engine.cache import SlotCache
+from lockstep.engine.lora import Adapter
+from lockstep.engine.scoring import score_sequences
+from lockstep.engine.weights import Weights
+from lockstep.tokens.errors import Conflict, EngineFailure, PromptTooLong
+from lockstep.tokens.ids import check_ids
+
+SLOTS = 8
+"""Sequences that are scored at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Logprobs of each sequence, and the name of the weights that gave them."""
+
+    logprobs: list[list[float]]
+    weights: str
+
+
+class Prober:
+    """Scores under the live or the staged weights of one engine; one probe at a time.
+
+    Weights are named here by what they are and not by their label: by this object and their epoch,
+    which no other set of weights has, in no other process either.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._name = secrets.token_hex(8)
+        self._staged: weakref.ref[Weights] | None = None
+        self._proved: weakref.ref[Weights] | None = None
+        self._turn = asyncio.Lock()
+
+    def staged(self, weights: Weights) -> Weights:
+        """Takes note of what the engine has staged now. Not kept alive here: they are large."""
+        self._staged = weakref.ref(weights)
+        return weights
+
+    async def score_all(
+        self, sequences: list[list[int]], *, adapter: str | None = None, staged: bool = False
+    ) -> Scored:
+        """The logprob of every token after the first of each sequence, all under the same weights.
+
+        Raises Conflict where nothing is staged or where they changed meanwhile, and what
+        `Engine.score_all` raises. Staged weights that were scored can be committed as proved.
+        """
+        engine, core = self._engine, self._engine.core
+        weights = self._weights(staged)
+        if engine.options.device == "cpu" and core.state == "running" and sequences:
+            self._check(sequences)
+            found = None if adapter is None else core.policy.adapter(adapter)
+            async with self._turn:
+                scores = await asyncio.to_thread(self._score, weights, sequences, found)
+        else:
+            scores = await engine.score_all(sequences, adapter=adapter, staged=staged)
+        if self._weights(staged) is not weights:
+            raise Conflict(f"the weights of {weights.version!r} were replaced while being probed")
+        if staged and sequences:
+            self._proved = weakref.ref(weights)
+        return Scored(scores, self.name(weights))
+
+    async def commit_proved(self, proof: str) -> str:
+        """Has the engine serve the staged weights that were scored; returns their version.
+
+        Raises Conflict, with nothing swapped, unless those are staged which a probe was scored on
+        that gave this `proof`; EngineFailure when the engine then serves anything else.
+        """
+        weights = self._weights(staged=True)
+        proved = None if self._proved is None else self._proved()
+        if weights is not proved or self.name(weights) != proof:
+            raise Conflict(
+                f"commit of {proof!r} as proved was asked, but the weights staged as "
+                f"{weights.version!r} are not those which that probe was scored on: probe them",
+                param="proved",
+            )
+        # Nothing is awaited between this look and the engine's own lock.
+        version = await self._engine.commit()
+        if self._engine.core.policy.weights is not weights:
+            raise EngineFailure(f"other weights than the proved ones are served as {version!r}")
+        return version
+
+    def name(self, weights: Weights) -> str:
+        """What these weights are called here; as `proof` once a probe of them was scored."""
+        return f"{self._name}.{weights.epoch}"
+
+    def _check(self, sequences: list[list[int]]) -> None:
+        core = self._engine.core
+        for token_ids in sequences:
+            check_ids(token_ids, core.config.vocab_size)
+            if len(token_ids) > core.max_len:
+                raise PromptTooLong(
+                    f"{len(token_ids)} tokens were given to score, but max_model_len is "
+                    f"{core.max_len}",
+                    param="token_ids",
+                )
+
+    def _weights(self, staged: bool) -> Weights:
+        if not staged:
+            return self._engine.core.policy.weights
+        weights = None if self._staged is None else self._staged()
+        if weights is None or self._engine.staged_version != weights.version:
+            raise Conflict("no weights are staged: call stage first")
+        return weights
+
+    def _score(
+        self, weights: Weights, sequences: list[list[int]], adapter: Adapter | None
+    ) -> list[list[float]]:
+        core, options = self._engine.core, self._engine.options
+        torch.set_num_threads(options.threads)
+        few = replace(options, max_seqs=min(SLOTS, len(sequences)))
+        with torch.inference_mode():
+            # A cache of its own, as long as the engine's: its arithmetic counts on that length.
+            cache = SlotCache(core.config, few, core.cache.k.shape[-2], core.policy.dtype)
+            return score_sequences(
+                core.model,
+                weights,
+                cache,
+                sequences,
+                adapter=adapter,
+                free=range(cache.slots + 1),
+                budget=options.max_batch_tokens,
+            )

@@ -1,0 +1,121 @@
+"""Probes are scored beside what is generated, and say the same as the engine itself."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from lockstep.engine import Engine, EngineOptions
+from lockstep.tokens.errors import BadTokenId, Conflict, EngineFailure, PromptTooLong
+from lockstep.worker.prober import Prober
+
+SEQUENCES = [[11, 29, 3, 77, 5, 140, 9], list(range(1, 100)), *([at, at + 1] for at in range(20))]
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    async with Engine("tiny", EngineOptions(max_model_len=256, max_seqs=2)) as running:
+        yield running
+
+
+async def test_a_probe_does_not_take_the_engines_turn_unless_it_is_paused(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await engine.score_all(SEQUENCES)
+
+    def busy(*_: object, **__: object) -> None:
+        raise Conflict("the engine has other things to do")
+
+    monkeypatch.setattr(engine.core, "score_all", busy)
+    assert (await Prober(engine).score_all(SEQUENCES)).logprobs == expected
+    await engine.pause("keep")
+    with pytest.raises(Conflict, match="other things"):
+        await Prober(engine).score_all(SEQUENCES)
+
+
+async def test_what_is_staged_is_scored_as_the_engine_scores_it_and_not_kept(
+    engine: Engine, checkpoint: Callable[..., Path]
+) -> None:
+    prober = Prober(engine)
+    with pytest.raises(Conflict, match="no weights are staged"):
+        await prober.score_all(SEQUENCES, staged=True)
+    staged = weakref.ref(prober.staged(await engine.stage(checkpoint("b"), "B")))
+    expected = await engine.score_all(SEQUENCES, staged=True)
+    assert (await prober.score_all(SEQUENCES, staged=True)).logprobs == expected
+    assert expected != (await prober.score_all(SEQUENCES)).logprobs
+    await engine.rollback()
+    gc.collect()
+    assert staged() is None
+    with pytest.raises(Conflict, match="no weights are staged"):
+        await prober.score_all(SEQUENCES, staged=True)
+
+
+async def test_weights_that_are_replaced_while_they_are_probed_prove_nothing(
+    engine: Engine, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prober = Prober(engine)
+    first = prober.staged(await engine.stage(checkpoint("b"), "B"))
+    other = await engine.stage(checkpoint("c", seed=2), "B")
+    prober.staged(first)
+
+    def meanwhile(*_: object) -> list[list[float]]:
+        prober.staged(other)
+        return [[0.0]]
+
+    monkeypatch.setattr(prober, "_score", meanwhile)
+    with pytest.raises(Conflict, match="replaced while being probed"):
+        await prober.score_all([[1, 2]], staged=True)
+
+
+async def test_what_cannot_be_scored_is_refused_as_the_engine_does(engine: Engine) -> None:
+    for wrong, error in (([[1, 1 << 20]], BadTokenId), ([[1] * 257], PromptTooLong)):
+        for scorer in (engine, Prober(engine)):
+            with pytest.raises(error):
+                await scorer.score_all(wrong)
+
+
+@pytest.mark.failure_mode("F28")
+@pytest.mark.parametrize("paused", [False, True])
+async def test_only_the_very_weights_that_were_scored_are_committed_as_proved(
+    engine: Engine, checkpoint: Callable[..., Path], paused: bool
+) -> None:
+    prober, path = Prober(engine), checkpoint("b")
+    if paused:
+        await engine.pause("keep")
+    prober.staged(await engine.stage(path, "B"))
+    scored = await prober.score_all(SEQUENCES, staged=True)
+    # The same bytes under the same label, staged again: another set, that nobody scored.
+    again = prober.staged(await engine.stage(path, "B"))
+    for proof in (scored.weights, prober.name(again), "of another process"):
+        with pytest.raises(Conflict, match="not those which that probe was scored on"):
+            await prober.commit_proved(proof)
+    assert (engine.version, engine.staged_version) == ("default", "B")
+    # A probe of no sequences, or of what is live, proves nothing.
+    assert (await prober.score_all([], staged=True)).weights == prober.name(again)
+    await prober.score_all(SEQUENCES)
+    with pytest.raises(Conflict, match="not those which"):
+        await prober.commit_proved(prober.name(again))
+    scored = await prober.score_all(SEQUENCES, staged=True)
+    assert await prober.commit_proved(scored.weights) == "B"
+    assert engine.core.policy.weights is again
+    assert await engine.score_all(SEQUENCES) == scored.logprobs
+    with pytest.raises(Conflict, match="no weights are staged"):
+        await prober.commit_proved(scored.weights)
+
+
+@pytest.mark.failure_mode("F28")
+async def test_an_engine_that_swaps_to_other_weights_than_the_proved_is_a_failure(
+    engine: Engine, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prober = Prober(engine)
+    prober.staged(await engine.stage(checkpoint("b"), "B"))
+    scored = await prober.score_all(SEQUENCES, staged=True)
+    other, commit = checkpoint("c", seed=2), engine.core.commit
+    wrong = engine.core.policy.load_weights(other, "B")
+    monkeypatch.setattr(engine.core, "commit", lambda _: commit(wrong))
+    with pytest.raises(EngineFailure, match="other weights than the proved ones"):
+        await prober.commit_proved(scored.weights)
