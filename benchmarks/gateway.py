@@ -133,44 +133,36 @@ def bench(
 
 
 def rows_of(name: str, costs: Mapping[str, float]) -> list[Row]:
-    """Lockstep in front of a plain vLLM server beside each peer that was measured with it."""
+    """Lockstep in front of a plain vLLM server beside each peer that was measured with it; beside
+    the fastest also in front of its own worker, whose answers it hands on as they came."""
     case = CASES[name]
     sessions = case.turns > 0
     out = f"{case.out} out" + (" streamed" if case.stream else "")
     what = f"{case.prompt:,} tokens in, {out}, sessions {'on' if sessions else 'off'}"
     ids = "" if sessions else "its /v1/completions, as it has no generate route; "
-    against: dict[str, tuple[str, float | None, str]] = {
-        "vllm-router": ("vllm-router", 1.5 if sessions else 1.0, "same requests, same upstream"),
-        "dynamo": ("dynamo", 1 / 5, "frontend only" + ("" if sessions else "; nvext.token_data")),
-        "dynamo-generate": ("dynamo", None, "its experimental generate route, off by default"),
-        "rllm": ("rllm-model-gateway", 1 / 10, ids + "traces in SQLite, its default"),
-        "rllm-memory": ("rllm-model-gateway", 1 / 10, "traces in memory"),
-    }
-    made = [
+    bound = 1.5 if sessions else 1.0
+    token_data = "" if sessions else "; nvext.token_data"
+    pairs: list[tuple[str, str, str, float | None, str]] = [
+        ("lockstep", "vllm-router", "vllm-router", bound, "same requests, same plain vLLM behind"),
+        ("lockstep-worker", "vllm-router", "vllm-router", bound, "ours before a Lockstep worker"),
+        ("lockstep", "dynamo", "dynamo", 1 / 5, "frontend only" + token_data),
+        ("lockstep", "dynamo-generate", "dynamo", None, "its generate route, off by default"),
+        ("lockstep", "rllm", "rllm-model-gateway", 1 / 10, ids + "traces in SQLite, its default"),
+        ("lockstep", "rllm-memory", "rllm-model-gateway", 1 / 10, "traces in memory"),
+    ]
+    return [
         Row(
             what=what,
             against=peers.VERSIONS[peer],
-            ours=costs["lockstep"],
+            ours=costs[ours],
             theirs=costs[entry],
             unit="ms CPU",
-            at_most=bound,
+            at_most=limit,
             note=note,
         )
-        for entry, (peer, bound, note) in against.items()
-        if entry in costs and "lockstep" in costs
+        for ours, entry, peer, limit, note in pairs
+        if ours in costs and entry in costs
     ]
-    if "lockstep" in costs and "lockstep-worker" in costs:
-        made.append(
-            Row(
-                what=what,
-                against="itself before plain vLLM",
-                ours=costs["lockstep-worker"],
-                theirs=costs["lockstep"],
-                unit="ms CPU",
-                note="with a Lockstep worker behind it instead",
-            )
-        )
-    return made
 
 
 def main() -> None:

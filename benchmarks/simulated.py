@@ -111,6 +111,7 @@ class SimulatedWorker:
         self.version, self.weights = FIRST, self.first
         self.staged: Staged | None = None
         self.proved: Staged | None = None
+        self.serves: Staged | None = None
         self.half = False
         self.previous: tuple[str, str] | None = None
         self.paused = False
@@ -129,6 +130,7 @@ class SimulatedWorker:
             raise Conflict(f"commit of {version!r} was asked, but {self.staged} is staged")
         self.previous = self.version, self.weights
         self.version, self.weights = self.staged.version, self.staged.weights
+        self.serves = None
         if self.half:
             self.weights, self.half = "half of it", False
         self.staged = None
@@ -140,12 +142,19 @@ class SimulatedWorker:
         self.commit(version)
         if self.weights is not proved.weights:
             raise EngineFailure(f"other weights than the proved ones are served as {version!r}")
+        self.serves = proved
+
+    def resume_proved(self, proof: str) -> None:
+        if self.serves is None or self.serves.name != proof:
+            raise Conflict(f"{self.serves} is served, not {proof}")
+        self.pause(False)
 
     def rollback(self) -> str:
         if self.staged is not None:
             self.staged = None
         elif self.previous is not None:
             (self.version, self.weights), self.previous = self.previous, None
+            self.serves = None
         else:
             raise Conflict("there is nothing to roll back to")
         return self.version
@@ -320,6 +329,9 @@ class AheadAdmin(SimulatedAdmin):
 
     async def commit_proved(self, version: str, proof: str) -> None:
         await self._call("commit", lambda: self.worker.commit_proved(version, proof))
+
+    async def resume_proved(self, proof: str) -> None:
+        await self._call("resume", lambda: self.worker.resume_proved(proof))
 
 
 def _off(scores: list[list[float]]) -> list[list[float]]:

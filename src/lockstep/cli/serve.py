@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shlex
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -209,6 +211,7 @@ def gateway(
     else:
         source = _Running(tuple(worker or ()), added, wait_seconds)
     kept = _Kept.of(state, sessions, checkpoint_root)
+    _leave_torch()
     run(_main(source, pool, kept, options, settings, as_json))
 
 
@@ -411,3 +414,10 @@ def _show(
     out.print("\nTry:", f"curl {url}/v1/chat/completions {headers} -d {body}",
               soft_wrap=True, markup=False)  # fmt: skip
     out.print("\nCtrl-C stops it, after the answers that are under way.")
+
+
+def _leave_torch() -> None:
+    """Keeps transformers from loading torch where it is installed: a gateway without workers of
+    its own only tokenizes, and torch would be half of its memory."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
