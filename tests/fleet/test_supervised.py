@@ -125,3 +125,12 @@ def test_a_worker_ends_when_its_gateway_is_killed() -> None:
         assert alive(pid)
         parent.kill()
         assert parent.stdout.read() == b""  # the worker holds the other end until it ends
+
+
+async def test_files_where_it_was_started_are_not_taken_for_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenize.py").write_text("raise RuntimeError('not the library')")
+    monkeypatch.chdir(tmp_path)
+    async with Supervisor("tiny", 1, admin_token=TOKEN) as fleet:
+        await fleet.ready()

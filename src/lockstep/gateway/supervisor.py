@@ -192,7 +192,7 @@ class Supervisor:
         environ = {**os.environ, "LOCKSTEP_ADMIN_TOKEN": self._token}
         environ.pop("LOCKSTEP_API_KEYS", None)
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "lockstep.cli.leash", str(os.getpid()),
+            sys.executable, "-P", "-m", "lockstep.cli.leash", str(os.getpid()),
             "worker", self._model,
             "--port", child.url.rpartition(":")[2],
             "--system-port", child.system_url.rpartition(":")[2],

@@ -48,7 +48,7 @@ class VllmServers(Supervisor):
 
     async def _spawn(self, child: Child) -> Process:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "lockstep.gateway.vllm_server", str(os.getpid()),
+            sys.executable, "-P", "-m", "lockstep.gateway.vllm_server", str(os.getpid()),
             str(self._python), self._model, child.url.rpartition(":")[2], *self._arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

@@ -183,7 +183,7 @@ async def serving(demo: Demo) -> AsyncIterator[Served]:
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             # on a leash: a demo that is killed leaves nothing behind
-            sys.executable, "-m", "lockstep.cli.leash", str(os.getpid()),
+            sys.executable, "-P", "-m", "lockstep.cli.leash", str(os.getpid()),
             "serve", demo.model, "--workers", str(WORKERS), "--json",
             "--port", "0", "--admin-port", "0", "--sessions", "memory",
             "--checkpoint-root", str(demo.run_dir.absolute()),
