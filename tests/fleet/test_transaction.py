@@ -124,6 +124,17 @@ async def test_weights_that_were_not_the_proved_ones_are_not_committed(
 
 
 @pytest.mark.failure_mode("F28")
+async def test_a_worker_that_was_started_anew_after_the_commit_does_not_go_on(
+    tmp_path: Path,
+) -> None:
+    async with simulated(tmp_path) as fleet:
+        fleet.workers[0].strike("resume", "restart before")
+        done = await fleet.update("a")
+        assert (done.workers["w0"].status, done.workers["w0"].phase) == ("quarantined", "resume")
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F28")
 async def test_when_most_have_other_weights_than_they_proved_all_go_back(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers[:2]:
