@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.gateway import session_reading, session_store
 from lockstep.gateway import sessions as module
 from lockstep.gateway.sessions import Session, Sessions
 from lockstep.render import Plan, Renderer
@@ -25,6 +26,7 @@ from lockstep.tokens.errors import (
     Unavailable,
 )
 from lockstep.wire.http import TooLarge
+from lockstep.wire.raw_ids import RawIds
 
 ASK = {"role": "user", "content": "1 + 2?"}
 MORE = {"role": "user", "content": "And?"}
@@ -375,3 +377,56 @@ async def test_a_damaged_session_is_not_served_as_if_it_were_whole(
             await sessions.samples("a")
         await talk(sessions, "b", renderer, 1)
     assert len(messages) == 6
+
+
+async def test_the_first_requests_share_one_fingerprint(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    make = session_reading._fingerprint
+    monkeypatch.setattr(
+        session_reading, "_fingerprint", lambda tokenizer: made.append(1) or make(tokenizer)
+    )
+    async with Sessions() as sessions:
+        first = asyncio.create_task(sessions.open("s0", renderer))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(*(sessions.open(f"s{at}", renderer) for at in range(1, 20)))
+        await sessions.open("later", renderer)
+    assert len(made) == 1
+
+
+async def test_turns_of_one_moment_share_a_transaction(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    transact = session_store._transact
+
+    def counted(db: sqlite3.Connection, jobs: list[Any]) -> Any:
+        batches.append(len(jobs))
+        return transact(db, jobs)
+
+    monkeypatch.setattr(session_store, "_transact", counted)
+    async with Sessions() as sessions:
+        opened = [await sessions.open(f"s{at}", renderer) for at in range(8)]
+        plans = [await each.plan([ASK]) for each in opened]
+        said = {"role": "assistant", "content": "3"}
+        commits = (
+            each.commit(plan, [(completion(renderer, plan, "3"), said)])
+            for each, plan in zip(opened, plans, strict=True)
+        )
+        await asyncio.gather(*commits)
+        assert batches == [8]
+        assert [len(await sessions.samples(f"s{at}")) for at in range(8)] == [1] * 8
+
+
+async def test_the_ids_kept_as_json_count_as_memory(renderer: Renderer) -> None:
+    async with Sessions() as sessions:
+        session = await sessions.open("s", renderer)
+        messages: list[Any] = [ASK]
+        await say(session, renderer, messages, "3")
+        without = sessions.hot.nbytes
+        plan = await session.plan([*messages, MORE])
+        assert isinstance(plan.prompt_ids, RawIds)
+        sessions.hot.find("s")
+        assert sessions.hot.nbytes >= without + 2 * (plan.parent.end if plan.parent else 0)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from lockstep.render import Ledger, Node, Plan, Renderer
 from lockstep.render.messages import plain_messages, plain_tools
 from lockstep.tokens import Completion, RoutedExperts, VersionSpan
+from lockstep.wire.raw_ids import RawIds
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -74,6 +78,20 @@ def finish_turn(
     node = ledger.commit(plan, completion(plan.prompt_ids, ids, **more), message)
     messages.append(message)
     return plan, node, message
+
+
+def raw_twin(ledger: Ledger, plan: Plan, messages: list[Any], tools: Any) -> Plan:
+    """The same plan with ids that stay JSON, as a gateway takes it; checked against the list."""
+    raw = asyncio.run(ledger.plan_async(messages, tools, raw=True))
+    ids, start = raw.prompt_ids, plan.parent.end if plan.parent is not None else 0
+    assert raw == plan
+    if isinstance(ids, RawIds):
+        assert msgspec.json.decode(ids.json) == plan.prompt_ids
+    assert len(ids) == len(plan.prompt_ids)
+    assert list(ids) == plan.prompt_ids
+    for part in (slice(start, None), slice(-64, None), slice(None, 3), slice(start, -1)):
+        assert ids[part] == plan.prompt_ids[part]
+    return raw
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.render import Ledger, Renderer
 from lockstep.tokens.errors import PrefixBreak
-from tests.render.rollouts import TOOLS, completion
+from tests.render.rollouts import TOOLS, completion, raw_twin
 
 TEXT = st.one_of(
     st.sampled_from(["Hi.", "1 + 2?", "\n", " x ", "<think>", "</think>", "<|im_end|>", "é🙂"]),
@@ -77,6 +77,13 @@ def play(renderer: Renderer, breaks: Any, turns: list[dict[str, Any]]) -> None:
             assert breaks == "strict"
             assert sum(ledger.break_counts.values()) == before + 1
             break
+        # Turns are planned, parsed and stored on either form of the ids.
+        listed, plan = plan, raw_twin(ledger, plan, messages, tools)
+        for text in ("3<|im_end|>", "<think>\nHm.\n</think>\n\n3", "Hm.</think>3"):
+            said = renderer.encode(text)
+            assert renderer.parse(said, tools, prompt_ids=plan.prompt_ids) == renderer.parse(
+                said, tools, prompt_ids=listed.prompt_ids
+            )
         if plan.bridged:
             assert plan.parent is not None
             stored = plan.parent.ids().tolist()

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from lockstep.render import Ledger, Renderer
-from tests.render.rollouts import TOOLS, Format, answer, completion, opening, reply, sampled_as
+from tests.render.rollouts import (
+    TOOLS,
+    Format,
+    answer,
+    completion,
+    opening,
+    raw_twin,
+    reply,
+    sampled_as,
+)
 
 CONVERSATIONS = 1000
 FORMATS = {
@@ -52,6 +61,10 @@ def converse(renderer: Renderer, can: Format, rng: random.Random, seen: Counter[
         before = node.ids().tolist()
         full = renderer.render(messages, tools)
         plan = ledger.plan(messages, tools)
+        raw = raw_twin(ledger, plan, messages, tools)
+        assert renderer.parse(ids, tools, prompt_ids=raw.prompt_ids) == renderer.parse(
+            ids, tools, prompt_ids=plan.prompt_ids
+        )
         if full[: len(before)] == before:
             assert plan.prompt_ids == full
             assert plan.bridged

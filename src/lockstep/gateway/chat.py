@@ -26,6 +26,7 @@ from lockstep.wire.chat import ChatRequest
 from lockstep.wire.chat_decode import decode_chat
 from lockstep.wire.http import EventStream, json_response, read_json, unless_gone
 from lockstep.wire.nvext import instance_id
+from lockstep.wire.raw_ids import RawIds
 
 BREAKS: tuple[Breaks, ...] = get_args(Breaks)
 
@@ -105,7 +106,7 @@ class ChatFace:
 
     async def _whole(self, http: Request, turn: ChatTurn) -> Response:
         async def call(worker: Worker) -> tuple[str, list[Completion]]:
-            return worker.id, await worker.generate(turn.ask)
+            return worker.id, await worker.generate(turn.ask_of(worker))
 
         async def work() -> bytes:
             worker, done = await self._gateway.pool.run(turn.route, call)
@@ -138,7 +139,7 @@ class ChatFace:
 
 def _ask(asked: ChatRequest, prompt: Prompt, model: str, renderer: Renderer, chosen: str) -> Ask:
     return Ask(
-        prompt_ids=prompt.ids,
+        prompt_ids=_shown(prompt.ids) if asked.shows_prompt else prompt.ids,
         sampling=asked.sampling(renderer.stop_token_ids),
         model=model,
         request_id=chosen,
@@ -149,6 +150,10 @@ def _ask(asked: ChatRequest, prompt: Prompt, model: str, renderer: Renderer, cho
         min_weight_version=asked.min_weight_version,
         headers={"X-Request-Id": chosen},
     )
+
+
+def _shown(ids: list[int]) -> list[int]:
+    return ids.decoded() if isinstance(ids, RawIds) else ids
 
 
 def _shape(

@@ -33,6 +33,8 @@ class Kept:
 
 def bare_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages without the ids that some of them carry: those are for nobody to read."""
+    if not _any_kept(messages):
+        return list(messages)
     kept = (PROMPT, SAMPLED, LOGPROBS)
     return [
         {key: value for key, value in message.items() if key not in kept}
@@ -42,12 +44,20 @@ def bare_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def _any_kept(messages: Sequence[dict[str, Any]]) -> bool:
+    return any(
+        SAMPLED in message or PROMPT in message or LOGPROBS in message for message in messages
+    )
+
+
 def kept_by_messages(messages: Sequence[dict[str, Any]]) -> Kept | None:
     """The ids on the last assistant message, each turn's checked against those before it.
 
     Raises BadRequest when only a part is there, when lengths differ, or when a turn's prompt does
     not start with the ids of the turn before.
     """
+    if not _any_kept(messages):
+        return None
     last: Kept | None = None
     for at, message in enumerate(messages):
         if message.get("role") != "assistant":

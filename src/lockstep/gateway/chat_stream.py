@@ -66,7 +66,7 @@ class ChatStream:
 
     def _open(self, worker: Worker) -> AsyncIterator[Delta | Completion]:
         self._worker = worker.id
-        return worker.stream(self._turn.ask)
+        return worker.stream(self._turn.ask_of(worker))
 
     async def start(self) -> None:
         """Returns when there is something to send; raises what kept the worker from it."""

@@ -97,7 +97,7 @@ class HotSessions:
         self._begun.discard(hot)
         if hot.name in self._recent:
             self.nbytes -= hot.counted
-        hot.counted = hot.nbytes
+        hot.counted = hot.nbytes + hot.ledger.written.nbytes
         self.nbytes += hot.counted
         self._recent[hot.name] = hot
         self._recent.move_to_end(hot.name)

@@ -55,15 +55,15 @@ class Session:
         return self._hot.name
 
     async def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> Plan:
-        """The prompt for these messages; see Ledger.plan for what else it raises.
+        """The prompt for these messages, its ids perhaps as RawIds; see Ledger.plan.
 
-        Raises TooLarge when the session is at its limit of turns or bytes. Limits count here and
-        not in `commit`: what was sampled is kept.
+        Raises what that raises, and TooLarge when the session is at its limit of turns or bytes.
+        Limits count here and not in `commit`: what was sampled is kept.
         """
         self._owner.check_room(self._hot)
         try:
             return await self._hot.ledger.plan_async(
-                messages, tools, renderer=self._renderer, breaks=self._breaks
+                messages, tools, renderer=self._renderer, breaks=self._breaks, raw=True
             )
         finally:
             self._owner.count_breaks(self._hot)

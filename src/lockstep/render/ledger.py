@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lockstep.render import store
 from lockstep.render.branches import branch_sample, own_experts
@@ -29,6 +29,7 @@ from lockstep.render.plan import (
 )
 from lockstep.render.renderer import Renderer
 from lockstep.render.tree import IDS, LOGPROBS, Node, cost, leaves
+from lockstep.render.written import Written
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, Conflict, Misaligned, PrefixBreak
 
@@ -55,6 +56,7 @@ class Ledger:
         self.roots: list[Node] = []
         self.nbytes = 0
         self.on_break: Callable[[tuple[bytes, Cause]], object] | None = None
+        self.written = Written()
         self._recorded: set[bytes] = set()
 
     def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> Plan:
@@ -64,7 +66,7 @@ class Ledger:
         breaks="strict", PrefixBreak with its cause.
         """
         request = read_request(self.roots, messages, tools)
-        return self._settle(request, find_prompt(request, self.roots, self.renderer))
+        return self._settle(request, find_prompt(request, self.roots, self.renderer), self.breaks)
 
     async def plan_async(
         self,
@@ -73,10 +75,12 @@ class Ledger:
         *,
         renderer: Renderer | None = None,
         breaks: Breaks | None = None,
+        raw: bool = False,
     ) -> Plan:
         """`plan`, with tokenizing that takes long off the event loop; it raises the same.
 
-        `renderer` and `breaks` take the place of the ledger's own for this one request.
+        `renderer` and `breaks` take the place of the ledger's own for this one request. With
+        `raw` the ids may come as RawIds, for who only hands them on.
         """
         renderer = renderer or self.renderer
         request = read_request(self.roots, messages, tools)
@@ -84,7 +88,7 @@ class Ledger:
         if prompt is None:
             # A copy: turns may be committed while the threads work, and count from the next plan.
             prompt = await renderer.offload(find_prompt, request, self.roots[:], renderer)
-        return self._settle(request, prompt, breaks)
+        return self._settle(request, prompt, breaks or self.breaks, raw=raw)
 
     def continue_(self, node: Node) -> Plan:
         """The prompt that goes on, token for token, where an aborted turn stopped.
@@ -244,20 +248,22 @@ class Ledger:
         self.nodes.append(node)
         self.siblings(node.parent).append(node)
 
-    def _settle(self, request: Request, prompt: Prompt, breaks: Breaks | None = None) -> Plan:
+    def _settle(
+        self, request: Request, prompt: Prompt, breaks: Breaks, *, raw: bool = False
+    ) -> Plan:
         """The plan of a prompt; a break is recorded here, on the caller's thread."""
         node, cause = prompt.anchor.node, prompt.cause
         before = node.breaks if node is not None else ()
         if cause is None:
             return Plan(
-                prompt_ids=prompt.ids,
+                prompt_ids=self._whole(prompt, raw),
                 parent=node,
                 given=request.read[prompt.anchor.length :],
                 tools=request.tools_key,
                 breaks=before,
             )
         self._record(cause, request, node)
-        if (breaks or self.breaks) == "strict":
+        if breaks == "strict":
             raise PrefixBreak(
                 f"{EXPLAINED[cause]} ({prompt.anchor.length} of {len(request.read)} messages are "
                 "a stored history); send it unchanged, or allow new branches with breaks='fork'",
@@ -272,6 +278,14 @@ class Ledger:
             cause=cause,
             breaks=(*before, cause),
         )
+
+    def _whole(self, prompt: Prompt, raw: bool) -> list[int]:
+        node = prompt.anchor.node
+        if node is None or not prompt.extends:
+            return prompt.ids
+        if raw and prompt.ids:
+            return cast(list[int], self.written.prompt(node, prompt.ids))
+        return [*node.ids(), *prompt.ids]
 
     def _record(self, cause: Cause, request: Request, node: Node | None) -> None:
         """Counts and logs a break once, however often the same request is tried."""

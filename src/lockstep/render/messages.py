@@ -119,9 +119,8 @@ def same(stored: Message, given: Message) -> bool:
 
 def starts_with(messages: Sequence[Message], stored: Sequence[Message], at: int = 0) -> bool:
     """Whether the messages from `at` on begin with the stored ones."""
-    return len(messages) >= at + len(stored) and all(
-        same(mine, messages[at + k]) for k, mine in enumerate(stored)
-    )
+    part = messages[at : at + len(stored)]
+    return part == stored or (len(part) == len(stored) and all(map(same, stored, part)))
 
 
 def has_assistant(messages: Sequence[Message]) -> bool:

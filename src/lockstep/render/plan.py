@@ -71,11 +71,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The ids of a request, the turn they extend (or broke from), and the cause of a break."""
+    """The ids of a request, the turn they extend (or broke from), and the cause of a break.
+
+    With `extends`, they are only those that follow the ids of that turn.
+    """
 
     ids: list[int]
     anchor: Match
     cause: Cause | None = None
+    extends: bool = False
 
 
 def read_request(
@@ -100,7 +104,7 @@ def find_prompt(request: Request, roots: Sequence[Node], renderer: Renderer) -> 
     if cause is None and anchor.node is not None:
         ids, cause = _extended(request, anchor.node, renderer)
         if ids is not None:
-            return Prompt(ids, anchor)
+            return Prompt(ids, anchor, extends=True)
     return Prompt(renderer.render_plain(request.messages, request.tools), anchor, cause)
 
 
@@ -116,7 +120,7 @@ def light_prompt(request: Request, renderer: Renderer) -> Prompt | None:
     if sum(map(text_size, new)) > LIGHT:
         return None
     ids, _ = _extended(request, match.node, renderer)
-    return None if ids is None else Prompt(ids, match)
+    return None if ids is None else Prompt(ids, match, extends=True)
 
 
 def _claims(request: Request, roots: Sequence[Node]) -> tuple[Cause | None, Match]:
@@ -148,20 +152,20 @@ def _imported(read: Sequence[Message], roots: Sequence[Node]) -> bool:
 def _extended(
     request: Request, node: Node, renderer: Renderer
 ) -> tuple[list[int] | None, Cause | None]:
-    """The stored ids and what follows them, or the cause that there is no such thing."""
-    ids = node.ids()
+    """What follows the stored ids, or the cause that there is no such thing."""
     dropped = False
     if renderer.thinking == "template":
+        ids = node.ids().tolist()
         whole = renderer.render_plain(_restored(request, node), request.tools)
-        if whole[: len(ids)] == ids.tolist():
-            return whole, None
+        if whole[: len(ids)] == ids:
+            return whole[len(ids) :], None
         dropped = any(turn.thought for turn in node.path())
     opened = node
     while opened.continues and opened.parent is not None:
         opened = opened.parent
     extension = renderer.extend(
         opened.prompt.tolist(),
-        ids[opened.asked :].tolist(),
+        (node.sampled if opened is node else node.ids()[opened.asked :]).tolist(),
         request.messages[request.match.length :],
         request.tools,
         after_tool=node.after_tool,
@@ -169,8 +173,7 @@ def _extended(
         family_only=dropped,
     )
     if extension is not None:
-        ids.extend(extension)
-        return ids.tolist(), None
+        return extension, None
     if dropped:
         return None, "thinking_dropped"
     return None, "truncated" if node.finish in ("length", "abort") else "no_bridge"

@@ -24,6 +24,7 @@ from lockstep.render.messages import Plain, plain_messages, plain_tools
 from lockstep.render.pieces import Pieces
 from lockstep.render.slim import Slim
 from lockstep.render.template import Template
+from lockstep.render.written import PlannedIds
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
 Thinking = Literal["keep", "template"]
@@ -161,9 +162,11 @@ class Renderer:
     ) -> Answer:
         """What the sampled ids say. The prompt tells whether it opened the thinking already."""
         read = plain_tools(tools)
+        # Only its last opening of a turn tells, and that is in what follows the turn before.
+        tail = prompt_ids.added if isinstance(prompt_ids, PlannedIds) else list(prompt_ids)
         try:
             parsed = self._renderer.parse_response(
-                list(token_ids), tools=read, prompt_ids=list(prompt_ids) or None
+                list(token_ids), tools=read, prompt_ids=tail or None
             )
         except (ValueError, RecursionError):
             # JSON that no reader takes, such as a number of 5,000 digits or 1,000 open brackets.

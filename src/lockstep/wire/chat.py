@@ -14,6 +14,8 @@ from lockstep.wire.nvext import NvExt
 from lockstep.wire.strict import read_biases
 
 NOTHING = NvExt()
+SHOWS_PROMPT = frozenset({"prompt_token_ids", "prompt_logprobs", "engine_data"})
+"""What can be wanted under nvext that holds the prompt."""
 
 
 class ChatStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -161,6 +163,15 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """The first row of routed experts to return, or None when they were not asked for."""
         wanted = self.return_routed_experts or "routed_experts" in self.extension.wanted
         return (self.routed_experts_prompt_start or 0) if wanted else None
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether the answer says something of each id of the prompt."""
+        if self.return_token_ids or self.return_token_id_information:
+            return True
+        return self.prompt_logprobs is not None or not SHOWS_PROMPT.isdisjoint(
+            self.extension.wanted
+        )
 
     def given_prompt(self) -> tuple[str, list[int]] | None:
         """The field that brings the whole prompt as ids, and the ids; None for messages."""

@@ -25,6 +25,9 @@ from lockstep.wire.generate_answer import (
 )
 from lockstep.wire.nvext import EngineData, Extension, Timing, worker_id
 
+MOST_NAMES = 1 << 16
+"""Tokens whose spelling is kept, per way to spell them."""
+
 
 class Spelt(Protocol):
     """A token's bytes, and a string for them."""
@@ -45,16 +48,20 @@ class Spelling(Protocol):
 class Alternative(msgspec.Struct, gc=False):
     token: str
     token_id: int
+    bytes: msgspec.Raw
     logprob: float
-    bytes: list[int]
 
 
 class Entry(msgspec.Struct, gc=False):
     token: str
     token_id: int
+    bytes: msgspec.Raw
     logprob: float
-    bytes: list[int]
     top_logprobs: list[Alternative]
+
+
+NONE: list[Alternative] = []
+"""Shared: it is only ever written out."""
 
 
 class Logprobs(msgspec.Struct):
@@ -139,14 +146,17 @@ def entries(
     logprobs: Sequence[float],
     tops: Sequence[tuple[Ranked, ...]] | None = None,
 ) -> Logprobs:
+    named = _names(shape.spelling, shape.tokens_as_ids)
+    if not shape.top or tops is None:
+        content = [
+            Entry(*named[token], logprob, NONE)
+            for token, logprob in zip(token_ids, logprobs, strict=True)
+        ]
+        return Logprobs(content)
     content = []
-    for at, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-        name, data = _named(shape.spelling, shape.tokens_as_ids, token)
-        top = []
-        for other in tops[at][: shape.top] if tops is not None else ():
-            spelt, written = _named(shape.spelling, shape.tokens_as_ids, other.token_id)
-            top.append(Alternative(spelt, other.token_id, other.logprob, written))
-        content.append(Entry(name, token, logprob, data, top))
+    for token, logprob, others in zip(token_ids, logprobs, tops, strict=True):
+        top = [Alternative(*named[one.token_id], one.logprob) for one in others[: shape.top]]
+        content.append(Entry(*named[token], logprob, top))
     return Logprobs(content)
 
 
@@ -277,8 +287,21 @@ def _with_ids(message: Message, shape: Shape, done: Completion) -> Message:
     return message
 
 
-@lru_cache(maxsize=1 << 16)
-def _named(spelling: Spelling, as_id: bool, token: int) -> tuple[str, list[int]]:
-    """A token's string and bytes. The list is shared: it is only ever written out."""
-    piece = spelling.piece(token)
-    return f"token_id:{token}" if as_id else piece.text, list(piece.data)
+class _Names(dict[int, tuple[str, int, msgspec.Raw]]):
+    """A token's string, its id and its bytes, by id; each is made once."""
+
+    def __init__(self, spelling: Spelling, as_id: bool) -> None:
+        self._spelling, self._as_id = spelling, as_id
+
+    def __missing__(self, token: int) -> tuple[str, int, msgspec.Raw]:
+        if len(self) >= MOST_NAMES:
+            self.clear()
+        piece = self._spelling.piece(token)
+        text = f"token_id:{token}" if self._as_id else piece.text
+        made = self[token] = text, token, msgspec.Raw(msgspec.json.encode(list(piece.data)))
+        return made
+
+
+@lru_cache(maxsize=32)
+def _names(spelling: Spelling, as_id: bool) -> _Names:
+    return _Names(spelling, as_id)

@@ -70,6 +70,7 @@ MESSAGE_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "reasoning_content": ((str,), "text"),
 }
 """What the keys of a message hold; templates may know more keys than these."""
+BARE = {"role", "content"}
 NEUTRAL_STREAM: dict[str, tuple[object, ...]] = {
     "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
@@ -164,6 +165,8 @@ def _check_lengths_and_logprobs(asked: ChatRequest) -> None:
 
 def _check_messages(asked: ChatRequest) -> None:
     for at, message in enumerate(asked.messages):
+        if message.keys() == BARE and type(message["role"]) is type(message["content"]) is str:
+            continue  # most messages of a long history, all of which comes with every turn
         for key, (kinds, expected) in MESSAGE_KINDS.items():
             value = message.get(key)
             if value is not None and not isinstance(value, kinds):
