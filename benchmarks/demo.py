@@ -4,10 +4,10 @@
 
 `lockstep demo` as it is, with fewer steps: a gateway, two worker processes and a trainer, one
 worker killed midway. Every time an engine computes (a step, a probe, loading weights) and every
-time the trainer does (forward, backward and optimizer; saving the weights and their probe) is
-written down by one clock. What a step takes beyond the union of all these is outside: HTTP,
-rendering, the gateway, control of updates, files of the run, waiting. The figures are medians of
-the steps.
+time the trainer does (forward, backward and optimizer; saving its state, the weights and their
+probe) is written down by one clock. What a step takes beyond the union of all these is outside:
+HTTP, rendering, the gateway, making batches, checking checkpoints, control of updates, transcripts
+and events of the run, waiting. The figures are medians of the steps.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def clocked() -> Iterator[tuple[list[Span], list[Span]]]:
     """When the trainer of this process computed, and when each step began and ended."""
     busy: list[Span] = []
     steps: list[Span] = []
-    methods = ((Learner, "step"), (Learner, "save"), (Trainer, "_report"))
+    methods = ((Learner, "step"), (Trainer, "_save"), (Trainer, "_report"))
     originals = [getattr(owner, name) for owner, name in methods]
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -80,7 +80,10 @@ class Outcome:
 def trials() -> Iterator[Trial]:
     for phase, kind in product(PHASES, get_args(Kind)):
         for probe, paused, mute, ahead in product((True, False), repeat=4):
-            if (ahead or phase != "ahead") and not (mute and ahead):
+            # Where a dialect has no order of pauses and resumes, as vLLM's, nobody can tell one
+            # that arrives late from a new one.
+            unordered = mute and kind == "late" and phase in ("quiesce", "resume")
+            if (ahead or phase != "ahead") and not (mute and ahead) and not unordered:
                 yield Trial(phase, kind, probe, paused, mute, ahead)
 
 

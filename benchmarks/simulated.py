@@ -76,6 +76,7 @@ class Fault:
 
 
 _names = count()
+_numbers = count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +114,7 @@ class SimulatedWorker:
         self.proved: Staged | None = None
         self.serves: Staged | None = None
         self.half = False
+        self.ordered = 0
         self.previous: tuple[str, str] | None = None
         self.paused = False
         self.adapters: dict[str, str] = {}
@@ -144,10 +146,10 @@ class SimulatedWorker:
             raise EngineFailure(f"other weights than the proved ones are served as {version!r}")
         self.serves = proved
 
-    def resume_proved(self, proof: str) -> None:
+    def resume_proved(self, proof: str, number: int | None) -> None:
         if self.serves is None or self.serves.name != proof:
             raise Conflict(f"{self.serves} is served, not {proof}")
-        self.pause(False)
+        self.pause(False, number)
 
     def rollback(self) -> str:
         if self.staged is not None:
@@ -187,7 +189,10 @@ class SimulatedWorker:
         if self.adapters.pop(name, None) is None:
             raise UnknownModel(f"adapter {name!r} is not loaded")
 
-    def pause(self, paused: bool) -> None:
+    def pause(self, paused: bool, number: int | None) -> None:
+        if number is not None and number < self.ordered:
+            raise Conflict(f"number {number} came after {self.ordered}: it is too late")
+        self.ordered = number or self.ordered
         self.paused = paused
 
 
@@ -212,10 +217,12 @@ class SimulatedAdmin:
         return await self._call("view", look)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
-        await self._call("pause", lambda: self.worker.pause(True))
+        number = self._number()
+        await self._call("pause", lambda: self.worker.pause(True, number))
 
     async def resume(self) -> None:
-        await self._call("resume", lambda: self.worker.pause(False))
+        number = self._number()
+        await self._call("resume", lambda: self.worker.pause(False, number))
 
     async def flush(self) -> None:
         await self._call("flush", lambda: None)
@@ -248,6 +255,10 @@ class SimulatedAdmin:
     async def close(self) -> None:
         for task in self._late:
             task.cancel()
+
+    def _number(self) -> int | None:
+        """The place of a pause or resume among all: vLLM's, which are mute, know no such thing."""
+        return next(_numbers) if self.probes_while_paused else None
 
     async def _call(self, method: str, do: Callable[[], T]) -> T:
         worker = self.worker
@@ -331,7 +342,8 @@ class AheadAdmin(SimulatedAdmin):
         await self._call("commit", lambda: self.worker.commit_proved(version, proof))
 
     async def resume_proved(self, proof: str) -> None:
-        await self._call("resume", lambda: self.worker.resume_proved(proof))
+        number = self._number()
+        await self._call("resume", lambda: self.worker.resume_proved(proof, number))
 
 
 def _off(scores: list[list[float]]) -> list[list[float]]:

@@ -37,7 +37,7 @@ from benchmarks.update_workers import Worker, load, reload, transaction, workers
 
 SIZES = {
     Size("100 MB", vocab=16384, hidden=512, layers=4): 4,
-    Size("1 GB", vocab=98304, hidden=1024, layers=4): 3,
+    Size("1 GB", vocab=98304, hidden=1024, layers=4): 2,
 }
 """Sizes, and the rounds of each: in one, both ways take their turn."""
 WARM_UP = 1

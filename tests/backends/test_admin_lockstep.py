@@ -399,6 +399,23 @@ async def test_a_commit_that_did_not_arrive_is_sent_again(
     assert (await admin.view()).version == "B"
 
 
+@pytest.mark.failure_mode("F36")
+async def test_a_pause_or_resume_that_arrives_late_does_not_undo_a_later_one(
+    worker: WorkerProcess, admin: LockstepAdmin
+) -> None:
+    faults = {"resume_generation": ["late"], "pause_generation": ["late"]}
+    async with lossy(worker, **faults) as (proxy, driver):
+        await driver.pause("keep")  # the first of each is thought lost, and sent again
+        await driver.resume()
+        await driver.pause("keep")
+        proxy.gate.set()
+        answers = await asyncio.gather(*proxy.late)
+        assert [status for status, _ in answers] == [409, 409]
+        assert (await admin.view()).paused
+        await admin.resume()  # somebody else's order is their own
+        assert not (await admin.view()).paused
+
+
 @pytest.mark.failure_mode("F25")
 async def test_a_rollback_never_undoes_two_steps(
     worker: WorkerProcess, admin: LockstepAdmin, tmp_path: Path

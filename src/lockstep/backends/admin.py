@@ -161,3 +161,7 @@ class ProbesStaged(Protocol):
         Raises Conflict, with nothing swapped, when anything else is staged now.
         """
         ...
+
+    async def resume_proved(self, proof: str) -> None:
+        """`resume` if they are served still. Raises Conflict, and stays paused, if not."""
+        ...

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,8 @@ class LockstepAdmin:
     ) -> None:
         self._caller = Caller(system_url, token=token, host=host, backoff=backoff)
         self._budgets = budgets
+        self._name = secrets.token_hex(8)
+        self._numbers = count(1)
 
     @property
     def url(self) -> str:
@@ -88,11 +92,20 @@ class LockstepAdmin:
         if mode == "wait":
             # It ends when the last request does: breaking off and asking again gains nothing.
             budget = replace(budget, attempt=budget.total)
-        body = control.Pause(mode=mode, clear_cache=clear_cache)
+        body = control.Pause(mode=mode, clear_cache=clear_cache, order=self._order())
         await self._engine("pause_generation", body, budget, again=True)
 
     async def resume(self) -> None:
-        await self._engine("resume_generation", {}, self._budgets.quick, again=True)
+        await self._resume(None)
+
+    async def resume_proved(self, proof: str) -> None:
+        """Goes on if it serves what `commit_proved` committed. Raises Conflict, still paused, when
+        anything else took its place since, or the worker was started anew."""
+        await self._resume(proof)
+
+    async def _resume(self, proof: str | None) -> None:
+        body = control.Resume(proved=proof, order=self._order())
+        await self._engine("resume_generation", body, self._budgets.quick, again=True)
 
     async def flush(self) -> None:
         await self._engine("flush_cache", {}, self._budgets.quick, again=True)
@@ -209,6 +222,9 @@ class LockstepAdmin:
 
     async def close(self) -> None:
         await self._caller.close()
+
+    def _order(self) -> control.Order:
+        return control.Order(caller=self._name, number=next(self._numbers))
 
     async def _look(self) -> _State:
         answer = await self._engine("liveness_probe", {}, self._budgets.quick, again=True)

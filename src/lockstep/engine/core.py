@@ -256,14 +256,7 @@ class Core:
         weights: Weights | None = None,
     ) -> list[list[float]]:
         """`score` for several sequences, as many at once as slots are free."""
-        for token_ids in sequences:
-            check_ids(token_ids, self.config.vocab_size)
-            if len(token_ids) > self.max_len:
-                raise PromptTooLong(
-                    f"{len(token_ids)} tokens were given to score, but max_model_len is "
-                    f"{self.max_len}",
-                    param="token_ids",
-                )
+        self.check_scored(sequences)
         found = None if adapter is None else self.policy.adapter(adapter)
         free = range(len(self.scheduler.running), self.cache.slots + 1)
         with torch.inference_mode():
@@ -276,6 +269,17 @@ class Core:
                 free=free,
                 budget=self.options.max_batch_tokens,
             )
+
+    def check_scored(self, sequences: list[list[int]]) -> None:
+        """Raises the error that says why these can not be scored here."""
+        for token_ids in sequences:
+            check_ids(token_ids, self.config.vocab_size)
+            if len(token_ids) > self.max_len:
+                raise PromptTooLong(
+                    f"{len(token_ids)} tokens were given to score, but max_model_len is "
+                    f"{self.max_len}",
+                    param="token_ids",
+                )
 
     def _admit(self) -> None:
         begun_only = self.state == "draining"

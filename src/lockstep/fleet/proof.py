@@ -94,6 +94,14 @@ class Proof:
         else:
             await member.admin.commit(version)
 
+    async def resume(self, member: Member) -> None:
+        """Lets the member generate: for those it proved ahead, where it did."""
+        if member in self._ahead:
+            driver, proof = self._ahead[member]
+            await driver.resume_proved(proof)
+        else:
+            await member.admin.resume()
+
     async def after(
         self, members: list[Member], seconds: float, operation: Operation
     ) -> tuple[Reference | None, list[Member], Failures]:

@@ -12,7 +12,7 @@ back. Whatever happens, no worker that is given traffic holds anything but the a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -111,7 +111,7 @@ class Transaction:
             member.version = self._version
             result = self._operation.workers[member.id]
             result.status, result.phase, result.error = "ok", None, None
-        await self._resume(proved)
+        await self._resume(proved, self._proof.resume)
 
     async def _stage(self) -> list[Member]:
         """Loads beside the live weights, which go on serving; and asks what those answer."""
@@ -190,12 +190,14 @@ class Transaction:
 
         await each("resume", mute, resume, self._budget.resume, self._operation)
 
-    async def _resume(self, members: list[Member]) -> None:
+    async def _resume(
+        self, members: list[Member], go_on: Callable[[Member], Awaitable[None]]
+    ) -> None:
         """Resumes all; or, in a fleet that is paused, pauses those again that had to answer."""
 
         async def resume(member: Member) -> None:
             if self._paused_before is None:
-                await member.admin.resume()
+                await go_on(member)
             elif not member.admin.probes_while_paused:
                 await member.admin.pause(self._paused_before)
 
@@ -224,7 +226,11 @@ class Transaction:
         same, wrong = await self._proof.unchanged(done, self._budget.prove, self._operation)
         for member, error in (failed | wrong).items():
             self._drop(member, f"it could not be rolled back: {error.message}")
-        await self._resume(same)
+
+        async def go_on(member: Member) -> None:
+            await member.admin.resume()
+
+        await self._resume(same, go_on)
         self._rolled_back(same, why)
 
     async def _unstage(self, members: list[Member]) -> None:

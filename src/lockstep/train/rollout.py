@@ -60,11 +60,12 @@ class Players:
         self, tasks: Sequence[Task], size: int, seeds: tuple[Any, ...], version: str | None = None
     ) -> list[Group]:
         """Each task `size` times, in order. `version` demands the weights to play with."""
+        made = []
         async with asyncio.TaskGroup() as running:
-            made = [
-                running.create_task(self.group(task, size, (*seeds, at), version))
-                for at, task in enumerate(tasks)
-            ]
+            for at, task in enumerate(tasks):
+                made.append(running.create_task(self.group(task, size, (*seeds, at), version)))
+                # The first prompts are on their way while those of the next groups are rendered.
+                await asyncio.sleep(0)
         return [task.result() for task in made]
 
     async def group(

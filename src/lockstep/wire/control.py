@@ -75,9 +75,25 @@ class Nothing(_Body):
     pass
 
 
+class Order(_Body):
+    """Which of a caller's pauses and resumes this is. One that arrives after a later one was
+    thought lost, and is refused: it would undo what the caller decided since."""
+
+    caller: str
+    number: int
+
+
 class Pause(_Body):
     mode: Literal["keep", "wait", "abort"] = "keep"
     clear_cache: bool = False
+    order: Order | None = None
+
+
+class Resume(_Body):
+    """With `proved`, refuses to go on unless the very weights of that `proof` are served."""
+
+    proved: str | None = None
+    order: Order | None = None
 
 
 class Abort(_Body):

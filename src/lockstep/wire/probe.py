@@ -18,8 +18,8 @@ from lockstep.wire.manifest import PROBE
 FORMAT = "lockstep-probe-1"
 LENGTHS = (160, 66) + (9,) * 24
 """Of the built-in sequences: some hundred tokens in all, as some workers score them while paused.
-Long ones cross the blocks of 64 or 128 keys in which attention is summed. Short ones, with their many
-first positions, reach experts that tokens in a long context never do."""
+Long ones cross the blocks of 64 or 128 keys in which attention is summed. Short ones, with their
+many first positions, reach experts that tokens in a long context never do."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 SEED = 0
 Scores = Sequence[Sequence[float]]

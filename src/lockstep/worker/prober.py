@@ -19,8 +19,7 @@ from lockstep.engine.cache import SlotCache
 from lockstep.engine.lora import Adapter
 from lockstep.engine.scoring import score_sequences
 from lockstep.engine.weights import Weights
-from lockstep.tokens.errors import Conflict, EngineFailure, PromptTooLong
-from lockstep.tokens.ids import check_ids
+from lockstep.tokens.errors import Conflict, EngineFailure
 
 SLOTS = 8
 """Sequences that are scored at once."""
@@ -64,7 +63,7 @@ class Prober:
         engine, core = self._engine, self._engine.core
         weights = self._weights(staged)
         if engine.options.device == "cpu" and core.state == "running" and sequences:
-            self._check(sequences)
+            core.check_scored(sequences)
             found = None if adapter is None else core.policy.adapter(adapter)
             async with self._turn:
                 scores = await asyncio.to_thread(self._score, weights, sequences, found)
@@ -99,17 +98,6 @@ class Prober:
     def name(self, weights: Weights) -> str:
         """What these weights are called here; as `proof` once a probe of them was scored."""
         return f"{self._name}.{weights.epoch}"
-
-    def _check(self, sequences: list[list[int]]) -> None:
-        core = self._engine.core
-        for token_ids in sequences:
-            check_ids(token_ids, core.config.vocab_size)
-            if len(token_ids) > core.max_len:
-                raise PromptTooLong(
-                    f"{len(token_ids)} tokens were given to score, but max_model_len is "
-                    f"{core.max_len}",
-                    param="token_ids",
-                )
 
     def _weights(self, staged: bool) -> Weights:
         if not staged:

@@ -29,6 +29,7 @@ from lockstep.wire import control
 from lockstep.wire.http import EXCEPTION_HANDLERS, json_response, read_json, require_bearer
 from lockstep.wire.strict import decode
 from lockstep.worker.data import prefixed
+from lockstep.worker.order import Arrivals
 from lockstep.worker.prober import Prober
 
 BODY_LIMIT = 64 << 20
@@ -46,10 +47,11 @@ class SystemPlane:
         self._roots = tuple(root.resolve() for root in roots)
         self._groups: dict[str, Broadcast] = {}
         self._prober = Prober(engine)
+        self._arrivals = Arrivals()
         self._incarnation = secrets.token_hex(8)
         self.methods: dict[str, Method] = {
             "pause_generation": self._method(control.Pause, self.pause),
-            "resume_generation": self._method(control.Nothing, self.resume),
+            "resume_generation": self._method(control.Resume, self.resume),
             "flush_cache": self._method(control.Nothing, self.flush),
             "abort_request": self._method(control.Abort, self.abort),
             "update_weights_from_disk": self._method(control.FromDisk, self.update_from_disk),
@@ -88,12 +90,21 @@ class SystemPlane:
     # Generation
 
     async def pause(self, body: control.Pause) -> Answer:
+        self._arrivals.check(body.order)
         await self.engine.pause(body.mode)
         if body.clear_cache:
             await self.engine.flush_cache()
         return {"message": "Engine paused", "mode": body.mode, "clear_cache": body.clear_cache}
 
-    async def resume(self, _: control.Nothing) -> Answer:
+    async def resume(self, body: control.Resume) -> Answer:
+        self._arrivals.check(body.order)
+        serves = self._serves()
+        if body.proved not in (None, serves):
+            raise Conflict(
+                f"resume of {body.proved!r} as proved was asked, but {serves!r} is served: it "
+                "stays as it is",
+                param="proved",
+            )
         await self.engine.resume()
         return {"message": "Engine resumed"}
 
@@ -112,7 +123,7 @@ class SystemPlane:
             "adapter_labels": {name: one.label for name, one in self.engine.adapters.items()},
             "incarnation": self._incarnation,
             "weights_id": self._weights_id(),
-            "serves": self._prober.name(self.engine.core.policy.weights),
+            "serves": self._serves(),
         }
 
     # Weights
@@ -282,6 +293,10 @@ class SystemPlane:
         return {"lora_name": body.lora_name}
 
     # Helpers
+
+    def _serves(self) -> str:
+        """Names the live weights, as the probe did that they were proved with."""
+        return self._prober.name(self.engine.core.policy.weights)
 
     def _weights_id(self) -> str:
         """Changes with every change of the live weights, of what is staged, and with a restart."""
