@@ -152,25 +152,27 @@ def test_a_pause_hands_on_what_is_in_the_air(rig: Rig) -> None:
 
 
 def test_a_prefix_that_was_decoded_ahead_is_there_for_the_next_turn(tiny: Path, rig: Rig) -> None:
-    first = rig.generate(ids(1, 10), max_tokens=24)
+    first = rig.generate(ids(1, 30), max_tokens=4)
     turn = [*first.prompt_ids, *first.token_ids, *ids(2, 4)]
     again = rig.generate(turn, max_tokens=3)
     assert rig.core.prefixes.hits >= 32
     alike(again, step_by_step(tiny).generate(turn, max_tokens=3))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.failure_mode("F15")
 def test_a_row_that_breaks_fails_alone_and_leaves_nothing_behind(tiny: Path, rig: Rig) -> None:
-    bad = rig.submit(ids(1, 20), max_tokens=6)
-    good = rig.submit(ids(2, 20), max_tokens=6)
+    bad = rig.submit(ids(1, 20), max_tokens=4)
+    good = rig.submit(ids(2, 20), max_tokens=4)
     fly(rig)
     slot = rig.core.scheduler.running.index(bad.ticket.sequences[0])
     rig.core.cache.v[:, slot, :, 3] = float("nan")
     rig.run()
     assert isinstance(bad.error, BadLogprob)
-    alike(good.one, step_by_step(tiny).generate(ids(2, 20), max_tokens=6))
+    alike(good.one, step_by_step(tiny).generate(ids(2, 20), max_tokens=4))
     assert torch.isfinite(rig.core.cache.v).all()
-    alike(rig.generate(ids(1, 20)), step_by_step(tiny).generate(ids(1, 20)))
+    again = rig.generate(ids(1, 20), max_tokens=2)
+    alike(again, step_by_step(tiny).generate(ids(1, 20), max_tokens=2))
 
 
 def test_batch_sizes_are_few_and_large_enough() -> None:
