@@ -101,7 +101,7 @@ async def test_an_abort_by_id_keeps_the_partial_tokens(dense: Vllm, prefix: str)
         # may miss it.
         while not running.done():
             await transport.abort(f"{prefix}victim{prefix}")
-            await asyncio.wait((running,), timeout=0.2)
+            await asyncio.wait((running,), timeout=0.03)
         done = await running
     assert done.finish == "abort"
     assert 0 < len(done.token_ids) == len(done.logprobs) < 900

@@ -21,8 +21,12 @@ from typing import Any
 import msgspec
 
 from lockstep.backends.discovery import Dynamo, until_ready
-from lockstep.tokens.errors import BadRequest, EngineFailure
+from lockstep.backends.dynamo import DynamoTransport
+from lockstep.backends.http import Link
+from lockstep.tokens import Sampling
+from lockstep.tokens.errors import BadRequest, DeadlineExceeded, EngineFailure, UnknownModel
 from lockstep.wire import dynamo_env
+from lockstep.wire.ask import Ask
 from lockstep.wire.server import listen, url_of
 
 log = logging.getLogger(__name__)
@@ -131,6 +135,30 @@ class LocalDynamo:
             await until_ready(discovery, len(self.workers), seconds=READY_SECONDS, interval=0.2)
         finally:
             await discovery.close()
+        await self._until_answered()
+
+    async def _until_answered(self) -> None:
+        """Returns when a request is answered: a frontend lists a model before its chat route knows
+        it. Raises DeadlineExceeded."""
+        transport = DynamoTransport(Link(self.url, retries=0))
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                while True:
+                    try:
+                        [model, *_] = await transport.models()
+                        await transport.generate(
+                            Ask(prompt_ids=[1], model=model.id, sampling=Sampling(max_tokens=1))
+                        )
+                    except UnknownModel:
+                        await asyncio.sleep(0.05)
+                    else:
+                        return
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self.url} lists its model but does not answer for it after {READY_SECONDS:g} s"
+            ) from None
+        finally:
+            await transport.close()
 
     async def ended(self) -> None:
         """Returns never; raises EngineFailure when the frontend ends."""
