@@ -143,22 +143,24 @@ class LocalDynamo:
         transport = DynamoTransport(Link(self.url, retries=0))
         try:
             async with asyncio.timeout(READY_SECONDS):
-                while True:
-                    try:
-                        [model, *_] = await transport.models()
-                        await transport.generate(
-                            Ask(prompt_ids=[1], model=model.id, sampling=Sampling(max_tokens=1))
-                        )
-                    except UnknownModel:
-                        await asyncio.sleep(0.05)
-                    else:
-                        return
+                while not await self._answers(transport):
+                    await asyncio.sleep(0.05)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{self.url} lists its model but does not answer for it after {READY_SECONDS:g} s"
             ) from None
         finally:
             await transport.close()
+
+    async def _answers(self, transport: DynamoTransport) -> bool:
+        one = Sampling(max_tokens=1)
+        for model in (await transport.models())[:1]:
+            try:
+                await transport.generate(Ask(prompt_ids=[1], model=model.id, sampling=one))
+            except UnknownModel:
+                return False
+            return True
+        return False
 
     async def ended(self) -> None:
         """Returns never; raises EngineFailure when the frontend ends."""
