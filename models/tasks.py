@@ -8,33 +8,15 @@ text (driven by its own `right` or `wrong` lines) and measures a model (driven b
 from __future__ import annotations
 
 import json
-import operator
 import random
 import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from lockstep.train.envs import CALC_TOOL, evaluate
+
 Message = dict[str, Any]
 
-CALC_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "calc",
-        "description": "Evaluate an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
-    },
-}
-
-_OPERATORS: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-}
-_EXPRESSION = re.compile(r"(\d{1,6}) ([-+*]) (\d{1,6})")
 _TOOL_CALL = re.compile(r"<tool_call>\n(.*)\n</tool_call>", re.DOTALL)
 
 
@@ -141,14 +123,6 @@ class Guess:
             return {"role": "user", "content": "higher"}
         self.high = min(self.high, guess - 1)
         return {"role": "user", "content": "lower"}
-
-
-def evaluate(expression: str) -> str:
-    """Return the value of "a + b", "a - b" or "a * b" as text; raise ValueError otherwise."""
-    found = _EXPRESSION.fullmatch(expression)
-    if found is None:
-        raise ValueError(f"not an expression of two numbers: {expression!r}")
-    return str(_OPERATORS[found[2]](int(found[1]), int(found[3])))
 
 
 def run_calc(call: str) -> str:

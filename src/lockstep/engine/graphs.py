@@ -65,7 +65,6 @@ class Table:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.rows = rows
         self.words = torch.zeros((8, rows), dtype=torch.int32, device=device)
         self.positions, self.slots, self.processed = self.words[:3]
         self.temperatures, self.uniforms = self.words[3:5].view(torch.float32)

@@ -153,14 +153,16 @@ class LocalDynamo:
             await transport.close()
 
     async def _answers(self, transport: DynamoTransport) -> bool:
-        one = Sampling(max_tokens=1)
-        for model in (await transport.models())[:1]:
-            try:
-                await transport.generate(Ask(prompt_ids=[1], model=model.id, sampling=one))
-            except UnknownModel:
-                return False
-            return True
-        return False
+        """Whether the model it lists, if it does, can be asked for a token."""
+        models = await transport.models()
+        if not models:
+            return False
+        try:
+            sampling = Sampling(max_tokens=1)
+            await transport.generate(Ask(prompt_ids=[1], model=models[0].id, sampling=sampling))
+        except UnknownModel:
+            return False
+        return True
 
     async def ended(self) -> None:
         """Returns never; raises EngineFailure when the frontend ends."""
