@@ -1,0 +1,63 @@
+"""How a process computes: everything that decides the bits of its logprobs, in one value.
+
+An engine reports its plan on its model card and in its ready line. A trainer compares it with its
+own before the first step: two processes whose fingerprints differ cannot agree bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+ArithmeticName = Literal["exact", "portable", "close"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumericsPlan:
+    """What was found on this machine for one model.
+
+    `rows` is the multiple in which rows of matrix products come, 0 where it does not matter. `mkl`
+    is MKL's reproducibility mode (`MKL_CBWR`), `isa` the vector instructions that torch uses.
+    `fingerprint` is a digest of the bits of a fixed computation, so two machines are compared by
+    what they compute and not by what they are called. `reason` says why it is not exact.
+    """
+
+    arithmetic: ArithmeticName
+    device: str
+    dtype: str
+    rows: int
+    mkl: str
+    isa: str
+    torch: str
+    fingerprint: str
+    reason: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether equal weights give equal bits in every process with the same fingerprint."""
+        return self.arithmetic != "close"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> NumericsPlan:
+        """The plan in a model card; fields that a newer engine adds are ignored."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in body.items() if name in known})
+
+    def mismatch(self, other: NumericsPlan) -> str | None:
+        """Why `other` cannot agree with this one bit for bit; None where it can."""
+        for plan in (self, other):
+            if not plan.is_exact:
+                return plan.reason or "one side computes in close mode"
+        if self.fingerprint == other.fingerprint:
+            return None
+        names = [
+            f"{name} {getattr(self, name)!r} here, {getattr(other, name)!r} there"
+            for name in ("arithmetic", "device", "dtype", "mkl", "isa", "torch")
+            if getattr(self, name) != getattr(other, name)
+        ]
+        return "the two machines compute other bits: " + (
+            ", ".join(names) or f"fingerprint {self.fingerprint} here, {other.fingerprint} there"
+        )
