@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from time import monotonic
+from typing import Any
 
 import msgspec
 
 from lockstep.backends.transport import ModelCard
 from lockstep.tokens.errors import ContractError, LockstepError, PromptTooLong
+from lockstep.tokens.numerics import NumericsPlan
 from lockstep.wire.answer import decode_answer
 from lockstep.wire.ask import Ask
 
@@ -24,6 +26,7 @@ class _Card(msgspec.Struct):
     weight_version: str | None = None
     parent: str | None = None
     owned_by: str | None = None
+    numerics: dict[str, Any] | None = None
 
 
 class _List(msgspec.Struct):
@@ -46,9 +49,17 @@ def read_models(body: bytes | bytearray) -> list[ModelCard]:
             weight_version=card.weight_version,
             parent=card.parent,
             owned_by=card.owned_by,
+            numerics=_plan(card),
         )
         for card in cards
     ]
+
+
+def _plan(card: _Card) -> NumericsPlan | None:
+    try:
+        return None if card.numerics is None else NumericsPlan.from_json(card.numerics)
+    except TypeError as error:
+        raise ContractError(f"the card of {card.id!r} has a broken numerics: {error}") from None
 
 
 class Limits:

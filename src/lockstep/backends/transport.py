@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from lockstep.tokens import Completion
+from lockstep.tokens.numerics import NumericsPlan
 from lockstep.wire.answer import Delta
 from lockstep.wire.ask import Ask
 
@@ -17,13 +18,17 @@ TransportName = Literal["vllm", "dynamo", "dynamo-generate", "sglang"]
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """A served model, or an adapter whose `parent` is its base model."""
+    """A served model, or an adapter whose `parent` is its base model.
+
+    `numerics` is how its workers compute, where the server tells.
+    """
 
     id: str
     max_model_len: int | None = None
     weight_version: str | None = None
     parent: str | None = None
     owned_by: str | None = None
+    numerics: NumericsPlan | None = None
 
 
 class Transport(Protocol):

@@ -306,8 +306,10 @@ class _Attempt:
 def _both(one: ModelCard, other: ModelCard) -> ModelCard:
     lengths = [card.max_model_len for card in (one, other) if card.max_model_len is not None]
     same = one.weight_version == other.weight_version
+    plans = one.numerics, other.numerics
     return replace(
         one,
         max_model_len=min(lengths, default=None),
         weight_version=one.weight_version if same else None,
+        numerics=plans[0].joined(plans[1]) if plans[0] and plans[1] else None,
     )

@@ -49,6 +49,7 @@ class ModelCard(msgspec.Struct):
     parent: str | None
     max_model_len: int | None
     weight_version: str | None
+    numerics: dict[str, Any] | None
     permission: list[Any]
 
 

@@ -55,6 +55,7 @@ class StatusFace:
                 "parent": card.parent,
                 "max_model_len": card.max_model_len,
                 "weight_version": card.weight_version,
+                "numerics": None if card.numerics is None else card.numerics.to_json(),
                 "permission": [],
             }
             for card in await self._gateway.book.cards(fresh=True)

@@ -6,7 +6,7 @@ own before the first step: two processes whose fingerprints differ cannot agree 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 ArithmeticName = Literal["exact", "portable", "close"]
@@ -45,6 +45,11 @@ class NumericsPlan:
         """The plan in a model card; fields that a newer engine adds are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in body.items() if name in known})
+
+    def joined(self, other: NumericsPlan) -> NumericsPlan:
+        """What holds of both: this plan where they agree bit for bit, else close, with why."""
+        reason = self.mismatch(other)
+        return self if reason is None else replace(self, arithmetic="close", reason=reason)
 
     def mismatch(self, other: NumericsPlan) -> str | None:
         """Why `other` cannot agree with this one bit for bit; None where it can."""
