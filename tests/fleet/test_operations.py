@@ -11,9 +11,10 @@ import pytest
 from benchmarks.simulated import write_checkpoint
 
 from lockstep.backends.admin import Source
-from lockstep.fleet.desired import Operation, StateStore
+from lockstep.fleet.desired import StateStore
 from lockstep.fleet.operations import OperationFailed, Operations
 from lockstep.tokens.errors import BadRequest, Conflict, NotFound
+from lockstep.tokens.operation import Operation
 from tests.fleet.fakes import until
 from tests.fleet.simulated import simulated
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.fleet.desired import AdapterSpec, Operation, Reference
+from lockstep.fleet.desired import AdapterSpec, Reference
 from lockstep.fleet.member import Member, each
 from lockstep.fleet.proof import BUILTIN, CLOSE, ask, differs, majority, reference_of
 from lockstep.fleet.transaction import Budget, UpdateFailed, is_lost
 from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.operation import Operation
 from lockstep.wire.probe import Probe
 
 Quarantine = Callable[[Member, str], None]

@@ -8,15 +8,14 @@ from __future__ import annotations
 import sqlite3
 import threading
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from lockstep.backends.admin import PauseMode
+from lockstep.tokens.operation import Operation
 
 KEPT_OPERATIONS = 1000
 KEPT_VERSIONS = 1000
-OperationStatus = Literal["running", "done", "failed", "lost"]
 
 
 class Reference(msgspec.Struct, frozen=True):
@@ -76,36 +75,6 @@ class Desired(msgspec.Struct, frozen=True):
             agreed=agreed,
             digests=digests,
         )
-
-
-class WorkerResult(msgspec.Struct):
-    """How one worker fared: `ok`, or in which phase it failed and why; seconds per phase."""
-
-    status: Literal["ok", "failed", "quarantined", "rolled_back"] = "ok"
-    phase: str | None = None
-    error: str | None = None
-    seconds: dict[str, float] = {}
-
-
-class Operation(msgspec.Struct):
-    """One change of the fleet, from its beginning on. The same key gives the same operation.
-
-    One that is `lost` was under way when its gateway ended: nobody knows how far it came.
-    """
-
-    id: str
-    kind: str
-    request: dict[str, str | None]
-    key: str | None = None
-    status: OperationStatus = "running"
-    started: float = 0.0
-    ended: float | None = None
-    version: str | None = None
-    workers: dict[str, WorkerResult] = {}
-    pause_seconds: float | None = None
-    error: str | None = None
-    code: str | None = None
-    http_status: int = 200
 
 
 class StateStore:

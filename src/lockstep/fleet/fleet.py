@@ -16,7 +16,7 @@ from lockstep.backends.admin import Admin, Broadcaster, PauseMode, Source, Worke
 from lockstep.fleet.adapters import load_everywhere, prove_again, unload_everywhere
 from lockstep.fleet.bringup import bring_up
 from lockstep.fleet.checkpoint import resolve
-from lockstep.fleet.desired import Desired, Operation, Reference, StateStore
+from lockstep.fleet.desired import Desired, Reference, StateStore
 from lockstep.fleet.lease import Lease
 from lockstep.fleet.member import Member, each
 from lockstep.fleet.operations import Operations
@@ -25,6 +25,7 @@ from lockstep.fleet.proof import BUILTIN, CLOSE, scores_of
 from lockstep.fleet.transaction import Budget, Transaction
 from lockstep.fleet.weights import Weights
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
+from lockstep.tokens.operation import Operation
 
 log = logging.getLogger(__name__)
 LEASE_SECONDS = 600.0

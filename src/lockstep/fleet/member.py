@@ -10,8 +10,8 @@ from time import perf_counter, time
 from typing import Literal
 
 from lockstep.backends.admin import Admin
-from lockstep.fleet.desired import Operation, WorkerResult
 from lockstep.tokens.errors import DeadlineExceeded, EngineFailure, LockstepError
+from lockstep.tokens.operation import Operation, WorkerResult
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,9 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from time import time
 
-from lockstep.fleet.desired import Operation, StateStore
+from lockstep.fleet.desired import StateStore
 from lockstep.tokens.errors import Busy, Conflict, LockstepError
+from lockstep.tokens.operation import Operation
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("lockstep.audit")

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from lockstep.backends.admin import ProbesStaged
-from lockstep.fleet.desired import Operation, Reference
+from lockstep.fleet.desired import Reference
 from lockstep.fleet.member import Failures, Member, each
 from lockstep.tokens.errors import ContractError
+from lockstep.tokens.operation import Operation
 from lockstep.wire.probe import Probe, builtin, compare
 
 Scores = tuple[tuple[float, ...], ...]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from lockstep.backends.admin import PauseMode, Source
-from lockstep.fleet.desired import Operation, Reference
+from lockstep.fleet.desired import Reference
 from lockstep.fleet.member import Failures, Member, each
 from lockstep.fleet.proof import Proof
 from lockstep.tokens.errors import (
@@ -27,6 +27,7 @@ from lockstep.tokens.errors import (
     LockstepError,
     Unavailable,
 )
+from lockstep.tokens.operation import Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

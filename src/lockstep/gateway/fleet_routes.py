@@ -13,12 +13,12 @@ from starlette.routing import Route
 
 from lockstep.backends.admin import Source, TensorSpec
 from lockstep.backends.admin_open import open_admin
-from lockstep.fleet.desired import Operation
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.operations import OperationFailed
 from lockstep.fleet.view import fleet_state, worker_views
 from lockstep.gateway.gateway import Gateway
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
+from lockstep.tokens.operation import Operation
 from lockstep.wire import fleet as wire
 from lockstep.wire.fault import fault
 from lockstep.wire.http import json_response, read_json
