@@ -29,9 +29,9 @@ from benchmarks.simulated import (
 )
 from benchmarks.simulated_pool import SimulatedPool, fleet_of
 from lockstep.fleet.fleet import Fleet
-from lockstep.fleet.operations import OperationFailed
 from lockstep.fleet.proof import BUILTIN
 from lockstep.fleet.transaction import Budget
+from lockstep.tokens.errors import LockstepError
 from lockstep.wire.manifest import PROBE
 from lockstep.wire.probe import Probe
 
@@ -139,7 +139,7 @@ async def attempt(trial: Trial, directory: Path, meaning: dict[str, str]) -> Out
         try:
             await fleet.update_weights(str(directory / ("probed" if trial.probe else NEW)),
                                        version=NEW)  # fmt: skip
-        except OperationFailed:
+        except LockstepError:
             updated = False
         wrong = wrong_with(fleet, pool, meaning, settled=False)
         serving = sum(one.state == "serving" for one in pool.workers)

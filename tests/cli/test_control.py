@@ -29,7 +29,8 @@ STATE = {
 }  # fmt: skip
 DONE = {
     "status": "ok", "version": "step_8",
-    "operation": {"kind": "update_weights", "pause_seconds": 0.012, "workers": {
+    "operation": {"id": "1", "kind": "update_weights", "request": {}, "version": "step_8",
+                  "status": "done", "pause_seconds": 0.012, "workers": {
         "w0": {"status": "ok"}, "w1": {"status": "quarantined", "error": "it hung"}}},
 }  # fmt: skip
 Run = Callable[..., int]

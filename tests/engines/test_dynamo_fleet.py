@@ -144,7 +144,7 @@ async def test_a_gateway_gives_sessions_and_updates_to_a_deployment(
                     assert got.status == 200, await got.text()
                     messages.append((await got.json())["choices"][0]["message"])
                 if len(messages) == 2:
-                    assert (await fleet.update_weights(str(new)))["version"] == "step-0"
+                    assert (await fleet.update_weights(str(new))).version == "step-0"
         [sample] = await fleet.samples("s1")
         assert (await fleet.state())["serving"] == 2
     assert [span.version for span in sample.versions] == ["default", "step-0"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.fleet.desired import StateStore
-from lockstep.fleet.operations import OperationFailed
+from lockstep.tokens.errors import LockstepError
 from tests.fleet.fakes import until
 from tests.fleet.fault_injector import Kind
 from tests.fleet.live_fleet import FIRST, SEQUENCES, Checkpoints, Workers, live, running
@@ -60,7 +60,7 @@ async def test_whatever_one_worker_does_in_whatever_phase_all_that_serve_hold_th
             struck.strike(method, kind, number=number, count=9)
             try:
                 await fleet.update(aim)
-            except OperationFailed as failed:
+            except LockstepError as failed:
                 assert "worker" in failed.message
                 assert await fleet.check() == before
             else:
@@ -152,8 +152,9 @@ async def test_a_probe_that_no_worker_reproduces_puts_all_back(
     wrong = shutil.copytree(made.paths["c"], tmp_path / "wrong")
     shutil.copy(made.paths["a"] / "probe.safetensors", wrong)
     async with live(workers, made) as fleet:
-        with pytest.raises(OperationFailed) as failed:
+        with pytest.raises(LockstepError) as failed:
             await fleet.fleet.update_weights(str(wrong), version="wrong")
+        assert failed.value.operation is not None
         results = failed.value.operation.workers
         assert {result.status for result in results.values()} == {"rolled_back"}
         assert len(fleet.serving()) == 3

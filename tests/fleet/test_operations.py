@@ -12,8 +12,8 @@ from benchmarks.simulated import write_checkpoint
 
 from lockstep.backends.admin import Source
 from lockstep.fleet.desired import StateStore
-from lockstep.fleet.operations import OperationFailed, Operations
-from lockstep.tokens.errors import BadRequest, Conflict, NotFound
+from lockstep.fleet.operations import Operations
+from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound
 from lockstep.tokens.operation import Operation
 from tests.fleet.fakes import until
 from tests.fleet.simulated import simulated
@@ -35,7 +35,7 @@ async def test_over_no_workers_every_operation_fails_with_503(tmp_path: Path) ->
             fleet.init_broadcaster("127.0.0.1", 1),
         ]
         for call in calls:
-            with pytest.raises(OperationFailed) as failed:
+            with pytest.raises(LockstepError) as failed:
                 await call
             assert (failed.value.status, failed.value.code) == (503, "unavailable")
         assert fleet.desired == StateStore().desired()
@@ -47,10 +47,10 @@ async def test_over_workers_of_which_none_serves_it_fails_as_well(tmp_path: Path
         await fleet.update("a")
         for worker in fleet.workers:
             worker.kill()
-        with pytest.raises(OperationFailed):
+        with pytest.raises(LockstepError):
             await fleet.fleet.pause()
         before = fleet.fleet.desired
-        with pytest.raises(OperationFailed, match="none of 2 workers is serving"):
+        with pytest.raises(LockstepError, match="none of 2 workers is serving"):
             await fleet.update("a")  # even though it is the version that was served
         assert fleet.fleet.desired == before
 
@@ -168,7 +168,7 @@ async def test_a_pause_that_no_worker_takes_leaves_nobody_paused(tmp_path: Path)
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers:
             worker.strike("pause", "hang after")
-        with pytest.raises(OperationFailed, match="pause failed on all 3 workers"):
+        with pytest.raises(LockstepError, match="pause failed on all 3 workers"):
             await fleet.fleet.pause("keep")
         assert fleet.fleet.desired.paused is None
         await fleet.pool.look()
@@ -210,7 +210,7 @@ async def test_an_adapter_load_whose_answers_were_all_lost_is_served_by_nobody_w
         await fleet.fleet.load_adapter("x", first)
         for worker, kind in zip(fleet.workers, ("swallow", "drop", "swallow"), strict=True):
             worker.strike("load", kind)  # type: ignore[arg-type]
-        with pytest.raises(OperationFailed):
+        with pytest.raises(LockstepError):
             await fleet.fleet.load_adapter("x", second)
         fleet.check()
         await fleet.pool.look()

@@ -10,8 +10,8 @@ from benchmarks.fault_matrix import run
 from benchmarks.simulated import FIRST, Kind, SimulatedWorker, score, write_checkpoint
 
 from lockstep.fleet.desired import StateStore
-from lockstep.fleet.operations import OperationFailed
 from lockstep.fleet.proof import BUILTIN
+from lockstep.tokens.errors import LockstepError
 from lockstep.wire.manifest import PROBE
 from lockstep.wire.probe import Probe
 from tests.fleet.fakes import until
@@ -34,8 +34,9 @@ async def test_when_most_workers_fail_the_others_go_back_too(tmp_path: Path, met
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers[:2]:
             worker.strike(method, "drop")
-        with pytest.raises(OperationFailed) as failed:
+        with pytest.raises(LockstepError) as failed:
             await fleet.update("a")
+        assert failed.value.operation is not None
         assert {"w0", "w1", "w2"} == failed.value.operation.workers.keys()
         assert fleet.fleet.desired.version == FIRST
         fleet.check()
@@ -51,7 +52,7 @@ async def test_two_workers_that_differ_prove_nothing_without_a_probe(
 ) -> None:
     async with simulated(tmp_path, 2, ahead=ahead) as fleet:
         fleet.workers[0].strike(struck, "corrupt")
-        with pytest.raises(OperationFailed, match="most workers must agree"):
+        with pytest.raises(LockstepError, match="most workers must agree"):
             await fleet.update("a")
         fleet.check()
         assert fleet.fleet.desired.version == FIRST
@@ -65,8 +66,9 @@ async def test_what_is_disproved_while_it_is_staged_stops_nobody(tmp_path: Path)
         path = Path(fleet.checkpoint("a"))
         right = tuple(tuple(score(ids, fleet.meaning["a"])) for ids in BUILTIN)
         Probe(BUILTIN, right, 0.0).write(path / PROBE)
-        with pytest.raises(OperationFailed, match="its logprobs are off by") as failed:
+        with pytest.raises(LockstepError, match="its logprobs are off by") as failed:
             await fleet.fleet.update_weights(str(path), version="a")
+        assert failed.value.operation is not None
         results = failed.value.operation.workers.values()
         assert {(one.status, one.phase) for one in results} == {("rolled_back", "prove")}
         for worker in fleet.workers:
@@ -139,7 +141,7 @@ async def test_when_most_have_other_weights_than_they_proved_all_go_back(tmp_pat
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers[:2]:
             worker.strike("commit", "restage")
-        with pytest.raises(OperationFailed, match="is staged, and"):
+        with pytest.raises(LockstepError, match="is staged, and"):
             await fleet.update("a")
         assert fleet.fleet.desired.version == FIRST
         assert {worker.staged for worker in fleet.workers} == {None}
@@ -153,7 +155,7 @@ async def test_a_worker_that_keeps_its_old_weights_does_not_prove_the_new_label(
 ) -> None:
     async with simulated(tmp_path, 1) as fleet:
         fleet.checkpoint("a", seed=0)  # the very weights that are served
-        with pytest.raises(OperationFailed, match="differ from the one before"):
+        with pytest.raises(LockstepError, match="differ from the one before"):
             await fleet.update("a")
         assert fleet.fleet.desired.version == FIRST
 
@@ -177,7 +179,7 @@ async def test_a_label_means_one_set_of_weights_for_ever(tmp_path: Path) -> None
         fleet.check()
         write_checkpoint(tmp_path / "a", 77)  # written over by a trainer that started again
         for label in ("a", "b", FIRST):
-            with pytest.raises(OperationFailed, match="other weights need another label"):
+            with pytest.raises(LockstepError, match="other weights need another label"):
                 await fleet.fleet.update_weights(str(tmp_path / "a"), version=label)
         assert fleet.workers[0].calls["commit"] == 3
         fleet.check()
@@ -193,7 +195,7 @@ async def test_what_a_label_means_is_remembered_by_the_next_gateway(tmp_path: Pa
         fleet.checkpoint("a")
         fleet.check()
         write_checkpoint(tmp_path / "a", 77)
-        with pytest.raises(OperationFailed, match="other weights need another label"):
+        with pytest.raises(LockstepError, match="other weights need another label"):
             await fleet.fleet.update_weights(str(tmp_path / "a"), version="a")
 
 
@@ -228,7 +230,7 @@ async def test_a_worker_lost_to_traffic_in_mid_update_is_not_taken_back_half_way
             await asyncio.sleep(0)
         fleet.pool.leave_out("w0", "a request failed on it")
         looks = asyncio.create_task(fleet.pool.look())
-        with pytest.raises(OperationFailed):
+        with pytest.raises(LockstepError):
             await update
         await looks
         fleet.check()
@@ -261,7 +263,7 @@ async def test_a_failure_to_record_the_agreement_undoes_the_update(
 
         with monkeypatch.context() as patch:
             patch.setattr(fleet.fleet._store, "save", full)
-            with pytest.raises(OperationFailed, match="no space left"):
+            with pytest.raises(LockstepError, match="no space left"):
                 await fleet.update("a")
         assert fleet.fleet.desired.version == FIRST
         assert len(fleet.serving()) == 3
@@ -306,8 +308,9 @@ async def test_who_could_not_say_before_what_it_held_is_not_believed_to_hold_it_
         for worker in fleet.workers[1:]:
             worker.strike("commit", "corrupt")
         fleet.workers[2].strike("probe", "corrupt", 2)
-        with pytest.raises(OperationFailed) as failed:
+        with pytest.raises(LockstepError) as failed:
             await fleet.update("a")
+        assert failed.value.operation is not None
         statuses = {n: r.status for n, r in failed.value.operation.workers.items()}
         assert statuses == {"w0": "quarantined", "w1": "rolled_back", "w2": "rolled_back"}
         fleet.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,9 @@ from lockstep.tokens.errors import (
     Misaligned,
     NotFound,
     PrefixBreak,
+    TooLarge,
     Unavailable,
 )
-from lockstep.wire.http import TooLarge
 from lockstep.wire.raw_ids import RawIds
 
 ASK = {"role": "user", "content": "1 + 2?"}
@@ -219,7 +220,7 @@ async def test_bytes_have_limits_too(renderer: Renderer, limit: str, refusal: An
 
 async def test_a_session_that_nobody_uses_expires_and_is_counted(renderer: Renderer) -> None:
     now = 1000.0
-    async with Sessions(ttl_seconds=60, clock=lambda: now) as sessions:
+    async with Sessions(ttl_seconds=60, expire_unread=True, clock=lambda: now) as sessions:
         await talk(sessions, "old", renderer, 2)
         await talk(sessions, "held", renderer, 1)
         now += 50
@@ -235,6 +236,46 @@ async def test_a_session_that_nobody_uses_expires_and_is_counted(renderer: Rende
         del held, kept
         assert await sessions.sweep() == 2
         assert sessions.nbytes == sessions.hot.nbytes == 0
+
+
+@pytest.mark.failure_mode("F65")
+async def test_a_session_whose_samples_nobody_read_does_not_expire(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    now, path = 1000.0, str(tmp_path / "sessions.db")
+    async with Sessions(path, ttl_seconds=60, clock=lambda: now) as sessions:
+        for name in ("unread", "read", "read and gone on"):
+            messages = await talk(sessions, name, renderer, 2)
+        await sessions.samples("read")
+        await sessions.samples("read and gone on")
+        await say(
+            await sessions.open("read and gone on", renderer), renderer, [*messages, MORE], "on"
+        )
+        unread = {each.id: each.unread_turns for each in await sessions.page()}
+        assert unread == {"unread": 2, "read": 0, "read and gone on": 1}
+    now += 61
+    async with Sessions(path, ttl_seconds=60, clock=lambda: now) as sessions:
+        assert await sessions.sweep() == 1
+        assert [each.id for each in await sessions.page()] == ["read and gone on", "unread"]
+        for name in ("read and gone on", "unread"):
+            await sessions.samples(name)
+        assert await sessions.sweep() == 2
+
+
+async def test_a_file_of_the_format_before_is_read_and_its_sessions_count_as_unread(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "sessions.db")
+    async with Sessions(path) as sessions:
+        await talk(sessions, "a", renderer, 2)
+        samples = await sessions.samples("a")
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE sessions DROP COLUMN read_turns")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    async with Sessions(path) as sessions:
+        assert (await sessions.info("a")).unread_turns == 2
+        assert await sessions.samples("a") == samples
 
 
 async def test_a_deleted_session_takes_no_more_turns_and_its_id_is_free(renderer: Renderer) -> None:
@@ -325,7 +366,7 @@ async def test_a_file_that_is_no_session_file_is_refused(
 async def test_a_second_gateway_on_the_same_file_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "sessions.db")
     async with Sessions(path):
-        with pytest.raises(BadRequest, match="another gateway"):
+        with pytest.raises(BadRequest, match=f"another gateway, process {os.getpid()}"):
             async with Sessions(path):
                 pass
 
@@ -353,7 +394,7 @@ async def test_turns_that_cannot_be_read_are_not_the_callers_fault(
 async def test_many_expire_at_once(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SWEPT_AT_ONCE", 3)
     now = 0.0
-    async with Sessions(ttl_seconds=1, clock=lambda: now) as sessions:
+    async with Sessions(ttl_seconds=1, expire_unread=True, clock=lambda: now) as sessions:
         for at in range(8):
             await talk(sessions, str(at), renderer, 1)
         now = 2.0

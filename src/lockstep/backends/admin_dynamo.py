@@ -21,7 +21,7 @@ from lockstep.tokens.errors import (
     UnsupportedField,
 )
 from lockstep.wire import control
-from lockstep.wire.fault_read import BY_REASON
+from lockstep.wire.fault_read import stated_error
 
 TRANSACTION = frozenset({"stage", "commit", "rollback", "probe", "liveness_probe"})
 """What a Lockstep engine behind Dynamo advertises beside Dynamo's own routes."""
@@ -261,13 +261,10 @@ class _ReasonedCaller(Caller):
 
     def said_yes(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
         fields = self.fields(body, what)
-        kind = BY_REASON.get(str(fields.get("reason")))
-        if kind is not None and fields.get("status") == "error":
-            param = fields.get("param")
-            raise kind(
-                f"{self.url} {what}: {fields.get('message')}",
-                param=param if isinstance(param, str) else None,
-            )
+        if fields.get("status") == "error":
+            error = stated_error(fields, f"{self.url} {what}: {fields.get('message')}")
+            if error is not None:
+                raise error
         return super().said_yes(body, what)
 
 

@@ -231,8 +231,7 @@ def named(error: LockstepError, worker: str, what: str) -> LockstepError:
     """The same error, saying which worker and which call."""
     if worker in error.message:
         return error
-    message = f"{worker} {what}: {error.message}"
-    return type(error)(message, param=error.param, retry_after=error.retry_after)
+    return error.with_message(f"{worker} {what}: {error.message}")
 
 
 def _message(fields: dict[str, Any], body: bytes | bytearray) -> str:

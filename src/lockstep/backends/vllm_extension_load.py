@@ -19,18 +19,12 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.platforms import current_platform
 
-from lockstep.tokens.errors import BadRequest, EngineFailure
+from lockstep.tokens.errors import BadRequest, EngineFailure, WeightsLost
 
 SKIP_REPAIRS = "LOCKSTEP_VLLM_SKIP_REPAIRS"
 """Names of repairs to leave out, with commas between: to see whether vLLM still needs them."""
 
 Tensors = Mapping[str, Any]
-
-
-class WeightsLost(EngineFailure):
-    """The new weights did not load and the old ones could not be put back: start it again."""
-
-    code = "weights_lost"
 
 
 def load(model: Any, model_config: Any, new: Tensors, old: Tensors) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.live import Live
@@ -20,6 +21,7 @@ from rich.table import Table
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.settings import Settings
 from lockstep.tokens import LockstepError
+from lockstep.tokens.operation import Operation
 
 Url = Annotated[str | None, typer.Option(help="The gateway's admin URL (else LOCKSTEP_ADMIN_URL).")]
 TokenFile = Annotated[
@@ -134,7 +136,15 @@ def drain(
     as_json: AsJson = False,
 ) -> None:
     """Take a worker out: nothing new for it, then forget it."""
-    _act(url, token_file, as_json, lambda fleet: fleet.drain(worker, drain_seconds=seconds))
+
+    async def act(fleet: RemoteFleet) -> None:
+        answer = await fleet.drain(worker, drain_seconds=seconds)
+        if as_json:
+            _say(answer)
+        else:
+            Console().print(f"worker {worker} is drained and forgotten", markup=False)
+
+    _run(url, token_file, act)
 
 
 def register(app: typer.Typer) -> None:
@@ -181,23 +191,23 @@ def _act(
     url: str | None,
     token_file: Path | None,
     as_json: bool,
-    call: Callable[[RemoteFleet], Awaitable[dict[str, Any]]],
+    call: Callable[[RemoteFleet], Awaitable[Operation]],
 ) -> None:
     async def act(fleet: RemoteFleet) -> None:
-        answer = await call(fleet)
+        operation = await call(fleet)
         if as_json:
-            _say(answer)
+            shown = msgspec.to_builtins(operation)
+            _say({"status": "ok", "version": operation.version, "operation": shown})
             return
-        operation = answer.get("operation") or {}
-        said = [f"{operation.get('kind', answer.get('status'))} done"]
-        if answer.get("version"):
-            said.append(f"version {answer['version']}")
-        if operation.get("pause_seconds") is not None:
-            said.append(f"paused for {operation['pause_seconds'] * 1e3:.0f} ms")
+        said = [f"{operation.kind} done"]
+        if operation.version:
+            said.append(f"version {operation.version}")
+        if operation.pause_seconds is not None:
+            said.append(f"paused for {operation.pause_seconds * 1e3:.0f} ms")
         Console().print(", ".join(said))
-        for name, result in (operation.get("workers") or {}).items():
-            if result.get("status", "ok") != "ok":
-                Console(stderr=True).print(f"[red]{name}[/]: {result['status']}: {result['error']}")
+        for name, result in operation.workers.items():
+            if result.status != "ok":
+                Console(stderr=True).print(f"[red]{name}[/]: {result.status}: {result.error}")
 
     _run(url, token_file, act)
 

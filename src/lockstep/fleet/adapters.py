@@ -9,8 +9,8 @@ from pathlib import Path
 from lockstep.fleet.desired import AdapterSpec, Reference
 from lockstep.fleet.member import Member, each
 from lockstep.fleet.proof import BUILTIN, CLOSE, ask, differs, majority, reference_of
-from lockstep.fleet.transaction import Budget, UpdateFailed, is_lost
-from lockstep.tokens.errors import LockstepError
+from lockstep.fleet.transaction import Budget, is_lost
+from lockstep.tokens.errors import LockstepError, UpdateFailed
 from lockstep.tokens.operation import Operation
 from lockstep.wire.probe import Probe
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from lockstep.backends.admin import Source, WorkerView
 from lockstep.fleet.desired import AdapterSpec, Desired, Reference
 from lockstep.fleet.member import Member
-from lockstep.fleet.proof import Disproved, differs, scores_of
-from lockstep.tokens.errors import Conflict
+from lockstep.fleet.proof import differs, scores_of
+from lockstep.tokens.errors import Conflict, Disproved
 
 Adopt = Callable[[Member, WorkerView], Awaitable[Desired]]
 

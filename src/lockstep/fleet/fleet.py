@@ -171,7 +171,7 @@ class Fleet:
         """The verified update of all workers, from a directory or another source.
 
         `version` defaults to the directory's name. A probe beside the checkpoint
-        (probe.safetensors) is what the workers must reproduce. Raises OperationFailed when nothing
+        (probe.safetensors) is what the workers must reproduce. Raises what stopped it when nothing
         changed; its operation says who and why. A version that is served already is not loaded
         again.
         """
@@ -304,7 +304,7 @@ class Fleet:
         return await self.operations.run("load_lora_adapter", request, work, key=key)
 
     async def unload_adapter(self, name: str, *, key: str | None = None) -> Operation:
-        """Stops serving an adapter everywhere. Raises OperationFailed when nobody has it."""
+        """Stops serving an adapter everywhere. Raises NotFound when nobody has it."""
 
         async def work(operation: Operation) -> None:
             if name not in self.desired.adapters:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from time import time
 
 from lockstep.fleet.desired import StateStore
-from lockstep.tokens.errors import Busy, Conflict, LockstepError
+from lockstep.tokens.errors import BY_CODE, Busy, Conflict, LockstepError
 from lockstep.tokens.operation import Operation
 
 log = logging.getLogger(__name__)
@@ -19,16 +19,16 @@ QUEUE = 64
 """Operations that may wait for their turn."""
 
 
-class OperationFailed(LockstepError):
-    """An operation that did not happen; `operation` says who failed and why."""
+def error_of(operation: Operation) -> LockstepError:
+    """The error that a failed operation ended with, carrying the operation.
 
-    code = "operation_failed"
-
-    def __init__(self, operation: Operation) -> None:
-        super().__init__(operation.error or f"{operation.kind} failed")
-        self.operation = operation
-        self.code = operation.code or "operation_failed"  # type: ignore[misc]
-        self.status = operation.http_status  # type: ignore[misc]
+    It is made from the record: the same for who waited and for who comes later with its key.
+    """
+    message = operation.error or f"{operation.kind} failed"
+    kind = BY_CODE.get(operation.code or "", LockstepError)
+    if kind.fields:  # the record keeps no more than every error has
+        kind = LockstepError
+    return kind(message, param=operation.param, operation=operation)
 
 
 class Operations:
@@ -50,8 +50,8 @@ class Operations:
     ) -> Operation:
         """Does the work, or gives the outcome of the one with the same key.
 
-        Raises OperationFailed when it did not happen, Conflict for a key that meant another
-        request, Busy when too many wait.
+        Raises the error that stopped it, with the operation as its `operation`; Conflict for a
+        key that meant another request, Busy when too many wait.
         """
         async with self._asking:  # or two of one key would both find that there is none
             operation = None if key is None else await self._known(kind, dict(request), key)
@@ -104,7 +104,7 @@ class Operations:
             operation, task = self._running[operation.id]
             await asyncio.shield(task)
         if operation.status == "failed":
-            raise OperationFailed(operation)
+            raise error_of(operation)
         return operation
 
     async def _do(self, operation: Operation, work: Work) -> None:
@@ -116,6 +116,7 @@ class Operations:
                 except LockstepError as error:
                     operation.status, operation.error = "failed", error.message
                     operation.code, operation.http_status = error.code, error.status
+                    operation.param = error.param
                 except Exception as error:
                     log.exception("%s failed", operation.kind)
                     operation.status, operation.error = "failed", f"internal error: {error!r}"

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from lockstep.backends.admin import ProbesStaged
 from lockstep.fleet.desired import Reference
 from lockstep.fleet.member import Failures, Member, each
-from lockstep.tokens.errors import ContractError
+from lockstep.tokens.errors import Disproved
 from lockstep.tokens.operation import Operation
 from lockstep.wire.probe import Probe, builtin, compare
 
@@ -21,12 +21,6 @@ CLOSE = 1e-4
 """How far workers may be apart on the built-in probe: kernels differ in the last bits."""
 BUILTIN = builtin(256, 160)
 """Sequences of ids that every vocabulary has."""
-
-
-class Disproved(ContractError):
-    """A worker answered other numbers than the weights it claims to hold would give."""
-
-    code = "disproved"
 
 
 def reference_of(probe: Probe | None) -> Reference | None:

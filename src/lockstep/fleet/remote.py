@@ -12,11 +12,13 @@ from lockstep.backends.admin import PauseMode
 from lockstep.backends.http import Link
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.operation import Operation
 
 
 class RemoteFleet:
-    """The control plane at `url`. Every method returns its answer; failures raise typed errors.
+    """The control plane at `url`. Changes return the operation that `Fleet` would have returned.
 
+    What fails raises the error that `Fleet` would have raised, with the record of its operation.
     `token` is the admin token, or `token_file` holds it. An update may take `timeout` seconds.
     """
 
@@ -55,17 +57,21 @@ class RemoteFleet:
         return self._read(await self._link.get("/v1/rl/state"))
 
     async def pause(
-        self, mode: PauseMode = "keep", *, lease_seconds: float | None = None
-    ) -> dict[str, Any]:
+        self,
+        mode: PauseMode = "keep",
+        *,
+        lease_seconds: float | None = None,
+        key: str | None = None,
+    ) -> Operation:
         """Returns when no worker generates any more; the pause ends by itself after the lease."""
-        return await self._post("pause", mode=mode, lease_seconds=lease_seconds)
+        return await self._change("pause", key, mode=mode, lease_seconds=lease_seconds)
 
-    async def resume(self) -> dict[str, Any]:
-        return await self._post("resume")
+    async def resume(self, *, key: str | None = None) -> Operation:
+        return await self._change("resume", key)
 
-    async def flush(self) -> dict[str, Any]:
+    async def flush(self, *, key: str | None = None) -> Operation:
         """Forgets cached prefixes on every worker."""
-        return await self._post("flush_cache")
+        return await self._change("flush_cache", key)
 
     async def update_weights(
         self,
@@ -74,22 +80,29 @@ class RemoteFleet:
         *,
         mode: PauseMode = "keep",
         key: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> Operation:
         """The verified update of all workers. The same `key` never updates twice."""
         where = str(Path.cwd() / weight_dir)
-        return await self._post("update_weights", key, weight_dir=where, version=version, mode=mode)
-
-    async def load_adapter(
-        self, name: str, path: str | Path, version: str | None = None
-    ) -> dict[str, Any]:
-        """Serves an adapter on all workers, swapping one of that name."""
-        where = str(Path.cwd() / path)
-        return await self._post(
-            "load_lora_adapter", lora_name=name, lora_path=where, version=version
+        return await self._change(
+            "update_weights", key, weight_dir=where, version=version, mode=mode
         )
 
-    async def unload_adapter(self, name: str) -> dict[str, Any]:
-        return await self._post("unload_lora_adapter", lora_name=name)
+    async def load_adapter(
+        self, name: str, path: str | Path, version: str | None = None, *, key: str | None = None
+    ) -> Operation:
+        """Serves an adapter on all workers, swapping one of that name."""
+        where = str(Path.cwd() / path)
+        return await self._change(
+            "load_lora_adapter", key, lora_name=name, lora_path=where, version=version
+        )
+
+    async def unload_adapter(self, name: str, *, key: str | None = None) -> Operation:
+        return await self._change("unload_lora_adapter", key, lora_name=name)
+
+    async def operation(self, operation_id: str) -> Operation:
+        """The record of an operation by its id. Raises NotFound."""
+        body = await self._link.get(f"/v1/rl/operations/{quote(operation_id)}")
+        return msgspec.json.decode(body, type=Operation)
 
     async def add_worker(self, url: str, **options: Any) -> dict[str, Any]:
         """Registers a worker: options are admin_url, admin_token, backend and id."""
@@ -109,6 +122,10 @@ class RemoteFleet:
 
     async def end_session(self, session: str) -> None:
         await self._link.delete(f"/v1/rl/sessions/{quote(session)}")
+
+    async def _change(self, route: str, key: str | None = None, **body: Any) -> Operation:
+        answer = await self._post(route, key, **body)
+        return msgspec.convert(answer["operation"], Operation)
 
     async def _post(self, route: str, key: str | None = None, **body: Any) -> dict[str, Any]:
         sent = {name: value for name, value in body.items() if value is not None}

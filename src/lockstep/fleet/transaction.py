@@ -26,6 +26,7 @@ from lockstep.tokens.errors import (
     DeadlineExceeded,
     LockstepError,
     Unavailable,
+    UpdateFailed,
 )
 from lockstep.tokens.operation import Operation
 
@@ -39,13 +40,6 @@ class Budget:
     commit: float = 120.0
     prove: float = 60.0
     resume: float = 30.0
-
-
-class UpdateFailed(LockstepError):
-    """The update did not happen: every worker that gets traffic holds what it held before."""
-
-    code = "update_failed"
-    status = 502
 
 
 class Transaction:
@@ -293,6 +287,5 @@ def is_lost(error: LockstepError) -> bool:
 
 def _first(failed: Failures, otherwise: str) -> LockstepError:
     for member, error in failed.items():
-        named = type(error)(f"worker {member.id}: {error.message}", param=error.param)
-        return named
+        return error.with_message(f"worker {member.id}: {error.message}")
     return Unavailable(otherwise)

@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.fleet.fleet import Fleet
-from lockstep.fleet.operations import OperationFailed
-from lockstep.gateway.fleet_routes import FleetRoutes, on_operation_failed
+from lockstep.gateway.fleet_routes import FleetRoutes
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.guard import Guard
 from lockstep.gateway.session_routes import SessionRoutes
@@ -32,7 +31,7 @@ class ControlPlane:
                 Middleware(Guard, hosts=hosts),
                 Middleware(_Admin, token=token),
             ],
-            exception_handlers={OperationFailed: on_operation_failed, **EXCEPTION_HANDLERS},
+            exception_handlers=EXCEPTION_HANDLERS,
         )
 
 

@@ -14,13 +14,11 @@ from starlette.routing import Route
 from lockstep.backends.admin import Source, TensorSpec
 from lockstep.backends.admin_open import open_admin
 from lockstep.fleet.fleet import Fleet
-from lockstep.fleet.operations import OperationFailed
 from lockstep.fleet.view import fleet_state, worker_views
 from lockstep.gateway.gateway import Gateway
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
 from lockstep.tokens.operation import Operation
 from lockstep.wire import fleet as wire
-from lockstep.wire.fault import fault
 from lockstep.wire.http import json_response, read_json
 from lockstep.wire.strict import decode
 
@@ -195,14 +193,6 @@ class FleetRoutes:
         raw = b"" if empty else await read_json(http, BODY_LIMIT)
         found: B = decode(decoder, raw or b"{}")
         return found
-
-
-async def on_operation_failed(_: Request, error: Exception) -> Response:
-    """The error of an operation, with the record that says who failed and why."""
-    if not isinstance(error, OperationFailed):
-        raise error
-    body = fault(error)
-    return json_response({**body, "operation": error.operation}, error.status)
 
 
 def _answer(operation: Operation, **more: object) -> Response:

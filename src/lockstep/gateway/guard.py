@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lockstep.tokens.errors import Forbidden, LockstepError, Unauthorized
+from lockstep.tokens.errors import Forbidden, LockstepError, TooLarge, Unauthorized
 from lockstep.wire.fault import fault
-from lockstep.wire.http import TooLarge, json_response
+from lockstep.wire.http import json_response
 
 OPEN_PATHS = ("/health",)
 HEADER_LIMIT = 64 << 10

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from lockstep.render.plan import EXPLAINED
-from lockstep.tokens.errors import Busy
-from lockstep.wire.http import TooLarge
+from lockstep.tokens.errors import Busy, TooLarge
 
 COUNTED = ("turns", "opened", "loaded", "expired", "deleted", "unwritten")
 REFUSALS = ("sessions", "total_bytes", "turns", "bytes")
@@ -65,5 +64,6 @@ class Limits:
                 counts.refused[what] += 1
                 raise Busy(
                     f"sessions are at the limit: {value} {what.replace('_', ' ')} of {limit}; "
-                    "delete those whose samples you have"
+                    "delete those whose samples you have, or start the gateway with "
+                    "--expire-unread"
                 )

@@ -13,40 +13,75 @@ LockstepError
 ├── Conflict                  409  right request, wrong moment
 │   ├── VersionUnavailable         the demanded weight version is not the one served
 │   └── PrefixBreak                the next prompt cannot start with the stored ids
+├── TooLarge                  413  a body, or a session, past its limit
 ├── CheckpointError           422  weights that must not be loaded; nothing was touched
 │   └── AdapterError               the same for a LoRA adapter
 ├── Busy                      429  a queue is full; try again later
 ├── EngineFailure             500  the engine broke while it worked on the request
+│   └── WeightsLost                it holds neither the new weights nor the old ones any more
+├── RolloutFailed             500  an environment raised while a task was played
+├── UpdateFailed              502  an update that did not happen; its workers hold what they held
 ├── ContractError             502  an answer that breaks the token contract
 │   ├── MissingTokenIds            no ids in the answer: they are never made from text
 │   ├── Misaligned                 ids and logprobs that do not belong together
 │   ├── BadLogprob                 null, NaN, infinite or a sentinel
 │   ├── MissingFinish              an answer that ends without saying why
 │   ├── BadExperts                 routed experts whose rows, shape or dtype are off
-│   └── BadVersions                spans that do not cover the tokens
+│   ├── BadVersions                spans that do not cover the tokens
+│   └── Disproved                  other logprobs than the claimed weights would give
 ├── Unavailable               503  nobody can serve this now
 └── DeadlineExceeded          504  it took longer than it may
+
+An error that leaves a process comes back in the next one as the same class with the same fields:
+`lockstep.wire.fault` writes it, `lockstep.wire.fault_read` finds the class by its code.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
+
+from lockstep.tokens.operation import Operation
 
 
 class LockstepError(Exception):
-    """Base of every error that Lockstep raises on purpose."""
+    """Base of every error that Lockstep raises on purpose. Each class has a `code` of its own."""
 
     code: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500
+    fields: ClassVar[tuple[str, ...]] = ()
+    """Attributes, each a string, that a class has beside those of every error."""
 
     def __init__(
-        self, message: str, *, param: str | None = None, retry_after: float | None = None
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after: float | None = None,
+        operation: Operation | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.retry_after = retry_after
         """Seconds after which trying again makes sense, where somebody knows."""
+        self.operation = operation
+        """The operation of a fleet that failed with this, and how each worker fared."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__dict__.get("code") is None or cls.code in BY_CODE:
+            raise TypeError(f"{cls.__name__} needs a code that no other error has")
+        BY_CODE[cls.code] = cls
+
+    def with_message(self, message: str) -> Self:
+        """The same error in other words; all its fields stay."""
+        same = type(self).__new__(type(self), message)
+        same.__dict__.update(self.__dict__, message=message)
+        return same
+
+
+BY_CODE: dict[str, type[LockstepError]] = {LockstepError.code: LockstepError}
+"""Every class by its code; a class enters it when it is defined."""
 
 
 class BadRequest(LockstepError):
@@ -103,9 +138,24 @@ class PrefixBreak(Conflict):
 
     code = "prefix_break"
 
-    def __init__(self, message: str, *, cause: str, param: str | None = None) -> None:
-        super().__init__(message, param=param)
+    fields = ("cause",)
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        cause: str,
+        param: str | None = None,
+        retry_after: float | None = None,
+        operation: Operation | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after=retry_after, operation=operation)
         self.cause = cause
+
+
+class TooLarge(LockstepError):
+    code = "body_too_large"
+    status = 413
 
 
 class CheckpointError(LockstepError):
@@ -124,6 +174,24 @@ class Busy(LockstepError):
 
 class EngineFailure(LockstepError):
     code = "engine_failure"
+    status = 500
+
+
+class WeightsLost(EngineFailure):
+    """The new weights did not load and the old ones could not be put back: start it again."""
+
+    code = "weights_lost"
+
+
+class UpdateFailed(LockstepError):
+    """The update did not happen: every worker that gets traffic holds what it held before."""
+
+    code = "update_failed"
+    status = 502
+
+
+class RolloutFailed(LockstepError):
+    code = "rollout_failed"
     status = 500
 
 
@@ -154,6 +222,12 @@ class BadExperts(ContractError):
 
 class BadVersions(ContractError):
     code = "bad_versions"
+
+
+class Disproved(ContractError):
+    """A worker answered other numbers than the weights it claims to hold would give."""
+
+    code = "disproved"
 
 
 class Unavailable(LockstepError):

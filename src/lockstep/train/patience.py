@@ -11,15 +11,19 @@ from typing import TypeVar
 from lockstep.tokens.errors import (
     Busy,
     DeadlineExceeded,
+    Disproved,
     EngineFailure,
     LockstepError,
     Unavailable,
+    UpdateFailed,
     VersionUnavailable,
 )
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-PASSING = (Unavailable, DeadlineExceeded, Busy, VersionUnavailable, EngineFailure)
+PASSING = (
+    Unavailable, DeadlineExceeded, Busy, VersionUnavailable, EngineFailure, UpdateFailed, Disproved,
+)  # fmt: skip
 """Errors that go away by themselves: nobody is at fault for long."""
 FIRST, LONGEST = 0.1, 5.0
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from lockstep.backends.admin import PauseMode
 from lockstep.tokens.errors import CheckpointError, Conflict, LockstepError
+from lockstep.tokens.operation import Operation
 from lockstep.train.patience import PASSING, Patience
 
 WATCH_SECONDS = 0.5
@@ -32,11 +33,11 @@ class FleetLike(Protocol):
         *,
         mode: PauseMode = "keep",
         key: str | None = None,
-    ) -> dict[str, Any]: ...
+    ) -> Operation: ...
 
     async def load_adapter(
         self, name: str, path: str | Path, version: str | None = None
-    ) -> dict[str, Any]: ...
+    ) -> Operation: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Publisher:
         begun = perf_counter()
         version = f"step-{step}{self.suffix}"
 
-        async def push(attempt: int) -> dict[str, Any]:
+        async def push(attempt: int) -> Operation:
             # A key that failed answers with its failure for ever: a new attempt needs a new one.
             # An update that did happen is not done twice: the fleet knows what it serves.
             key = f"{self._nonce}-{version}-{attempt}"
@@ -106,7 +107,7 @@ class Publisher:
             await self._give_up_if_disproved(version, error)
 
         try:
-            answer = await self._patience.call(f"update to {version}", push, between=look)
+            operation = await self._patience.call(f"update to {version}", push, between=look)
         except Conflict:
             if self.suffix:
                 raise
@@ -116,15 +117,14 @@ class Publisher:
         state = await self._patience.call("state", lambda _: self._fleet.state())
         label = version
         if self._adapter is not None:
-            label = f"{state['version']}+{self._adapter}@{answer['version']}"
-        operation = answer.get("operation") or {}
+            label = f"{state['version']}+{self._adapter}@{operation.version}"
         self.current = Published(
             step,
             directory,
             version,
             label,
             perf_counter() - begun,
-            float(operation.get("pause_seconds") or 0.0),
+            operation.pause_seconds or 0.0,
             workers_of(state),
         )
         if not _serves(state, self.current):

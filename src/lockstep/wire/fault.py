@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import msgspec
+
 from lockstep.tokens.errors import LockstepError
 
 TYPES = {
@@ -20,12 +24,27 @@ TYPES = {
 
 
 def fault(error: LockstepError, request_id: str | None = None) -> dict[str, object]:
-    """The body {"error": {...}}: vLLM's four fields, and Lockstep's stable code as `reason`."""
-    return fault_body(error.status, error.message, error.code, error.param, request_id)
+    """The body {"error": {...}}: vLLM's four fields, and Lockstep's stable code as `reason`.
+
+    What else the error carries stands beside them, where there is any: `retry_after` and the
+    fields of its class; the record of a failed operation stands beside `error`.
+    """
+    more: dict[str, object] = {name: getattr(error, name) for name in error.fields}
+    if error.retry_after is not None:
+        more["retry_after"] = error.retry_after
+    body = fault_body(error.status, error.message, error.code, error.param, request_id, more)
+    if error.operation is not None:
+        body["operation"] = msgspec.to_builtins(error.operation)
+    return body
 
 
 def fault_body(
-    status: int, message: str, reason: str, param: str | None = None, request_id: str | None = None
+    status: int,
+    message: str,
+    reason: str,
+    param: str | None = None,
+    request_id: str | None = None,
+    more: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
     return {
         "error": {
@@ -35,5 +54,6 @@ def fault_body(
             "code": status,
             "reason": reason,
             "request_id": request_id,
+            **(more or {}),
         }
     }

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from lockstep.tokens import errors
 from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.operation import Operation
 
 BY_STATUS: dict[int, type[LockstepError]] = {
     400: errors.BadRequest,
@@ -39,23 +41,50 @@ NO_ERROR = msgspec.Raw()
 """What the `error` field of an answer holds when there is none."""
 
 
-def _subclasses(base: type[LockstepError]) -> list[type[LockstepError]]:
-    return [base] + [leaf for child in base.__subclasses__() for leaf in _subclasses(child)]
-
-
-BY_REASON = {
-    kind.code: kind for kind in _subclasses(LockstepError) if kind is not errors.PrefixBreak
-}
-"""Lockstep's own servers name the error exactly; a prefix break also needs its cause."""
-
-
 def error_of(status: int, body: bytes | bytearray) -> LockstepError:
-    """The typed error for an HTTP answer with `status`; keeps the server's own message."""
-    fields = _fields(body)
+    """The typed error for an HTTP answer with `status`; keeps the server's own message.
+
+    What a server of Lockstep wrote (`lockstep.wire.fault`) comes back as the class it was there,
+    with its fields.
+    """
+    whole = _object(body)
+    fields = _fields(whole)
     message = _message(fields, body, status)
-    param = fields.get("param")
-    kind = BY_REASON.get(str(fields.get("reason"))) or _kind(status, message)
-    return kind(message, param=param if isinstance(param, str) else None)
+    return stated_error(fields, message, whole.get("operation")) or _kind(status, message)(
+        message, param=_text(fields, "param")
+    )
+
+
+def stated_error(
+    fields: Mapping[str, Any], message: str, operation: object = None
+) -> LockstepError | None:
+    """The error whose code `reason` names, with the fields it has; None when it names none."""
+    kind = errors.BY_CODE.get(str(fields.get("reason")))
+    if kind is None:
+        return None
+    own = {name: text for name in kind.fields if (text := _text(fields, name)) is not None}
+    if len(own) < len(kind.fields):
+        return None  # not all of it was written: its status says what can be said
+    after = fields.get("retry_after")
+    return kind(
+        message,
+        param=_text(fields, "param"),
+        retry_after=float(after) if isinstance(after, int | float) else None,
+        operation=_operation(operation),
+        **own,
+    )
+
+
+def _operation(record: object) -> Operation | None:
+    try:
+        return None if record is None else msgspec.convert(record, Operation)
+    except msgspec.ValidationError:
+        return None  # of another release; the error itself is still the right one
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    return value if isinstance(value, str) else None
 
 
 def raise_stated(error: msgspec.Raw) -> None:
@@ -63,7 +92,7 @@ def raise_stated(error: msgspec.Raw) -> None:
     body = bytes(error)
     if body in (b"", b"null"):
         return
-    code = _fields(body).get("code")
+    code = _fields(_object(body)).get("code")
     raise error_of(int(code) if code and str(code).isdigit() else 500, body)
 
 
@@ -80,18 +109,18 @@ def _kind(status: int, message: str) -> type[LockstepError]:
     return errors.BadRequest if 400 <= status < 500 else errors.EngineFailure
 
 
-def _fields(body: bytes | bytearray) -> dict[str, Any]:
-    """The fields of {"error": {...}} (vLLM, SGLang, Lockstep) or of the flat form (Dynamo)."""
+def _object(body: bytes | bytearray) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    inner = found.get("error")
-    if isinstance(inner, dict):
-        return inner
-    return found
+    return found if isinstance(found, dict) else {}
+
+
+def _fields(whole: dict[str, Any]) -> dict[str, Any]:
+    """The fields of {"error": {...}} (vLLM, SGLang, Lockstep) or of the flat form (Dynamo)."""
+    inner = whole.get("error")
+    return inner if isinstance(inner, dict) else whole
 
 
 def _message(fields: dict[str, Any], body: bytes | bytearray, status: int) -> str:

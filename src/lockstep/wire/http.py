@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lockstep.tokens.errors import BadRequest, LockstepError, Unauthorized
+from lockstep.tokens.errors import BadRequest, LockstepError, TooLarge, Unauthorized
 from lockstep.wire import sse
 from lockstep.wire.exchange import GONE
 from lockstep.wire.fault import fault, fault_body
@@ -24,11 +24,6 @@ from lockstep.wire.fault import fault, fault_body
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class TooLarge(LockstepError):
-    code = "body_too_large"
-    status = 413
 
 
 class ClientGone(Exception):
