@@ -238,7 +238,6 @@ async def test_a_session_that_nobody_uses_expires_and_is_counted(renderer: Rende
         assert sessions.nbytes == sessions.hot.nbytes == 0
 
 
-@pytest.mark.failure_mode("F65")
 async def test_a_session_whose_samples_nobody_read_does_not_expire(
     renderer: Renderer, tmp_path: Path
 ) -> None:

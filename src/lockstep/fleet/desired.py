@@ -12,8 +12,11 @@ from pathlib import Path
 import msgspec
 
 from lockstep.backends.admin import PauseMode
+from lockstep.fleet.file_lock import FileLock
+from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.operation import Operation
 
+MEMORY = "memory"
 KEPT_OPERATIONS = 1000
 KEPT_VERSIONS = 1000
 
@@ -78,20 +81,55 @@ class Desired(msgspec.Struct, frozen=True):
 
 
 class StateStore:
-    """Desired state and operations in one SQLite file, or in memory. Safe in any thread."""
+    """Desired state and operations in one SQLite file, or in memory. Safe in any thread.
 
-    def __init__(self, path: str = "memory") -> None:
-        where = ":memory:" if path == "memory" else str(Path(path))
+    A file belongs to one process at a time, and to one model: `model` says which, and a file of
+    another one is refused.
+    """
+
+    def __init__(self, path: str = MEMORY, *, model: str | None = None) -> None:
+        """Raises BadRequest when another process uses the file, or it is of another model."""
         self._lock = threading.Lock()
-        self._db = sqlite3.connect(where, check_same_thread=False, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=FULL")
-        self._db.execute("CREATE TABLE IF NOT EXISTS desired (id INTEGER PRIMARY KEY, body BLOB)")
-        self._db.execute(
-            "CREATE TABLE IF NOT EXISTS operations "
-            "(number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, key TEXT, body BLOB)"
-        )
-        self._db.execute("CREATE INDEX IF NOT EXISTS by_key ON operations (key)")
+        self._held: FileLock | None = None
+        if path != MEMORY:
+            self._held = FileLock(path, way_out="stop it, or give another --state-dir")
+            Path(path).touch(mode=0o600)
+        try:
+            self._db = self._open(path, model)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _open(self, path: str, model: str | None) -> sqlite3.Connection:
+        where = ":memory:" if path == MEMORY else path
+        try:
+            db = sqlite3.connect(where, check_same_thread=False, isolation_level=None)
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=FULL")
+            db.execute("CREATE TABLE IF NOT EXISTS desired (id INTEGER PRIMARY KEY, body BLOB)")
+            db.execute(
+                "CREATE TABLE IF NOT EXISTS operations "
+                "(number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, key TEXT, body BLOB)"
+            )
+            db.execute("CREATE INDEX IF NOT EXISTS by_key ON operations (key)")
+            db.execute("CREATE TABLE IF NOT EXISTS model (id INTEGER PRIMARY KEY, name TEXT)")
+        except sqlite3.Error as error:
+            raise BadRequest(
+                f"{path} cannot be used as the state of a fleet ({error}): move it away, or give "
+                "another --state-dir",
+                param="state_dir",
+            ) from None
+        if model is not None:
+            db.execute("INSERT OR IGNORE INTO model (id, name) VALUES (1, ?)", (model,))
+            (kept,) = db.execute("SELECT name FROM model WHERE id = 1").fetchone()
+            if kept != model:
+                db.close()
+                raise BadRequest(
+                    f"{path} is the state of {kept}, and {model} is to be served: give another "
+                    "--state-dir, or --fresh to put that state aside and start over",
+                    param="state_dir",
+                )
+        return db
 
     def desired(self) -> Desired:
         row = self._one("SELECT body FROM desired WHERE id = 1")
@@ -146,6 +184,11 @@ class StateStore:
     def close(self) -> None:
         with self._lock:
             self._db.close()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.close()
 
     def _one(self, sql: str, *values: str) -> bytes | None:
         with self._lock:

@@ -17,13 +17,23 @@ PER_BREAK = 100
 class Entry:
     """What is known of a session, in memory or not."""
 
-    __slots__ = ("bytes", "created", "id", "tokenizer", "turns", "used")
+    __slots__ = ("bytes", "created", "id", "read_turns", "tokenizer", "turns", "used")
 
     def __init__(self, row: Row) -> None:
-        self.id, _, self.tokenizer, self.created, self.used, self.turns, self.bytes = row
+        self.id, self.tokenizer = row.id, row.tokenizer
+        self.created, self.used = row.created, row.used
+        self.turns, self.bytes, self.read_turns = row.turns, row.bytes, row.read_turns
+
+    @property
+    def was_read(self) -> bool:
+        """Whether somebody has the samples of all its turns."""
+        return self.read_turns >= self.turns
 
     def row(self, name: str) -> Row:
-        return Row(self.id, name, self.tokenizer, self.created, self.used, self.turns, self.bytes)
+        return Row(
+            self.id, name, self.tokenizer, self.created, self.used, self.turns, self.bytes,
+            self.read_turns,
+        )  # fmt: skip
 
 
 class HotSession:

@@ -16,16 +16,18 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+from lockstep.fleet.file_lock import FileLock
 from lockstep.tokens.errors import BadRequest, LockstepError, NotFound, Unavailable
 
-FORMAT = 1
+FORMAT = 2
 MEMORY = "memory"
 BATCH = 512
 """Writes in one transaction, about, at most: the first of them must not wait for ever."""
 SCHEMA = f"""
 CREATE TABLE sessions (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, tokenizer BLOB NOT NULL,
-    created REAL NOT NULL, used REAL NOT NULL, turns INTEGER NOT NULL, bytes INTEGER NOT NULL);
+    created REAL NOT NULL, used REAL NOT NULL, turns INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    read_turns INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE turns (
     session INTEGER NOT NULL, turn INTEGER NOT NULL, data BLOB NOT NULL,
     PRIMARY KEY (session, turn));
@@ -33,12 +35,19 @@ CREATE TABLE breaks (
     session INTEGER NOT NULL, key BLOB NOT NULL, cause TEXT NOT NULL, PRIMARY KEY (session, key));
 PRAGMA user_version = {FORMAT};
 """
+MIGRATIONS = {
+    1: "ALTER TABLE sessions ADD COLUMN read_turns INTEGER NOT NULL DEFAULT 0;",
+}
+"""What brings a file of an earlier format to the next one."""
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 
 class Row(NamedTuple):
-    """A session as its row in the table tells it. Times are seconds since 1970."""
+    """A session as its row in the table tells it. Times are seconds since 1970.
+
+    `read_turns` is how many turns it had when somebody last read its samples.
+    """
 
     id: int
     name: str
@@ -47,6 +56,7 @@ class Row(NamedTuple):
     used: float
     turns: int
     bytes: int
+    read_turns: int
 
 
 class Stored(NamedTuple):
@@ -72,6 +82,7 @@ class SessionStore:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._lock: FileLock | None = None
         self._jobs: SimpleQueue[list[_Job] | None] = SimpleQueue()
         self._given: list[_Job] = []
         self._thread = threading.Thread(target=self._serve, name="lockstep-sessions", daemon=True)
@@ -132,6 +143,8 @@ class SessionStore:
         connection: sqlite3.Connection | None = None
         refused: LockstepError | None = None
         try:
+            if self._path != MEMORY:
+                self._lock = FileLock(self._path, way_out="stop it, or give another --state-dir")
             connection = connect(self._path)
         except (OSError, sqlite3.Error, LockstepError) as error:
             refused = _refusal(self._path, error)
@@ -149,6 +162,8 @@ class SessionStore:
                     self._settle([_attempt(connection, job)])
         if connection is not None:
             connection.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _next(self) -> tuple[list[_Job], bool]:
         """What waits, at least one job, and whether there will be more."""
@@ -182,6 +197,9 @@ def connect(path: str) -> sqlite3.Connection:
     connection.execute("COMMIT")
     if not tables:
         connection.executescript(f"BEGIN; {SCHEMA} COMMIT;")
+    elif found in MIGRATIONS:
+        steps = "".join(MIGRATIONS[step] for step in range(found, FORMAT))
+        connection.executescript(f"BEGIN; {steps} PRAGMA user_version = {FORMAT}; COMMIT;")
     elif found != FORMAT:
         connection.close()
         raise BadRequest(
@@ -199,7 +217,7 @@ def write_turns(
 ) -> None:
     """Adds turns and breaks to a session, and brings its own row up to date."""
     connection.execute(
-        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?) "
+        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET used = excluded.used, turns = excluded.turns, "
         "bytes = excluded.bytes",
         row,
@@ -210,6 +228,13 @@ def write_turns(
     connection.executemany(
         "INSERT OR IGNORE INTO breaks VALUES (?, ?, ?)",
         ((row.id, key, cause) for key, cause in breaks),
+    )
+
+
+def mark_read(connection: sqlite3.Connection, session: int, turns: int) -> None:
+    """Notes that somebody has the samples of a session as it was with that many turns."""
+    connection.execute(
+        "UPDATE sessions SET read_turns = max(read_turns, ?) WHERE id = ?", (turns, session)
     )
 
 

@@ -23,9 +23,10 @@ from lockstep.render import Breaks, Ledger, Node, Plan, Renderer
 from lockstep.render.store import load_turns
 from lockstep.render.tree import leaves
 from lockstep.tokens import Completion, Sample
-from lockstep.tokens.errors import Conflict, LockstepError, NotFound
+from lockstep.tokens.errors import Conflict, LockstepError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
+TTL_SECONDS = 86400.0
 SWEEP_SECONDS = 60.0
 SWEPT_AT_ONCE = 200
 """Sessions deleted in one transaction at most: turns that are committed wait for it."""
@@ -33,13 +34,17 @@ SWEPT_AT_ONCE = 200
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """A session at a glance. Times are seconds since 1970."""
+    """A session at a glance. Times are seconds since 1970.
+
+    `unread_turns` counts those that came after its samples were last read.
+    """
 
     id: str
     turns: int
     bytes: int
     created: float
     used: float
+    unread_turns: int
 
 
 class Session:
@@ -86,16 +91,18 @@ class Session:
 class Sessions:
     """Every session by its id, kept in the SQLite file at `path`, or in "memory" for tests.
 
-    A session that was not used for `ttl_seconds` is deleted and counted. Nothing else is ever
-    thrown away: at a limit, what is new is refused. `max_sessions` and `max_bytes_total` refuse
-    with Busy, `max_turns` and `max_bytes_per_session` with TooLarge.
+    A session that was not used for `ttl_seconds` and whose samples were read since its last turn
+    is deleted and counted; `expire_unread` deletes those too that nobody has read. Nothing else is
+    ever thrown away: at a limit, what is new is refused. `max_sessions` and `max_bytes_total`
+    refuse with Busy, `max_turns` and `max_bytes_per_session` with TooLarge.
     """
 
     def __init__(
         self,
         path: str = table.MEMORY,
         *,
-        ttl_seconds: float = 86400,
+        ttl_seconds: float = TTL_SECONDS,
+        expire_unread: bool = False,
         max_sessions: int = 100_000,
         max_turns: int = 1000,
         max_bytes_per_session: int = 256 << 20,
@@ -113,6 +120,7 @@ class Sessions:
             bytes_total=max_bytes_total,
         )
         self._ttl, self._clock = ttl_seconds, clock
+        self._expire_unread = expire_unread
         self._store = SessionStore(path)
         self._index: dict[str, Entry] = {}
         self._next_id = 1
@@ -175,8 +183,19 @@ class Sessions:
         return Session(self, hot, renderer, breaks)
 
     async def samples(self, session_id: str, *, train_aborted: bool = False) -> list[Sample]:
-        """A sample of every branch. Raises NotFound, and Conflict like Ledger.samples."""
+        """A sample of every branch. Raises NotFound, and Conflict like Ledger.samples.
+
+        The session then counts as read, as far as it goes now: it may expire.
+        """
         entry, hot = self._entry(session_id), self.hot.find(session_id)
+        turns = entry.turns
+        found = await self._samples(session_id, entry, hot, train_aborted)
+        await self._note_read(entry, turns)
+        return found
+
+    async def _samples(
+        self, session_id: str, entry: Entry, hot: HotSession | None, train_aborted: bool
+    ) -> list[Sample]:
         if hot is None:
             stored = await self._store.read(lambda db: table.read_session(db, entry.id))
             with whole(session_id):
@@ -186,6 +205,16 @@ class Sessions:
         await self._store.read(lambda db: None)
         hot.check_alive()
         return await asyncio.to_thread(samples_of, leaves(hot.ledger.nodes), train_aborted)
+
+    async def _note_read(self, entry: Entry, turns: int) -> None:
+        if entry.read_turns >= turns:
+            return
+        entry.read_turns = turns
+        note = functools.partial(table.mark_read, session=entry.id, turns=turns)
+        try:
+            await asyncio.shield(self._store.write(note))
+        except Unavailable as error:  # the samples are right; the session is only kept for longer
+            log.warning("a session whose samples were read is not marked so: %s", error.message)
 
     async def info(self, session_id: str) -> SessionInfo:
         """Raises NotFound."""
@@ -206,7 +235,7 @@ class Sessions:
         self.counts.deleted += 1
 
     async def sweep(self) -> int:
-        """Deletes the sessions that nobody used for the time to live; how many those were."""
+        """Deletes what nobody used for the time to live and somebody has read; how many."""
         count = 0
         while expired := list(islice(self._expired(), SWEPT_AT_ONCE)):
             await self._end(expired, "the session expired")
@@ -217,7 +246,9 @@ class Sessions:
     def _expired(self) -> Iterator[str]:
         since = self._clock() - self._ttl
         for name, entry in self._index.items():
-            if entry.used < since and name not in self._ending and self.hot.release(name):
+            if entry.used >= since or not (entry.was_read or self._expire_unread):
+                continue
+            if name not in self._ending and self.hot.release(name):
                 yield name
 
     def check_room(self, hot: HotSession) -> None:
@@ -302,7 +333,7 @@ class Sessions:
         count = len(self._index) + self.hot.begun
         self._limits.check_all(count, self.nbytes, self.counts)
         now = self._clock()
-        begun = Entry(Row(self._next_id, name, tokenizer, now, now, 0, 0))
+        begun = Entry(Row(self._next_id, name, tokenizer, now, now, 0, 0, 0))
         self._next_id += 1
         self.counts.opened += 1
         hot = HotSession(name, begun, Ledger(renderer, breaks="fork"))
@@ -357,4 +388,5 @@ class Sessions:
 
 
 def _info(row: Row) -> SessionInfo:
-    return SessionInfo(row.name, row.turns, row.bytes, row.created, row.used)
+    unread = max(0, row.turns - row.read_turns)
+    return SessionInfo(row.name, row.turns, row.bytes, row.created, row.used, unread)
