@@ -23,7 +23,7 @@ def config(model: str = "tiny", **learner: Any) -> TrainConfig:
 
 
 def learner(model: str = "tiny", **options: Any) -> Learner:
-    return Learner(config(model, **options), exact_engine=True)
+    return Learner(config(model, **options), exact=True)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_weights_and_state_give_the_same_next_step(samples: list[Sample], tmp_pa
     first.step(batch(samples), 1)
     first.save(tmp_path / "step-1", "step-1")
     torch.save(first.state(), tmp_path / "state.pt")
-    again = Learner(config(), exact_engine=True, weights=tmp_path / "step-1")
+    again = Learner(config(), exact=True, weights=tmp_path / "step-1")
     again.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
     for one in (first, again):
         one.step(batch(samples), 2)

@@ -87,7 +87,7 @@ async def test_two_turns_with_a_tool_stay_exact(stack: Stack, tmp_path: Path) ->
 
 async def push(stack: Stack, config: TrainConfig, where: Path) -> None:
     """Has the fleet serve the weights that a run starts from."""
-    Learner(config, exact_engine=True).save(where, where.name)
+    Learner(config, exact=True).save(where, where.name)
     async with RemoteFleet(stack.process.admin_url, token=TOKEN) as fleet:
         await fleet.update_weights(where, where.name)
 

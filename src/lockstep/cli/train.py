@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from lockstep.settings import Settings
 
@@ -23,6 +24,10 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last stable checkpoint of run_dir.")
     ] = False,
+    exact: Annotated[
+        bool,
+        typer.Option("--exact", help="Fail unless trainer and workers compute the same bits."),
+    ] = False,
     track: Annotated[
         list[str] | None, typer.Option(help="wandb or tensorboard, if installed; repeat it.")
     ] = None,
@@ -32,7 +37,10 @@ def train(
 ) -> None:
     """Train a served model: play, learn, push proved weights, and again.
 
-    The admin token comes from the config, or from LOCKSTEP_ADMIN_TOKEN.
+    The admin token comes from the config, or from LOCKSTEP_ADMIN_TOKEN. Where trainer and workers
+    cannot compute the same bits, the run goes on in close mode and says why.
+
+    Exit codes: 0 it ran to its end, 2 it could not, or --exact could not be had.
     """
     from lockstep.train import TrainConfig, Trainer
     from lockstep.train.sinks import open_sink
@@ -40,6 +48,8 @@ def train(
     run = TrainConfig.read(config)
     if run.serve.admin_token is None and run.serve.admin_token_file is None:
         run = replace(run, serve=replace(run.serve, admin_token=Settings.read().admin_token))
+    if exact:
+        run = replace(run, learner=replace(run.learner, exact=True))
     trainer = Trainer(run, resume=resume)
     sinks = [open_sink(name, run) for name in track or ()]
     try:
@@ -103,6 +113,9 @@ def _end(result: RunResult, as_json: bool) -> None:
                 "reward_before": None if result.before is None else result.before.reward,
                 "reward_after": None if result.after is None else result.after.reward,
                 "mismatch_kl": None if last is None else last.mismatch_kl,
+                "mismatch_max": result.max_difference,
+                "skipped": sum(step.skipped for step in result.steps),
+                "numerics": result.exactness.to_json(),
             }
         )
         return
@@ -112,6 +125,9 @@ def _end(result: RunResult, as_json: bool) -> None:
             f"Held-out reward [bold]{result.before.reward:.3f}[/] -> "
             f"[bold green]{result.after.reward:.3f}[/] ({result.after.solved:.0%} solved)"
         )
+    if not result.exactness.is_exact:
+        said = f"{result.max_difference:.1e} because {result.exactness.reason}"
+        console.print(f"Trainer and engine are [bold]close[/]: max |Δ| {escape(said)}")
     console.print(f"The fleet serves [bold]{result.version}[/]; all files are in {result.run_dir}")
 
 

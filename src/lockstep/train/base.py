@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from lockstep.client.policy import connect
-from lockstep.engine.probe import TOLERANCE
 from lockstep.tokens.errors import Conflict
 from lockstep.train.config import TrainConfig
+from lockstep.train.exactness import CLOSE_BOUND
 from lockstep.train.learner import Learner
 from lockstep.train.patience import Patience
 from lockstep.wire.probe import builtin
@@ -27,7 +27,7 @@ async def check_base(learner: Learner, url: str, config: TrainConfig, patience: 
     worst = max(abs(a - b) for a, b in zip(ours, scores.logprobs[1:], strict=True))
     tolerance = config.learner.probe_tolerance
     if tolerance is None:
-        tolerance = 0.0 if learner.exact else TOLERANCE[model.dtype]
+        tolerance = 0.0 if learner.exact else CLOSE_BOUND[config.learner.dtype]
     if worst > tolerance:
         raise Conflict(
             f"the fleet serves version {scores.version!r}, whose logprobs are off by up to "

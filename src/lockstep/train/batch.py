@@ -75,6 +75,10 @@ class Clock:
     def tick(self, label: str, step: int) -> None:
         self.steps[label] = step
 
+    def skip(self) -> None:
+        """A step passed without an update: no version is older than before."""
+        self.steps = {label: step + 1 for label, step in self.steps.items()}
+
     def step_of(self, label: str) -> int:
         """Raises BadVersions for a label that this run never published."""
         if label not in self.steps:
@@ -137,11 +141,10 @@ def make_batch(
 
 
 def is_stale(group: Group, clock: Clock, now: int, max_off_policy: int) -> bool:
-    """Whether no sample of the group is young enough to be learnt from."""
-    return all(
-        bool((version_lags(sample, clock, now) > max_off_policy).any())
-        for rollout in group.rollouts
-        for sample in rollout.samples
+    """Whether the group has samples, and none is young enough to be learnt from."""
+    samples = [sample for rollout in group.rollouts for sample in rollout.samples]
+    return bool(samples) and all(
+        bool((version_lags(sample, clock, now) > max_off_policy).any()) for sample in samples
     )
 
 

@@ -69,7 +69,8 @@ class LossConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerConfig:
-    """`lora_rank` 0 trains all weights. `exact` None: where trainer and engine both can be.
+    """`lora_rank` 0 trains all weights. `exact` None: where trainer and workers compute the same
+    bits, else close; true demands it, and a run that cannot have it does not start.
 
     `replay_experts` sends every token to the experts that the engine chose for it.
     """
@@ -97,7 +98,8 @@ class LoopConfig:
     """`sync` waits for each update and is deterministic; `async` plays on while it trains.
 
     Tokens older than `max_off_policy` updates are not learnt from. `mixed` and `aborted` say what
-    happens to samples of several versions, and to those with a turn that was cut off.
+    happens to samples of several versions, and to those with a turn that was cut off. A step whose
+    samples were all dropped is skipped; more than `max_skipped` of them in a row end the run.
     """
 
     mode: Literal["sync", "async"] = "sync"
@@ -108,6 +110,7 @@ class LoopConfig:
     update_mode: Literal["keep", "wait", "abort"] = "keep"
     pin_version: bool = True
     keep_checkpoints: int = 3
+    max_skipped: int = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +169,7 @@ class TrainConfig:
                 "are not those of the distribution that was sampled from")  # fmt: skip
         require(self.learner.lr > 0, "learner.lr", "more than 0")
         require(self.loop.max_off_policy >= 0, "loop.max_off_policy", "0 or more")
+        require(self.loop.max_skipped >= 0, "loop.max_skipped", "0 or more")
         require(self.loss.kind != "distill" or bool(self.teacher.url), "teacher.url",
                 "the URL of a teacher, as loss.kind is 'distill'")  # fmt: skip
 

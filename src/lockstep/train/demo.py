@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import secrets
+import shlex
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -60,6 +61,9 @@ class Demo:
     groups: int = 16
     group_size: int = 8
     eval_prompts: int = 128
+    exact: bool = False
+    """Demands that trainer and workers compute the same bits."""
+    worker_args: tuple[str, ...] = ()
     report: Path | None = None
 
     @property
@@ -81,7 +85,9 @@ class Demo:
                 samples_shown=6,
             ),
             learner=LearnerConfig(
-                lr=1e-3 if self.lora else 1e-4, lora_rank=LORA_RANK if self.lora else 0
+                lr=1e-3 if self.lora else 1e-4,
+                lora_rank=LORA_RANK if self.lora else 0,
+                exact=self.exact or None,
             ),
             loop=LoopConfig(steps=self.steps),
             eval=EvalConfig(prompts=self.eval_prompts),
@@ -187,6 +193,7 @@ async def serving(demo: Demo) -> AsyncIterator[Served]:
             "serve", demo.model, "--workers", str(WORKERS), "--json",
             "--port", "0", "--admin-port", "0", "--sessions", "memory",
             "--checkpoint-root", str(demo.run_dir.absolute()),
+            "--worker-args", shlex.join(demo.worker_args),
             stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=errors,
             env={**environ, PREFIX + "ADMIN_TOKEN": token},
             start_new_session=True,  # Ctrl-C is for this process, which then stops that one
@@ -275,7 +282,7 @@ async def _version(demo: Demo, row: Row) -> str | None:
 
 
 class Tail:
-    """Shows what happens to workers, whoever writes it down."""
+    """Shows what happens besides the steps, whoever writes it down."""
 
     def __init__(self, path: Path, view: View) -> None:
         self._path = path
@@ -296,7 +303,7 @@ class Tail:
             lines = [line for line in file if line.endswith(b"\n")]
         self._seen += sum(map(len, lines))
         for event in map(json.loads, lines):
-            if event["kind"].startswith("worker_"):
+            if event["kind"].startswith("worker_") or event["kind"] in ("numerics", "skipped"):
                 self._view.event(event)
 
 

@@ -12,6 +12,7 @@ from lockstep.client.policy import Policy
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import ContractError
 from lockstep.train.config import LossConfig
+from lockstep.train.failure import one_error
 from lockstep.train.grpo import Masks, Ratio, masks, policy_loss
 
 
@@ -31,8 +32,9 @@ async def teacher_logprobs(
             raise ContractError("the teacher scored other tokens than it was given")
         return scores.logprobs
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(sample)) for sample in samples]
+    with one_error():
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(sample)) for sample in samples]
     return [task.result() for task in tasks]
 
 

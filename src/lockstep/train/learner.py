@@ -20,6 +20,7 @@ from lockstep.engine.arithmetic import ROWS, round_up
 from lockstep.engine.probe import save_checkpoint, write_probe
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, Conflict
+from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.batch import Batch, Item
 from lockstep.train.config import TrainConfig
 from lockstep.train.distill import distill_loss, reverse_kl
@@ -40,20 +41,16 @@ class Learner:
     """A transformers causal LM under AdamW, trained whole or through LoRA.
 
     `weights` is the directory to start from: by default the config's model, after a crash the
-    checkpoint. Raises BadRequest when the model cannot be loaded.
+    checkpoint. `exact` has it compute as the engine does: see `lockstep.train.exactness`. Raises
+    BadRequest when the model cannot be loaded.
     """
 
-    def __init__(self, config: TrainConfig, *, exact_engine: bool, weights: Path | None = None):
+    def __init__(self, config: TrainConfig, *, exact: bool, weights: Path | None = None):
         self._config = config
         learner = config.learner
         torch.set_num_threads(learner.threads)
         torch.manual_seed(config.seed)
-        self.exact = exact_engine if learner.exact is None else learner.exact
-        if self.exact and (learner.dtype != "float32" or learner.device != "cpu"):
-            raise BadRequest(
-                f"learner.exact needs float32 on the cpu, not {learner.dtype} on {learner.device}",
-                param="learner.exact",
-            )
+        self.exact = exact
         self.model = self._load(weights)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
@@ -68,13 +65,9 @@ class Learner:
 
         logging.disable_progress_bar()  # one bar per saved step would bury the run's own
         learner = self._config.learner
-        start = bundled(self._config.model) or Path(self._config.model)
-        base = start if learner.lora_rank or weights is None else weights
-        if not base.is_dir():
-            raise BadRequest(
-                f"model is {self._config.model!r}: expected a bundled name or a directory",
-                param="model",
-            )
+        base = _model_directory(self._config)
+        if weights is not None and not learner.lora_rank:
+            base = weights
         model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, learner.dtype))
         model = model.to(learner.device).train()
         if self.exact:
@@ -213,6 +206,33 @@ class Learner:
     def load_state(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
+
+
+def own_plan(config: TrainConfig) -> NumericsPlan:
+    """How this process computes with the run's model. Raises BadRequest when there is no model."""
+    _model_directory(config)
+    learner = config.learner
+    fits = learner.dtype == "float32" and learner.device == "cpu"
+    return NumericsPlan(
+        arithmetic="exact" if fits else "close",
+        device=learner.device,
+        dtype=learner.dtype,
+        rows=ROWS,
+        mkl="",
+        isa="",
+        torch=torch.__version__,
+        fingerprint="",
+        reason="" if fits else f"exact needs fp32 on a CPU, not {learner.dtype}",
+    )
+
+
+def _model_directory(config: TrainConfig) -> Path:
+    found = bundled(config.model) or Path(config.model)
+    if not found.is_dir():
+        raise BadRequest(
+            f"model is {config.model!r}: expected a bundled name or a directory", param="model"
+        )
+    return found
 
 
 def _padded(rows: list[Any], width: int, dtype: Any, device: torch.device) -> Tensor:

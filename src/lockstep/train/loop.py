@@ -14,18 +14,21 @@ from typing import Any, TypeVar
 from lockstep.client.policy import Policy, connect
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens.errors import Conflict, LockstepError, VersionUnavailable
+from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.base import check_base
-from lockstep.train.batch import Clock, Group, is_stale, make_batch
+from lockstep.train.batch import Batch, Clock, Group, is_stale, make_batch
 from lockstep.train.config import TrainConfig
 from lockstep.train.distill import teacher_logprobs
 from lockstep.train.env import Environment, Task, load_environment
-from lockstep.train.learner import Learner
+from lockstep.train.exactness import Exactness, base_card
+from lockstep.train.failure import tasks_ended
+from lockstep.train.learner import Learner, own_plan
 from lockstep.train.metrics import Evaluation, RunResult, StepMetrics
 from lockstep.train.patience import Patience
-from lockstep.train.publish import FleetLike, Published, Publisher, all_exact
+from lockstep.train.publish import FleetLike, Published, Publisher
 from lockstep.train.queue import GroupQueue
 from lockstep.train.rollout import Players
-from lockstep.train.step import step_metrics
+from lockstep.train.step import nothing_learnt, step_metrics
 from lockstep.train.store import RunDirectory
 from lockstep.train.transcript import transcripts
 
@@ -61,6 +64,7 @@ class Trainer:
         self._patience = Patience(config.serve.retry_seconds)
         self._clock = Clock()
         self._steps: list[StepMetrics] = []
+        self._skipped = 0
         # All of torch in one thread of its own: the loop stays free to play and to watch.
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="learner")
 
@@ -83,8 +87,9 @@ class Trainer:
                 ended=time(), after=asdict(after) if after else None, version=self._now.version
             )
             return RunResult(
-                str(self.directory.path), self._now.version, before, after, tuple(self._steps)
-            )
+                str(self.directory.path), self._now.version, before, after, tuple(self._steps),
+                self._exactness,
+            )  # fmt: skip
 
     # Beginning
 
@@ -96,10 +101,6 @@ class Trainer:
             remote = RemoteFleet(url, token=token, token_file=serve.admin_token_file)
             self._fleet = await stack.enter_async_context(remote)
         fleet = self._fleet
-        state = await self._patience.call("state", lambda _: fleet.state())
-        self._exact_engine = all_exact(state) and (
-            config.learner.dtype == "float32" and config.learner.device == "cpu"
-        )
         self._publisher = Publisher(
             fleet, self._patience, adapter=adapter, mode=config.loop.update_mode
         )
@@ -115,8 +116,17 @@ class Trainer:
             )
         self._players = Players(self._policy, self._environment, config, self._patience, self._heal)
 
+    async def _compare(self) -> Exactness:
+        """Reads how the workers compute and decides with that how this run does."""
+        cards = await self._patience.call("models", lambda _: self._policy.models())
+        card = base_card(cards, self.config.serve.model)
+        workers: NumericsPlan | None = None if card is None else card.numerics
+        trainer = await self._in_thread(own_plan, self.config)
+        return Exactness.between(trainer, workers, self.config.learner)
+
     async def _begin(self, on_step: OnStep | None) -> int:
         """Makes or finds the first weights and has the fleet serve them; returns their step."""
+        self._exactness = await self._compare()
         step = self.directory.last_step() if self._resume else None
         if step is None:
             if self._resume and self.directory.run():
@@ -130,6 +140,7 @@ class Trainer:
                 config=self.config.to_dict(), seed=self.config.seed, model=self.config.model,
                 env=self.config.env.name, started=time(),
             )  # fmt: skip
+            self._tell_exactness()
             self._learner = await self._in_thread(self._make_learner, None)
             if self.config.learner.lora_rank:
                 await check_base(self._learner, self._url, self.config, self._patience)
@@ -143,6 +154,7 @@ class Trainer:
         self._clock = Clock(dict(state["versions"]))
         self._publisher.suffix = state["suffix"]
         self.directory.event("resume", step=step)
+        self._tell_exactness()
         published = await self._publish(step)
         if not written and state["metrics"] is not None:
             self._report(StepMetrics.from_json(state["metrics"]), published, on_step)
@@ -150,7 +162,12 @@ class Trainer:
 
     def _make_learner(self, step: int | None) -> Learner:
         weights = None if step is None else self.directory.checkpoint(step)
-        return Learner(self.config, exact_engine=self._exact_engine, weights=weights)
+        return Learner(self.config, exact=self._exactness.is_exact, weights=weights)
+
+    def _tell_exactness(self) -> None:
+        numerics = self._exactness.to_json()
+        self.directory.write_run(numerics=numerics)
+        self.directory.event("numerics", mode=numerics["mode"], reason=numerics["reason"])
 
     # The two modes
 
@@ -162,6 +179,8 @@ class Trainer:
             begun = perf_counter()
             version = self._now.label if pinned else None
             chosen = list(itertools.islice(tasks, per_step))
+            if len(chosen) < per_step:
+                raise self._ended((step - 1) * per_step + len(chosen))
             seeds = (self.config.seed, "step", step)
             groups = await self._players.groups(chosen, size, seeds, version)
             await self._learn(step, groups, begun, perf_counter() - begun, 0, on_step)
@@ -181,6 +200,8 @@ class Trainer:
                 late = 0
                 while len(groups) < per_step:
                     group = await queue.take()
+                    if group is None:
+                        raise self._ended((step - 1) * per_step + len(groups))
                     if is_stale(group, self._clock, step - 1, limit):
                         late += sum(len(rollout.samples) for rollout in group.rollouts)
                         queue.release(1)
@@ -190,6 +211,10 @@ class Trainer:
                 await self._learn(step, groups, begun, played, limit, on_step, late)
                 queue.release(per_step)
 
+    def _ended(self, given: int) -> LockstepError:
+        needed = self.config.loop.steps * self.config.rollout.groups
+        return tasks_ended(self.config.env.name, "train", given, needed)
+
     async def _learn(
         self, step: int, groups: list[Group], begun: float, played: float, limit: int,
         on_step: OnStep | None, late: int = 0,
@@ -197,6 +222,10 @@ class Trainer:
         """One step on these groups: learn, save, publish, report. `late` samples were dropped."""
         batch = make_batch(groups, self._clock, step - 1, self.config, limit)
         batch = replace(batch, dropped=batch.dropped + late)
+        if not batch.learnt_tokens:
+            self._skip(step, batch, played, on_step)
+            return
+        self._skipped = 0
         if self._teacher is not None:
             scores = await teacher_logprobs(
                 self._teacher,
@@ -209,8 +238,7 @@ class Trainer:
         learnt = await self._in_thread(self._learner.step, batch, step)
         trained = perf_counter() - at
         draft = step_metrics(step, batch, learnt, played, trained)
-        if self._learner.exact and draft.off_policy_max == 0 and draft.more["mismatch_max"] > 0:
-            self.directory.event("mismatch", step=step, mismatch_max=draft.more["mismatch_max"])
+        self._check_mismatch(draft)
         at = perf_counter()
         await self._in_thread(self._save, step, draft)
         saved = perf_counter() - at
@@ -227,6 +255,42 @@ class Trainer:
             await self._evaluate(step)
 
     # Parts of a step
+
+    def _skip(self, step: int, batch: Batch, played: float, on_step: OnStep | None) -> None:
+        """A step without a token to learn from: written down, and the weights stay as they are.
+
+        Raises Conflict when there were more of them in a row than the config allows.
+        """
+        self._skipped += 1
+        why = (
+            f"no token to learn from: {batch.dropped} samples were dropped "
+            f"({batch.aborts} aborts, {batch.mixed} of mixed versions)"
+        )
+        self.directory.event("skipped", step=step, in_a_row=self._skipped, reason=why)
+        if self._skipped > self.config.loop.max_skipped:
+            raise Conflict(
+                f"step {step} had {why}, and so had all of the last {self._skipped} steps; "
+                f"loop.max_skipped allows {self.config.loop.max_skipped} in a row: look at "
+                "loop.aborted, loop.mixed and loop.max_off_policy, and at the fleet's events",
+                param="loop.max_skipped",
+            )
+        self._clock.skip()
+        same = replace(self._now, seconds=0.0, pause_seconds=0.0)
+        self._report(step_metrics(step, batch, nothing_learnt(), played, 0.0), same, on_step)
+
+    def _check_mismatch(self, draft: StepMetrics) -> None:
+        """Writes down tokens of the current weights whose logprobs are further off than they may
+        be. Raises Conflict for them where exactness was demanded."""
+        worst, bound = draft.more["mismatch_max"], self._exactness.bound
+        if draft.off_policy_max > 0 or worst <= bound:
+            return
+        self.directory.event("mismatch", step=draft.step, mismatch_max=worst, bound=bound)
+        if self.config.learner.exact:
+            raise Conflict(
+                f"exactness was demanded, and the trainer's logprobs of step {draft.step} are off "
+                f"by up to {worst:.3g} from the engine's under the same weights",
+                param="learner.exact",
+            )
 
     def _save(self, step: int, draft: StepMetrics | None) -> None:
         """The trainer's state first: where the checkpoint is stable, nothing is missing."""

@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lockstep.train.exactness import Exactness
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """One step. `off_policy` is the mean age of the tokens learnt from, in updates.
 
     `tokens` were sampled for this step, `tokens_per_second` is their number over the whole step.
-    `version` is what the fleet serves after it.
+    `version` is what the fleet serves after it. `skipped` is 1 when no token could be learnt from.
     """
 
     step: int
@@ -45,6 +47,7 @@ class StepMetrics:
     time_update: float
     time_step: float
     workers: tuple[Mapping[str, Any], ...]
+    skipped: int = 0
     more: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -90,3 +93,9 @@ class RunResult:
     before: Evaluation | None
     after: Evaluation | None
     steps: tuple[StepMetrics, ...]
+    exactness: Exactness
+
+    @property
+    def max_difference(self) -> float:
+        """The furthest that a logprob of the trainer was from the engine's, in any step."""
+        return max((step.more.get("mismatch_max", 0.0) for step in self.steps), default=0.0)

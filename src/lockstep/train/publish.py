@@ -172,12 +172,6 @@ def workers_of(state: Mapping[str, Any]) -> tuple[Worker, ...]:
     )
 
 
-def all_exact(state: Mapping[str, Any]) -> bool:
-    """Whether every worker is an embedded engine, which computes as the trainer can."""
-    workers = state["workers"]
-    return bool(workers) and all(one.get("backend") == "lockstep" for one in workers)
-
-
 def _serves(state: Mapping[str, Any], published: Published) -> bool:
     if "+" in published.label and published.label != published.version:
         base, _, rest = published.label.partition("+")

@@ -19,11 +19,12 @@ class GroupQueue:
         self._tasks = tasks
         self._play = play
         self._room = asyncio.Semaphore(ahead)
-        self._done: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
+        self._done: asyncio.Queue[asyncio.Task[Group] | BaseException | None] = asyncio.Queue()
         self._running: set[asyncio.Task[Group]] = set()
 
     async def __aenter__(self) -> GroupQueue:
         self._feeder = asyncio.create_task(self._feed(), name="rollouts")
+        self._feeder.add_done_callback(self._fed)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -34,9 +35,15 @@ class GroupQueue:
             with suppress(asyncio.CancelledError, Exception):
                 await task
 
-    async def take(self) -> Group:
-        """The next group. Raises the error of one that failed for good."""
-        return (await self._done.get()).result()
+    async def take(self) -> Group | None:
+        """The next group; None when the tasks have ended and all of them were taken.
+
+        Raises the error of a group that failed for good, and that of the task source.
+        """
+        played = await self._done.get()
+        if isinstance(played, BaseException):
+            raise played
+        return None if played is None else played.result()
 
     def release(self, count: int) -> None:
         """Lets so many more be played: called once the weights that learnt from them are served."""
@@ -54,3 +61,14 @@ class GroupQueue:
         self._running.discard(playing)
         if not playing.cancelled():
             self._done.put_nowait(playing)
+        self._tell_end()
+
+    def _fed(self, feeder: asyncio.Task[None]) -> None:
+        if not feeder.cancelled() and (error := feeder.exception()) is not None:
+            self._done.put_nowait(error)
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        """Without it whoever takes would wait for ever on a source that gives nothing more."""
+        if self._feeder.done() and not self._running:
+            self._done.put_nowait(None)

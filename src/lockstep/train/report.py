@@ -32,10 +32,17 @@ class Summary:
     reward_after: float | None
     mismatch_kl: float
     """The largest of any step."""
+    max_difference: float
+    """The furthest that a logprob of the trainer was from the engine's, in any step."""
+    close_bound: float | None
+    """How far it may be, of a run in close mode; None of one that was to be exact."""
+    close_reason: str
     masked: float
     """The largest share of masked tokens of any step."""
     breaks: int
     aborts: int
+    skipped: int
+    """Steps that had no token to learn from."""
     versions: dict[str, str]
     """The weights each worker served at the end."""
     pause_seconds: float
@@ -51,9 +58,25 @@ class Summary:
 
     @property
     def kept(self) -> bool:
-        """Whether trainer and engine stayed in lockstep: nothing differed, broke or was masked."""
-        exact = self.mismatch_kl == 0 and self.masked == 0
-        return exact and self.breaks == 0 and self.agreed
+        """Whether trainer and engine stayed in lockstep: nothing differed, broke or was masked.
+
+        In close mode logprobs may differ, within the bound of `lockstep.train.exactness`.
+        """
+        return self.near and self.masked == 0 and self.breaks == 0 and self.agreed
+
+    @property
+    def near(self) -> bool:
+        """Whether the trainer's logprobs were the engine's: bit for bit, or within the bound."""
+        if self.close_bound is None:
+            return self.mismatch_kl == 0
+        return self.max_difference <= self.close_bound
+
+    @property
+    def mismatch(self) -> str:
+        """How trainer and engine compare, in words that never call a small number zero."""
+        if self.close_bound is not None:
+            return f"close: max |Δ| {self.max_difference:.1e} because {self.close_reason}"
+        return "exactly 0, bit for bit" if self.mismatch_kl == 0 else figure(self.mismatch_kl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +129,19 @@ class Run:
             raise BadRequest("this run has no steps yet: a report needs at least one")
         steps, ended = self.steps, self.about.get("ended")
         before, after = self.about.get("before") or {}, self.about.get("after") or {}
+        numerics = self.about.get("numerics") or {}
         pauses = [float(step["pause_seconds"]) for step in steps]
         return Summary(
             reward_before=before.get("reward"),
             reward_after=after.get("reward"),
             mismatch_kl=max(float(step["mismatch_kl"]) for step in steps),
+            max_difference=max(float(step.get("mismatch_max", 0.0)) for step in steps),
+            close_bound=float(numerics["bound"]) if numerics.get("mode") == "close" else None,
+            close_reason=str(numerics.get("reason", "")),
             masked=max(float(step["is_masked"]) for step in steps),
             breaks=sum(int(step["breaks"]) for step in steps),
             aborts=sum(int(step["aborts"]) for step in steps),
+            skipped=sum(int(step.get("skipped", 0)) for step in steps),
             versions=self.about.get("versions")
             or {worker["id"]: worker["version"] for worker in steps[-1].get("workers", ())},
             pause_seconds=median(pauses),
@@ -134,6 +162,12 @@ def describe(event: Row) -> str:
             return f"worker {worker} gets no more requests: it does not answer"
         case "worker_back":
             return f"worker {worker} is back, proved at version {version}"
+        case "numerics" if event["mode"] == "exact":
+            return "exact: trainer and workers compute the same bits"
+        case "numerics":
+            return f"close: logprobs may differ in their last bits, because {event['reason']}"
+        case "skipped":
+            return f"step {event['step']} is skipped: {event['reason']}"
         case "eval":
             how = f"reward {event['reward']:.3f}, solved {event['solved']:.0%}"
             return f"{event['prompts']} held-out prompts after step {event['step']}: {how}"

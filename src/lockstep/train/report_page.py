@@ -85,12 +85,7 @@ def _tiles(run: Run, summary: Summary) -> Iterable[str]:
     else:
         first, last = run.steps[0]["reward"], run.steps[-1]["reward"]
         yield _tile("Training reward", f"{first:.2f} → {last:.2f}", "first and last step", None)
-    exact = summary.mismatch_kl == 0
-    yield _tile(
-        "Mismatch KL", "exactly 0" if exact else figure(summary.mismatch_kl),
-        "trainer and engine agree bit for bit" if exact else "largest of any step",
-        True if exact else summary.mismatch_kl < 1e-3,
-    )  # fmt: skip
+    yield _mismatch(summary)
     yield _tile("Masked tokens", figure(100 * summary.masked) + (" %" if summary.masked else ""),
                 "sampled tokens the loss had to ignore", summary.masked == 0)  # fmt: skip
     yield _tile("Prefix breaks", figure(summary.breaks),
@@ -103,8 +98,21 @@ def _tiles(run: Run, summary: Summary) -> Iterable[str]:
                 f"median; longest {summary.longest_pause * 1e3:.1f} ms", None)  # fmt: skip
     yield _tile("Step time", f"{summary.step_seconds:.2f} s",
                 "median: rollout, training and verified update", None)  # fmt: skip
+    if summary.skipped:
+        yield _tile("Skipped steps", figure(summary.skipped),
+                    "nothing to learn from: the weights stayed as they were", None)  # fmt: skip
     yield _tile("Aborted answers", figure(summary.aborts),
                 "kept with their tokens, not trained on", None)  # fmt: skip
+
+
+def _mismatch(summary: Summary) -> str:
+    if summary.close_bound is not None:
+        note = f"{summary.mismatch}; allowed is {summary.close_bound:g}"
+        return _tile("Mismatch", figure(summary.max_difference), note, summary.near)
+    if summary.mismatch_kl == 0:
+        return _tile("Mismatch KL", "exactly 0", "trainer and engine agree bit for bit", True)
+    good = summary.mismatch_kl < 1e-3
+    return _tile("Mismatch KL", figure(summary.mismatch_kl), "largest of any step", good)
 
 
 def _tile(name: str, value: str, note: str, good: bool | None) -> str:

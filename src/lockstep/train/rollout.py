@@ -13,6 +13,7 @@ from lockstep.tokens.errors import LockstepError, Unavailable
 from lockstep.train.batch import Group, Rollout
 from lockstep.train.config import TrainConfig
 from lockstep.train.env import Environment, Player, Split, Task
+from lockstep.train.failure import from_env, one_error, tasks_ended
 from lockstep.train.metrics import Evaluation
 from lockstep.train.patience import Patience
 
@@ -38,15 +39,24 @@ class Players:
         self._slots = asyncio.Semaphore(config.rollout.concurrency)
 
     def tasks(self, split: Split, skip: int = 0) -> Iterator[Task]:
-        """The tasks of this run's seed, after the first `skip`."""
-        return itertools.islice(self._environment.tasks(split, self._config.seed), skip, None)
+        """The tasks of this run's seed, after the first `skip`. Raises RolloutFailed for what the
+        environment raises."""
+        with from_env(self._config.env.name, f"{split} tasks"):
+            source = self._environment.tasks(split, self._config.seed)
+            yield from itertools.islice(source, skip, None)
 
     async def evaluate(self, step: int) -> Evaluation | None:
-        """Each held-out prompt once, always with the same seeds; None where there are none."""
-        count = self._config.eval.prompts
-        if not count:
+        """Each held-out prompt once, always with the same seeds; None where none is wanted.
+
+        An environment that has fewer is evaluated on those. Raises BadRequest where it has none.
+        """
+        wanted = self._config.eval.prompts
+        if not wanted:
             return None
-        chosen = list(itertools.islice(self.tasks("eval"), count))
+        chosen = list(itertools.islice(self.tasks("eval"), wanted))
+        if not chosen:
+            raise tasks_ended(self._config.env.name, "eval", 0, wanted)
+        count = len(chosen)
         groups = await self.groups(chosen, 1, (self._config.seed, "eval"))
         rewards = [group.rollouts[0].reward for group in groups]
         return Evaluation(
@@ -59,29 +69,35 @@ class Players:
     async def groups(
         self, tasks: Sequence[Task], size: int, seeds: tuple[Any, ...], version: str | None = None
     ) -> list[Group]:
-        """Each task `size` times, in order. `version` demands the weights to play with."""
+        """Each task `size` times, in order. `version` demands the weights to play with.
+
+        Raises the error of the first rollout that failed for good.
+        """
         made = []
-        async with asyncio.TaskGroup() as running:
-            for at, task in enumerate(tasks):
-                made.append(running.create_task(self.group(task, size, (*seeds, at), version)))
-                # The first prompts are on their way while those of the next groups are rendered.
-                await asyncio.sleep(0)
+        with one_error():
+            async with asyncio.TaskGroup() as running:
+                for at, task in enumerate(tasks):
+                    made.append(running.create_task(self.group(task, size, (*seeds, at), version)))
+                    # The first prompts are on their way while the next groups are rendered.
+                    await asyncio.sleep(0)
         return [task.result() for task in made]
 
     async def group(
         self, task: Task, size: int, seeds: tuple[Any, ...], version: str | None = None
     ) -> Group:
-        async with asyncio.TaskGroup() as running:
-            made = [
-                running.create_task(self._rollout(task, seed_of(*seeds, at), version))
-                for at in range(size)
-            ]
+        """The task `size` times. Raises the error of the first rollout that failed for good."""
+        with one_error():
+            async with asyncio.TaskGroup() as running:
+                made = [
+                    running.create_task(self._rollout(task, (*seeds, at), version))
+                    for at in range(size)
+                ]
         return Group(tuple(each.result() for each in made))
 
-    async def _rollout(self, task: Task, seed: int, version: str | None) -> Rollout:
+    async def _rollout(self, task: Task, seeds: tuple[Any, ...], version: str | None) -> Rollout:
         rollout = self._config.rollout
         options: dict[str, Any] = {
-            "seed": seed,
+            "seed": seed_of(*seeds),
             "max_tokens": rollout.max_tokens,
             "temperature": rollout.temperature,
             "logprob_mode": rollout.logprobs,
@@ -102,8 +118,10 @@ class Players:
                 raise Unavailable("a turn was cut off by an abort")
             return Rollout(reward, samples, player.breaks, attempt)
 
+        where = "rollout " + " ".join(map(str, seeds[1:]))
         async with self._slots:
-            return await self._patience.call("rollout", play, between=self._heal)
+            with from_env(self._config.env.name, where):
+                return await self._patience.call("rollout", play, between=self._heal)
 
 
 def seed_of(*parts: Any) -> int:

@@ -10,6 +10,11 @@ NAMED = ("mismatch_kl", "masked_mismatch_kl", "is_masked", "is_masked_low", "is_
          "entropy", "loss", "grad_norm", "lr")  # fmt: skip
 
 
+def nothing_learnt() -> Learnt:
+    """What a step without a token to learn from comes to: the weights are as before."""
+    return Learnt(dict.fromkeys((*NAMED, "mismatch_max"), 0.0), [])
+
+
 def step_metrics(
     step: int, batch: Batch, learnt: Learnt, played: float, trained: float
 ) -> StepMetrics:
@@ -33,6 +38,7 @@ def step_metrics(
         aborts=batch.aborts,
         dropped=batch.dropped,
         retries=batch.retries,
+        skipped=int(not batch.learnt_tokens),
         version="",
         pause_seconds=0.0,
         time_rollout=played,

@@ -35,6 +35,7 @@ class View:
         self._workers: list[Row] = []
         self._events: deque[tuple[float, str, str]] = deque(maxlen=SHOWN_EVENTS)
         self._phase = "starting"
+        self._close = False
         self._begun = monotonic()
         self._live = (
             Live(get_renderable=self.render, console=console, refresh_per_second=4)
@@ -75,7 +76,10 @@ class View:
 
     def event(self, event: Row) -> None:
         """Something that happened, as it stands in events.jsonl."""
-        colour = {"worker_killed": "red", "worker_lost": "red", "worker_back": "green"}
+        if event["kind"] == "numerics":
+            self._close = event["mode"] == "close"
+        colour = {"worker_killed": "red", "worker_lost": "red", "worker_back": "green",
+                  "skipped": "yellow"}  # fmt: skip
         self._events.append(
             (monotonic() - self._begun, describe(event), colour.get(event["kind"], "default"))
         )
@@ -130,7 +134,9 @@ class View:
         grid.add_row(*(f"[dim]{name}" for name in names))
         grid.add_row(
             f"[b]{last['tokens_per_second']:,.0f}",
-            _verdict(kl, "exactly 0" if kl == 0 else figure(kl)),
+            f"[b]close {figure(kl)}"
+            if self._close
+            else _verdict(kl, "exactly 0" if kl == 0 else figure(kl)),
             _verdict(masked, f"{masked:.2%}" if masked else "0"),
             _verdict(breaks, str(breaks)),
             f"[b]{aborts}",

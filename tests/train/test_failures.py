@@ -1,0 +1,187 @@
+"""A run that cannot go on says why in one typed error; one that can goes on and counts it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, RolloutFailed
+from lockstep.train.batch import Clock, Group, Rollout, is_stale, version_lags
+from lockstep.train.env import Player, Reward, Split, Task
+from lockstep.train.envs import Reverse
+from lockstep.train.failure import one_error
+from lockstep.train.queue import GroupQueue
+from lockstep.train.report import Run
+from tests.train.conftest import Stack, run_config
+from tests.train.test_batch import sample
+
+TASK = Task(({"role": "user", "content": "hi"},))
+SECONDS = 30.0
+
+
+class Short(Reverse):
+    """Ends after so many training tasks."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        return islice(super().tasks(split, seed), self._count)
+
+
+class Broken(Reverse):
+    """Its source of tasks raises after the first three, or its judge does at once."""
+
+    def __init__(self, *, source: bool) -> None:
+        super().__init__()
+        self._source = source
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        for at, task in enumerate(super().tasks(split, seed)):
+            if self._source and at == 3:
+                raise ValueError("the dataset is gone")
+            yield task
+
+    async def play(self, task: Task, player: Player) -> Reward:
+        if not self._source:
+            raise KeyError("no such answer")
+        return await super().play(task, player)
+
+
+class Mute(Reverse):
+    """Has no conversation in the steps named: there is nothing to learn from."""
+
+    def __init__(self, tasks_per_step: int, *steps: int) -> None:
+        super().__init__()
+        self._per_step = tasks_per_step
+        self._steps = steps
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        for at, task in enumerate(super().tasks(split, seed)):
+            step = 1 + at // self._per_step
+            yield replace(task, facts={**task.facts, "mute": step in self._steps})
+
+    async def play(self, task: Task, player: Player) -> Reward:
+        if task.facts["mute"]:
+            return Reward(0.0, False)
+        return await super().play(task, player)
+
+
+async def never(_: int, __: Task) -> Group:
+    return Group(())
+
+
+async def test_a_queue_tells_the_end_of_its_tasks_after_the_last_group() -> None:
+    async with asyncio.timeout(SECONDS):
+        async with GroupQueue(enumerate([TASK, TASK]), never, ahead=4) as queue:
+            assert [await queue.take() for _ in range(3)] == [Group(()), Group(()), None]
+        async with GroupQueue(enumerate([]), never, ahead=4) as queue:
+            assert await queue.take() is None
+
+
+async def test_a_queue_raises_what_its_tasks_raise() -> None:
+    def broken() -> Iterator[tuple[int, Task]]:
+        yield 0, TASK
+        raise BadRequest("the dataset is gone")
+
+    async with asyncio.timeout(SECONDS):
+        async with GroupQueue(broken(), never, ahead=4) as queue:
+            with pytest.raises(BadRequest, match="the dataset is gone"):
+                while await queue.take() is not None:
+                    pass
+
+
+async def test_nested_groups_of_errors_become_the_one_that_names_its_cause() -> None:
+    async def fail(error: Exception) -> None:
+        raise error
+
+    async def many() -> None:
+        async with asyncio.TaskGroup() as inner:
+            inner.create_task(fail(ValueError("whatever")))
+            inner.create_task(fail(Conflict("the cause")))
+
+    with pytest.raises(LockstepError, match="the cause") as caught:
+        with one_error():
+            async with asyncio.TaskGroup() as outer:
+                outer.create_task(many())
+    assert caught.value.__notes__ == ["1 more failed at the same time"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_a_source_that_ends_ends_the_run_with_the_number_of_tasks(
+    stack: Stack, tmp_path: Path, mode: str
+) -> None:
+    config = run_config(tmp_path / "run", loop={"mode": mode, "max_off_policy": 1})
+    trainer = stack.trainer(config, environment=Short(6))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(BadRequest, match=r"ended after 6 train tasks, and the run needs 12"):
+            await trainer.run()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_a_source_that_raises_ends_the_run_with_its_error(
+    stack: Stack, tmp_path: Path, mode: str
+) -> None:
+    config = run_config(tmp_path / "run", loop={"mode": mode, "max_off_policy": 1})
+    trainer = stack.trainer(config, environment=Broken(source=True))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(RolloutFailed, match="ValueError: the dataset is gone") as caught:
+            await trainer.run()
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_an_environment_that_raises_is_one_error_that_names_its_line(
+    stack: Stack, tmp_path: Path, mode: str
+) -> None:
+    config = run_config(tmp_path / "run", loop={"mode": mode, "max_off_policy": 1})
+    trainer = stack.trainer(config, environment=Broken(source=False))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(RolloutFailed, match=r"KeyError: 'no such answer' \(.*failures\.py:\d+"):
+            await trainer.run()
+
+
+async def test_a_step_without_anything_to_learn_is_skipped_and_counted(
+    stack: Stack, tmp_path: Path
+) -> None:
+    config = run_config(tmp_path / "run", loop={"steps": 4})
+    result = await stack.trainer(config, environment=Mute(4, 2, 3)).run()
+    assert [step.skipped for step in result.steps] == [0, 1, 1, 0]
+    first, second, third, last = result.steps
+    assert first.version == second.version == third.version
+    assert last.version.startswith("step-4")
+    assert (last.off_policy_max, last.dropped) == (0, 0)
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event["kind"] == "skipped"]
+    assert [(event["step"], event["in_a_row"]) for event in events] == [(2, 1), (3, 2)]
+    assert Run.read(tmp_path / "run").summary().skipped == 2
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+async def test_too_many_steps_without_anything_to_learn_end_the_run(
+    stack: Stack, tmp_path: Path, mode: str
+) -> None:
+    loop: dict[str, Any] = {"mode": mode, "steps": 9, "max_skipped": 1, "max_off_policy": 1}
+    config = run_config(tmp_path / "run", loop=loop)
+    trainer = stack.trainer(config, environment=Mute(4, *range(2, 9)))
+    async with asyncio.timeout(SECONDS):
+        with pytest.raises(Conflict, match=r"no token to learn from.*the last 2 steps"):
+            await trainer.run()
+
+
+def test_no_version_grows_older_by_a_step_without_an_update() -> None:
+    clock = Clock({"step-0": 0, "step-1": 1})
+    clock.skip()
+    assert version_lags(sample("step-0", "step-1"), clock, 2).tolist() == [0, 0, 1, 0]
+
+
+def test_a_group_without_samples_is_not_stale() -> None:
+    assert not is_stale(Group((Rollout(Reward(0.0, False), ()),)), Clock(), 5, 0)
