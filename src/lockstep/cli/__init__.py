@@ -7,6 +7,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from lockstep import __version__
 from lockstep.cli import control, dynamo
@@ -48,5 +49,8 @@ def main() -> None:
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
         app()
     except LockstepError as error:
-        Console(stderr=True).print(f"[bold red]error[/] ({error.code}): {error.message}")
+        console = Console(stderr=True)
+        console.print(f"[bold red]error[/] ({error.code}): {escape(error.message)}")
+        for note in getattr(error, "__notes__", ()):
+            console.print(f"[dim]{escape(note)}[/]")
         raise SystemExit(2) from None
