@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from lockstep.tokens.errors import BadRequest
 
 PREFIX = "LOCKSTEP_"
 API_KEYS = PREFIX + "API_KEYS"
+ADMIN_TOKEN = PREFIX + "ADMIN_TOKEN"
+ADMIN_TOKEN_FILE = PREFIX + "ADMIN_TOKEN_FILE"
 SHORTEST_KEY = 8
+LOG_LEVELS = ("debug", "info", "warning", "error")
+SERVICE_NAME = re.compile(r"LOCKSTEP(_[A-Z0-9_]+)?_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)")
+SERVICE_PORT = re.compile(
+    r"LOCKSTEP(_[A-Z0-9_]+)?_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?"
+)  # fmt: skip
+SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,16 +30,21 @@ class Settings:
     """Values from the environment; options of a command beat them.
 
     LOCKSTEP_ADMIN_TOKEN     the bearer token of admin routes; made and written to a file if absent
+    LOCKSTEP_ADMIN_TOKEN_FILE  the file that holds it, instead
     LOCKSTEP_ADMIN_URL       where `lockstep state`, `pause` and the like find the control plane
     LOCKSTEP_API_KEYS        keys of the gateway's data plane, with commas between; absent: open
     LOCKSTEP_WORKER_API_KEY  the key that a gateway sends to its workers
     LOCKSTEP_LOG_LEVEL       debug, info, warning or error
     LOCKSTEP_VLLM_PYTHON     the python of the environment that has vLLM; else .venv-vllm's
     LOCKSTEP_VLLM_SKIP_REPAIRS  repairs that vLLM's worker extension leaves out, with commas between
+
+    Any other name with this prefix is an error, as it would change nothing. Those that Kubernetes
+    sets for a Service called lockstep, or lockstep-something, are passed over.
     """
 
     admin_token: str | None = None
-    admin_url: str = "http://127.0.0.1:8001"
+    admin_token_file: Path | None = None
+    admin_url: str | None = None
     api_keys: tuple[str, ...] = ()
     worker_api_key: str | None = None
     log_level: str = "warning"
@@ -41,20 +57,68 @@ class Settings:
         known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in environ.items():
-            if not name.startswith(PREFIX):
+            if not name.startswith(PREFIX) or _is_kubernetes(name, value):
                 continue
             if name not in known:
-                raise BadRequest(
-                    f"environment variable {name} is not known: expected one of {', '.join(known)}",
-                    param=name,
-                )
+                raise _unknown(name, list(known))
             values[known[name]] = _keys(value) if name == API_KEYS else value
+        if ADMIN_TOKEN_FILE in environ:
+            values |= _token_of(environ)
         settings = cls(**values)
-        if settings.log_level not in ("debug", "info", "warning", "error"):
+        if settings.log_level not in LOG_LEVELS:
             raise BadRequest(
-                f"{PREFIX}LOG_LEVEL is {settings.log_level!r}: expected debug, info, warning, error"
+                f"{PREFIX}LOG_LEVEL is {settings.log_level!r}: expected {', '.join(LOG_LEVELS)}"
             )
         return settings
+
+
+def state_home(environ: Mapping[str, str] = os.environ) -> Path:
+    """The directory of what Lockstep keeps for this user: $XDG_STATE_HOME/lockstep, by default
+    ~/.local/state/lockstep. It may not exist yet."""
+    given = Path(environ.get("XDG_STATE_HOME", ""))
+    # The specification has relative paths ignored.
+    return (given if given.is_absolute() else Path.home() / ".local" / "state") / "lockstep"
+
+
+def _is_kubernetes(name: str, value: str) -> bool:
+    """Whether Kubernetes has set it: every pod beside a Service gets the Service's addresses."""
+    if SERVICE_NAME.fullmatch(name) or SERVICE_PORT.fullmatch(name):
+        return True
+    # By its name alone, LOCKSTEP_PORT=9000 would be somebody who wants another port.
+    return name.endswith("_PORT") and SERVICE_URL.match(value) is not None
+
+
+def _unknown(name: str, known: list[str]) -> BadRequest:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    meant = f"did you mean {close[0]}? " if close else ""
+    return BadRequest(
+        f"environment variable {name} is not known: {meant}Unset it, or use one of "
+        f"{', '.join(known)}",
+        param=name,
+    )
+
+
+def _token_of(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The token in the file that the environment names. Raises BadRequest if there is none."""
+    path = Path(environ[ADMIN_TOKEN_FILE])
+    if ADMIN_TOKEN in environ:
+        raise BadRequest(
+            f"{ADMIN_TOKEN} and {ADMIN_TOKEN_FILE} are both set: unset one of them",
+            param=ADMIN_TOKEN_FILE,
+        )
+    return {"admin_token": read_token(path, ADMIN_TOKEN_FILE), "admin_token_file": path}
+
+
+def read_token(path: Path, param: str = "token_file") -> str:
+    """The token in a file. Raises BadRequest when it cannot be read, or holds none."""
+    try:
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise BadRequest(f"{param} {path} cannot be read: {said}", param=param) from None
+    if not token:
+        raise BadRequest(f"{param} {path} is empty: expected the admin token", param=param)
+    return token
 
 
 def _keys(value: str) -> tuple[str, ...]:

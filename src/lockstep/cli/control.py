@@ -219,7 +219,7 @@ def _run(
     token = None if token_file is not None else settings.admin_token
 
     async def main() -> None:
-        where = url or settings.admin_url
+        where = url or settings.admin_url or "http://127.0.0.1:8001"
         async with RemoteFleet(where, token=token, token_file=token_file) as fleet:
             await work(fleet)
 

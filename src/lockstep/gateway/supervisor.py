@@ -190,7 +190,8 @@ class Supervisor:
 
     async def _spawn(self, child: Child) -> Process:
         environ = {**os.environ, "LOCKSTEP_ADMIN_TOKEN": self._token}
-        environ.pop("LOCKSTEP_API_KEYS", None)
+        for name in ("LOCKSTEP_API_KEYS", "LOCKSTEP_ADMIN_TOKEN_FILE"):
+            environ.pop(name, None)
         return await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "lockstep.cli.leash", str(os.getpid()),
             "worker", self._model,
