@@ -458,9 +458,9 @@ def test_nothing_is_marked_stable_that_is_not_what_was_listed(whole: Path) -> No
 def test_a_directory_that_changes_while_it_is_read_is_refused(
     whole: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    scan = module.fingerprints
+    scan = module.digests
 
-    def meddled(file: module.TensorFile) -> dict[str, bytes]:
+    def meddled(file: module.TensorFile) -> dict[str, str]:
         raw = file.path.read_bytes()
         match change:
             case "append":
@@ -476,7 +476,7 @@ def test_a_directory_that_changes_while_it_is_read_is_refused(
                 file.path.write_bytes(raw[:-8])
         return scan(file)
 
-    monkeypatch.setattr(module, "fingerprints", meddled)
+    monkeypatch.setattr(module, "digests", meddled)
     with pytest.raises(CheckpointError):
         Checkpoint.validate(whole)
 

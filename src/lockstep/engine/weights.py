@@ -18,7 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
+from lockstep.engine.digest import Digester
 from lockstep.tokens.errors import CheckpointError
+from lockstep.wire.digest import combined
 
 _epochs = count()
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -136,13 +138,15 @@ class Weights:
     """One complete set of weights under a version label.
 
     `epoch` is unique to these contents: caches are keyed by it, never by the label, so that two
-    sets under one label can not be confused.
+    sets under one label can not be confused. `digests` identify the tensors of the checkpoint they
+    were loaded from, by name; None for weights that came in parts.
     """
 
     layout: Layout
     packed: Mapping[str, Tensor]
     version: str
     epoch: int = field(default_factory=lambda: next(_epochs))
+    digests: Mapping[str, str] | None = None
     layers: tuple[Layer, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,6 +174,11 @@ class Weights:
         return self.packed["embed" if self.layout.config.tied else "head"]
 
     @property
+    def digest(self) -> str | None:
+        """What identifies their contents, as the checkpoint's own digest does; None if unknown."""
+        return None if self.digests is None else combined(self.digests)
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.packed.values())
 
@@ -181,14 +190,20 @@ class Weights:
         packed = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.shapes.items()}
         missing = set(layout.places)
         tied_head: Tensor | None = None
-        for name, load in _tensors(directory):
-            if layout.config.tied and name == TIED_HEAD:
-                tied_head = load()
-            elif not name.endswith(IGNORED_SUFFIX):
-                if name not in missing and name in layout.places:
-                    raise CheckpointError(f"tensor {name!r} is in {directory} twice")
-                _fill(layout, packed, name, load())
-                missing.discard(name)
+        with Digester() as digester:
+            for name, load in _tensors(directory):
+                if layout.config.tied and name == TIED_HEAD:
+                    tied_head = load()
+                    digester.add(name, tied_head)
+                elif not name.endswith(IGNORED_SUFFIX):
+                    if name not in missing and name in layout.places:
+                        raise CheckpointError(f"tensor {name!r} is in {directory} twice")
+                    tensor = load()
+                    held = _fill(layout, packed, name, tensor)
+                    # What will serve is the better evidence, where its bytes are comparable.
+                    digester.add(name, held if held.dtype == tensor.dtype else tensor)
+                    missing.discard(name)
+            digests = digester.digests()
         if missing:
             raise CheckpointError(_missing(missing, directory))
         if tied_head is not None and not torch.equal(tied_head.to(dtype), packed["embed"]):
@@ -196,7 +211,8 @@ class Weights:
                 f"{TIED_HEAD} differs from the embedding, but config.json ties them: save the "
                 "model with tie_word_embeddings false, or leave the head out"
             )
-        return cls(layout, {name: t.to(device) for name, t in packed.items()}, version)
+        held_there = {name: t.to(device) for name, t in packed.items()}
+        return cls(layout, held_there, version, digests=digests)
 
     def updated(self, tensors: Iterable[tuple[str, Tensor]], version: str) -> Weights:
         """A new set with the named tensors replaced; packed neighbours keep their contents.
@@ -223,7 +239,8 @@ class Weights:
         return Weights(self.layout, packed, version)
 
 
-def _fill(layout: Layout, packed: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+def _fill(layout: Layout, packed: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
+    """Copies a tensor to its place, and returns the copy there."""
     place = layout.check(name, tuple(tensor.shape), tensor.dtype)
     target = place.view(packed[place.packed])
     target.copy_(tensor)
@@ -233,6 +250,7 @@ def _fill(layout: Layout, packed: dict[str, Tensor], name: str, tensor: Tensor) 
         raise CheckpointError(
             f"tensor {name!r} has {bad} values that are NaN or infinite as {target.dtype}"
         )
+    return target
 
 
 def _missing(names: set[str], directory: Path) -> str:

@@ -5,7 +5,6 @@ Everything here reads files and takes its time: asynchronous callers use a threa
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -13,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from lockstep.fleet.safetensors_file import fingerprints
+from lockstep.fleet.safetensors_file import digests
 from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden
+from lockstep.wire.digest import DERIVED, combined, differing
 from lockstep.wire.files import read_object
 from lockstep.wire.manifest import (
     INDEX,
+    MANIFEST,
     PROBE,
     WEIGHTS,
     Manifest,
@@ -33,8 +34,6 @@ __all__ = ["Checkpoint", "Signature", "Spec", "mark_stable", "resolve", "write_m
 CONFIG = "config.json"
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-DERIVED = "rotary_emb.inv_freq"
-"""Ends the names of tensors that old checkpoints hold and every engine computes itself."""
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -139,13 +138,15 @@ class Signature:
 class Checkpoint:
     """A checkpoint that was looked at and found sound.
 
-    `digest` identifies the weights: the same for the same contents, however they are split up.
+    `digest` identifies the weights: the same for the same contents, however they are split up, and
+    the same that a worker reports which read them. `tensors` are the digests it is made of.
     """
 
     path: Path
     signature: Signature
     nbytes: int
     digest: str
+    tensors: Mapping[str, str]
     probe: Probe | None
 
     @classmethod
@@ -186,9 +187,14 @@ class Checkpoint:
             like.check(signature, path)
         probe = Probe.beside(path)
         _check_vocabulary(probe, signature, path)
-        contents: dict[str, bytes] = {}
+        contents: dict[str, str] = {}
         for file in files:
-            contents |= fingerprints(file)
+            contents |= digests(file)
+        if manifest is not None and manifest.tensors and contents != manifest.tensors:
+            raise CheckpointError(
+                f"{path} does not hold what was written: its contents differ from "
+                f"{MANIFEST} in {differing(manifest.tensors, contents)}; write it anew"
+            )
         _check_head(like or signature, signature, contents, path)
         if _snapshot(path) != before:
             raise CheckpointError(f"{path} changed while it was read: write it once, then update")
@@ -196,7 +202,8 @@ class Checkpoint:
             path=path,
             signature=signature,
             nbytes=sum(entry.end - entry.start for file in files for entry in file.entries),
-            digest=_digest(signature, contents),
+            digest=combined(contents),
+            tensors=MappingProxyType(contents),
             probe=probe,
         )
 
@@ -267,7 +274,7 @@ def _check_vocabulary(probe: Probe | None, signature: Signature, path: Path) -> 
 
 
 def _check_head(
-    served: Signature, found: Signature, contents: Mapping[str, bytes], path: Path
+    served: Signature, found: Signature, contents: Mapping[str, str], path: Path
 ) -> None:
     """A tied head that is there must be the embedding: else half of a pair was updated."""
     head, embedding = found.tensors.get(HEAD), found.tensors.get(EMBEDDING)
@@ -278,14 +285,6 @@ def _check_head(
             f"{HEAD} of {path} differs from {EMBEDDING}, but the served model ties them: leave it "
             "out, or serve a model with tie_word_embeddings false"
         )
-
-
-def _digest(signature: Signature, contents: Mapping[str, bytes]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(contents):
-        digest.update(f"{name}\0{signature.tensors[name]}\0".encode(errors="backslashreplace"))
-        digest.update(contents[name])
-    return digest.hexdigest()
 
 
 def _derived(name: str) -> bool:

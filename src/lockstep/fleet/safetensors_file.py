@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from types import MappingProxyType
 
@@ -11,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.tokens.errors import CheckpointError
+from lockstep.wire.digest import tensor_digest
 from lockstep.wire.tensor_file import Entry, TensorFile
 
 CHUNK = 256 << 10
 """Bytes read at once: they stay in the CPU's cache between the passes over them."""
-COLUMNS = 64
 FINITE: Mapping[str, tuple[str, int, int]] = MappingProxyType(
     {
         "F64": ("<u8", 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
@@ -30,28 +29,29 @@ FINITE: Mapping[str, tuple[str, int, int]] = MappingProxyType(
 Integers compare fast in every width, and numpy has no bfloat16."""
 
 
-def fingerprints(file: TensorFile) -> dict[str, bytes]:
-    """A fingerprint of the contents of each tensor, by name.
+def digests(file: TensorFile) -> dict[str, str]:
+    """The digest of each tensor's type, shape and contents, by name.
 
-    Made of sums over columns: any change by accident shows, one made on purpose need not. Raises
-    CheckpointError that names the first NaN or infinite value, or a file that became shorter.
+    Raises CheckpointError that names the first NaN or infinite value, or a file that became
+    shorter.
     """
     buffer = np.zeros(CHUNK, dtype=np.uint8)
     scratch = np.zeros(CHUNK, dtype=np.uint8)
-    found: dict[str, bytes] = {}
+
+    def parts(source: FileIO, entry: Entry) -> Iterator[memoryview]:
+        source.seek(entry.start)
+        for start in range(entry.start, entry.end, CHUNK):
+            count = min(CHUNK, entry.end - start)
+            _fill(source, buffer[:count], file)
+            _check(entry, buffer[:count], scratch[:count], start - entry.start, file)
+            yield buffer[:count].data
+
     # Read, not mapped: touching a mapped file that somebody cuts would end the process.
     with open(file.path, "rb", buffering=0) as source:
-        for entry in file.entries:
-            source.seek(entry.start)
-            digest = hashlib.blake2b(digest_size=16)
-            for start in range(entry.start, entry.end, CHUNK):
-                count = min(CHUNK, entry.end - start)
-                _fill(source, buffer[:count], file)
-                _check(entry, buffer[:count], scratch[:count], start - entry.start, file)
-                buffer[count:] = 0
-                digest.update(np.add.reduce(buffer.view("<u8").reshape(-1, COLUMNS)).tobytes())
-            found[entry.name] = digest.digest()
-    return found
+        return {
+            entry.name: tensor_digest(entry.dtype, entry.shape, parts(source, entry))
+            for entry in file.entries
+        }
 
 
 def _fill(source: FileIO, buffer: npt.NDArray[np.uint8], file: TensorFile) -> None:

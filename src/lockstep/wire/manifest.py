@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -36,9 +36,10 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Every file of a directory, by name."""
+    """Every file of a directory, by name, and the digest of every tensor where its writer knew."""
 
     files: Mapping[str, Written]
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
@@ -49,7 +50,11 @@ class Manifest:
         raw = read_object(path)
         if raw.get("format") != FORMAT or not isinstance(raw.get("files"), dict):
             raise CheckpointError(f"{path} is not a manifest: expected format {FORMAT!r} and files")
-        return cls(MappingProxyType({n: _written(n, one, path) for n, one in raw["files"].items()}))
+        files = {name: _written(name, one, path) for name, one in raw["files"].items()}
+        tensors = raw.get("tensors", {})
+        if not isinstance(tensors, dict) or not all(isinstance(d, str) for d in tensors.values()):
+            raise CheckpointError(f"{path} has tensors that are no map of names to digests")
+        return cls(MappingProxyType(files), MappingProxyType(tensors))
 
     def check(self, directory: Path, used: Iterable[str] = (), *, hashes: bool = False) -> None:
         """Raises CheckpointError unless the files are those that were written.
@@ -95,17 +100,20 @@ def begin(directory: Path) -> None:
     sync(directory)
 
 
-def write_manifest(directory: Path) -> Manifest:
-    """Records size and hash of every file that is not hidden, once all have reached the disk."""
+def write_manifest(directory: Path, tensors: Mapping[str, str] | None = None) -> Manifest:
+    """Records size and hash of every file that is not hidden, once all have reached the disk.
+
+    `tensors` are the digests of the tensors, by name: what readers must find in them.
+    """
     files = {}
     for path in sorted(directory.iterdir()):
         if path.is_file() and path.name not in (MANIFEST, STABLE) and path.name[0] != ".":
             sync(path)
             files[path.name] = Written(file_size(path), _sha256(path))
     listed = {name: {"size": w.size, "sha256": w.sha256} for name, w in files.items()}
-    text = json.dumps({"format": FORMAT, "files": listed}, indent=1)
-    write_whole(directory / MANIFEST, text.encode())
-    return Manifest(MappingProxyType(files))
+    body = {"format": FORMAT, "files": listed} | ({"tensors": dict(tensors)} if tensors else {})
+    write_whole(directory / MANIFEST, json.dumps(body, indent=1).encode())
+    return Manifest(MappingProxyType(files), MappingProxyType(dict(tensors or {})))
 
 
 def mark_stable(directory: Path) -> None:

@@ -1,0 +1,45 @@
+"""What identifies weights by their contents: a digest of every tensor, and one of them all.
+
+A digest covers type, shape and every byte in order, so a tensor whose rows were swapped is another
+one. It does not depend on how a checkpoint is split into files. SHA-256 because CPUs have
+instructions for it: 1.6 GB/s on one core, where blake2b of the same library makes 0.9.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+DERIVED = "rotary_emb.inv_freq"
+"""Ends the names of tensors that old checkpoints hold and every engine computes itself."""
+LENGTH = 32
+"""Hexadecimal digits that are kept: 128 bits."""
+SHOWN = 3
+
+
+def tensor_digest(dtype: str, shape: Sequence[int], parts: Iterable[bytes | memoryview]) -> str:
+    """The digest of one tensor; `dtype` as safetensors names it, its bytes in any parts."""
+    found = hashlib.sha256(f"{dtype} {list(shape)}\0".encode())
+    for part in parts:
+        found.update(part)
+    return found.hexdigest()[:LENGTH]
+
+
+def combined(tensors: Mapping[str, str]) -> str:
+    """The digest of a whole set of weights, from the digests of its tensors by name."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        if not name.endswith(DERIVED):
+            found.update(f"{name}\0{tensors[name]}\n".encode(errors="backslashreplace"))
+    return found.hexdigest()[:LENGTH]
+
+
+def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """Names the tensors in which two sets differ, in words."""
+    names = sorted(
+        name
+        for name in expected.keys() | found.keys()
+        if expected.get(name) != found.get(name) and not name.endswith(DERIVED)
+    )
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(repr, names[:SHOWN])) + more
