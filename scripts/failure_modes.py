@@ -62,6 +62,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F45": ("two requests with one id overwrite each other; abort counts what was asked", "both answered; abort says how many it really stopped"),
     "F46": ("scoring takes the first entry instead of the token's own", "the token's own entry, the first position handled, temperature on record"),
     "F47": ("the client goes away and the engine goes on", "the request stops; nothing leaks"),
+    "F50": ("a version label with `+`, a newline, an escape or 100 kB is taken, and then cut apart or printed", "400 where it enters; one grammar joins and parses labels"),
 }  # fmt: skip
 
 

@@ -95,6 +95,29 @@ async def test_a_failed_update_says_who_failed_and_why(tmp_path: Path) -> None:
         fleet.check()
 
 
+@pytest.mark.failure_mode("F50")
+@pytest.mark.parametrize("label", ["a+b", "a\nb", "\x1b[31m", "[/bold]", "x" * 100_000], ids=ascii)
+async def test_a_label_that_could_be_misread_is_refused_before_anything_happens(
+    tmp_path: Path, label: str
+) -> None:
+    async with control(tmp_path) as (fleet, client):
+        path = fleet.checkpoint("a")
+        calls: list[tuple[str, str, dict[str, Any]]] = [
+            ("update_weights", "version", {"weight_dir": path, "version": label}),
+            ("load_lora_adapter", "version",
+             {"lora_name": "x", "lora_path": path, "version": label}),
+            ("load_lora_adapter", "lora_name", {"lora_name": label, "lora_path": path}),
+        ]  # fmt: skip
+        if len(label) < 10 and "/" not in label:  # a directory's name is a label too
+            calls.append(("update_weights", "version", {"weight_dir": str(tmp_path / label)}))
+        for route, param, body in calls:
+            answer = await client.post(route, json=body)
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == param
+            assert len(answer.text) < 600
+        assert (await client.get("state")).json()["operations"] == []
+
+
 @pytest.mark.failure_mode("F42")
 async def test_no_view_changes_anything_and_no_change_is_a_get(tmp_path: Path) -> None:
     async with control(tmp_path) as (fleet, client):

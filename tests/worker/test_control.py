@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.engine.broadcast import Broadcast
 from lockstep.models import bundled
-from tests.processes import TOKEN, WorkerProcess
+from tests.processes import GENERATE, TOKEN, WorkerProcess
 from tests.worker.adapters import write_adapter
 
 PROMPT = [11, 29, 3, 77, 5, 140, 9]
@@ -56,6 +56,48 @@ async def in_flight(worker: WorkerProcess, count: int = 1) -> list[asyncio.Task[
         if now["running"] == count and now["generated_tokens"] > before["generated_tokens"] + count:
             return tasks
         await asyncio.sleep(0.005)
+
+
+BAD_LABELS = ["a+b", "a\nb", "\x1b[31m", "[bold]", "x" * 100_000]
+
+
+@pytest.mark.failure_mode("F50")
+@pytest.mark.parametrize("label", BAD_LABELS, ids=lambda label: ascii(label[:10]))
+async def test_a_label_that_could_be_misread_does_not_get_in(
+    worker: WorkerProcess, checkpoint: Checkpoint, label: str
+) -> None:
+    path = str(checkpoint("new"))
+    disk = {"model_path": path, "weight_version": label}
+    group = {"group_name": "g", "partial": True, "weight_version": label,
+             "tensors": [{"name": "x", "dtype": "float32", "shape": [1]}]}  # fmt: skip
+    calls: list[tuple[str, str, dict[str, Any]]] = [
+        ("stage", "weight_version", disk),
+        ("stage", "weight_version", group),
+        ("update_weights_from_disk", "weight_version", disk),
+        ("load_lora_adapter", "lora_name", {"lora_name": label, "lora_path": path}),
+        ("load_lora_adapter", "version", {"lora_name": "x", "lora_path": path, "version": label}),
+    ]
+    for method, param, body in calls:
+        status, answer = await worker.control(method, **body)
+        assert (status, answer["error"]["param"]) == (400, param), (method, answer)
+        assert len(answer["error"]["message"]) < 300
+    demand = {"token_ids": PROMPT, "weight_version": label, "sampling_params": {"max_tokens": 1}}
+    status, answer = await worker.post(GENERATE, demand)
+    assert (status, answer["error"]["param"]) == (400, "weight_version")
+    (choice,) = (await worker.generate(PROMPT, max_tokens=1, logprobs=0))[1]["choices"]
+    assert [span["version"] for span in choice["weight_versions"]] == ["default"]
+
+
+@pytest.mark.failure_mode("F50")
+async def test_the_name_of_a_directory_is_a_label_too(
+    worker: WorkerProcess, checkpoint: Checkpoint
+) -> None:
+    path = checkpoint("new").rename(checkpoint("old").with_name("a+b"))
+    status, answer = await worker.control("stage", model_path=str(path))
+    assert (status, answer["error"]["param"]) == (400, "weight_version")
+    status, answer = await worker.control("stage", model_path=str(path), weight_version="b")
+    assert (status, answer["staged"]) == (200, "b")
+    await worker.control("rollback")
 
 
 # Who may call

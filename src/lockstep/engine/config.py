@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, CheckpointError
+from lockstep.tokens.versions import check_label
 
 FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
@@ -155,6 +156,7 @@ class EngineOptions:
                 raise BadRequest(
                     f"{field} must not be negative, got {getattr(self, field)}", param=field
                 )
+        check_label(self.weight_version)
         if self.arithmetic == "exact" and (self.device != "cpu" or self.dtype != "float32"):
             raise BadRequest(
                 f"exact arithmetic needs device cpu and dtype float32, got {self.device} and "

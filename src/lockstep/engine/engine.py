@@ -23,6 +23,7 @@ from lockstep.engine.weights import Weights
 from lockstep.models import bundled
 from lockstep.tokens import Completion, LockstepError
 from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, Unavailable
+from lockstep.tokens.versions import check_adapter_name, check_label
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -175,6 +176,7 @@ class Engine:
         From here on the last commit cannot be rolled back any more: its memory is needed. Raises
         CheckpointError and keeps nothing when the checkpoint is not whole or does not fit.
         """
+        check_label(version)
         with self._mutating("stage"):
             await self._call(self._forget_previous)
             self._staged = None
@@ -185,6 +187,7 @@ class Engine:
 
     async def stage_tensors(self, tensors: Iterable[tuple[str, Tensor]], version: str) -> Weights:
         """Stages the live weights with some tensors replaced by name. Raises CheckpointError."""
+        check_label(version)
         with self._mutating("stage"):
             live = await self._call(lambda: self.core.policy.weights)
             self._staged = None
@@ -247,8 +250,9 @@ class Engine:
 
         Raises AdapterError, and goes on serving the old one, when the new one is not sound.
         """
-        if not name:
-            raise BadRequest("lora_name is empty: an adapter needs a name", param="lora_name")
+        check_adapter_name(name)
+        if label is not None:
+            check_label(label, "version")
         adapter = await asyncio.to_thread(self.core.policy.load_adapter, name, path, label)
         return await self._call(lambda: self.core.policy.add_adapter(adapter))
 

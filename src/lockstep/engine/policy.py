@@ -17,6 +17,7 @@ from lockstep.tokens.errors import (
     UnknownModel,
     VersionUnavailable,
 )
+from lockstep.tokens.versions import joined
 
 KEPT_VERSIONS = 4096
 """How many versions back a request's floor is still known."""
@@ -109,8 +110,9 @@ class Policy:
 
     def version_of(self, adapter: Adapter | None) -> str:
         """The label of all that a token is sampled under: weights, and adapter if there is one."""
-        base = self.weights.version
-        return base if adapter is None else f"{base}+{adapter.name}@{adapter.label}"
+        if adapter is None:
+            return self.weights.version
+        return joined(self.weights.version, adapter.name, adapter.label)
 
     def check_served(self, request: Request) -> None:
         """Raises UnknownModel or VersionUnavailable unless this request's demands are met now."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import Unavailable
+from lockstep.tokens.versions import VersionLabel
 
 
 class Agreement:
@@ -45,9 +46,14 @@ class Agreement:
         """`check` for one choice of which only the spans were read."""
         if not spans or since >= len(self._versions):
             return
-        last = spans[-1].version.partition("+")[0]
-        if last != self._versions[-1] and last not in self._versions[since:]:
+        last = spans[-1].version
+        if not self._agreed(last, since) and not self._agreed(
+            VersionLabel.parse(last).weights, since
+        ):
             raise Unavailable(
                 f"worker {worker} answered under version {last!r}, but the fleet agreed on "
                 f"{self._versions[-1]!r}: it must be brought up to date first"
             )
+
+    def _agreed(self, version: str, since: int) -> bool:
+        return version == self._versions[-1] or version in self._versions[since:]

@@ -26,6 +26,7 @@ from lockstep.fleet.transaction import Budget, Transaction
 from lockstep.fleet.weights import Weights
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
 from lockstep.tokens.operation import Operation
+from lockstep.tokens.versions import check_adapter_name, check_label
 
 log = logging.getLogger(__name__)
 LEASE_SECONDS = 600.0
@@ -178,8 +179,7 @@ class Fleet:
         if (weight_dir is None) == (source is None):
             raise BadRequest("give a weight_dir, or another source", param="weight_dir")
         named = version or (Path(weight_dir).name if weight_dir else "")
-        if not named:
-            raise BadRequest("version is empty: the new weights need a label", param="version")
+        check_label(named, "version")
         request = {"weight_dir": weight_dir, "version": named, "mode": mode}
 
         async def work(operation: Operation) -> None:
@@ -287,8 +287,9 @@ class Fleet:
         self, name: str, path: str, *, version: str | None = None, key: str | None = None
     ) -> Operation:
         """Serves an adapter on every worker, swapping one of that name, and proves it."""
-        if not name:
-            raise BadRequest("lora_name is empty: an adapter needs a name", param="lora_name")
+        check_adapter_name(name)
+        if version is not None:
+            check_label(version, "version")
 
         async def work(operation: Operation) -> None:
             real = resolve(path, self._roots)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from lockstep.backends.admin import PauseMode
 from lockstep.tokens.errors import CheckpointError, Conflict, LockstepError
 from lockstep.tokens.operation import Operation
+from lockstep.tokens.versions import VersionLabel, joined
 from lockstep.train.patience import PASSING, Patience
 
 WATCH_SECONDS = 0.5
@@ -117,7 +118,7 @@ class Publisher:
         state = await self._patience.call("state", lambda _: self._fleet.state())
         label = version
         if self._adapter is not None:
-            label = f"{state['version']}+{self._adapter}@{operation.version}"
+            label = joined(str(state["version"]), self._adapter, operation.version or "")
         self.current = Published(
             step,
             directory,
@@ -173,8 +174,7 @@ def workers_of(state: Mapping[str, Any]) -> tuple[Worker, ...]:
 
 
 def _serves(state: Mapping[str, Any], published: Published) -> bool:
-    if "+" in published.label and published.label != published.version:
-        base, _, rest = published.label.partition("+")
-        name, _, label = rest.partition("@")
-        return bool(state["version"] == base and state["adapters"].get(name) == label)
-    return bool(state["version"] == published.version)
+    label = VersionLabel.parse(published.label)
+    if label.adapter is not None and state["adapters"].get(label.adapter) != label.contents:
+        return False
+    return bool(state["version"] == label.weights)

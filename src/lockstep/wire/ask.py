@@ -10,6 +10,7 @@ import msgspec
 
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, BadTokenId
+from lockstep.tokens.versions import check_label
 from lockstep.wire.raw_ids import RawIds
 
 MAX_SALT = 1024
@@ -60,6 +61,9 @@ class Ask:
                 f"0 to {len(self.prompt_ids)}",
                 param="experts_start",
             )
+        for name in ("weight_version", "min_weight_version"):
+            if (label := getattr(self, name)) is not None:
+                check_label(label, name)
         if self.timeout is not None and self.timeout <= 0:
             raise BadRequest(f"timeout is {self.timeout}: expected seconds > 0", param="timeout")
 

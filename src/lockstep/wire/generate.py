@@ -13,6 +13,7 @@ import msgspec
 
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.versions import check_label
 from lockstep.wire.raw_ids import RawIds
 from lockstep.wire.strict import decode, read_biases
 
@@ -219,6 +220,9 @@ def _checked(request: GenerateRequest) -> GenerateRequest:
         )
     if not -(2**63) <= request.priority < 2**63:
         raise BadRequest(f"priority is {request.priority}: it must fit 64 bits", param="priority")
+    for name in ("weight_version", "min_weight_version"):
+        if (label := getattr(request, name)) is not None:
+            check_label(label, name)
     start = request.experts_start
     if start is not None and not 0 <= start <= len(request.token_ids):
         raise BadRequest(

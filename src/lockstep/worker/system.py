@@ -25,6 +25,7 @@ from lockstep.tokens.errors import (
     Forbidden,
     NotFound,
 )
+from lockstep.tokens.versions import check_label
 from lockstep.wire import control
 from lockstep.wire.http import EXCEPTION_HANDLERS, json_response, read_json, require_bearer
 from lockstep.wire.strict import decode
@@ -171,6 +172,7 @@ class SystemPlane:
     async def _stage_broadcast(
         self, group_name: str, specs: list[TensorSpec], version: str
     ) -> Weights:
+        check_label(version)  # before it waits for tensors
         group = self._group(group_name)
         device = self.engine.options.device
         tensors = await asyncio.to_thread(group.receive, specs, device)

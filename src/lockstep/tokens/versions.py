@@ -1,0 +1,71 @@
+"""Version labels: which characters they have, and how one names an adapter beside the weights.
+
+A label of weights is given by whoever makes them: 1 to 128 of the characters A-Z a-z 0-9 and
+`_ . : = @ -`, the first a letter, a digit or `_`. A token that was sampled under an adapter carries
+`<weights>+<adapter>@<label of the adapter's contents>`. `+` is in none of the three parts and `@`
+not in an adapter's name, so that a joined label has one reading.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lockstep.tokens.errors import BadRequest
+
+MAX_LABEL = 128
+_LABEL = r"[A-Za-z0-9_][A-Za-z0-9_.:=@-]*"
+_NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:=/-]*"
+LABEL = re.compile(_LABEL)
+NAME = re.compile(_NAME)
+JOINED = re.compile(rf"(.+)\+({_NAME})@({_LABEL})", re.DOTALL)
+"""Weights may have a label from elsewhere, of any form; what follows the last `+` may not."""
+SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLabel:
+    """The parts of a label; `adapter` and `contents` are None for weights alone."""
+
+    weights: str
+    adapter: str | None = None
+    contents: str | None = None
+
+    @classmethod
+    def parse(cls, label: str) -> VersionLabel:
+        """The parts. A label that does not end with an adapter's name and contents is that of
+        weights, whatever it holds: servers of another make may give any."""
+        found = JOINED.fullmatch(label)
+        return cls(label) if found is None else cls(*found.groups())
+
+    def __str__(self) -> str:
+        if self.adapter is None or self.contents is None:
+            return self.weights
+        return joined(self.weights, self.adapter, self.contents)
+
+
+def joined(weights: str, adapter: str, contents: str) -> str:
+    """The label of tokens that were sampled under an adapter."""
+    return f"{weights}+{adapter}@{contents}"
+
+
+def check_label(label: str, param: str = "weight_version") -> str:
+    """The label. Raises BadRequest that names `param` for one that is not of the grammar."""
+    return _checked(label, LABEL, "_.:=@-", param)
+
+
+def check_adapter_name(name: str, param: str = "lora_name") -> str:
+    """The name. Raises BadRequest that names `param` for one that is not of the grammar."""
+    return _checked(name, NAME, "_.:=/-", param)
+
+
+def _checked(text: str, grammar: re.Pattern[str], marks: str, param: str) -> str:
+    if len(text) <= MAX_LABEL and grammar.fullmatch(text):
+        return text
+    # Escaped and cut: what is wrong with it may be what would break a terminal or a log.
+    shown = ascii(text if len(text) <= SHOWN else text[:SHOWN]) + "..." * (len(text) > SHOWN)
+    raise BadRequest(
+        f"{param} is {shown} ({len(text)} characters): expected 1 to {MAX_LABEL} of A-Z a-z 0-9 "
+        f"and {' '.join(marks)}, beginning with a letter, a digit or _",
+        param=param,
+    )
