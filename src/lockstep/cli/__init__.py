@@ -13,6 +13,7 @@ from lockstep import __version__
 from lockstep.cli import control, dynamo
 from lockstep.cli.check import check
 from lockstep.cli.demo import demo
+from lockstep.cli.doctor import doctor
 from lockstep.cli.serve import gateway, serve
 from lockstep.cli.train import train
 from lockstep.cli.worker import worker
@@ -27,6 +28,7 @@ app = typer.Typer(
     "version for weight version.\n\nTry: lockstep demo",
 )
 app.command()(demo)
+app.command()(doctor)
 app.command()(serve)
 app.command()(gateway)
 app.command()(worker)

@@ -1,0 +1,62 @@
+"""`lockstep doctor`: what this machine can do, and what to do about the rest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from lockstep.doctor import Check
+
+MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fail": "[red]✗[/]"}
+UNFOLDED = 1000
+
+
+def doctor(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object with all checks.")
+    ] = False,
+) -> None:
+    """Say what this machine can do: exact or close, bf16, ports, directories, optional engines.
+
+    Exit codes: 0 the demo can run here, 1 something that it needs is missing.
+    """
+    from lockstep.doctor import examine
+
+    console = Console(stderr=as_json, highlight=False)
+    with console.status("Looking around; the slowest look takes some seconds"):
+        checks = list(examine())
+    failed = [check for check in checks if check.status == "fail"]
+    if as_json:
+        rows = [check.to_json() for check in checks]
+        sys.stdout.write(json.dumps({"ok": not failed, "checks": rows}) + "\n")
+    else:
+        made = table(checks)
+        if not console.is_terminal:  # a file has no width: nothing is folded or cut off there
+            console.width = UNFOLDED
+        console.print(made)
+        names = ", ".join(check.name for check in failed)
+        console.print(
+            f"[b red]lockstep demo cannot run here[/]: {escape(names)}"
+            if failed
+            else "[b green]lockstep demo can run here.[/]"
+        )
+    if failed:
+        raise typer.Exit(1)
+
+
+def table(checks: list[Check]) -> Table:
+    """One line per check where the terminal is wide enough."""
+    made = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for style in ("", "bold", "", "dim"):
+        made.add_column(overflow="fold", no_wrap=style == "bold", style=style)
+    for check in checks:
+        way_out = f"→ {escape(check.way_out)}" if check.way_out else ""
+        made.add_row(MARKS[check.status], check.name, escape(check.found), way_out)
+    return made

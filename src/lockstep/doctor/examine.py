@@ -1,0 +1,64 @@
+"""All checks in the order of the table; what computes runs in a child, which may die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from lockstep.doctor import engines, host
+from lockstep.doctor.check import Check
+from lockstep.settings import Settings
+
+CHILD_SECONDS = 180.0
+TORCH = "pip install 'lockstep-rl[train]'"
+
+
+def examine() -> Iterator[Check]:
+    """Each check as it is known; the slow ones take some seconds."""
+    yield host.versions()
+    yield host.cpu()
+    yield from _computing()
+    for number, option in host.PORTS.items():
+        yield host.port(number, option)
+    yield host.run_directory()
+    yield host.state_directory()
+    yield engines.vllm(Settings.read().vllm_python)
+    yield engines.dynamo()
+    yield engines.sglang()
+
+
+def _computing() -> Iterator[Check]:
+    """What needs torch: in a process of its own, as an instruction that the CPU lists and the
+    hypervisor forbids kills whoever tries it."""
+    missing = [name for name in ("torch", "safetensors") if find_spec(name) is None]
+    if missing:
+        found = f"{' and '.join(missing)} not installed: no embedded engine, training or demo"
+        yield Check("torch", "fail", found, TORCH)
+        return
+    yield from child("lockstep.doctor.compute", "torch")
+
+
+def child(module: str, name: str) -> list[Check]:
+    """The checks that a module prints as JSON when it is run; one that failed if it does not."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", module], capture_output=True, text=True,
+            timeout=CHILD_SECONDS, env=os.environ, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        found = f"{module} did not end within {CHILD_SECONDS:g} s"
+        return [Check(name, "fail", found, "try it on an idle machine")]
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        how = (
+            f"died of {signal.Signals(-done.returncode).name}"
+            if done.returncode < 0
+            else f"ended with code {done.returncode}"
+        )
+        return [Check(name, "fail", f"{module} {how}: {last}", f"python -m {module} shows it")]
+    return [Check(**row) for row in json.loads(done.stdout)]

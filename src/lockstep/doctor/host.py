@@ -1,0 +1,112 @@
+"""The machine around Lockstep: its CPU, ports and directories. Needs no extra."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from lockstep import __version__
+from lockstep.doctor.check import Check
+from lockstep.settings import state_home
+
+PORTS = {8000: "--port", 8001: "--admin-port"}
+"""The defaults of `lockstep serve`, and the option that chooses another."""
+SHOWN_FLAGS = ("sse4_2", "avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
+LEAST_BYTES = 1 << 30
+"""Free disk below which a note is made: a few checkpoints of a small model."""
+
+
+def versions() -> Check:
+    found = f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}"
+    return Check("lockstep", "ok", found)
+
+
+def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
+    """The CPU's name, the cores this process may use, and the vector instructions it lists."""
+    fields: dict[str, str] = {}
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text("utf-8", "replace").splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    listed = set((fields.get("flags") or fields.get("Features") or "").split())
+    flags = [flag for flag in SHOWN_FLAGS if flag in listed]
+    return Check("CPU", "ok", f"{name}, {cores()} cores, {' '.join(flags) or platform.machine()}")
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def port(number: int, option: str) -> Check:
+    """Whether `lockstep serve` can listen there, and who does if it cannot."""
+    name = f"port {number}"
+    with socket.socket() as trying:
+        trying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trying.bind(("127.0.0.1", number))
+        except OSError as error:
+            holder = _holder(number) or error.strerror or "taken"
+            return Check(name, "note", holder, f"lockstep serve {option} PORT, or stop that one")
+    return Check(name, "ok", "free")
+
+
+def state_directory(home: Path | None = None) -> Check:
+    """Whether `lockstep serve` can keep its state and sessions."""
+    home = home or state_home()
+    return _writable("state directory", home, "set XDG_STATE_HOME to a directory you may write")
+
+
+def run_directory(here: Path | None = None) -> Check:
+    """Whether `lockstep demo` can write its run: it goes to `runs` in the working directory."""
+    where = (here or Path.cwd()) / "runs"
+    found = _writable("run directory", where, "lockstep demo --run-dir DIRECTORY")
+    return Check(found.name, "fail" if found.status == "note" else "ok", found.found, found.way_out)
+
+
+def _writable(name: str, where: Path, way_out: str) -> Check:
+    """Tried by writing a file into it, or into the first of its parents that exists."""
+    there = next(path for path in (where, *where.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            free = shutil.disk_usage(there).free
+    except OSError as error:
+        return Check(name, "note", f"{where}: {error.strerror}", way_out)
+    found = f"{where}, {free / 2**30:.0f} GiB free"
+    if free < LEAST_BYTES:
+        return Check(name, "note", f"{where}, only {free / 2**20:.0f} MiB free", way_out)
+    return Check(name, "ok", found)
+
+
+def _holder(number: int) -> str | None:
+    """The process that listens on a TCP port of this machine, where Linux lets us see it."""
+    inodes = set(_listening(number))
+    for process in Path("/proc").glob("[0-9]*") if inodes else ():
+        try:
+            links = {os.readlink(link) for link in (process / "fd").iterdir()}
+            if links & inodes:
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                return f"held by process {process.name}: {command[:60]}"
+        except OSError:
+            continue  # it is gone, or another user's
+    return "held by a process of another user" if inodes else None
+
+
+def _listening(number: int) -> Iterable[str]:
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            rows = Path(table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            fields = row.split()
+            if int(fields[1].rpartition(":")[2], 16) == number and fields[3] == "0A":
+                yield f"socket:[{fields[9]}]"
