@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lockstep import fleet
     from lockstep.client import (
         Chat,
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
         connect_sync,
         generate,
     )
+    from lockstep.fleet.remote import RemoteFleet
     from lockstep.tokens import Completion, LockstepError, Sample, Sampling, errors
 
 try:
@@ -39,6 +42,7 @@ __all__ = [
     "Scores",
     "Turn",
     "connect",
+    "connect_fleet",
     "connect_sync",
     "errors",
     "fleet",
@@ -48,11 +52,34 @@ __all__ = [
 _TOKENS = ("Completion", "LockstepError", "Sample", "Sampling", "errors")
 
 
+def connect_fleet(
+    url: str | None = None,
+    *,
+    token: str | None = None,
+    token_file: str | Path | None = None,
+    timeout: float = 1800.0,
+) -> RemoteFleet:
+    """The control plane of a running gateway: weights, pauses, adapters, workers, samples.
+
+    `async with lockstep.connect_fleet() as fleet` finds the gateway of this machine and user, and
+    its admin token; give `url` and `token` or `token_file` for any other. An update may take
+    `timeout` seconds. Raises BadRequest when no token is known.
+    """
+    from lockstep.fleet.remote import RemoteFleet
+    from lockstep.settings import Settings
+
+    settings = Settings.read()
+    if token is None and token_file is None:
+        token = settings.admin_token
+    where = url or settings.admin_url or "http://127.0.0.1:8001"
+    return RemoteFleet(where, token=token, token_file=token_file, timeout=timeout)
+
+
 def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used: `lockstep --help` needs none of them."""
     if name == "fleet":
         return import_module("lockstep.fleet")
     if name not in __all__:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    room = "lockstep.tokens" if name in _TOKENS else "lockstep.client"
-    return getattr(import_module(room), name)
+    module = "lockstep.tokens" if name in _TOKENS else "lockstep.client"
+    return getattr(import_module(module), name)

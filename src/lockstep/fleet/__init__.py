@@ -1,34 +1,33 @@
-"""Many workers: membership, routing, desired state and weight transactions.
-
-The package can be called: `async with lockstep.fleet("http://127.0.0.1:8001", token=...) as fleet`
-opens the control plane of a running gateway.
-"""
+"""Many workers: membership, routing, desired state and weight transactions."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+import warnings
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.fleet.remote import RemoteFleet
 
 
-class _Callable(ModuleType):
-    def __call__(
-        self,
-        url: str = "http://127.0.0.1:8001",
-        *,
-        token: str | None = None,
-        token_file: str | Path | None = None,
-        timeout: float = 1800.0,
-    ) -> RemoteFleet:
-        """The fleet behind a control plane; see RemoteFleet."""
-        from lockstep.fleet.remote import RemoteFleet
+class _CallableModule(ModuleType):
+    """Lets `lockstep.fleet(...)` go on for one release, under its new name connect_fleet.
 
-        return RemoteFleet(url, token=token, token_file=token_file, timeout=timeout)
+    Importing the package makes it an attribute of `lockstep`, so the old function can only live on
+    as a call of the module. Goes in 0.2, with the last line of this file.
+    """
+
+    def __call__(self, *arguments: Any, **options: Any) -> RemoteFleet:
+        warnings.warn(
+            "lockstep.fleet(...) is now lockstep.connect_fleet(...), with the same arguments; the "
+            "old name goes in lockstep 0.2",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        # Not imported: this package lies below the one that reads settings.
+        fleet: RemoteFleet = sys.modules["lockstep"].connect_fleet(*arguments, **options)
+        return fleet
 
 
-# `lockstep.fleet` is both a room of the house and what a trainer calls.
-sys.modules[__name__].__class__ = _Callable
+sys.modules[__name__].__class__ = _CallableModule

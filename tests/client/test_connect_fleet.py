@@ -1,0 +1,46 @@
+"""`lockstep.connect_fleet` opens a control plane; its old name still does, and says so."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.fleet.remote import RemoteFleet
+from lockstep.tokens.errors import BadRequest
+
+TOKEN = "a-long-enough-token"
+
+
+@pytest.fixture(autouse=True)
+def no_gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for name in ("LOCKSTEP_ADMIN_URL", "LOCKSTEP_ADMIN_TOKEN", "LOCKSTEP_ADMIN_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_fleet_needs_its_token_and_the_error_says_where_it_is() -> None:
+    with pytest.raises(BadRequest, match="token_file"):
+        lockstep.connect_fleet("http://127.0.0.1:9")
+
+
+def test_the_token_may_come_from_the_caller_a_file_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    assert isinstance(lockstep.connect_fleet(token=TOKEN), RemoteFleet)
+    assert isinstance(lockstep.connect_fleet(token_file=tmp_path / "token"), RemoteFleet)
+    monkeypatch.setenv("LOCKSTEP_ADMIN_TOKEN", TOKEN)
+    assert isinstance(lockstep.connect_fleet(), RemoteFleet)
+
+
+def test_the_module_is_a_module_and_its_old_call_warns_and_works() -> None:
+    assert isinstance(lockstep.fleet, types.ModuleType)
+    with pytest.warns(DeprecationWarning, match=r"connect_fleet\(\.\.\.\)"):
+        assert isinstance(lockstep.fleet(token=TOKEN), RemoteFleet)  # type: ignore[operator]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lockstep.connect_fleet(token=TOKEN)
