@@ -7,7 +7,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
@@ -19,36 +19,40 @@ Handling = Literal["drop", "mask", "keep"]
 class ServeConfig:
     """Where the policy is served. The token of the control plane is the value, or in the file."""
 
-    url: str = "http://127.0.0.1:8000"
-    admin_url: str = "http://127.0.0.1:8001"
-    admin_token: str | None = None
-    admin_token_file: str | None = None
-    api_key: str | None = None
-    model: str | None = None
-    tokenizer: str | None = None
-    retry_seconds: float = 300.0
+    url: Annotated[str, "The gateway's data URL."] = "http://127.0.0.1:8000"
+    admin_url: Annotated[str, "The gateway's control plane."] = "http://127.0.0.1:8001"
+    admin_token: Annotated[str | None, "Its token; else the file's, else LOCKSTEP_ADMIN_TOKEN."] = (
+        None
+    )
+    admin_token_file: Annotated[str | None, "The file that holds it."] = None
+    api_key: Annotated[str | None, "The key of the data URL, where it has keys."] = None
+    model: Annotated[str | None, "Which served model; None: the only one."] = None
+    tokenizer: Annotated[str | None, "Directory or bundled name; None: that of the model."] = None
+    retry_seconds: Annotated[float, "How long an unreachable fleet is waited for."] = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvConfig:
     """`name` is reverse, calc, guess, verifiers:NAME, or an import path "package.module:Class"."""
 
-    name: str = "reverse"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    name: Annotated[str, "Which environment."] = "reverse"
+    options: Annotated[Mapping[str, Any], "Handed to it as keyword arguments."] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
     """A step plays `groups` tasks, each `group_size` times."""
 
-    groups: int = 16
-    group_size: int = 8
-    max_tokens: int = 48
-    temperature: float = 1.0
-    logprobs: LogprobMode = "raw"
-    concurrency: int = 128
-    experts: bool = False
-    samples_shown: int = 2
+    groups: Annotated[int, "Tasks per step."] = 16
+    group_size: Annotated[int, "Rollouts per task, compared with each other."] = 8
+    max_tokens: Annotated[int, "Most tokens of one turn."] = 48
+    temperature: Annotated[float, "Of sampling."] = 1.0
+    logprobs: Annotated[LogprobMode, "raw, or processed where the temperature is not 1."] = "raw"
+    concurrency: Annotated[int, "Most rollouts at once."] = 128
+    experts: Annotated[bool, "Ask for the routed experts of every token."] = False
+    samples_shown: Annotated[int, "Conversations per step that the report keeps."] = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +63,12 @@ class LossConfig:
     the direction the advantage pushes; ipo in any direction. `kl` weighs the squared log ratio.
     """
 
-    kind: Literal["grpo", "distill"] = "grpo"
-    normalize_std: bool = False
-    mask: Literal["dppo", "ipo", "none"] = "dppo"
-    mask_low: float = 0.2
-    mask_high: float = 0.2
-    kl: float = 1e-3
+    kind: Annotated[Literal["grpo", "distill"], "Learn from rewards or from a teacher."] = "grpo"
+    normalize_std: Annotated[bool, "Divide advantages by their group's deviation."] = False
+    mask: Annotated[Literal["dppo", "ipo", "none"], "Which tokens are left out."] = "dppo"
+    mask_low: Annotated[float, "How far a probability may fall."] = 0.2
+    mask_high: Annotated[float, "How far it may rise."] = 0.2
+    kl: Annotated[float, "Weight of the squared log ratio."] = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +79,27 @@ class LearnerConfig:
     `replay_experts` sends every token to the experts that the engine chose for it.
     """
 
-    lr: float = 1e-4
-    warmup_steps: int = 0
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    micro_batch: int = 32
-    device: str = "cpu"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: int = 1
-    exact: bool | None = None
-    replay_experts: bool = True
-    probe_tolerance: float | None = None
-    lora_rank: int = 0
-    lora_alpha: int = 32
-    lora_targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
-    lora_name: str = "policy"
+    lr: Annotated[float, "Learning rate of AdamW."] = 1e-4
+    warmup_steps: Annotated[int, "Steps in which it rises from 0."] = 0
+    betas: Annotated[tuple[float, float], "Of AdamW."] = (0.9, 0.95)
+    weight_decay: Annotated[float, "Of AdamW."] = 0.0
+    max_grad_norm: Annotated[float, "Gradients are clipped to it."] = 1.0
+    micro_batch: Annotated[int, "Samples per forward pass."] = 32
+    device: Annotated[str, "cpu or cuda."] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16"], "Of the trained weights."] = "float32"
+    threads: Annotated[int, "Torch threads."] = 1
+    exact: Annotated[bool | None, "Demand the engine's bits, or not; None: where possible."] = None
+    replay_experts: Annotated[bool, "Send tokens to the engine's experts."] = True
+    probe_tolerance: Annotated[float | None, "Of the update's proof; None: measured."] = None
+    lora_rank: Annotated[int, "0 trains all weights."] = 0
+    lora_alpha: Annotated[int, "Of the adapter."] = 32
+    lora_targets: Annotated[tuple[str, ...], "Modules with an adapter."] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    )
+    lora_name: Annotated[str, "The name it is served under."] = "policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,41 +111,41 @@ class LoopConfig:
     samples were all dropped is skipped; more than `max_skipped` of them in a row end the run.
     """
 
-    mode: Literal["sync", "async"] = "sync"
-    steps: int = 30
-    max_off_policy: int = 4
-    mixed: Handling = "keep"
-    aborted: Handling = "mask"
-    update_mode: Literal["keep", "wait", "abort"] = "keep"
-    pin_version: bool = True
-    keep_checkpoints: int = 3
-    max_skipped: int = 3
+    mode: Annotated[Literal["sync", "async"], "Wait for each update, or play on."] = "sync"
+    steps: Annotated[int, "Training steps."] = 30
+    max_off_policy: Annotated[int, "Updates a token may be behind."] = 4
+    mixed: Annotated[Handling, "Samples of several versions."] = "keep"
+    aborted: Annotated[Handling, "Samples with a turn that was cut off."] = "mask"
+    update_mode: Annotated[Literal["keep", "wait", "abort"], "How an update pauses."] = "keep"
+    pin_version: Annotated[bool, "In sync mode, demand the newest version."] = True
+    keep_checkpoints: Annotated[int, "Checkpoints that stay on disk."] = 3
+    max_skipped: Annotated[int, "Empty steps in a row before it ends."] = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
     """Held-out prompts, played before and after, and every so many steps when `every` is not 0."""
 
-    prompts: int = 64
-    every: int = 0
+    prompts: Annotated[int, "How many."] = 64
+    every: Annotated[int, "Steps between evaluations; 0: only before and after."] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherConfig:
     """The endpoint whose logprobs a distillation learns from."""
 
-    url: str = ""
-    model: str | None = None
-    api_key: str | None = None
+    url: Annotated[str, "Its data URL."] = ""
+    model: Annotated[str | None, "Which of its models; None: the only one."] = None
+    api_key: Annotated[str | None, "Its key, where it has keys."] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """One run. `model` is a bundled name or a directory: the weights that training starts from."""
 
-    model: str = "tiny"
-    run_dir: str = "run"
-    seed: int = 0
+    model: Annotated[str, "Bundled name or directory."] = "tiny"
+    run_dir: Annotated[str, "Where checkpoints, metrics and samples go."] = "run"
+    seed: Annotated[int, "Of tasks, sampling and learning."] = 0
     serve: ServeConfig = field(default_factory=ServeConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
