@@ -22,6 +22,7 @@ from pathlib import Path
 from benchmarks import peers, table
 
 SECTIONS = {
+    "http": "HTTP server and client",
     "gateway": "Gateway: CPU per request",
     "sessions": "Gateway: memory of sessions",
     "tokenizing": "Gateway: /tokenize",
@@ -32,7 +33,7 @@ SECTIONS = {
 }
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- measured: written by `make bench` -->", "<!-- /measured -->"
-OURS = ("lockstep-rl", "torch", "transformers", "renderers", "msgspec", "httptools")
+OURS = ("lockstep-rl", "torch", "transformers", "renderers", "msgspec", "uvicorn", "httptools")
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.gateway_traffic import MODEL, Said
+from lockstep.http import sse
 from lockstep.tokens import Completion, VersionSpan
-from lockstep.wire import sse
 from lockstep.wire.generate import Form
 from lockstep.wire.generate_answer import Stream, answer
 

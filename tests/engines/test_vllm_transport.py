@@ -9,7 +9,7 @@ import pytest
 
 import lockstep
 from lockstep.backends import Ask, Delta, VllmTransport
-from lockstep.backends.http import Link
+from lockstep.http.client import Link
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadTokenId, EngineFailure, PromptTooLong
 from tests.engines.vllm_load import begun

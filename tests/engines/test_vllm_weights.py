@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
 from lockstep.engine.broadcast import Broadcast
 from lockstep.engine.shared import shared_tensors
+from lockstep.http.server import listen
 from lockstep.tokens.errors import CheckpointError, Conflict, EngineFailure
-from lockstep.wire.server import listen
 from tests.engines import vllm_models as models
 from tests.engines.vllm_load import furthest_off, under_load
 from tests.engines.vllm_models import TOLERANCE, Reference, furthest

@@ -15,9 +15,9 @@ from lockstep.gateway.book import Book
 from lockstep.gateway.control import ControlPlane
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.sessions import Sessions
+from lockstep.http.server import listen, serving, url_of
 from lockstep.tokens.errors import CheckpointError, Conflict, NotFound, Unavailable, UpdateFailed
 from lockstep.tokens.operation import Operation
-from lockstep.wire.server import listen, serving, url_of
 from tests.fleet.simulated import Simulation, simulated
 
 TOKEN = "admin-token"

@@ -13,8 +13,8 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from lockstep.fleet.slots import Slots
+from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.tokens.errors import BadRequest, Busy, Unavailable
-from lockstep.wire.http import EXCEPTION_HANDLERS
 
 STEPS = st.lists(st.tuples(st.sampled_from(["ask", "end", "cancel", "run"]), st.integers(0, 9)))
 

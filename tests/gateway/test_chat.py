@@ -20,12 +20,12 @@ from lockstep.gateway.book import Book
 from lockstep.gateway.chat import ChatFace
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.sessions import Sessions
+from lockstep.http.handlers import EXCEPTION_HANDLERS
+from lockstep.http.server import listen, serving, url_of
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Ranked, Sampling
 from lockstep.wire.ask import Ask
-from lockstep.wire.http import EXCEPTION_HANDLERS
 from lockstep.wire.nvext import instance_id
-from lockstep.wire.server import listen, serving, url_of
 from tests.processes import WorkerProcess
 
 CHAT = "/v1/chat/completions"

@@ -19,11 +19,11 @@ from lockstep.gateway.book import Book
 from lockstep.gateway.completions import CompletionsFace
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.sessions import Sessions
+from lockstep.http.handlers import EXCEPTION_HANDLERS
+from lockstep.http.server import listen, serving, url_of
 from lockstep.render import Renderer
 from lockstep.tokens.errors import Unavailable
 from lockstep.wire.ask import Ask
-from lockstep.wire.http import EXCEPTION_HANDLERS
-from lockstep.wire.server import listen, serving, url_of
 from tests.processes import WorkerProcess
 
 IDS = [71, 72, 12, 85, 90]

@@ -16,7 +16,7 @@ from lockstep.gateway.book import Book
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.metrics import Metrics
 from lockstep.gateway.sessions import Sessions
-from lockstep.wire.server import listen, serving, url_of
+from lockstep.http.server import listen, serving, url_of
 from tests.backends import scripted
 from tests.backends.scripted import Reply, Request, events, models, whole
 

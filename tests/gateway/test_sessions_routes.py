@@ -16,10 +16,10 @@ from lockstep.gateway.book import Book
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.session_routes import SessionRoutes
 from lockstep.gateway.sessions import Sessions
+from lockstep.http.handlers import EXCEPTION_HANDLERS
+from lockstep.http.server import listen, serving, url_of
 from lockstep.render import Renderer
 from lockstep.tokens import RoutedExperts, Sample
-from lockstep.wire.http import EXCEPTION_HANDLERS
-from lockstep.wire.server import listen, serving, url_of
 from tests.gateway.test_sessions import ASK, completion, talk
 
 

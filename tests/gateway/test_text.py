@@ -16,9 +16,9 @@ from lockstep.gateway.book import Book
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.sessions import Sessions
 from lockstep.gateway.text import TextFace
+from lockstep.http.handlers import EXCEPTION_HANDLERS
+from lockstep.http.server import listen, serving, url_of
 from lockstep.render import Renderer
-from lockstep.wire.http import EXCEPTION_HANDLERS
-from lockstep.wire.server import listen, serving, url_of
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep.http.sse import EventReader
 from lockstep.tokens import Completion, errors
 from lockstep.tokens.errors import LockstepError
 from lockstep.wire.answer import Reading
 from lockstep.wire.fault_read import error_of
 from lockstep.wire.read_dynamo import DynamoStream, read_dynamo
 from lockstep.wire.read_generate import GenerateStream, read_generate
-from lockstep.wire.sse import EventReader
 from tests.data.captures import WIRE, Capture, load, names
 
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"

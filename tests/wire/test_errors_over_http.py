@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.backends.http import Link
 from lockstep.fleet.remote import RemoteFleet
+from lockstep.http.client import Link
+from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, read_json
+from lockstep.http.server import listen, serving, url_of
 from lockstep.tokens.errors import BY_CODE, LockstepError, PrefixBreak
 from lockstep.tokens.operation import Operation, WorkerResult
 from lockstep.wire.fault import fault
 from lockstep.wire.fault_read import error_of, raise_stated
-from lockstep.wire.http import EXCEPTION_HANDLERS, EventStream, read_json
-from lockstep.wire.server import listen, serving, url_of
 
 RECORD = Operation(
     "0123", "update_weights", {"weight_dir": "/w", "version": None}, "k", "failed", 1.0, 2.0, "s_1",

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lockstep.backends.http import Link
+from lockstep.http.client import Link
 from lockstep.tokens.errors import (
     Busy,
     Conflict,

@@ -8,11 +8,11 @@ import msgspec
 
 from lockstep.backends.dynamo import DynamoTransport
 from lockstep.backends.dynamo_generate import DynamoGenerateTransport
-from lockstep.backends.http import Link
 from lockstep.backends.limits import read_models
 from lockstep.backends.sglang import SglangTransport
 from lockstep.backends.transport import Transport, TransportName
 from lockstep.backends.vllm import VllmTransport
+from lockstep.http.client import Link
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
 

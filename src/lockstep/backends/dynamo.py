@@ -12,9 +12,9 @@ from uuid import UUID
 import msgspec
 
 from lockstep.backends.choices import gather, merge
-from lockstep.backends.http import Link
 from lockstep.backends.limits import Limits, read_models
 from lockstep.backends.transport import ModelCard, TransportName
+from lockstep.http.client import Link
 from lockstep.tokens import Completion, LogprobMode
 from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
 from lockstep.wire.answer import UNKNOWN_VERSION, Delta, Reading, decode_answer

@@ -7,9 +7,9 @@ from contextlib import aclosing
 
 import msgspec
 
-from lockstep.backends.http import Link
 from lockstep.backends.limits import Limits, read_models
 from lockstep.backends.transport import ModelCard, TransportName
+from lockstep.http.client import Link
 from lockstep.tokens import Completion, LogprobMode
 from lockstep.wire.answer import UNKNOWN_VERSION, Delta, Reading
 from lockstep.wire.ask import Ask

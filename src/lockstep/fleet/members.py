@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from lockstep.backends import Ask, Delta, Transport, TransportName, open_transport
-from lockstep.backends.http import Link
 from lockstep.fleet.agreement import Agreement
 from lockstep.fleet.ring import Ring
+from lockstep.http.client import Link
 from lockstep.tokens import Completion, LogprobMode
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
 

@@ -21,15 +21,15 @@ from lockstep.gateway.control import ControlPlane
 from lockstep.gateway.front import Front
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.generate import GenerateFace
-from lockstep.gateway.guard import Guard, hosts_of
 from lockstep.gateway.metrics import Metrics
 from lockstep.gateway.openapi import OpenApiFace
-from lockstep.gateway.sessions import Sessions
+from lockstep.gateway.sessions import TTL_SECONDS, Sessions
 from lockstep.gateway.status import StatusFace
 from lockstep.gateway.text import TextFace
+from lockstep.http.auth import RequestAuth, hosts_of
+from lockstep.http.handlers import EXCEPTION_HANDLERS
+from lockstep.http.server import listen, serving, url_of
 from lockstep.tokens.errors import Forbidden, LockstepError
-from lockstep.wire.http import EXCEPTION_HANDLERS
-from lockstep.wire.server import listen, serving, url_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class GatewayOptions:
     admin_token: str = ""
     api_keys: tuple[str, ...] = ()
     sessions: str = "memory"
+    session_seconds: float = TTL_SECONDS
+    expire_unread: bool = False
     tokenizer: str | None = None
     insecure: bool = False
     body_limit: int = 64 << 20
@@ -78,13 +80,13 @@ def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> Fro
         ],
         middleware=[
             Middleware(metrics.middleware),
-            Middleware(Guard, keys=options.api_keys, hosts=hosts),
+            Middleware(RequestAuth, keys=options.api_keys, hosts=hosts),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )
     return Front(
         routed,
-        Guard(routed, keys=options.api_keys, hosts=hosts),
+        RequestAuth(routed, keys=options.api_keys, hosts=hosts),
         metrics,
         at_root=generate,
         in_sessions=routes,
@@ -104,7 +106,13 @@ async def serve_gateway(
         sockets = stack.enter_context(ExitStack())
         data_socket = sockets.enter_context(listen(options.host, options.port))
         admin_socket = sockets.enter_context(listen(options.admin_host, options.admin_port))
-        sessions = await stack.enter_async_context(Sessions(options.sessions))
+        sessions = await stack.enter_async_context(
+            Sessions(
+                options.sessions,
+                ttl_seconds=options.session_seconds,
+                expire_unread=options.expire_unread,
+            )
+        )
         pool = fleet.pool
         book = Book(pool.models, options.tokenizer)
         gateway = Gateway(pool=pool, book=book, sessions=sessions, body_limit=options.body_limit)

@@ -17,6 +17,7 @@ from lockstep.gateway.chat_template import Variants
 from lockstep.gateway.chat_turn import ChatTurn
 from lockstep.gateway.gateway import Gateway, request_id, session_id
 from lockstep.gateway.sessions import Session
+from lockstep.http.handlers import EventStream, json_response, read_json, unless_gone
 from lockstep.render import Breaks, Renderer
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest
@@ -24,7 +25,6 @@ from lockstep.wire import chat_answer as wire
 from lockstep.wire.ask import Ask
 from lockstep.wire.chat import ChatRequest
 from lockstep.wire.chat_decode import decode_chat
-from lockstep.wire.http import EventStream, json_response, read_json, unless_gone
 from lockstep.wire.nvext import instance_id
 from lockstep.wire.raw_ids import RawIds
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from lockstep.fleet.pool import Pool, Worker
 from lockstep.gateway.chat_turn import ChatTurn, said
+from lockstep.http import sse
 from lockstep.render.incremental import Part, Unfolding
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
 from lockstep.wire import chat_answer as wire
-from lockstep.wire import sse
 from lockstep.wire.answer import Delta
 from lockstep.wire.generate_answer import usage_of
 from lockstep.wire.nvext import Extension

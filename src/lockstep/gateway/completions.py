@@ -17,6 +17,7 @@ from lockstep.gateway.completions_answer import Begun, Items, Prompt, Writer
 from lockstep.gateway.gateway import Gateway, request_id, session_id
 from lockstep.gateway.legacy import Spelling
 from lockstep.gateway.operation import Operation
+from lockstep.http.handlers import EventStream, json_response, read_json, unless_gone
 from lockstep.render import Renderer
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest, BadTokenId
@@ -27,7 +28,6 @@ from lockstep.wire.completions import (
     CompletionRequest,
     decode_completion,
 )
-from lockstep.wire.http import EventStream, json_response, read_json, unless_gone
 
 OPERATIONS = (
     Operation(

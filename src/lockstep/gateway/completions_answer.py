@@ -10,9 +10,9 @@ from time import time
 
 from lockstep.fleet.route import Route
 from lockstep.gateway.legacy import LegacyText, Spelling
+from lockstep.http import sse
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import ContractError
-from lockstep.wire import sse
 from lockstep.wire.answer import Delta
 from lockstep.wire.ask import Ask
 from lockstep.wire.completions import (

@@ -12,11 +12,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from lockstep.fleet.fleet import Fleet
 from lockstep.gateway.fleet_routes import FleetRoutes
 from lockstep.gateway.gateway import Gateway
-from lockstep.gateway.guard import Guard
 from lockstep.gateway.session_routes import SessionRoutes
+from lockstep.http.auth import RequestAuth
+from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, require_bearer
 from lockstep.tokens.errors import Unauthorized
 from lockstep.wire.fault import fault
-from lockstep.wire.http import EXCEPTION_HANDLERS, json_response, require_bearer
 
 
 class ControlPlane:
@@ -28,7 +28,7 @@ class ControlPlane:
         self.app = Starlette(
             routes=[*FleetRoutes(gateway, fleet).routes, *SessionRoutes(gateway).routes],
             middleware=[
-                Middleware(Guard, hosts=hosts),
+                Middleware(RequestAuth, hosts=hosts),
                 Middleware(_Admin, token=token),
             ],
             exception_handlers=EXCEPTION_HANDLERS,

@@ -11,7 +11,7 @@ from lockstep.backends.admin_http import BUDGETS, Budgets
 from lockstep.backends.admin_lockstep import check_scores
 from lockstep.backends.discovery import Found
 from lockstep.backends.dynamo import DynamoTransport, pinned
-from lockstep.backends.http import Link
+from lockstep.http.client import Link
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, UnknownModel
 from lockstep.wire.ask import Ask

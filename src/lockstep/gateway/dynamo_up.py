@@ -22,12 +22,12 @@ import msgspec
 
 from lockstep.backends.discovery import Dynamo, until_ready
 from lockstep.backends.dynamo import DynamoTransport
-from lockstep.backends.http import Link
+from lockstep.http.client import Link
+from lockstep.http.server import listen, url_of
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, DeadlineExceeded, EngineFailure, UnknownModel
 from lockstep.wire import dynamo_env
 from lockstep.wire.ask import Ask
-from lockstep.wire.server import listen, url_of
 
 log = logging.getLogger(__name__)
 READY_SECONDS = 180.0

@@ -16,10 +16,10 @@ from lockstep.backends.admin_open import open_admin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.view import fleet_state, worker_views
 from lockstep.gateway.gateway import Gateway
+from lockstep.http.handlers import json_response, read_json
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
 from lockstep.tokens.operation import Operation
 from lockstep.wire import fleet as wire
-from lockstep.wire.http import json_response, read_json
 from lockstep.wire.strict import decode
 
 B = TypeVar("B", bound=msgspec.Struct)

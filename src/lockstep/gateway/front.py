@@ -14,10 +14,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lockstep.gateway.guard import Guard
 from lockstep.gateway.metrics import Metrics
+from lockstep.http.auth import RequestAuth
+from lockstep.http.handlers import ClientGone, Handler, on_crash, on_gone, on_lockstep_error
 from lockstep.tokens.errors import LockstepError
-from lockstep.wire.http import ClientGone, Handler, on_crash, on_gone, on_lockstep_error
 
 SESSIONS = "/sessions/"
 
@@ -29,7 +29,7 @@ class Front:
     def __init__(
         self,
         rest: ASGIApp,
-        guard: Guard,
+        guard: RequestAuth,
         metrics: Metrics,
         *,
         at_root: Iterable[BaseRoute],

@@ -21,10 +21,11 @@ from lockstep.fleet.pool import Worker
 from lockstep.fleet.route import Route
 from lockstep.gateway.book import Served
 from lockstep.gateway.gateway import Gateway, request_id, session_id
+from lockstep.http import sse
+from lockstep.http.handlers import EventStream, json_response, read_json, unless_gone
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, LockstepError
 from lockstep.wire import generate_answer as wire
-from lockstep.wire import sse
 from lockstep.wire.abort import decode_abort
 from lockstep.wire.answer import (
     Delta,
@@ -36,7 +37,6 @@ from lockstep.wire.answer import (
 )
 from lockstep.wire.ask import Ask
 from lockstep.wire.generate import GenerateRequest, decode_relayed
-from lockstep.wire.http import EventStream, json_response, read_json, unless_gone
 from lockstep.wire.raw_ids import RawIds
 from lockstep.wire.read_generate import GenerateStream, read_generate
 

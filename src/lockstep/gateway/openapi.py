@@ -15,11 +15,11 @@ from starlette.routing import Route
 from lockstep.gateway import completions, docs_page, text
 from lockstep.gateway.operation import Operation
 from lockstep.gateway.schemas import schemas_of
+from lockstep.http.handlers import json_response
 from lockstep.wire import chat_answer, generate_answer
 from lockstep.wire.abort import AbortRequest
 from lockstep.wire.chat import ChatRequest
 from lockstep.wire.generate import GenerateRequest
-from lockstep.wire.http import json_response
 
 __all__ = ["OPERATIONS", "OpenApiFace", "Operation", "describe"]
 

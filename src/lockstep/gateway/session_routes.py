@@ -12,9 +12,9 @@ from starlette.routing import Route
 
 from lockstep.gateway.gateway import Gateway, request_id
 from lockstep.gateway.sessions import SessionInfo
+from lockstep.http.handlers import json_response
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
-from lockstep.wire.http import json_response
 
 MSGPACK = "application/msgpack"
 PAGE, MAX_PAGE = 100, 1000

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.gateway.gateway import Gateway
+from lockstep.http.handlers import json_response
 from lockstep.tokens.errors import NotFound, Unavailable
-from lockstep.wire.http import json_response
 
 
 class StatusFace:

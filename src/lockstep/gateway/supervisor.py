@@ -17,8 +17,8 @@ from typing import Literal
 
 import msgspec
 
+from lockstep.http.server import listen, url_of
 from lockstep.tokens.errors import BadRequest, EngineFailure, LockstepError
-from lockstep.wire.server import listen, url_of
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from lockstep.gateway.chat_prompt import prompt_of
 from lockstep.gateway.chat_template import Variants
 from lockstep.gateway.gateway import Gateway, request_id
 from lockstep.gateway.operation import Operation
+from lockstep.http.handlers import json_response, read_json
 from lockstep.render import Renderer
 from lockstep.tokens.errors import BadTokenId
 from lockstep.wire.chat import ChatRequest
-from lockstep.wire.http import json_response, read_json
 from lockstep.wire.tokenize import (
     DetokenizeRequest,
     Text,

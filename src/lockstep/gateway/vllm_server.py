@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import IO
 
 from lockstep.gateway.supervisor import Child, Supervisor
+from lockstep.http.server import say_ready
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest
 from lockstep.wire.leash import PR_SET_PDEATHSIG, hold
-from lockstep.wire.server import say_ready
 
 HEALTH_SECONDS = 180.0
 """Most of a start is three processes that import torch, one after the other."""

@@ -14,18 +14,18 @@ from starlette.routing import Route
 
 from lockstep import engine as embedded
 from lockstep.engine import Engine
-from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
-from lockstep.wire import generate_answer as wire
-from lockstep.wire import sse
-from lockstep.wire.abort import AbortRequest, decode_abort
-from lockstep.wire.generate import GenerateRequest, decode_request
-from lockstep.wire.http import (
+from lockstep.http import sse
+from lockstep.http.handlers import (
     EXCEPTION_HANDLERS,
     EventStream,
     json_response,
     read_json,
     unless_gone,
 )
+from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
+from lockstep.wire import generate_answer as wire
+from lockstep.wire.abort import AbortRequest, decode_abort
+from lockstep.wire.generate import GenerateRequest, decode_request
 from lockstep.worker.metrics import Metrics
 
 BODY_LIMIT = 64 << 20
@@ -140,6 +140,8 @@ class DataPlane:
     async def health(self, _: Request) -> Response:
         if not self.engine.alive or self.draining:
             raise Unavailable("draining" if self.draining else "the engine has stopped")
+        if self.engine.problem is not None:
+            raise Unavailable(self.engine.problem)
         stats = self.engine.stats()
         keys = ("state", "running", "waiting", "version", "arithmetic")
         told = {key: stats[key] for key in keys}

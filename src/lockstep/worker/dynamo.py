@@ -15,10 +15,10 @@ from typing import Any
 import aiohttp
 
 from lockstep.engine import Engine
+from lockstep.http.server import run, say_ready, stop_event
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, EngineFailure, UnsupportedField
 from lockstep.wire import dynamo_env
-from lockstep.wire.server import run, say_ready, stop_event
 from lockstep.worker.dynamo_routes import engine_routes
 from lockstep.worker.serve import WorkerOptions, drain
 from lockstep.worker.system import SystemPlane

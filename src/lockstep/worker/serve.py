@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.engine import Engine, EngineOptions
-from lockstep.models import bundled
-from lockstep.wire.server import (
+from lockstep.http.server import (
     admin_token,
     listen,
     run,
@@ -20,6 +19,7 @@ from lockstep.wire.server import (
     stop_event,
     url_of,
 )
+from lockstep.models import bundled
 from lockstep.worker.data import DataPlane
 from lockstep.worker.system import SystemPlane
 

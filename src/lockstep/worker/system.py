@@ -18,6 +18,7 @@ from lockstep.engine import Engine
 from lockstep.engine.broadcast import Broadcast, TensorSpec
 from lockstep.engine.shared import read_shared
 from lockstep.engine.weights import EMBEDDING, TIED_HEAD, Weights
+from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, read_json, require_bearer
 from lockstep.tokens.errors import (
     BadRequest,
     CheckpointError,
@@ -27,7 +28,6 @@ from lockstep.tokens.errors import (
 )
 from lockstep.tokens.versions import check_label
 from lockstep.wire import control
-from lockstep.wire.http import EXCEPTION_HANDLERS, json_response, read_json, require_bearer
 from lockstep.wire.strict import decode
 from lockstep.worker.data import prefixed
 from lockstep.worker.order import Arrivals

@@ -13,12 +13,12 @@ from time import monotonic
 from typing import Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 
-from lockstep.backends.connection import Connection, Lost
+from lockstep.http.connection import Connection, Lost
+from lockstep.http.sse import EventReader
 from lockstep.tokens.errors import BadRequest, DeadlineExceeded, Unavailable
 from lockstep.wire.fault_read import error_of
 from lockstep.wire.splice import Spliced
 from lockstep.wire.splicer import Splicer
-from lockstep.wire.sse import EventReader
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")

@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lockstep.http.handlers import json_response
 from lockstep.tokens.errors import Forbidden, LockstepError, TooLarge, Unauthorized
 from lockstep.wire.fault import fault
-from lockstep.wire.http import json_response
 
 OPEN_PATHS = ("/health",)
 HEADER_LIMIT = 64 << 10
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class Guard:
+class RequestAuth:
     """Middleware. Empty `keys` let everyone in; `hosts` None takes any Host header.
 
     On a loopback listener only loopback names are taken as Host, so that a web page cannot reach

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.wire.sse import EventReader
+from lockstep.http.sse import EventReader
 
 STREAMS = [
     b'data: {"a":1}\n\ndata: {"b":2}\n\ndata: [DONE]\n\n',

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
+from lockstep.wire.asgi import HEAD_LIMIT
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, read_json, unless_gone
+from lockstep.http.server import listen, serving
 from lockstep.wire import asgi, server
-from lockstep.wire.asgi import HEAD_LIMIT
-from lockstep.wire.http import EXCEPTION_HANDLERS, EventStream, read_json, unless_gone
-from lockstep.wire.server import listen, serving
 
 
 @dataclass

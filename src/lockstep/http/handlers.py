@@ -16,9 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from lockstep.http import sse
+from lockstep.http.protocol import GONE
 from lockstep.tokens.errors import BadRequest, LockstepError, TooLarge, Unauthorized
-from lockstep.wire import sse
-from lockstep.wire.exchange import GONE
 from lockstep.wire.fault import fault, fault_body
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.backends import http
-from lockstep.backends.http import Link
+from lockstep.http import client as http
+from lockstep.http.client import Link
 from lockstep.tokens.errors import (
     BadRequest,
     Busy,

@@ -1,0 +1,70 @@
+"""What a listener takes from its clients: sizes, deadlines, connections and file descriptors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+try:
+    import resource
+except ImportError:  # there is none on Windows
+    resource = None  # type: ignore[assignment]
+
+DESCRIPTORS = 1 << 16
+"""File descriptors that a server process asks for, where the system lets it have so many."""
+RESERVED_DESCRIPTORS = 64
+FEWEST_CONNECTIONS = 16
+DRAIN_SECONDS = 30.0
+"""How long a server that stops waits for the answers under way, unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """Limits of one listener. Every field has a default that suits a server on a network.
+
+    connections         open at once; past it the longest idle one is closed, or a new one gets 503
+    keep_alive_seconds  a connection may be without a request for so long
+    head_seconds        a request line and its headers must be there so long after their first byte
+    progress_seconds    in so many seconds a body must grow, and an answer must be read, by
+    progress_bytes      so many bytes, or come to its end; else 408, or the connection is cut
+    head_bytes          size of a request line with its headers (431 past it)
+    framing_bytes       trailers, chunk extensions and the like of one body (431 past it); trailers
+                        are read over, they never become headers
+    ahead_bytes         requests sent before the answer to an earlier one; past it reading pauses
+    linger_seconds      a refused connection is still read for so long, so that the refusal arrives
+    sweep_seconds       how often the deadlines are looked at
+    """
+
+    connections: int = 4096
+    keep_alive_seconds: float = 75.0
+    head_seconds: float = 20.0
+    progress_seconds: float = 30.0
+    progress_bytes: int = 64 << 10
+    head_bytes: int = 64 << 10
+    framing_bytes: int = 16 << 10
+    ahead_bytes: int = 256 << 10
+    linger_seconds: float = 2.0
+    sweep_seconds: float = 1.0
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit of open files as far as is useful and allowed; returns the limit."""
+    if resource is None:
+        return DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return DESCRIPTORS
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft >= wanted:
+        return soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def connections_within(descriptors: int, wanted: int, listeners: int) -> int:
+    """How many connections one of `listeners` may hold, at most `wanted`.
+
+    Half of the descriptors stay free: a process whose clients took them all could neither reach
+    its workers nor open a file.
+    """
+    share = (descriptors - RESERVED_DESCRIPTORS) // 2 // max(1, listeners)
+    return min(wanted, max(FEWEST_CONNECTIONS, share))

@@ -1,0 +1,426 @@
+"""HTTP/1.1 on one connection: uvicorn's protocol, with the limits and deadlines that it lacks.
+
+Added to it: headers end with the head; head, trailers and chunk extensions have a size; head, body
+and unread answers have deadlines; one Host; `Upgrade` is ignored; a refused connection runs nothing
+more; and a handler learns at once that its client has gone, also when requests were sent ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any, cast
+
+import httptools
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+from uvicorn.server import ServerState
+
+from lockstep.http.limits import ServerLimits
+from lockstep.wire.fault import fault_body
+
+GONE = "lockstep.gone"
+"""An extension in the scope: takes what to call when the client has gone, or None for nothing."""
+CHUNK_FRAME = 12
+"""Bytes around a chunk that nobody is blamed for: its size in up to eight digits, two line ends."""
+UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
+LINE_BREAK = re.compile(rb"[\r\n\0]")
+
+
+class ListenerConfig(uvicorn.Config):
+    """uvicorn's settings of one listener with ours beside them."""
+
+    def __init__(self, app: Any, limits: ServerLimits) -> None:
+        super().__init__(
+            app,
+            http=HttpProtocol,
+            ws="none",
+            loop="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            backlog=2048,
+        )
+        self.limits = limits
+
+
+class Presence:
+    """Whether the client of one request is there, and whom to tell when it leaves."""
+
+    __slots__ = ("_call", "_gone")
+
+    def __init__(self) -> None:
+        self._gone = False
+        self._call: Callable[[], object] | None = None
+
+    def when_gone(self, call: Callable[[], object] | None) -> None:
+        """Has `call` called when the client goes, or now if it has gone."""
+        self._call = call
+        if self._gone and call is not None:
+            call()
+
+    def leave(self) -> None:
+        self._gone = True
+        if self._call is not None:
+            self._call()
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One client. Its requests are answered one after the other, in their order."""
+
+    config: ListenerConfig
+
+    def __init__(
+        self,
+        config: ListenerConfig,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.limits = config.limits
+        self._running: RequestResponseCycle | None = None
+        self._last: RequestResponseCycle | None = None
+        self._presence = Presence()
+        self._ahead = bytearray()
+        self._refusal: bytes | None = None
+        # Deaf: whatever else the client sends is read over.
+        self._deaf = self._in_head = self._in_body = False
+        self._messages = self._hosts = 0
+        self._head_size = self._head_fed = self._framing = self._received = 0
+        self._resumed = 0
+        self._watched: tuple[str, int, int] = ("idle", 0, 0)
+        self._watched_since = self.loop.time()
+        self._progress = 0
+
+    # The connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.pipeline.clear()
+        self._ahead.clear()
+        self._deaf = True
+        running = self._running
+        super().connection_lost(exc)
+        if running is not None:
+            self._leave(running)
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        if self._waits():
+            # Kept as bytes: reading goes on, so that a client that leaves is noticed.
+            self._ahead += data
+            if len(self._ahead) > self.limits.ahead_bytes:
+                self.flow.pause_reading()
+            return
+        self._feed(data)
+
+    def resume_writing(self) -> None:
+        self._resumed += 1
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        """Lets the answer under way end, and closes the connection after it."""
+        self.pipeline.clear()
+        self._ahead.clear()
+        if self._running is None:
+            self.transport.close()
+        else:
+            self._running.keep_alive = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether the client neither waits for an answer nor is about to send a request."""
+        return self._running is None and not (self._in_head or self._in_body or self._deaf)
+
+    def _make_room(self) -> None:
+        """Closes the connection that was idle for longest, or else this one."""
+        others = [
+            one
+            for one in cast("set[HttpProtocol]", self.connections)
+            if one is not self and one.idle
+        ]
+        if others:
+            leaving = min(others, key=lambda one: one._watched_since)
+        else:
+            leaving = self
+            self._deaf = True
+            many = f"{self.limits.connections} connections are open here, and all are in use"
+            self.transport.write(_refusal(503, f"{many}: try again later", "too_many_connections"))
+        # It counts no more: several may come before the event loop has closed it.
+        self.connections.discard(leaving)
+        leaving.transport.close()
+
+    # Reading requests
+
+    def _waits(self) -> bool:
+        """Whether what comes now belongs to a request whose turn has not come."""
+        running = self._running
+        return running is not None and (running is not self.cycle or not self._in_body)
+
+    def _feed(self, data: bytes) -> None:
+        in_head, in_body, messages = self._in_head, self._in_body, self._messages
+        received = self._received
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._feed_without_upgrade(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"this is no HTTP request: {error}", "bad_request")
+            return
+        # The parser tells nothing of unfinished headers and chunk extensions: they are what is
+        # left of the bytes that were fed while one part of one request went on.
+        limits = self.limits
+        if self._in_head and (in_head or (not in_body and self._messages == messages + 1)):
+            self._head_fed += len(data)
+            if self._head_fed > limits.head_bytes:
+                self._refuse_head()
+        elif self._in_body and in_body and self._messages == messages:
+            self._framing += len(data) - (self._received - received)
+            if self._framing > limits.framing_bytes:
+                limit = f"larger than {limits.framing_bytes} bytes"
+                why = f"the trailers and chunk extensions of a body are {limit}"
+                self._refuse(431, why, "trailers_too_large")
+
+    def _feed_without_upgrade(self, rest: bytes) -> None:
+        """Takes a request that asks for another protocol as the HTTP/1.1 request that it is."""
+        if self._deaf:
+            return
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(405, "CONNECT is not served here", "method_not_allowed")
+            return
+        lines = [b"%b %b HTTP/%b\r\n" % (method, self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if LINE_BREAK.search(value):
+                self._refuse(400, f"the header {name!r} holds a line break", "bad_request")
+                return
+            if name not in UPGRADE_HEADERS:
+                lines.append(b"%b: %b\r\n" % (name, value))
+        closes = any(name == b"connection" and b"close" in value for name, value in self.headers)
+        lines.append(b"connection: close\r\n\r\n" if closes else b"\r\n")
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(b"".join(lines) + rest)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._messages += 1
+        self._in_head = True
+        self._hosts = self._head_size = self._head_fed = self._framing = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            return  # a trailer
+        name = name.lower()
+        self._head_size += len(name) + len(value) + 4
+        if name == b"host":
+            self._hosts += 1
+        elif name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self._deaf or self.parser.should_upgrade():
+            return
+        if self._head_size + len(self.url) > self.limits.head_bytes:
+            self._refuse_head()
+            return
+        if self._hosts != 1 and (self._hosts or self.parser.get_http_version() == "1.1"):
+            why = f"the request has {self._hosts} Host headers: send exactly one"
+            self._refuse(400, why, "bad_host")
+            return
+        super().on_headers_complete()
+        self._in_body = True
+        if not self.cycle.keep_alive:
+            self._last = self.cycle
+        if self.pipeline:
+            self.flow.resume_reading()  # undoes uvicorn's pause, which would hide a disconnect
+
+    def on_body(self, body: bytes) -> None:
+        self._received += len(body)
+        if self._in_body and not self._deaf:
+            super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        self._framing -= CHUNK_FRAME
+
+    def on_message_complete(self) -> None:
+        if not self._in_body or self._deaf:
+            return
+        self._in_body = False
+        super().on_message_complete()
+        if self._last is self.cycle:
+            self._deaf = True
+            if self.cycle.response_complete:
+                self.transport.close()
+
+    # Answering them
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        self._presence = Presence()
+        cast("dict[str, Any]", cycle.scope)["extensions"] = {GONE: self._presence.when_gone}
+        super()._start_asgi_task(cycle, app if cycle.keep_alive else _ending(app, cycle))
+
+    def on_response_complete(self) -> None:
+        finished, self._running = self._running, None
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self._refusal is not None:
+            self._hang_up(self._refusal)
+        elif finished is self._last and finished is not None:
+            # A body that nobody needed is read to its end first: else its sender might never see
+            # the answer.
+            if not self._in_body:
+                self.transport.close()
+        else:
+            if self.pipeline:
+                self._start_asgi_task(*self.pipeline.pop())
+            if self._ahead and not self._waits():
+                ahead = bytes(self._ahead)
+                self._ahead.clear()
+                self._feed(ahead)
+
+    def _leave(self, running: RequestResponseCycle) -> None:
+        """Tells the handler of a request that nobody waits for its answer."""
+        running.disconnected = True
+        running.message_event.set()
+        self._presence.leave()
+
+    def _refuse_head(self) -> None:
+        why = f"the head of a request is larger than {self.limits.head_bytes} bytes"
+        self._refuse(431, why, "head_too_large")
+
+    def _refuse(self, status: int, why: str, reason: str) -> None:
+        """Runs nothing more of this client, and tells it why after the answers it waits for."""
+        if self._deaf:
+            return
+        self._deaf = True
+        self.pipeline.clear()
+        self._ahead.clear()
+        refusal = _refusal(status, why, reason)
+        running = self._running
+        if running is None:
+            if self.cycle is not None and self._in_body:
+                # Its answer is out: a second one would be taken for that of the next request.
+                self.transport.abort()
+            else:
+                self._hang_up(refusal)
+        elif running is not self.cycle or not self._in_body:
+            self._refusal = refusal
+        elif running.response_started:
+            self.transport.abort()
+        else:
+            self._running = None
+            self._leave(running)
+            self._hang_up(refusal)
+
+    def _hang_up(self, refusal: bytes) -> None:
+        """Says why and nothing more; closed by the client, or by the next sweep but one.
+
+        Closing at once would reset the connection while the client still writes, and the refusal
+        would be lost.
+        """
+        self._in_head = self._in_body = False
+        self.transport.write(refusal)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    # Deadlines
+
+    def sweep(self, now: float) -> None:
+        """Ends what has waited for this client for too long. Called once in a while."""
+        kind, progress = self._waiting_for()
+        watched = (kind, self._messages, self._resumed)
+        if watched != self._watched:
+            self._watched, self._watched_since, self._progress = watched, now, progress
+            return
+        limits, waited = self.limits, now - self._watched_since
+        if kind == "idle":
+            if waited >= limits.keep_alive_seconds:
+                self.transport.close()
+        elif kind == "head":
+            if waited >= limits.head_seconds:
+                why = f"the head of the request was not complete after {limits.head_seconds:g} s"
+                self._refuse(408, why, "head_timeout")
+        elif kind == "refused":
+            if waited >= limits.linger_seconds:
+                self.transport.abort()
+        elif kind != "handler" and waited >= limits.progress_seconds:
+            if progress - self._progress >= limits.progress_bytes:
+                self._watched_since, self._progress = now, progress
+            elif kind == "body":
+                pace = f"{limits.progress_bytes} bytes in {limits.progress_seconds:g} s"
+                self._refuse(408, f"the body came slower than {pace}", "body_timeout")
+            else:
+                self.transport.abort()
+
+    def _waiting_for(self) -> tuple[str, int]:
+        """What this connection waits for, and how far that is in bytes."""
+        transport = self.transport
+        if self.flow.write_paused or transport.is_closing():
+            return "reader", -transport.get_write_buffer_size()
+        if self._running is None and self._deaf and not self._in_body:
+            return "refused", 0
+        if self._in_head and not self._waits():
+            return "head", 0
+        if self._in_body and not self._waits() and not self.flow.read_paused:
+            return "body", self._received
+        return ("idle" if self._running is None else "handler"), 0
+
+
+def _refusal(status: int, why: str, reason: str) -> bytes:
+    body = msgspec.json.encode(fault_body(status, why, reason))
+    head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+    return STATUS_LINE[status] + head + b"%d\r\n\r\n%b" % (len(body), body)
+
+
+def _ending(app: Any, cycle: RequestResponseCycle) -> Any:
+    """`app` for the last request of a connection, whose end we choose: see on_response_complete.
+
+    A client of HTTP/1.0 knows no chunks: there the end of the connection is the end of an answer
+    without a length, and a broken answer must not end in the same way.
+    """
+    old = cycle.scope["http_version"] == "1.0"
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        async def send_last(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                if old:
+                    cycle.chunked_encoding = False
+                await send(message)
+                cycle.keep_alive = True
+            else:
+                if old:
+                    cycle.expected_content_length = len(message.get("body", b""))
+                await send(message)
+
+        try:
+            await app(scope, receive, send_last)
+        except BaseException:
+            if cycle.response_started and not cycle.response_complete:
+                cycle.transport.abort()
+            raise
+
+    return run

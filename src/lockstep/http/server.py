@@ -1,0 +1,183 @@
+"""What every server process shares: sockets, serving, the admin token, and saying ready."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any, cast
+
+import uvicorn
+
+try:
+    import uvloop
+except ImportError:  # there is none for Windows
+    uvloop = None
+
+from starlette.types import ASGIApp
+
+from lockstep.http.limits import (
+    DRAIN_SECONDS,
+    ServerLimits,
+    connections_within,
+    raise_descriptor_limit,
+)
+from lockstep.http.protocol import HttpProtocol, ListenerConfig
+from lockstep.tokens.errors import BadRequest
+
+log = logging.getLogger(__name__)
+POLL_SECONDS = 0.01
+CUT_SECONDS = 1.0
+"""How long handlers may take to notice that their clients were cut off, before being cancelled."""
+YOUNG = 50_000
+"""New objects between two looks for garbage cycles. Requests leave next to none, and Python's own
+700 would look through those in flight several times per request."""
+
+
+def say_ready(**fields: object) -> None:
+    sys.stdout.write(json.dumps({"event": "ready", **fields}) + "\n")
+    sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def admin_token(given: str | None) -> Iterator[tuple[str, str | None]]:
+    """The token and, when it was made here, the 0600 file that holds it while the process lives."""
+    if given is not None:
+        if len(given) < 8:
+            raise BadRequest("the admin token is shorter than 8 characters", param="admin_token")
+        yield given, None
+        return
+    token = secrets.token_urlsafe(32)
+    handle, path = tempfile.mkstemp(prefix="lockstep-admin-", suffix=".token")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(token)
+        yield token, path
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises BadRequest when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as error:
+        sock.close()
+        raise BadRequest(
+            f"cannot listen on {host}:{port}: {error.strerror}", param="port"
+        ) from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Listener(uvicorn.Server):
+    """One application on one socket.
+
+    Unlike uvicorn's own loop it leaves signals alone, looks after deadlines, and returns from its
+    end only when every handler has ended.
+    """
+
+    def __init__(self, config: ListenerConfig) -> None:
+        super().__init__(config)
+        self._connections = cast("set[HttpProtocol]", self.server_state.connections)
+
+    async def start(self, sock: socket.socket) -> None:
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup(sockets=[sock])
+
+    def sweep(self, now: float) -> None:
+        for connection in list(self._connections):
+            connection.sweep(now)
+
+    async def end(self, seconds: float) -> None:
+        """Takes no more requests; what has not been answered after `seconds` is cut off."""
+        tasks, deadline = self.server_state.tasks, monotonic() + seconds
+        for server in self.servers:
+            server.close()
+        for connection in list(self._connections):
+            connection.shutdown()
+        while (self._connections or tasks) and monotonic() < deadline:
+            await asyncio.sleep(POLL_SECONDS)  # handlers work, or clients still read
+        if self._connections or tasks:
+            log.warning("%d requests were cut off after %g s", len(tasks), seconds)
+        for connection in list(self._connections):
+            connection.transport.abort()
+        if tasks:
+            await asyncio.wait(set(tasks), timeout=CUT_SECONDS)
+        for task in set(tasks):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in self.servers:
+            await server.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    apps: Sequence[tuple[ASGIApp, socket.socket]],
+    *,
+    drain_seconds: float = DRAIN_SECONDS,
+    limits: ServerLimits | None = None,
+) -> AsyncIterator[None]:
+    """Serves each app on its socket while the block runs; then lets open answers end.
+
+    Answers that are not out `drain_seconds` after the end of the block are cut off. Each listener
+    has `limits`, with fewer connections where the system allows too few open files.
+    """
+    limits = limits or ServerLimits()
+    room = connections_within(raise_descriptor_limit(), limits.connections, len(apps))
+    limits = replace(limits, connections=room)
+    listeners = [Listener(ListenerConfig(app, limits)) for app, _ in apps]
+    started: list[Listener] = []
+    sweeping = asyncio.create_task(_sweep(listeners, limits.sweep_seconds))
+    try:
+        for listener, (_, sock) in zip(listeners, apps, strict=True):
+            await listener.start(sock)
+            started.append(listener)
+        yield
+    finally:
+        await asyncio.gather(*[listener.end(drain_seconds) for listener in started])
+        # To the end of it: a client that does not read its answer has deadlines then, too.
+        sweeping.cancel()
+
+
+async def _sweep(listeners: Sequence[Listener], seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(seconds)
+        for listener in listeners:
+            listener.sweep(loop.time())
+
+
+def stop_event() -> asyncio.Event:
+    """An event that SIGTERM or SIGINT sets."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a server's main coroutine on the fastest loop there is."""
+    gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
+    with asyncio.Runner(loop_factory=None if uvloop is None else uvloop.new_event_loop) as runner:
+        runner.run(main)
