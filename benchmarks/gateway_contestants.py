@@ -61,6 +61,7 @@ def lockstep(place: Place, owner: str) -> Server:
     command = [
         sys.executable, "-m", "lockstep", "gateway", "--worker", place.upstream(owner),
         "--tokenizer", str(place.tokenizer), "--port", "0", "--admin-port", "0", "--json",
+        "--state-dir", str(home),
     ]  # fmt: skip
     environ = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
     process = started(place, command, GATEWAY_CORE, cwd=home, env=environ, stdout=subprocess.PIPE)

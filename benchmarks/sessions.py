@@ -206,7 +206,7 @@ async def lead(
 def lockstep(home: Path, upstream: str, tokenizer: str, *options: str) -> Iterator[Gateway]:
     command = [
         sys.executable, "-m", "lockstep", "gateway", "--worker", upstream, "--tokenizer", tokenizer,
-        "--port", "0", "--admin-port", "0", "--json", *options,
+        "--port", "0", "--admin-port", "0", "--json", "--state-dir", str(home), *options,
     ]  # fmt: skip
     environ = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
     environ["LOCKSTEP_ADMIN_TOKEN"] = TOKEN

@@ -20,8 +20,7 @@ class Stack:
 
     def __init__(self, where: Path) -> None:
         ports = ("--port", str(free_port()), "--admin-port", str(free_port()))
-        self._arguments = (*ports, "--workers", "2", "--sessions", str(where / "sessions.sqlite"),
-                           "--state", str(where / "state.sqlite"), "--worker-args",
+        self._arguments = (*ports, "--workers", "2", "--state-dir", str(where), "--worker-args",
                            "--max-model-len 256 --prefix-cache-mb 16")  # fmt: skip
         self.start()
 

@@ -14,6 +14,7 @@ from lockstep.cli import control, dynamo
 from lockstep.cli.check import check
 from lockstep.cli.demo import demo
 from lockstep.cli.doctor import doctor
+from lockstep.cli.extras import missing_extra
 from lockstep.cli.serve import gateway, serve
 from lockstep.cli.train import train
 from lockstep.cli.worker import worker
@@ -52,7 +53,15 @@ def main() -> None:
         app()
     except LockstepError as error:
         console = Console(stderr=True)
-        console.print(f"[bold red]error[/] ({error.code}): {escape(error.message)}")
+        console.print(f"[bold red]error[/] ({error.code}): {escape(error.message)}", soft_wrap=True)
         for note in getattr(error, "__notes__", ()):
             console.print(f"[dim]{escape(note)}[/]")
+        raise SystemExit(2) from None
+    except ModuleNotFoundError as error:
+        named = " ".join(["lockstep", *sys.argv[1:2]])
+        if (said := missing_extra(error, named)) is None:
+            raise
+        Console(stderr=True).print(
+            f"[bold red]error[/] (missing_extra): {escape(said)}", soft_wrap=True
+        )
         raise SystemExit(2) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shlex
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +15,13 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from lockstep.wire.server import run, say_ready, stop_event
+from lockstep.cli.serving.model_identity import ModelIdentity, served_model
+from lockstep.cli.serving.sources import Row, Say
+from lockstep.http.server import run, say_ready, stop_event
 
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
     from lockstep.gateway.dynamo_up import LocalDynamo, Running
-
-Row = dict[str, object]
-Say = Callable[[str], None]
 
 app = typer.Typer(no_args_is_help=True, help="NVIDIA Dynamo with Lockstep's workers.")
 
@@ -140,6 +139,12 @@ class DynamoWorkers:
     frontend: str
     added: dict[str, Any]
     wait_seconds: float
+    starts_workers = False
+
+    async def identity(self) -> ModelIdentity:
+        """That of the model which the frontend serves."""
+        name = await served_model([self.frontend], self.wait_seconds, {"transport": "dynamo"})
+        return ModelIdentity.of_fleet(name, [self.frontend])
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lockstep.cli.serving.model_identity import ModelIdentity, served_model
+from lockstep.cli.serving.sources import Row, Say
+
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
 
 READY_SECONDS = 60.0
-Row = dict[str, object]
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,12 @@ class VllmWorkers:
     count: int
     arguments: tuple[str, ...]
     python: Path
+    drain_seconds: float
+    starts_workers = True
+
+    async def identity(self) -> ModelIdentity:
+        """That of the model's files, or its name on the hub."""
+        return ModelIdentity.of_files(self.model)
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
@@ -45,6 +52,7 @@ class VllmWorkers:
             arguments=self.arguments,
             on_ready=count_up,
             on_restart=lambda child: pool.leave_out(child.id, "it was restarted"),
+            drain_seconds=self.drain_seconds,
         )
         say(f"Starting vLLM with {self.model}: this takes about a minute")
         async with servers, pool, fleet:
@@ -68,6 +76,14 @@ class VllmElsewhere:
 
     urls: tuple[str, ...]
     api_key: str | None
+    starts_workers = False
+
+    async def identity(self) -> ModelIdentity:
+        """That of the model which the first of them to answer serves."""
+        options = {"api_key": self.api_key, "transport": "vllm"}
+        return ModelIdentity.of_fleet(
+            await served_model(self.urls, READY_SECONDS, options), self.urls
+        )
 
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:

@@ -1,0 +1,31 @@
+"""Which optional part of the package a missing module belongs to, and the line that installs it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+EXTRAS = {
+    "engine": ("torch", "safetensors"),
+    "train": ("peft",),
+    "verifiers": ("verifiers",),
+}
+"""Modules that a base install lacks, by the extra that brings them."""
+
+
+def require_extra(extra: str) -> None:
+    """Raises ModuleNotFoundError for the first module of the extra that is not installed."""
+    for name in EXTRAS[extra]:
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def missing_extra(error: ModuleNotFoundError, command: str) -> str | None:
+    """What to tell a user whose command needs that module; None if no extra would bring it."""
+    module = (error.name or "").partition(".")[0]
+    for extra, modules in EXTRAS.items():
+        if module in modules:
+            return (
+                f"{command} needs {module}, which is not installed: "
+                f"pip install 'lockstep-rl[{extra}]'"
+            )
+    return None

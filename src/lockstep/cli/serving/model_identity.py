@@ -1,0 +1,99 @@
+"""Which model a fleet serves, told cheaply and by what it is, not by where it lies."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from lockstep.models import bundled
+from lockstep.tokens.errors import LockstepError, Unavailable
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+HEAD_BYTES = 64 << 10
+BLOCKS = 16
+BLOCK_BYTES = 4 << 10
+"""Blocks of each file of weights that are read: enough to tell a fine-tuned model from its base,
+and seconds for the largest there are."""
+POLL_SECONDS = 0.2
+ASK_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """`label` goes into the state and is compared; `directory_name` is where the state lies."""
+
+    label: str
+    directory_name: str
+
+    @classmethod
+    def of_files(cls, model: str) -> ModelIdentity:
+        """The identity of a bundled model or a model directory: by its configuration and samples
+        of its weights, so that a copy is the same model. Anything else is known by its name."""
+        path = bundled(model) or Path(model)
+        digest = blake2b(digest_size=8)
+        if path.is_dir():
+            name = path.resolve().name
+            for file in sorted(path.iterdir()):
+                if file.name == "config.json" or file.suffix in WEIGHTS:
+                    _add_file(digest, file)
+        else:
+            name = model
+            digest.update(model.encode())
+        found = digest.hexdigest()
+        return cls(f"{name} ({found})", f"{_plain(name)}-{found}")
+
+    @classmethod
+    def of_fleet(cls, model: str, urls: Sequence[str]) -> ModelIdentity:
+        """The identity of a model that workers elsewhere serve: by its name, with one directory
+        for every set of workers."""
+        digest = blake2b("\n".join([model, *sorted(urls)]).encode(), digest_size=8)
+        return cls(model, f"{_plain(model)}-{digest.hexdigest()}")
+
+
+async def served_model(urls: Sequence[str], seconds: float, options: Mapping[str, Any]) -> str:
+    """The name of the model that the first server to answer serves.
+
+    `options` are those of `open_transport`. Raises Unavailable when none answers in time.
+    """
+    from lockstep.backends.connect import open_transport
+
+    deadline = asyncio.get_running_loop().time() + seconds
+    while True:
+        for url in urls:
+            try:
+                transport = await open_transport(url, retries=0, timeout=ASK_SECONDS, **options)
+                try:
+                    cards = await transport.models()
+                finally:
+                    await transport.close()
+            except LockstepError as error:
+                said = error.message
+                continue
+            if bases := [card.id for card in cards if card.parent is None]:
+                return bases[0]
+            said = f"{url} serves no model yet"
+        if asyncio.get_running_loop().time() >= deadline:
+            raise Unavailable(f"0 of {len(urls)} workers serve after {seconds:g} s: {said}")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _add_file(digest: Any, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(f"{path.name}\0{size}\0".encode())
+    with path.open("rb") as file:
+        digest.update(file.read(HEAD_BYTES))
+        for index in range(BLOCKS):
+            file.seek(size * index // BLOCKS)
+            digest.update(file.read(BLOCK_BYTES))
+        file.seek(max(0, size - BLOCK_BYTES))
+        digest.update(file.read(BLOCK_BYTES))
+
+
+def _plain(name: str) -> str:
+    """A name that is one part of a path on any file system."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[-80:] or "model"

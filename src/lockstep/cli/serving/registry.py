@@ -1,0 +1,133 @@
+"""The gateways that run on this machine for this user, so that commands find them.
+
+Each writes one file into a directory that only the user may read, and holds a lock on it for as
+long as it lives: an entry without a holder is of a gateway that has ended, whatever its pid is now.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from lockstep.settings import state_home
+from lockstep.tokens.errors import BadRequest
+
+log = logging.getLogger(__name__)
+
+
+class RunningGateway(msgspec.Struct, frozen=True):
+    """One gateway: where it listens, and the file with its admin token, if it has one.
+
+    `state_dir` is None where its state is in memory.
+    """
+
+    url: str
+    admin_url: str
+    model: str
+    pid: int
+    token_file: str | None = None
+    state_dir: str | None = None
+    host: str = msgspec.field(default_factory=socket.gethostname)
+
+
+def registry_dir() -> Path:
+    """Where the entries are; it may not exist yet."""
+    return state_home() / "running"
+
+
+@contextmanager
+def registered(gateway: RunningGateway) -> Iterator[None]:
+    """Other commands find this gateway while the block runs.
+
+    A state home that cannot be written is logged: the gateway serves without being found.
+    """
+    try:
+        handle, path = _write(gateway)
+    except OSError as error:
+        log.warning(
+            "other commands will not find this gateway by themselves, as %s cannot be written: %s",
+            registry_dir(), error.strerror,
+        )  # fmt: skip
+        yield
+        return
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def running_gateways() -> list[RunningGateway]:
+    """Those that run now, by their admin URL. Entries of gateways that have ended are removed."""
+    found = []
+    for path in registry_dir().glob("*.json"):
+        entry = _read(path)
+        if entry is not None and entry.host == socket.gethostname():
+            found.append(entry)
+    return sorted(found, key=lambda entry: entry.admin_url)
+
+
+def choose_gateway(url: str | None = None) -> RunningGateway | None:
+    """The gateway with that admin URL, or the only one; None when there is none.
+
+    Raises BadRequest that lists them when there are several and none was named.
+    """
+    gateways = running_gateways()
+    if url is not None:
+        return next((each for each in gateways if each.admin_url == url.rstrip("/")), None)
+    if len(gateways) > 1:
+        lines = [
+            f"\n  --url {each.admin_url}  serves {each.model} at {each.url}, process {each.pid}, "
+            f"state in {each.state_dir or 'memory'}"
+            for each in gateways
+        ]
+        raise BadRequest(
+            f"{len(gateways)} gateways run here: choose one with --url{''.join(lines)}",
+            param="url",
+        )
+    return gateways[0] if gateways else None
+
+
+def _write(gateway: RunningGateway) -> tuple[int, Path]:
+    import fcntl  # there is none on Windows, where no gateway runs
+
+    directory = registry_dir()
+    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    directory.chmod(0o700)
+    path = directory / f"{gateway.host}-{gateway.pid}.json"
+    new = path.with_suffix(".new")
+    handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(handle, msgspec.json.encode(gateway))
+        os.rename(new, path)
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle, path
+
+
+def _read(path: Path) -> RunningGateway | None:
+    """The entry, or None when nobody holds it any more."""
+    import fcntl
+
+    try:
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:  # its gateway lives
+                return msgspec.json.decode(file.read(), type=RunningGateway)
+            with suppress(FileNotFoundError):
+                path.unlink()
+    except FileNotFoundError:
+        return None  # it ended just now
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("%s is no entry of a running gateway: %s", path, error)
+    return None

@@ -1,0 +1,132 @@
+"""Where the workers of a gateway come from: started by this command, or running already."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lockstep.cli.serving.model_identity import ModelIdentity, served_model
+from lockstep.tokens.errors import Unavailable
+
+if TYPE_CHECKING:
+    from lockstep.fleet.fleet import Fleet
+
+log = logging.getLogger(__name__)
+Row = dict[str, object]
+Say = Callable[[str], None]
+READY_SECONDS = 30.0
+
+
+class WorkerSource(Protocol):
+    """Workers that serve in a fleet. `starts_workers`: they begin with the model's own weights."""
+
+    @property
+    def starts_workers(self) -> bool: ...
+
+    async def identity(self) -> ModelIdentity:
+        """Which model they serve. Raises Unavailable when that has to be asked and none answers."""
+        ...
+
+    def joined(self, fleet: Fleet, token: str, say: Say) -> AbstractAsyncContextManager[list[Row]]:
+        """They serve in the fleet, both while the block runs; one row for each."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedWorkers:
+    """Workers of this command's own, with the embedded engine."""
+
+    model: str
+    count: int
+    arguments: tuple[str, ...]
+    drain_seconds: float
+    starts_workers = True
+
+    async def identity(self) -> ModelIdentity:
+        """That of the model's files."""
+        return ModelIdentity.of_files(self.model)
+
+    @asynccontextmanager
+    async def joined(self, fleet: Fleet, token: str, say: Say) -> AsyncIterator[list[Row]]:
+        """They serve in the fleet, both while the block runs."""
+        from lockstep.backends.admin_lockstep import LockstepAdmin
+        from lockstep.gateway.supervisor import Child, Supervisor
+
+        pool = fleet.pool
+
+        def count_up(_: Child) -> None:
+            up = sum(child.state == "running" for child in children.children)
+            say(f"Starting {self.model}: {up} of {self.count} workers are ready")
+
+        def restarted(child: Child) -> None:
+            if any(worker.id == child.id for worker in pool.workers):  # it may be drained
+                pool.leave_out(child.id, "it was restarted")
+
+        children = Supervisor(
+            self.model,
+            self.count,
+            admin_token=token,
+            arguments=self.arguments,
+            on_ready=count_up,
+            on_restart=restarted,
+            drain_seconds=self.drain_seconds,
+        )
+        say(f"Starting {self.model}: 0 of {self.count} workers are ready")
+        async with children, pool, fleet:  # left in turn, or the pool would see its workers die
+            await children.ready()
+            for child in children.children:
+                admin = LockstepAdmin(child.system_url, token)
+                await fleet.add(child.url, admin, worker_id=child.id)
+            await pool.wait_ready(self.count, READY_SECONDS)
+            yield [
+                {"id": one.id, "url": one.url, "system_url": one.system_url, "pid": one.pid}
+                for one in children.children
+            ]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningWorkers:
+    """Workers that somebody else started. `added` are options of the pool."""
+
+    urls: tuple[str, ...]
+    added: dict[str, Any]
+    wait_seconds: float
+    starts_workers = False
+
+    async def identity(self) -> ModelIdentity:
+        """That of the model which the first of them to answer serves."""
+        urls = [url.partition(",")[0] for url in self.urls]
+        asked = {name: self.added[name] for name in ("api_key", "transport") if name in self.added}
+        return ModelIdentity.of_fleet(await served_model(urls, self.wait_seconds, asked), urls)
+
+    @asynccontextmanager
+    async def joined(self, fleet: Fleet, token: str, say: Say) -> AsyncIterator[list[Row]]:
+        """They serve in the fleet; those that do not answer in time join when they do.
+
+        URL,ADMIN_URL names a worker's control port too, for which `token` is used: only then can
+        its weights be updated from here.
+        """
+        from lockstep.backends.admin_open import open_admin
+
+        pool = fleet.pool
+        say(f"Connecting to {', '.join(self.urls)}")
+        async with pool, fleet:
+            for url in self.urls:
+                data_url, _, admin_url = url.partition(",")
+                if admin_url:
+                    await fleet.add(data_url, await open_admin(admin_url, token), **self.added)
+                else:
+                    await pool.add(data_url, **self.added)
+            try:
+                await pool.wait_ready(len(self.urls), self.wait_seconds)
+            except Unavailable as error:
+                if not any(worker.state == "serving" for worker in pool.workers):
+                    raise
+                log.warning("%s", error.message)
+            yield [
+                {"id": one.id, "url": one.url, "system_url": None, "pid": None}
+                for one in pool.workers
+            ]
