@@ -11,7 +11,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/.ready
-	$(BIN)/lockstep demo
+	@$(BIN)/lockstep demo || { code=$$?; \
+		echo "The demo ended with code $$code: $(BIN)/lockstep doctor says what this machine can do" >&2; \
+		exit $$code; }
 
 test: $(VENV)/.ready
 	$(BIN)/pytest -n 2 --dist loadscope --ignore tests/engines

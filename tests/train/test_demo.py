@@ -13,11 +13,13 @@ from lockstep.train.report import Run
 from lockstep.train.store import RunDirectory
 
 
-def run(*arguments: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+def run(
+    *arguments: str, cwd: Path, **environ: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("LOCKSTEP_")}
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "demo", "--json", *arguments],
-        capture_output=True, text=True, timeout=170, env=clean, cwd=cwd, check=False,
+        capture_output=True, text=True, timeout=170, env={**clean, **environ}, cwd=cwd, check=False,
     )  # fmt: skip
     lines = done.stdout.splitlines()
     return done, json.loads(lines[-1]) if lines else {}

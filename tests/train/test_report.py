@@ -171,6 +171,33 @@ def test_a_run_that_slipped_does_not_look_right(tmp_path: Path) -> None:
     assert text.count('class="mark bad"') == 2
 
 
+def close_run(directory: Path, worst: float) -> Run:
+    """A run in close mode whose logprobs were off by up to `worst`."""
+    write_run(directory, steps=3, mismatch_kl=worst**2 / 2, mismatch_max=worst)
+    about = json.loads((directory / "run.json").read_text())
+    about["numerics"] = {"mode": "close", "reason": "the CPU is another one", "bound": 1e-3}
+    (directory / "run.json").write_text(json.dumps(about))
+    return Run.read(directory)
+
+
+def test_a_close_run_says_how_close_and_why(tmp_path: Path) -> None:
+    run = close_run(tmp_path / "good", 5.72e-6)
+    assert run.summary().kept
+    said = "close: max |Δ| 5.7e-06 because the CPU is another one"
+    assert run.summary().mismatch == said
+    text = render(run)
+    assert said in " ".join(Page(text).text)
+    assert "exactly 0" not in text[: text.index("<script")]
+    far = close_run(tmp_path / "bad", 2e-3)
+    assert not far.summary().kept
+    assert render(far).count('class="mark bad"') == 1
+
+
+def test_a_close_run_without_a_difference_is_not_called_exact(tmp_path: Path) -> None:
+    run = close_run(tmp_path, 0.0)
+    assert run.summary().mismatch.startswith("close: max |Δ| 0.0e+00 because")
+
+
 HOSTILE = (
     "</script><script>alert(1)</script>",
     "<img src=x onerror=alert(1)>",

@@ -8,6 +8,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep import __version__
@@ -90,14 +91,18 @@ def _holder(number: int) -> str | None:
     """The process that listens on a TCP port of this machine, where Linux lets us see it."""
     inodes = set(_listening(number))
     for process in Path("/proc").glob("[0-9]*") if inodes else ():
-        try:
-            links = {os.readlink(link) for link in (process / "fd").iterdir()}
-            if links & inodes:
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-                return f"held by process {process.name}: {command[:60]}"
-        except OSError:
-            continue  # it is gone, or another user's
+        if inodes & set(_open_files(process)):
+            command = (process / "cmdline").read_text("utf-8", "replace").replace("\0", " ").strip()
+            return f"held by process {process.name}: {command[:60]}"
     return "held by a process of another user" if inodes else None
+
+
+def _open_files(process: Path) -> Iterable[str]:
+    """What the process has open; less of it where it ends meanwhile, or is another user's."""
+    with suppress(OSError):
+        for link in (process / "fd").iterdir():
+            with suppress(OSError):
+                yield os.readlink(link)
 
 
 def _listening(number: int) -> Iterable[str]:
