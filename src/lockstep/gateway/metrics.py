@@ -17,6 +17,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lockstep.gateway.gateway import Gateway
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
+SESSIONS = {
+    "live": "Sessions that are kept.",
+    "bytes": "Bytes of the sessions that are kept.",
+    "hot": "Sessions held in memory.",
+    "hot_bytes": "Bytes of the sessions held in memory.",
+    "evicted": "Sessions that left memory for their file, since the start.",
+    "turns": "Turns stored since the start.",
+    "opened": "Sessions begun since the start.",
+    "loaded": "Sessions read back from their file since the start.",
+    "expired": "Sessions deleted because nobody used them, since the start.",
+    "deleted": "Sessions deleted on request since the start.",
+    "unwritten": "Turns that could not be stored since the start; their answers were refused.",
+}
+REFUSED = "Turns refused since the start because the limit of {} was reached."
+BREAKS = "Prefix breaks with the cause {} since the start."
 
 
 class Metrics(Collector):
@@ -86,13 +101,21 @@ class Metrics(Collector):
         yield in_flight
         yield serving
         for name, value in self._gateway.sessions.stats().items():
-            gauge = GaugeMetricFamily(f"lockstep_gateway_sessions_{name}", "Of sessions.")
+            gauge = GaugeMetricFamily(f"lockstep_gateway_sessions_{name}", _about_sessions(name))
             gauge.add_metric([], value)
             yield gauge
 
     async def scrape(self, _: Request) -> Response:
         encode, media_type = choose_encoder("")
         return Response(encode(self._registry), media_type=media_type)
+
+
+def _about_sessions(name: str) -> str:
+    """What a number of `Sessions.stats` counts."""
+    kind, _, what = name.partition("_")
+    if kind in ("refused", "breaks"):
+        return (REFUSED if kind == "refused" else BREAKS).format(what)
+    return SESSIONS[name]
 
 
 def _route_of(scope: Scope, status: int) -> str:
