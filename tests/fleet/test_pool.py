@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -179,15 +181,42 @@ async def test_what_the_caller_did_wrong_is_not_tried_elsewhere(status: int) -> 
         assert {worker.state for worker in pool.workers} == {"serving"}
 
 
-async def test_a_request_that_broke_an_engine_is_not_given_to_the_next() -> None:
+@pytest.mark.failure_mode("F35")
+async def test_a_request_whose_engine_broke_is_tried_on_another_worker() -> None:
     async with fleet(2, probe_seconds=60.0) as (pool, fakes):
         home, other = home_of(pool, fakes, ROUTE)
         home.behave = home.states(500)
         home.healthy = False
+        assert await pool.run(ROUTE, work) == other.name
+        await until(lambda: state(pool, home) == "down")  # it was probed because of that
+
+
+async def test_a_request_that_breaks_engines_is_not_given_to_a_third() -> None:
+    async with fleet(4, probe_seconds=60.0) as (pool, fakes):
+        for fake in fakes:
+            fake.behave = fake.states(500)
         with pytest.raises(EngineFailure):
             await pool.run(ROUTE, work)
-        await until(lambda: state(pool, home) == "down")  # it was probed because of that
-        assert other.asked == 0
+        assert sum(fake.asked for fake in fakes) == 2
+        with pytest.raises(EngineFailure):  # where it was pinned to, it stays
+            await pool.run(replace(ROUTE, worker=fakes[0].name), work)
+        assert sum(fake.asked for fake in fakes) == 3
+
+
+async def test_an_engine_that_breaks_after_a_part_was_delivered_is_the_answer() -> None:
+    async with fleet(2, probe_seconds=60.0) as (pool, _):
+        opened: list[str] = []
+
+        async def items(worker: Worker) -> AsyncIterator[str]:
+            opened.append(worker.id)
+            yield "a part"
+            raise EngineFailure("a step failed")
+
+        stream = pool.stream(ROUTE, items)
+        assert await anext(stream) == "a part"
+        with pytest.raises(EngineFailure, match="a step failed"):
+            await anext(stream)
+        assert len(opened) == 1
 
 
 async def test_a_worker_that_died_comes_back_at_the_same_url() -> None:

@@ -18,6 +18,7 @@ from lockstep.engine.config import EngineOptions
 from lockstep.engine.core import Core, PauseMode
 from lockstep.engine.lora import Adapter
 from lockstep.engine.sequence import Piece, Request
+from lockstep.engine.step_health import StepHealth
 from lockstep.engine.ticket import Event, Ticket
 from lockstep.engine.weights import Weights
 from lockstep.models import bundled
@@ -48,6 +49,7 @@ class Engine:
         self._stopping = False
         self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
         self._thread = threading.Thread(target=self._run, name="lockstep-engine", daemon=True)
+        self._health = StepHealth(self.core)
         self._mutation = threading.Lock()
         self._staged: Weights | None = None
 
@@ -72,6 +74,15 @@ class Engine:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and not self._stopping
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot generate although it is alive; None while it can."""
+        return self._health.problem
+
+    def _check_works(self) -> None:
+        if self.problem is not None:
+            raise Unavailable(self.problem)
 
     # Generating
 
@@ -100,6 +111,7 @@ class Engine:
 
     async def check(self, request: Request) -> None:
         """Raises the error that `generate` would raise before it generates anything."""
+        self._check_works()
         await self._call(lambda: self.core.check(request))
 
     async def score(
@@ -131,7 +143,9 @@ class Engine:
     # Control
 
     async def ping(self) -> None:
-        """Returns when the engine's thread has answered. Raises Unavailable when it is gone."""
+        """Returns when the engine's thread has answered. Raises Unavailable when it is gone, or
+        cannot generate any more."""
+        self._check_works()
         await self._call(lambda: None)
 
     @property
@@ -286,7 +300,8 @@ class Engine:
         while True:
             with self._wake:
                 while not self._commands and not self._stopping and not self.core.has_work:
-                    self._wake.wait()
+                    if not self._wake.wait(self._health.wait_seconds):
+                        break
                 # Read together: every command that was taken before the stop is run.
                 commands, stopping = list(self._commands), self._stopping
                 self._commands.clear()
@@ -305,6 +320,10 @@ class Engine:
                 except Exception as error:
                     log.exception("a step failed")
                     self.core.fail_all(EngineFailure(f"a step failed: {error!r}"))
+                    self._health.failed()
+                else:
+                    self._health.succeeded()
+            self._health.try_again()
             self._flush()
 
     def _post(self, command: Callable[[], None]) -> bool:
@@ -352,6 +371,7 @@ class Engine:
     async def _ticket(
         self, request: Request, *, stream: bool
     ) -> AsyncIterator[asyncio.Queue[Event]]:
+        self._check_works()
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 

@@ -31,6 +31,10 @@ ASKED_FOR_MODELS = 16
 """Workers asked for their models at once; in a larger fleet these stand for the others."""
 
 
+ENGINES_BROKEN = 2
+"""Engines that one request may break: the second says that it is the request, not the engine."""
+
+
 class Pool:
     """The workers behind one URL.
 
@@ -139,8 +143,9 @@ class Pool:
         """The result of `call` on the route's worker.
 
         `call` raises Unavailable when the worker could not serve it: that worker is left out until
-        it is healthy, and another is tried. Any other error is the answer. Raises Unavailable when
-        nobody serves, and Busy when too many wait; both say when to come back.
+        it is healthy, and another is tried. After EngineFailure the worker is probed and one other
+        is tried. Any other error is the answer. Raises Unavailable when nobody serves, and Busy
+        when too many wait; both say when to come back.
         """
         self._check_any()
         if not self._slots.take_now():
@@ -242,12 +247,13 @@ class _Attempt:
     """One request on its way. Entered, it picks a worker; left with a failure that another worker
     may mend, it swallows it, so that the caller enters again."""
 
-    __slots__ = ("_changes", "_pool", "_route", "_tried", "_worker", "delivered")
+    __slots__ = ("_broke", "_changes", "_pool", "_route", "_tried", "_worker", "delivered")
 
     def __init__(self, pool: Pool, route: Route) -> None:
         self._pool = pool
         self._route = route
         self._tried: list[Worker] = []
+        self._broke = 0
         self.delivered = False
 
     def __enter__(self) -> Worker:
@@ -282,14 +288,17 @@ class _Attempt:
         elif isinstance(error, Unavailable):
             pool._members.failed(worker, self._changes, error)
             return self._goes_on(error)
-        elif isinstance(error, EngineFailure | DeadlineExceeded):
-            # Another worker is not asked: the request may be what broke this one.
+        elif isinstance(error, EngineFailure):
+            pool._members.check(worker)
+            self._broke += 1
+            return self._broke < ENGINES_BROKEN and not self.delivered and self._another()
+        elif isinstance(error, DeadlineExceeded):
+            # Another worker is not asked: the request itself may take that long.
             pool._members.check(worker)
         return False
 
     def _goes_on(self, error: Unavailable) -> bool:
         pool = self._pool
-        self._tried.append(self._worker)
         if error.retry_after is None:
             error.retry_after = pool._retry_after
         if self.delivered:
@@ -298,6 +307,12 @@ class _Attempt:
                 f"is not tried elsewhere: {error.message}",
                 retry_after=error.retry_after,
             ) from error
+        return self._another()
+
+    def _another(self) -> bool:
+        """Whether there is another worker to try, and may be."""
+        pool = self._pool
+        self._tried.append(self._worker)
         if self._route.worker is not None or len(self._tried) >= pool._attempts:
             return False
         return pool._ring.pick(self._route.key, self._tried) is not None
