@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,10 +16,12 @@ from typing import Any, ClassVar
 import pytest
 
 from lockstep.cli import main
+from lockstep.cli.serving.registry import RunningGateway, registered, running_gateways
+from lockstep.models import bundled
 from lockstep.wire.fault import fault_body
 
 TOKEN = "admin-token"
-STATE = {
+STATE: dict[str, Any] = {
     "ready": True, "version": "step_7", "paused": None, "adapters": {"x": "x1"}, "serving": 1,
     "running": [], "operations": [],
     "workers": [
@@ -143,4 +147,116 @@ def test_a_command_without_its_token_or_arguments_is_wrong(
     assert run("state", "--token-file", str(tmp_path / "none")) == 2
     monkeypatch.delenv("LOCKSTEP_ADMIN_TOKEN")
     assert run("state") == 2
+    monkeypatch.delenv("LOCKSTEP_ADMIN_URL")
+    assert run("state") == 2
     assert Plane.asked == []
+
+
+def test_a_worker_takes_one_line_and_its_details_are_given_on_demand(
+    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "it did not commit: " + "because of that and then of this, " * 10 + "at last"
+    quarantined = {**STATE["workers"][1], "reason": reason, "url": "http://w1"}
+    many = [{**STATE["workers"][0], "id": f"worker-number-{at}"} for at in range(3)]
+    operation = {"kind": "update_weights", "version": "step_8", "status": "failed",
+                 "error": "one hung", "pause_seconds": None,
+                 "workers": {"w1": {"status": "quarantined", "error": "it hung"}}}  # fmt: skip
+    Plane.answers["state"] = 200, {**STATE, "workers": [*many, quarantined],
+                                   "operations": [operation]}  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("state") == 0
+    shown = capsys.readouterr().out
+    lines = [line for line in shown.splitlines() if line.strip()]
+    assert len(lines) == 1 + 1 + 4 + 1  # summary, heading, workers, last operations
+    assert max(map(len, lines)) <= 80
+    assert "it did not commit: because" in shown
+    assert "at last" not in shown
+    assert run("state", "--details") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for said in (reason, "url: http://w1", "failed: one hung", "w1: quarantined: it hung"):
+        assert said in shown
+    monkeypatch.delenv("COLUMNS")
+    assert run("state") == 0
+    assert reason in capsys.readouterr().out  # a pipe has no edge
+
+
+@pytest.fixture
+def nothing_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run) -> str:
+    """Neither URL nor token in the environment, and a state home of its own; the plane's URL."""
+    url = os.environ["LOCKSTEP_ADMIN_URL"]
+    monkeypatch.delenv("LOCKSTEP_ADMIN_URL")
+    monkeypatch.delenv("LOCKSTEP_ADMIN_TOKEN")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    return url
+
+
+def entry(url: str, token_file: Path | None, pid: int = 1) -> RunningGateway:
+    where = None if token_file is None else str(token_file)
+    return RunningGateway("http://127.0.0.1:1", url, "tiny", pid, where, "/kept")
+
+
+def test_the_gateway_of_this_machine_is_found_with_its_token(
+    run: Run, nothing_said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    assert run("state") == 2
+    assert "lockstep serve" in capsys.readouterr().err
+    with registered(entry(nothing_said, token_file)):
+        assert run("state") == 0
+        home = tmp_path / "home/lockstep/running"
+        assert home.stat().st_mode & 0o777 == 0o700
+        assert [file.stat().st_mode & 0o777 for file in home.iterdir()] == [0o600]
+        monkeypatch.setenv("LOCKSTEP_ADMIN_TOKEN", "that-of-another-gateway")
+        assert run("state") == 0
+        assert run("state", "--url", "http://127.0.0.1:9") == 1
+        wrong = tmp_path / "wrong"
+        wrong.write_text("not-the-token")
+        assert run("state", "--token-file", str(wrong)) == 1
+        monkeypatch.delenv("LOCKSTEP_ADMIN_TOKEN")
+    assert list(home.iterdir()) == []
+    assert run("state") == 2
+    capsys.readouterr()
+    with registered(entry(nothing_said, None)):
+        assert run("state") == 2
+        assert "LOCKSTEP_ADMIN_TOKEN" in capsys.readouterr().err
+        monkeypatch.setenv("LOCKSTEP_ADMIN_TOKEN", TOKEN)
+        assert run("state") == 0
+
+
+def test_several_gateways_are_listed_with_how_to_choose(
+    run: Run, nothing_said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    other = "http://127.0.0.1:9"
+    with registered(entry(nothing_said, token_file, 1)), registered(entry(other, None, 2)):
+        assert run("pause") == 2
+        said = capsys.readouterr().err
+        for url in (nothing_said, other):
+            assert f"--url {url}  serves tiny" in said
+        assert "state in /kept" in said
+        assert run("state", "--url", nothing_said) == 0
+    assert [path for _, path, _ in Plane.asked] == ["/v1/rl/state"]
+
+
+def test_a_gateway_that_was_killed_is_found_no_more(nothing_said: str, tmp_path: Path) -> None:
+    code = (
+        "import os, time\nfrom lockstep.cli.serving.registry import RunningGateway, registered\n"
+        "with registered(RunningGateway('http://d', 'http://a', 'tiny', os.getpid())):\n"
+        "    print('there', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "there\n"
+    assert [each.pid for each in running_gateways()] == [process.pid]
+    process.kill()
+    process.communicate()
+    assert running_gateways() == []
+    assert list((tmp_path / "home/lockstep/running").iterdir()) == []
+
+
+def test_bundled_weights_are_named_as_everywhere(run: Run) -> None:
+    assert run("update-weights", "tiny", "--version", "step_8") == 0
+    assert Plane.asked[-1][2]["weight_dir"] == str(bundled("tiny"))

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from lockstep import __version__
-from lockstep.settings import Settings
+from lockstep.cli.tables import one_line_table, table_console
+from lockstep.models import BUNDLED, model_directory
+from lockstep.settings import Settings, read_token
 from lockstep.tokens.errors import BadRequest, LockstepError
 
 if TYPE_CHECKING:
@@ -34,8 +36,9 @@ def check(
         str | None, typer.Option(help="Which model to ask; needed when there are several.")
     ] = None,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Directory of the model's tokenizer: asks for parity with its text."),
+        str | None,
+        typer.Option(help="tiny, tiny-moe, or the directory of the model's tokenizer: asks for "
+                          "parity with its text."),
     ] = None,
     transport: Annotated[
         str | None,
@@ -52,6 +55,9 @@ def check(
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable with the key of the data URL.")
     ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Show what every row asked and its whole evidence.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print a Markdown table.")
@@ -72,8 +78,8 @@ def check(
                      rich_help_panel=CHANGES),
     ] = None,
     checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Other weights of the model, with a probe if possible.",
+        str | None,
+        typer.Option(help="Directory of other weights of the model, with a probe if possible.",
                      rich_help_panel=CHANGES),
     ] = None,
     adapter: Annotated[
@@ -88,22 +94,22 @@ def check(
 
     if as_json and as_markdown:
         raise BadRequest("--json and --markdown exclude each other", param="json")
-    for directory in (tokenizer, checkpoint, *(adapter or ())):
-        if directory is not None and not directory.is_dir():
-            raise BadRequest(f"{directory} is not a directory", param="directory")
+    tokenizer_dir = _directory(tokenizer, "tokenizer")
+    checkpoint_dir = _directory(checkpoint, "checkpoint")
+    adapters = tuple(_existing(path, "adapter") for path in adapter or ())
     rows = chosen_rows(only or (), mutate=mutate)
     subject = Subject(
         url=url,
         model=model,
         transport=transport_named(transport),
         api_key=None if api_key_env is None else os.environ.get(api_key_env),
-        tokenizer=tokenizer,
+        tokenizer=tokenizer_dir,
         tolerance=tolerance,
         admin=admin,
         token=_token(token_file),
         mutate=mutate,
-        checkpoint=checkpoint,
-        adapters=tuple(adapter or ()),
+        checkpoint=checkpoint_dir,
+        adapters=adapters,
         seconds=seconds,
     )
     quiet = as_json or as_markdown
@@ -119,7 +125,7 @@ def check(
     elif as_markdown:
         sys.stdout.write(report.markdown() + "\n")
     else:
-        Console().print(_table(report))
+        _show(report, table_console(), details)
     raise typer.Exit(0 if report.kept else 1)
 
 
@@ -143,24 +149,39 @@ async def _ask(subject: Subject, rows: list[Row], all_rows: int, quiet: bool) ->
         )
 
 
-def _table(report: Report) -> Table:
-    table = Table(title=f"{report.model} at {report.url} ({report.transport})", show_lines=True)
-    for column in ("row", "verdict", "what was asked, and the evidence", "law"):
-        table.add_column(column, overflow="fold")
+def _show(report: Report, console: Console, details: bool) -> None:
+    """One line to a row; under it whatever a reader must not miss, or everything on demand."""
+    rows = [
+        (one.id, Text(one.verdict, COLOURS[one.verdict]), one.title if details else one.evidence)
+        for one in report.findings
+    ]
+    console.print(Text(f"{report.model} at {report.url} ({report.transport})", "bold"))
+    console.print(one_line_table(("row", "verdict", "asks" if details else "evidence"), rows))
     for one in report.findings:
-        colour = COLOURS[one.verdict]
-        text = f"[bold]{escape(one.title)}[/]\n{escape(one.evidence)}"
-        table.add_row(one.id, f"[{colour}]{one.verdict}[/]", text, one.law)
-    table.caption = report.summary()
-    return table
+        if details or one.verdict in ("fail", "error"):
+            colour = COLOURS[one.verdict]
+            console.print(
+                f"\n[{colour}]{one.verdict}[/] [bold]{one.id}[/] ({one.law}): {escape(one.title)}"
+                f"\n  {escape(one.evidence)}",
+                soft_wrap=True,
+            )
+    more = "" if details else "; --details shows what was asked and all evidence"
+    console.print(f"\n{escape(report.summary())}{more}", soft_wrap=True)
+
+
+def _directory(name: str | None, param: str) -> Path | None:
+    return None if name is None else _existing(model_directory(name), param)
+
+
+def _existing(path: Path, param: str) -> Path:
+    if not path.is_dir():
+        raise BadRequest(
+            f"--{param} {path} is not a directory: expected one, or a bundled model "
+            f"({', '.join(BUNDLED)})",
+            param=param,
+        )
+    return path
 
 
 def _token(token_file: Path | None) -> str | None:
-    if token_file is None:
-        return Settings.read().admin_token
-    try:
-        return token_file.read_text().strip()
-    except OSError as error:
-        raise BadRequest(
-            f"{token_file} cannot be read: {error.strerror}", param="token_file"
-        ) from None
+    return Settings.read().admin_token if token_file is None else read_token(token_file)

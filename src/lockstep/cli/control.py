@@ -16,25 +16,38 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
+from rich.markup import escape
 
+from lockstep.cli.fleet_view import fleet_view
+from lockstep.cli.serving.registry import choose_gateway
+from lockstep.cli.tables import table_console
 from lockstep.fleet.remote import RemoteFleet
-from lockstep.settings import Settings
-from lockstep.tokens import LockstepError
+from lockstep.models import model_directory
+from lockstep.settings import Settings, read_token
+from lockstep.tokens.errors import BadRequest, LockstepError
 from lockstep.tokens.operation import Operation
 
-Url = Annotated[str | None, typer.Option(help="The gateway's admin URL (else LOCKSTEP_ADMIN_URL).")]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="The gateway's admin URL; else LOCKSTEP_ADMIN_URL, or the one that runs here."
+    ),
+]
 TokenFile = Annotated[
-    Path | None, typer.Option(help="File with the admin token (else LOCKSTEP_ADMIN_TOKEN).")
+    Path | None,
+    typer.Option(help="File with the admin token; else the gateway's, or LOCKSTEP_ADMIN_TOKEN."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-COLOURS = {"serving": "green", "quarantined": "red", "draining": "yellow"}
+DEFAULT_URL = "http://127.0.0.1:8001"
 
 
 def state(
     url: Url = None,
     token_file: TokenFile = None,
     watch: Annotated[bool, typer.Option(help="Keep it on the screen, live.")] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="Show URLs, whole reasons and the last operations.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the fleet: version, pause, workers, adapters, last operations."""
@@ -43,13 +56,13 @@ def state(
         if as_json:
             _say(await fleet.state())
             return
-        console = Console()
+        console = table_console()
         if not watch:
-            console.print(table_of(await fleet.state()))
+            console.print(fleet_view(await fleet.state(), details=details))
             return
         with Live(console=console, refresh_per_second=4) as live:
             while True:
-                live.update(table_of(await fleet.state()))
+                live.update(fleet_view(await fleet.state(), details=details))
                 await asyncio.sleep(0.5)
 
     _run(url, token_file, show)
@@ -90,7 +103,9 @@ def resume(url: Url = None, token_file: TokenFile = None, as_json: AsJson = Fals
 
 
 def update_weights(
-    directory: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
+    directory: Annotated[
+        str, typer.Argument(help="A checkpoint directory, or a bundled model by its name.")
+    ],
     version: Annotated[
         str | None, typer.Option(help="Label of the new weights; by default its name.")
     ] = None,
@@ -105,7 +120,7 @@ def update_weights(
         url,
         token_file,
         as_json,
-        lambda fleet: fleet.update_weights(directory, version, mode=mode, key=key),  # type: ignore[arg-type]
+        lambda fleet: fleet.update_weights(model_directory(directory), version, mode=mode, key=key),  # type: ignore[arg-type]
     )
 
 
@@ -156,37 +171,6 @@ def register(app: typer.Typer) -> None:
         app.command(rich_help_panel=panel)(command)
 
 
-def table_of(state: dict[str, Any]) -> Table:
-    """The fleet at a glance."""
-    paused = f", paused ({state['paused']})" if state["paused"] else ""
-    adapters = "".join(f", {name}@{label}" for name, label in state["adapters"].items())
-    running = f", now: {', '.join(state['running'])}" if state["running"] else ""
-    table = Table(
-        title=f"version {state['version']}{adapters}: {state['serving']} of "
-        f"{len(state['workers'])} serving{paused}{running}"
-    )
-    for column in ("worker", "state", "version", "in flight", "why"):
-        table.add_column(column)
-    for row in state["workers"]:
-        colour = COLOURS.get(row["state"], "cyan")
-        later = row["next_try_seconds"]
-        tried = f" (next try in {later:.0f} s)" if later is not None else ""
-        table.add_row(
-            row["id"],
-            f"[{colour}]{row['state']}[/]",
-            str(row["version"]),
-            str(row["in_flight"]),
-            f"{row['reason'] or ''}{tried}",
-        )
-    last = [
-        f"{each['kind']} {each['version'] or ''} {each['status']}"
-        + (f", paused {each['pause_seconds'] * 1e3:.0f} ms" if each["pause_seconds"] else "")
-        for each in state["operations"][:3]
-    ]
-    table.caption = "last: " + ("; ".join(last) or "nothing yet")
-    return table
-
-
 def _act(
     url: str | None,
     token_file: Path | None,
@@ -212,15 +196,47 @@ def _act(
     _run(url, token_file, act)
 
 
+def find_control_plane(
+    url: str | None, token_file: Path | None, settings: Settings
+) -> tuple[str, str]:
+    """The admin URL and its token: as given, else those of the gateway that runs here.
+
+    A gateway that has written its own token file is asked with that token. Raises BadRequest when
+    several run and none was named, when none runs, or when nothing gives the token.
+    """
+    named = url or settings.admin_url
+    gateway = choose_gateway(named)
+    if token_file is not None:
+        token: str | None = read_token(token_file)
+    elif gateway is not None and gateway.token_file is not None:
+        token = read_token(Path(gateway.token_file))
+    else:
+        token = settings.admin_token
+    where = named or (gateway.admin_url if gateway is not None else None)
+    if where is None and token is not None:
+        where = DEFAULT_URL
+    if where is None:
+        raise BadRequest(
+            "no gateway of yours runs on this machine: start one with `lockstep serve`, or give "
+            "--url and --token-file of one that runs elsewhere",
+            param="url",
+        )
+    if token is None:
+        raise BadRequest(
+            f"the gateway at {where} needs its admin token: give --token-file, or set "
+            "LOCKSTEP_ADMIN_TOKEN as it was set for the gateway",
+            param="token_file",
+        )
+    return where, token
+
+
 def _run(
     url: str | None, token_file: Path | None, work: Callable[[RemoteFleet], Awaitable[None]]
 ) -> None:
-    settings = Settings.read()
-    token = None if token_file is not None else settings.admin_token
+    where, token = find_control_plane(url, token_file, Settings.read())
 
     async def main() -> None:
-        where = url or settings.admin_url or "http://127.0.0.1:8001"
-        async with RemoteFleet(where, token=token, token_file=token_file) as fleet:
+        async with RemoteFleet(where, token=token) as fleet:
             await work(fleet)
 
     try:
@@ -230,7 +246,10 @@ def _run(
     except LockstepError as error:
         if error.status == 400:
             raise
-        Console(stderr=True).print(f"[bold red]failed[/] ({error.code}): {error.message}")
+        Console(stderr=True).print(
+            f"[bold red]failed[/] ({error.code}): {escape(error.message)}",
+            soft_wrap=True,
+        )
         raise typer.Exit(1) from None
 
 

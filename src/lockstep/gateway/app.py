@@ -126,6 +126,6 @@ async def serve_gateway(
         # Text needs a tokenizer, tokens do not: without one, chat requests say what is missing.
         with suppress(LockstepError):
             await book.renderer()
-        async with serving(apps):
+        async with serving(apps, drain_seconds=options.drain_seconds):
             on_ready(url_of(data_socket), url_of(admin_socket))
             await stop.wait()

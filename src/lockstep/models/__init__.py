@@ -13,3 +13,11 @@ def bundled(name: str) -> Path | None:
     The directory holds weights, tokenizer and model card in the Hugging Face layout.
     """
     return Path(__file__).parent / name if name in BUNDLED else None
+
+
+def model_directory(name: str | Path) -> Path:
+    """The directory that a user means by a model: a bundled one by its name, else that path.
+
+    It need not exist.
+    """
+    return bundled(str(name)) or Path(name)

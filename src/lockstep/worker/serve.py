@@ -56,7 +56,7 @@ async def _serve(options: WorkerOptions) -> None:
         data = DataPlane(engine, name, bundled(options.model) or Path(options.model))
         system = SystemPlane(engine, token, options.checkpoint_roots)
         apps = [(data.app, data_socket), (system.app, system_socket)]
-        async with engine, serving(apps):
+        async with engine, serving(apps, drain_seconds=options.drain_seconds):
             stop = stop_event()
             say_ready(
                 url=url_of(data_socket),

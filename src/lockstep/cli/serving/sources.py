@@ -99,7 +99,7 @@ class RunningWorkers:
     async def identity(self) -> ModelIdentity:
         """That of the model which the first of them to answer serves."""
         urls = [url.partition(",")[0] for url in self.urls]
-        asked = {name: self.added[name] for name in ("api_key", "transport") if name in self.added}
+        asked = {key: value for key, value in self.added.items() if key != "logprob_mode"}
         return ModelIdentity.of_fleet(await served_model(urls, self.wait_seconds, asked), urls)
 
     @asynccontextmanager

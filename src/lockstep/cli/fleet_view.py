@@ -1,0 +1,79 @@
+"""The fleet as a person reads it in a terminal: one line to a worker, details on demand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lockstep.cli.tables import one_line_table
+
+COLOURS = {"serving": "green", "quarantined": "red", "draining": "yellow"}
+LAST_OPERATIONS = 3
+
+
+def fleet_view(state: dict[str, Any], *, details: bool = False) -> RenderableType:
+    """What /v1/rl/state says: a summary, the workers, and the last operations.
+
+    `details` adds where each worker is, its whole reason, and how every operation fared.
+    """
+    rows = [
+        (
+            row["id"],
+            Text(row["state"], style=COLOURS.get(row["state"], "cyan")),
+            str(row["version"]),
+            str(row["in_flight"]),
+            _why(row),
+        )
+        for row in state["workers"]
+    ]
+    last = [_operation(each) for each in state["operations"][:LAST_OPERATIONS]]
+    return Group(
+        Text(_summary(state), style="bold"),
+        one_line_table(("worker", "state", "version", "in flight", "why"), rows),
+        Text("last: " + ("; ".join(last) or "nothing yet"), style="dim"),
+        *(Text(line) for line in (_details(state) if details else ())),
+    )
+
+
+def _summary(state: dict[str, Any]) -> str:
+    paused = f", paused ({state['paused']})" if state["paused"] else ""
+    adapters = "".join(f", {name}@{label}" for name, label in state["adapters"].items())
+    running = f", now: {', '.join(state['running'])}" if state["running"] else ""
+    return (
+        f"version {state['version']}{adapters}: {state['serving']} of "
+        f"{len(state['workers'])} serving{paused}{running}"
+    )
+
+
+def _details(state: dict[str, Any]) -> list[str]:
+    lines = []
+    for row in state["workers"]:
+        lines += ["", f"{row['id']}: {row['state']}, version {row['version']}"]
+        lines += [
+            f"  {name.replace('_', ' ')}: {row[name]}"
+            for name in ("url", "admin_url", "backend")
+            if row.get(name)
+        ]
+        lines += [f"  why: {_why(row)}"] if row["reason"] else []
+    lines += ["", "operations, newest first:"] if state["operations"] else []
+    for each in state["operations"]:
+        lines.append(f"  {_operation(each)}" + (f": {each['error']}" if each["error"] else ""))
+        lines += [
+            f"    {name}: {result['status']}: {result.get('error')}"
+            for name, result in (each.get("workers") or {}).items()
+            if result["status"] != "ok"
+        ]
+    return lines
+
+
+def _why(row: dict[str, Any]) -> str:
+    later = row["next_try_seconds"]
+    tried = f" (next try in {later:.0f} s)" if later is not None else ""
+    return f"{row['reason'] or ''}{tried}"
+
+
+def _operation(each: dict[str, Any]) -> str:
+    pause = f", paused {each['pause_seconds'] * 1e3:.0f} ms" if each["pause_seconds"] else ""
+    return f"{each['kind']} {each['version'] or ''} {each['status']}{pause}"

@@ -1,0 +1,38 @@
+"""Tables on a terminal: one line to a row, cut at its edge; whole lines where nobody looks on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PIPED_COLUMNS = 4000
+"""Wide enough that nothing is cut in a pipe or a file, where no edge is."""
+
+
+def table_console() -> Console:
+    """Standard output, as wide as its terminal; COLUMNS says otherwise."""
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=PIPED_COLUMNS if piped else None, highlight=False)
+
+
+def one_line_table(columns: Sequence[str], rows: Iterable[Sequence[Text | str]]) -> Table:
+    """A table whose rows take one line each: what does not fit is cut in the last column."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns[:-1]:
+        table.add_column(column, no_wrap=True)
+    # The only column that may shrink; its cells do not wrap, so that they are cut instead.
+    table.add_column(columns[-1])
+    for row in rows:
+        last = row[-1].plain if isinstance(row[-1], Text) else row[-1]
+        cell = Text(" ".join(last.split()), no_wrap=True, overflow="ellipsis")
+        table.add_row(*[_cell(each) for each in row[:-1]], cell)
+    return table
+
+
+def _cell(value: Text | str) -> Text:
+    return value if isinstance(value, Text) else Text(value)
