@@ -30,7 +30,17 @@ def test_help_names_every_command_without_loading_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
     shown = lockstep("--help").stdout
-    for command in ("demo", "serve", "gateway", "worker", "train", "check", "state", "version"):
+    for command in (
+        "demo",
+        "doctor",
+        "serve",
+        "gateway",
+        "worker",
+        "train",
+        "check",
+        "state",
+        "version",
+    ):
         assert command in shown
 
 

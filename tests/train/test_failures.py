@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -19,11 +22,13 @@ from lockstep.train.envs import Reverse
 from lockstep.train.failure import one_error
 from lockstep.train.queue import GroupQueue
 from lockstep.train.report import Run
+from tests.processes import TOKEN
 from tests.train.conftest import Stack, run_config
 from tests.train.test_batch import sample
 
 TASK = Task(({"role": "user", "content": "hi"},))
 SECONDS = 30.0
+ROOT = Path(__file__).parents[2]
 
 
 class Short(Reverse):
@@ -54,6 +59,13 @@ class Broken(Reverse):
         if not self._source:
             raise KeyError("no such answer")
         return await super().play(task, player)
+
+
+class BrokenJudge(Broken):
+    """As a config names it."""
+
+    def __init__(self) -> None:
+        super().__init__(source=False)
 
 
 class Mute(Reverse):
@@ -149,6 +161,25 @@ async def test_an_environment_that_raises_is_one_error_that_names_its_line(
     async with asyncio.timeout(SECONDS):
         with pytest.raises(RolloutFailed, match=r"KeyError: 'no such answer' \(.*failures\.py:\d+"):
             await trainer.run()
+
+
+def test_the_command_ends_in_one_error_that_names_the_cause(stack: Stack, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'run_dir = "{tmp_path / "run"}"\n'
+        f'[serve]\nurl = "{stack.process.url}"\nadmin_url = "{stack.process.admin_url}"\n'
+        f'[env]\nname = "{__name__}:BrokenJudge"\n[eval]\nprompts = 0\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "train", str(config), "--json"],
+        capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
+        env={**os.environ, "LOCKSTEP_ADMIN_TOKEN": TOKEN, "COLUMNS": "300"},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "error (rollout_failed): env" in done.stderr
+    assert "raised KeyError: 'no such answer'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ExceptionGroup" not in done.stderr
 
 
 async def test_a_step_without_anything_to_learn_is_skipped_and_counted(
