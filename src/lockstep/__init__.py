@@ -8,13 +8,13 @@ async with lockstep.connect("http://127.0.0.1:8000", model="tiny") as policy:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from lockstep import fleet
     from lockstep.client import (
         Chat,
@@ -63,16 +63,17 @@ def connect_fleet(
 
     `async with lockstep.connect_fleet() as fleet` finds the gateway of this machine and user, and
     its admin token; give `url` and `token` or `token_file` for any other. An update may take
-    `timeout` seconds. Raises BadRequest when no token is known.
+    `timeout` seconds. Raises BadRequest when there is no such gateway, or no token.
     """
+    from lockstep.cli.control import find_control_plane
     from lockstep.fleet.remote import RemoteFleet
     from lockstep.settings import Settings
 
     settings = Settings.read()
-    if token is None and token_file is None:
-        token = settings.admin_token
-    where = url or settings.admin_url or "http://127.0.0.1:8001"
-    return RemoteFleet(where, token=token, token_file=token_file, timeout=timeout)
+    if token is not None:
+        settings = replace(settings, admin_token=token)
+    where, found = find_control_plane(url, Path(token_file) if token_file else None, settings)
+    return RemoteFleet(where, token=token or found, timeout=timeout)
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from lockstep.cli.serving.registry import RunningGateway, registered
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens.errors import BadRequest
 
@@ -23,8 +24,22 @@ def no_gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_fleet_needs_its_token_and_the_error_says_where_it_is() -> None:
-    with pytest.raises(BadRequest, match="token_file"):
+    with pytest.raises(BadRequest, match="LOCKSTEP_ADMIN_TOKEN"):
         lockstep.connect_fleet("http://127.0.0.1:9")
+    with pytest.raises(BadRequest, match="lockstep serve"):
+        lockstep.connect_fleet()
+
+
+def test_the_gateway_of_this_machine_is_found_with_its_token(tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    gateway = RunningGateway(
+        "http://127.0.0.1:9", "http://127.0.0.1:10", "tiny", 1, str(token_file)
+    )
+    with registered(gateway):
+        assert isinstance(lockstep.connect_fleet(), RemoteFleet)
+    with pytest.raises(BadRequest, match="lockstep serve"):
+        lockstep.connect_fleet()
 
 
 def test_the_token_may_come_from_the_caller_a_file_or_the_environment(
