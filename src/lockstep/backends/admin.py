@@ -17,7 +17,9 @@ __all__ = [
     "ProbesStaged",
     "Source",
     "StagedScores",
+    "TellsContents",
     "TensorSpec",
+    "WeightContents",
     "WorkerView",
 ]
 
@@ -74,6 +76,20 @@ class StagedScores:
 
     logprobs: list[list[float]]
     proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightContents:
+    """What a worker says of the weights it read. None where it does not tell.
+
+    `digest` identifies them as a checkpoint's digest does, `tensors` one by one; `dtype` is the
+    type it computes in, `proof` names them as a probe of what is staged does.
+    """
+
+    digest: str | None = None
+    dtype: str | None = None
+    proof: str | None = None
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 class Admin(Protocol):
@@ -164,4 +180,13 @@ class ProbesStaged(Protocol):
 
     async def resume_proved(self, proof: str) -> None:
         """`resume` if they are served still. Raises Conflict, and stays paused, if not."""
+        ...
+
+
+@runtime_checkable
+class TellsContents(Protocol):
+    """A driver whose worker can tell what it read when it loaded its weights."""
+
+    async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
+        """Of the live or the staged weights; `tensors` asks for the digest of each."""
         ...

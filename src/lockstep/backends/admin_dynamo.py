@@ -9,7 +9,14 @@ from typing import Any
 
 import msgspec
 
-from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, WorkerView
+from lockstep.backends.admin import (
+    AdminName,
+    Broadcaster,
+    PauseMode,
+    Source,
+    WeightContents,
+    WorkerView,
+)
 from lockstep.backends.admin_http import BUDGETS, Budget, Budgets, Caller
 from lockstep.backends.admin_lockstep import LockstepAdmin, join_body
 from lockstep.backends.admin_reload import Reloads
@@ -126,6 +133,12 @@ class DynamoAdmin:
                 param="probe",
             )
         return await self._own.probe(token_ids, adapter=adapter)
+
+    async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
+        """What a Lockstep engine behind Dynamo read; others do not tell."""
+        if self._own is None or "weights_digest" not in self.routes:
+            return WeightContents()
+        return await self._own.contents(staged=staged, tensors=tensors)
 
     async def join_group(self, how: Broadcaster) -> None:
         self._offers("init_weights_update_group")

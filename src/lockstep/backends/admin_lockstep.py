@@ -18,6 +18,7 @@ from lockstep.backends.admin import (
     PauseMode,
     Source,
     StagedScores,
+    WeightContents,
     WorkerView,
 )
 from lockstep.backends.admin_http import BUDGETS, Budget, Budgets, Caller
@@ -49,6 +50,13 @@ class _Scores(msgspec.Struct):
 
 class _StagedScores(_Scores):
     proof: str
+
+
+class _Contents(msgspec.Struct):
+    digest: str | None
+    dtype: str | None
+    proof: str | None = None
+    tensors: dict[str, str] = {}
 
 
 class LockstepAdmin:
@@ -180,6 +188,13 @@ class LockstepAdmin:
         scores = self._caller.read(_StagedScores, answer, "probe of what is staged")
         check_scores(scores.logprobs, token_ids, f"{self.url} probe of what is staged")
         return StagedScores(scores.logprobs, scores.proof)
+
+    async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
+        """What the worker read. Raises Conflict when nothing is staged."""
+        body = control.WeightsDigest(staged=staged, tensors=tensors)
+        answer = await self._engine("weights_digest", body, self._budgets.quick, again=True)
+        found = self._caller.read(_Contents, answer, "weights_digest")
+        return WeightContents(found.digest, found.dtype, found.proof, found.tensors)
 
     async def join_group(self, how: Broadcaster) -> None:
         body = join_body(how)

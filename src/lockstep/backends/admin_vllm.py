@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, WorkerView
+from lockstep.backends.admin import (
+    AdminName,
+    Broadcaster,
+    PauseMode,
+    Source,
+    WeightContents,
+    WorkerView,
+)
 from lockstep.backends.admin_http import BUDGETS, Budget, Budgets, Caller
 from lockstep.backends.admin_lockstep import check_scores
 from lockstep.backends.admin_reload import Reloads
@@ -157,6 +164,12 @@ class VllmAdmin:
             )
         check_scores(scores, token_ids, f"{self.url} probe")
         return scores
+
+    async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
+        """What the extension read; a server without it, or with an older one, does not tell."""
+        if self._seen is None or not self._seen.digests:
+            return WeightContents()
+        return await self._extension.contents(staged=staged, tensors=tensors)
 
     async def join_group(self, how: Broadcaster) -> None:
         if self._seen is not None:

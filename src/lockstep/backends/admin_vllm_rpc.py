@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.backends.admin import Broadcaster, Source
+from lockstep.backends.admin import Broadcaster, Source, WeightContents
 from lockstep.backends.admin_http import Budget, Budgets, Caller, named
 from lockstep.backends.admin_lockstep import join_body, stage_body
 from lockstep.tokens.errors import (
@@ -24,9 +24,10 @@ from lockstep.tokens.errors import (
 from lockstep.wire.fault_read import error_of
 
 VIEW = "lockstep_view"
-"""No arguments. Gives {"version": str | null, "staged": str | null, "probes": bool}; `probes` says
-whether the extension has PROBE. Every method gives the same on every rank, or {"error": {...}} in
-the shape of wire.fault on a rank where it failed."""
+"""No arguments. Gives {"version": str | null, "staged": str | null, "probes": bool, "digests":
+bool}; `probes` says whether the extension has PROBE, `digests` whether it has DIGEST. Every method
+gives the same on every rank, or {"error": {...}} in the shape of wire.fault on a rank where it
+failed."""
 STAGE = "lockstep_stage"
 """Keyword arguments: the fields of wire.control.Stage. Gives {"staged": version} once they are in
 memory; until then {"staged": null}, and is to be asked again, as a call that waited would hold up
@@ -40,6 +41,9 @@ so. Drops what is staged, or else undoes the last commit. Gives {"version": str}
 PROBE = "lockstep_probe"
 """Keyword arguments `token_ids` (a list of lists) and `adapter` (null). Gives {"logprobs": a list
 of lists}, each one shorter than its sequence. Works while paused."""
+DIGEST = "lockstep_digest"
+"""Keyword arguments `staged` and `tensors` (both bool). Gives {"digest": str | null, "dtype": str}
+of what was read when the live or staged weights were loaded, and "tensors" with that of each."""
 JOIN = "lockstep_join_group"
 """Keyword arguments: the fields of wire.control.JoinGroup; `rank` is that of the server's first
 rank, the others follow. Gives {"group_name": str}."""
@@ -56,6 +60,13 @@ class Seen(msgspec.Struct, frozen=True):
     version: str | None
     staged: str | None
     probes: bool = False
+    digests: bool = False
+
+
+class _Contents(msgspec.Struct):
+    digest: str | None
+    dtype: str | None
+    tensors: dict[str, str] = {}
 
 
 class _Answer(msgspec.Struct):
@@ -173,6 +184,13 @@ class Extension:
         kwargs = {"token_ids": [list(ids) for ids in token_ids], "adapter": None}
         answer = await self._call(PROBE, kwargs, self._budgets.probe, again=True)
         return self._caller.read(list[list[float]], answer.get("logprobs"), PROBE)
+
+    async def contents(self, *, staged: bool, tensors: bool) -> WeightContents:
+        """What every rank read. Raises ContractError when they did not read the same."""
+        kwargs = {"staged": staged, "tensors": tensors}
+        answer = await self._call(DIGEST, kwargs, self._budgets.quick, again=True)
+        found = self._caller.read(_Contents, answer, DIGEST)
+        return WeightContents(found.digest, found.dtype, None, found.tensors)
 
     async def join_group(self, how: Broadcaster) -> None:
         kwargs = msgspec.to_builtins(join_body(how))

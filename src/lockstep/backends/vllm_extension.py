@@ -17,6 +17,7 @@ from lockstep.backends.vllm_extension_backend import NAME, LockstepTransfer, sta
 from lockstep.backends.vllm_extension_probe import can_probe, score
 from lockstep.tokens.errors import BadRequest, LockstepError, UnsupportedField
 from lockstep.wire.control import JoinGroup
+from lockstep.wire.digest import combined
 from lockstep.wire.fault import fault
 
 Answer = dict[str, Any]
@@ -46,7 +47,12 @@ class LockstepWorker:
     def lockstep_view(self) -> Answer:
         weights = _transfer(self).weights
         weights.check_whole()
-        return {"version": weights.version, "staged": weights.staged, "probes": can_probe(self)}
+        return {
+            "version": weights.version,
+            "staged": weights.staged,
+            "probes": can_probe(self),
+            "digests": True,
+        }
 
     @answering
     def lockstep_stage(self, **fields: Any) -> Answer:
@@ -77,6 +83,16 @@ class LockstepWorker:
                 param="adapter",
             )
         return {"logprobs": score(self, token_ids)}
+
+    @answering
+    def lockstep_digest(self, staged: bool = False, tensors: bool = False) -> Answer:
+        digests = _transfer(self).weights.digests(staged=staged)
+        dtype = str(self.model_runner.model_config.dtype)  # type: ignore[attr-defined]
+        answer: Answer = {
+            "digest": None if digests is None else combined(digests),
+            "dtype": dtype.removeprefix("torch."),
+        }
+        return answer | ({"tensors": dict(digests or {})} if tensors else {})
 
     @answering
     def lockstep_join_group(self, **fields: Any) -> Answer:

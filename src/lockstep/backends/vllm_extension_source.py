@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from lockstep.engine.broadcast import Broadcast, TensorSpec
+from lockstep.engine.digest import Digester
 from lockstep.engine.shared import read_shared
 from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden, NotFound
 from lockstep.wire.control import JoinGroup, Stage
+from lockstep.wire.digest import DERIVED
 from lockstep.wire.files import read_object
 from lockstep.wire.manifest import INDEX, WEIGHTS, Manifest, check_stable
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-DERIVED = "rotary_emb.inv_freq"
-"""Ends the names of tensors that old checkpoints hold and every engine computes itself."""
 SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Tensors by name, and the digests of those that were read from a checkpoint."""
+
+    tensors: dict[str, Any]
+    digests: Mapping[str, str] | None = None
 
 
 class Sources:
@@ -30,7 +39,7 @@ class Sources:
         self._groups: dict[str, Broadcast] = {}
         self.roots: tuple[Path, ...] = ()
 
-    def read(self, ask: Stage) -> dict[str, Any]:
+    def read(self, ask: Stage) -> Read:
         """The tensors by name, copied: whatever happens to the source later does not matter.
 
         Raises BadRequest unless exactly one source is named, and what reading it can raise.
@@ -45,12 +54,12 @@ class Sources:
         if ask.model_path is not None:
             return self._directory(Path(ask.model_path))
         if ask.shared_name is not None:
-            return dict(read_shared(ask.shared_name, ask.tensors))
+            return Read(dict(read_shared(ask.shared_name, ask.tensors)))
         group = self._groups.get(str(ask.group_name))
         if group is None:
             raise NotFound(f"group {ask.group_name!r} was not joined", param="group_name")
         specs = [TensorSpec(one.name, tuple(one.shape), one.dtype) for one in ask.tensors]
-        return dict(group.receive(specs, "cpu"))
+        return Read(dict(group.receive(specs, "cpu")))
 
     def join(self, ask: JoinGroup) -> None:
         """Joins a broadcast group; `rank` is that of the server's first rank."""
@@ -66,7 +75,7 @@ class Sources:
     def leave(self) -> None:
         self._groups.clear()
 
-    def _directory(self, given: Path) -> dict[str, Any]:
+    def _directory(self, given: Path) -> Read:
         if not given.is_absolute():
             raise BadRequest(
                 f"model_path is {str(given)!r}, a relative path: give an absolute one",
@@ -82,7 +91,7 @@ class Sources:
         if not isinstance(places, dict) or not places:
             raise CheckpointError(f"{path / INDEX} has no weight_map")
         found = _tensors(path / name for name in sorted(set(places.values())))
-        if missing := sorted(places.keys() - found.keys()):
+        if missing := sorted(places.keys() - found.tensors.keys()):
             raise CheckpointError(f"{path} lacks {_some(missing)}, which its index names")
         return found
 
@@ -126,16 +135,19 @@ def completed(
     return {name: found.get(name, tensor) for name, tensor in wanted.items()}
 
 
-def _tensors(files: Iterable[Path]) -> dict[str, Any]:
+def _tensors(files: Iterable[Path]) -> Read:
     found: dict[str, Any] = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                # A copy: what safetensors gives is the file itself, mapped into memory.
-                found |= {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-    return found
+    with Digester() as digester:
+        for path in files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118
+                        # A copy: what safetensors gives is the file itself, mapped into memory.
+                        found[name] = file.get_tensor(name).clone()
+                        digester.add(name, found[name])
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from None
+        return Read(found, digester.digests())
 
 
 def _some(names: list[str]) -> str:

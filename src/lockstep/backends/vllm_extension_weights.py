@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.backends.vllm_extension_source import completed
+from lockstep.backends.vllm_extension_source import Read, completed
 from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, LockstepError
 from lockstep.wire.control import Stage
 
@@ -20,10 +20,14 @@ Load = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """All tensors of a checkpoint, in memory; `version` is None where nobody gave a label."""
+    """All tensors of a checkpoint, in memory; `version` is None where nobody gave a label.
+
+    `digests` are those of a checkpoint that was read as a whole.
+    """
 
     tensors: Mapping[str, Any]
     version: str | None
+    digests: Mapping[str, str] | None = None
 
 
 class _Staging:
@@ -61,7 +65,7 @@ class Weights:
         self,
         live: Mapping[str, Any],
         load: Load,
-        read: Callable[[Stage], Mapping[str, Any]],
+        read: Callable[[Stage], Read],
         *,
         tied: bool,
     ) -> None:
@@ -83,6 +87,18 @@ class Weights:
     def staged(self) -> str | None:
         held = None if self._staging is None else self._staging.held
         return None if held is None else held.version
+
+    def digests(self, *, staged: bool) -> Mapping[str, str] | None:
+        """What identifies the tensors that were read, by name; None where nobody knows.
+
+        Raises Conflict when nothing is staged.
+        """
+        if not staged:
+            return self._live.digests
+        held = None if self._staging is None else self._staging.held
+        if held is None:
+            raise Conflict("no weights are staged: call stage first")
+        return held.digests
 
     def check_whole(self) -> None:
         """Raises EngineFailure when a load failed in a way that could not be undone."""
@@ -107,7 +123,7 @@ class Weights:
             return None
         if now is None or now.ask != ask or (now.held is None and now.error is None):
             live = self._live.tensors
-            self._staging = _Staging(ask, lambda: Held(self._complete(ask, live), version))
+            self._staging = _Staging(ask, lambda: self._complete(ask, live, version))
             return None
         if now.error is not None:
             self._staging = None
@@ -152,7 +168,7 @@ class Weights:
         """Reads a part; the model is left alone until `finish`."""
         if self._session is None:
             raise Conflict("no weight update was started")
-        self._session |= self._read(ask)
+        self._session |= self._read(ask).tensors
         self._session_version = ask.weight_version or self._session_version
 
     def finish(self, *, partial: bool) -> None:
@@ -163,8 +179,10 @@ class Weights:
         whole = completed(parts, self._live.tensors, tied=self._tied, partial=partial)
         self._swap(Held(whole, self._session_version))
 
-    def _complete(self, ask: Stage, live: Mapping[str, Any]) -> Mapping[str, Any]:
-        return completed(self._read(ask), live, tied=self._tied, partial=ask.partial)
+    def _complete(self, ask: Stage, live: Mapping[str, Any], version: str) -> Held:
+        found = self._read(ask)
+        whole = completed(found.tensors, live, tied=self._tied, partial=ask.partial)
+        return Held(whole, version, None if ask.partial else found.digests)
 
     def _swap(self, new: Held) -> None:
         before = self._live

@@ -71,7 +71,7 @@ async def applied(target: Target) -> str:
         said += "; the checkpoint has no probe to prove it by"
     else:
         off = all_apart(probe.logprobs, after)
-        allowed = max(probe.tolerance, target.tolerance)
+        allowed = max(probe.tolerance or 0.0, target.tolerance)
         said += f"; against the checkpoint's probe: {shown(off)}"
         require(off <= allowed, f"{said} (tolerance {allowed:g})")
     labels = {span.version for span in done.versions}

@@ -2,35 +2,41 @@
 
     directory = save_checkpoint(model, "/checkpoints/step-7", version="step-7")
 
-With a model that `exact.prepare` has seen, workers must reproduce the probe bit for bit.
+With a model that `exact.prepare` has seen, workers must reproduce the probe bit for bit. With any
+other, the fleet measures how closely each worker follows: the probe is larger then, and carries
+what the model said before its last step, so that a worker on the old weights is told apart.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import random
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from lockstep.engine import exact
-from lockstep.tokens.errors import BadRequest
+from lockstep.engine.digest import Digester
 from lockstep.tokens.ids import check_ids
 from lockstep.wire.files import write_whole
 from lockstep.wire.manifest import INDEX, PROBE, WEIGHTS, begin, mark_stable, write_manifest
-from lockstep.wire.probe import Probe, builtin
+from lockstep.wire.probe import LENGTHS, THOROUGH, Probe, builtin
 from lockstep.wire.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)
 CANDIDATES, CANDIDATE_TOKENS = 64, 64
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}
-"""How far apart two right implementations come on unlikely tokens: the error of a logit of about 20
-in that type, and some headroom for sums made in another order."""
+Scored = tuple[tuple[int, ...], tuple[float, ...]]
+"""A sequence, and the logprob of each of its tokens after the first."""
+_said: weakref.WeakKeyDictionary[Any, tuple[Scored, ...]] = weakref.WeakKeyDictionary()
+"""What each model said of which sequences when it was asked last, for the probe after that."""
 
 
 def write_probe(
@@ -41,30 +47,49 @@ def write_probe(
     tolerance: float | None = None,
     version: str | None = None,
     adapter: str | None = None,
+    previous: Probe | None = None,
 ) -> Probe:
     """Writes probe.safetensors: what this model says of `sequences`, or of the built-in ones.
 
     The built-in ones are joined by more where experts would not take part without them.
-    `tolerance` is 0 by default for an exact model (see `is_exact`), else it depends on the dtype.
-    Raises BadTokenId for ids outside the vocabulary, CheckpointError for a model that computes NaN.
+    `tolerance` is 0 by default for an exact model (see `is_exact`), else it is measured by the
+    fleet. `previous` is the probe of the weights before; by default what this very model said when
+    it was asked last (`remember`, or the probe before this). Raises BadTokenId for ids outside the
+    vocabulary, CheckpointError for a model that computes NaN.
     """
-    config = model.config.get_text_config()
-    if sequences is None:
-        sequences = covering(model, builtin(config.vocab_size, config.max_position_embeddings))
-    chosen = [list(ids) for ids in sequences]
+    chosen = [list(ids) for ids in (_builtin(model) if sequences is None else sequences)]
+    vocab_size = model.config.get_text_config().vocab_size
     for at, ids in enumerate(chosen):
-        check_ids(ids, config.vocab_size, f"sequences[{at}]")
-    if tolerance is None:
-        tolerance = 0.0 if is_exact(model) else _tolerance(model)
+        check_ids(ids, vocab_size, f"sequences[{at}]")
+    if tolerance is None and is_exact(model):
+        tolerance = 0.0
+    before = _said.get(model, ())
+    if previous is not None:
+        before = tuple(zip(previous.sequences, previous.logprobs, strict=True))
+    scores = _score(model, chosen)
     probe = Probe(
         sequences=tuple(map(tuple, chosen)),
-        logprobs=tuple(map(tuple, _score(model, chosen))),
+        logprobs=tuple(map(tuple, scores)),
         tolerance=tolerance,
         adapter=adapter,
         version=version,
+        previous=_before(chosen, dict(before)),
+        dtype=str(model.dtype).removeprefix("torch."),
     )
     probe.write(Path(directory) / PROBE)
+    _said[model] = tuple(zip(probe.sequences, probe.logprobs, strict=True))
     return probe
+
+
+def remember(model: Any) -> None:
+    """Takes note of what the model says now, for the first probe that is written of it.
+
+    To be called before the first step, while the fleet serves these very weights: so the fleet can
+    measure how closely its workers follow. Later probes do so by themselves.
+    """
+    chosen = _builtin(model)
+    scores = _score(model, chosen)
+    _said[model] = tuple((tuple(i), tuple(s)) for i, s in zip(chosen, scores, strict=True))
 
 
 def save_checkpoint(
@@ -75,11 +100,14 @@ def save_checkpoint(
     sequences: Sequence[Sequence[int]] | None = None,
     tolerance: float | None = None,
     version: str | None = None,
+    previous: Probe | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Path:
     """Saves a transformers model for a fleet: weights, probe, manifest, and STABLE at the very end.
 
-    Killed at any moment, it leaves a directory that fleets refuse, and that can be written again.
+    The probe is that of `write_probe`, with its defaults. The manifest holds the digest of every
+    tensor, which validation and workers compare with what they read. Killed at any moment, it
+    leaves a directory that fleets refuse, and that can be written again.
     Raises Conflict when the directory holds a checkpoint already.
     """
     directory = Path(directory).absolute()
@@ -87,8 +115,15 @@ def save_checkpoint(
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     _index(directory)
     if probe:
-        write_probe(model, directory, sequences=sequences, tolerance=tolerance, version=version)
-    write_manifest(directory)
+        write_probe(
+            model,
+            directory,
+            sequences=sequences,
+            tolerance=tolerance,
+            version=version,
+            previous=previous,
+        )
+    write_manifest(directory, _digests(directory))
     mark_stable(directory)
     return directory
 
@@ -123,12 +158,19 @@ def is_exact(model: Any) -> bool:
     return bool(prepared and model.dtype == torch.float32 and model.device.type == "cpu")
 
 
-def _tolerance(model: Any) -> float:
-    if model.dtype not in TOLERANCE:
-        raise BadRequest(
-            f"no tolerance is known for a model in {model.dtype}: give one", param="tolerance"
-        )
-    return TOLERANCE[model.dtype]
+def _builtin(model: Any) -> list[list[int]]:
+    """Few sequences where every bit is compared, many where figures are."""
+    config = model.config.get_text_config()
+    shape = LENGTHS if is_exact(model) else THOROUGH
+    return covering(model, builtin(config.vocab_size, config.max_position_embeddings, shape))
+
+
+def _before(
+    sequences: list[list[int]], known: dict[tuple[int, ...], tuple[float, ...]]
+) -> tuple[tuple[float, ...], ...] | None:
+    """What was said of these sequences before, NaN where nothing was; None where of none."""
+    rows = [known.get(tuple(ids), (math.nan,) * (len(ids) - 1)) for ids in sequences]
+    return tuple(rows) if any(tuple(ids) in known for ids in sequences) else None
 
 
 def _score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
@@ -166,6 +208,16 @@ def _still(model: Any) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """The digest of every tensor, as it reached the file."""
+    with Digester() as digester:
+        for path in sorted(directory.glob("model*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    digester.add(name, file.get_tensor(name))
+        return digester.digests()
 
 
 def _index(directory: Path) -> None:

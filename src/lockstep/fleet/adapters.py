@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.fleet.desired import AdapterSpec, Reference
+from lockstep.fleet.judgement import Witness, judge
 from lockstep.fleet.member import Member, each
-from lockstep.fleet.proof import BUILTIN, CLOSE, ask, differs, majority, reference_of
+from lockstep.fleet.proof import BUILTIN, CLOSE, Scores, ask, differs, majority, reference_of
 from lockstep.fleet.transaction import Budget, is_lost
 from lockstep.tokens.errors import LockstepError, UpdateFailed
 from lockstep.tokens.operation import Operation
@@ -33,6 +34,8 @@ async def load_everywhere(
     holds what it held, and the error says why.
     """
     labels: dict[Member, str] = {}
+    probe = reference_of(Probe.beside(path))
+    base = await _base_answers(members, probe, budget, operation)
 
     async def load(member: Member) -> None:
         labels[member] = await member.admin.load_adapter(name, path, version)
@@ -48,7 +51,6 @@ async def load_everywhere(
             param=first.param,
         )
     label = Counter(labels[member] for member in done).most_common(1)[0][0]
-    probe = reference_of(Probe.beside(path))
     scores, wrong = await ask(
         "prove", done, probe.sequences if probe else BUILTIN, name, budget.prove, operation
     )
@@ -57,17 +59,42 @@ async def load_everywhere(
     for member, said in scores.items():
         error: LockstepError | None = UpdateFailed("no majority of the workers agrees on it")
         if reference is not None:
-            error = differs(said, reference)
+            witness = Witness(
+                contents="match" if label else "unknown",
+                before=base.get(member),
+                known=member.closeness,
+                same=probe is None,
+            )
+            verdict = judge(said, reference, witness)
+            if probe is None:
+                verdict.evidence.decided_by = "majority"
+            operation.workers[member.id].evidence = verdict.evidence
+            error = verdict.error
         if labels[member] != label:
             error = error or UpdateFailed(f"it read other contents: {labels[member]!r}")
         if error is None:
             proved.append(member)
+            result = operation.workers[member.id]
+            result.status, result.phase, result.error = "ok", None, None
         else:
             wrong[member] = error
     drop(failed | wrong, f"adapter {name!r} could not be loaded", operation, quarantine)
     if not proved:
         raise UpdateFailed(f"no worker proved adapter {name!r}")
     return AdapterSpec(str(path), label, version, reference)
+
+
+async def _base_answers(
+    members: list[Member], probe: Reference | None, budget: Budget, operation: Operation
+) -> dict[Member, Scores]:
+    """What the weights without the adapter say: a worker that serves those instead is told apart.
+
+    Nobody is asked where bits decide, or where the trainer sent what the adapter before said.
+    """
+    if probe is None or probe.tolerance == 0.0 or probe.previous is not None:
+        return {}
+    scores, _ = await ask("ask", members, probe.sequences, None, budget.prove, operation)
+    return scores
 
 
 async def prove_again(

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from lockstep.backends.admin import Source, WorkerView
 from lockstep.fleet.desired import AdapterSpec, Desired, Reference
+from lockstep.fleet.judgement import Witness, judge
 from lockstep.fleet.member import Member
-from lockstep.fleet.proof import differs, scores_of
+from lockstep.fleet.proof import contents_of, match, scores_of
 from lockstep.tokens.errors import Conflict, Disproved
 
 Adopt = Callable[[Member, WorkerView], Awaitable[Desired]]
@@ -37,7 +38,7 @@ async def bring_up(member: Member, desired: Desired, adopt: Adopt) -> Desired:
         await _prove_weights(member, desired, desired.reference)
     for name, spec in desired.adapters.items():
         if spec.reference is not None:
-            await prove(member, spec.reference, name)
+            await _prove_adapter(member, spec.reference, name)
     member.version = desired.version
     # The pause comes last, for workers that answer no probe in it: nothing is routed here anyway.
     if desired.paused is not None:
@@ -47,22 +48,37 @@ async def bring_up(member: Member, desired: Desired, adopt: Adopt) -> Desired:
     return desired
 
 
-async def prove(member: Member, reference: Reference, adapter: str | None = None) -> None:
-    """Raises Disproved unless the worker answers what the reference says."""
-    error = differs(await scores_of(member, reference.sequences, adapter), reference)
-    if error is not None:
-        raise error
+async def prove(member: Member, reference: Reference, digest: str | None = None) -> None:
+    """Raises Disproved unless the worker answers what the reference says, and what it read is what
+    `digest` identifies, where both are known."""
+    said = await scores_of(member, reference.sequences)
+    held = await contents_of(member, None)
+    witness = Witness(match(digest, held), known=member.closeness, dtype=held.dtype)
+    verdict = judge(said, reference, witness)
+    if verdict.error is not None:
+        raise verdict.error
+    if reference.tolerance is None:
+        member.closeness = verdict.closeness
+
+
+async def _prove_adapter(member: Member, reference: Reference, name: str) -> None:
+    # The label that it was loaded under identifies its contents: they need no second evidence.
+    said = await scores_of(member, reference.sequences, name)
+    verdict = judge(said, reference, Witness("match", known=member.closeness))
+    if verdict.error is not None:
+        raise verdict.error
 
 
 async def _prove_weights(member: Member, desired: Desired, reference: Reference) -> None:
+    digest = desired.digests.get(desired.version or "")
     try:
-        await prove(member, reference)
+        await prove(member, reference, digest)
     except Disproved:
         if desired.checkpoint is None:
             raise
         # Its label is right and its weights are not: whatever it holds is replaced.
         await _load_weights(member, desired.checkpoint, desired.version or "")
-        await prove(member, reference)
+        await prove(member, reference, digest)
 
 
 async def _sync_weights(member: Member, view: WorkerView, desired: Desired) -> None:

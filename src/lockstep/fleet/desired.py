@@ -21,12 +21,27 @@ KEPT_OPERATIONS = 1000
 KEPT_VERSIONS = 1000
 
 
+class Closeness(msgspec.Struct, frozen=True):
+    """How far a worker's logprobs were from the right ones: on average, and at the top."""
+
+    mean: float
+    top: float
+
+
 class Reference(msgspec.Struct, frozen=True):
-    """What a worker must answer to be believed: sequences, and their logprobs under the weights."""
+    """What a worker must answer to be believed: sequences, and their logprobs under the weights.
+
+    A tolerance of None says that it is measured. `previous` are the logprobs under the weights
+    before (an empty row where unknown), `dtype` is the type that the model computed in,
+    `closeness` how closely the workers followed that proved it.
+    """
 
     sequences: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[float, ...], ...]
-    tolerance: float
+    tolerance: float | None
+    previous: tuple[tuple[float, ...], ...] | None = None
+    dtype: str | None = None
+    closeness: Closeness | None = None
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):

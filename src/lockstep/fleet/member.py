@@ -10,6 +10,7 @@ from time import perf_counter, time
 from typing import Literal
 
 from lockstep.backends.admin import Admin
+from lockstep.fleet.desired import Closeness
 from lockstep.tokens.errors import DeadlineExceeded, EngineFailure, LockstepError
 from lockstep.tokens.operation import Operation, WorkerResult
 
@@ -23,6 +24,7 @@ class Member:
     """A worker's control side. Only a `serving` member gets traffic.
 
     `reason` says why it is quarantined; `since` when it came to its state (Unix time).
+    `closeness` is how closely it followed the trainer when it proved its weights last.
     """
 
     id: str
@@ -32,6 +34,7 @@ class Member:
     reason: str | None = None
     version: str | None = None
     since: float = field(default_factory=time)
+    closeness: Closeness | None = None
 
     def become(self, state: MemberState, reason: str | None = None) -> None:
         if state != self.state:

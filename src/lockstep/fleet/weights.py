@@ -57,7 +57,7 @@ class Weights:
             if version == desired.version:
                 return None
         now = await self._digest(desired)
-        proof = Proof(reference_of(found.probe), same=found.digest == now)
+        proof = Proof(reference_of(found.probe), tensors=found.tensors, same=found.digest == now)
         return NewWeights(Source(directory=path), proof, str(path), found.digest)
 
     async def _served(self, desired: Desired) -> Signature | None:

@@ -9,6 +9,20 @@ OperationStatus = Literal["running", "done", "failed", "lost"]
 
 
 @dataclass(slots=True)
+class Evidence:
+    """What a worker was believed by, or not: how far its logprobs were off and what was allowed.
+
+    `digest` says whether it told that it read the checkpoint's very contents.
+    """
+
+    decided_by: Literal["bits", "scores", "digest", "majority"] | None = None
+    max_difference: float | None = None
+    mean_difference: float | None = None
+    bound: float | None = None
+    digest: Literal["match", "mismatch", "unknown"] = "unknown"
+
+
+@dataclass(slots=True)
 class WorkerResult:
     """How one worker fared: `ok`, or in which phase it failed and why; seconds per phase."""
 
@@ -16,6 +30,7 @@ class WorkerResult:
     phase: str | None = None
     error: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    evidence: Evidence | None = None
 
 
 @dataclass(slots=True)

@@ -191,3 +191,10 @@ class Probe(_Body):
     tolerance: float = 0.0
     lora_name: str | None = None
     staged: bool = False
+
+
+class WeightsDigest(_Body):
+    """Asks what was read when the live (or staged) weights were loaded; with `tensors` of each."""
+
+    staged: bool = False
+    tensors: bool = False

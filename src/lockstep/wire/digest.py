@@ -14,6 +14,8 @@ DERIVED = "rotary_emb.inv_freq"
 """Ends the names of tensors that old checkpoints hold and every engine computes itself."""
 LENGTH = 32
 """Hexadecimal digits that are kept: 128 bits."""
+SCHEME = "sha256:"
+"""Begins every combined digest: one that was made another way says nothing about this one."""
 SHOWN = 3
 
 
@@ -31,7 +33,7 @@ def combined(tensors: Mapping[str, str]) -> str:
     for name in sorted(tensors):
         if not name.endswith(DERIVED):
             found.update(f"{name}\0{tensors[name]}\n".encode(errors="backslashreplace"))
-    return found.hexdigest()[:LENGTH]
+    return SCHEME + found.hexdigest()[:LENGTH]
 
 
 def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:

@@ -61,7 +61,7 @@ class Prober:
         `Engine.score_all` raises. Staged weights that were scored can be committed as proved.
         """
         engine, core = self._engine, self._engine.core
-        weights = self._weights(staged)
+        weights = self.weights(staged)
         if engine.options.device == "cpu" and core.state == "running" and sequences:
             core.check_scored(sequences)
             found = None if adapter is None else core.policy.adapter(adapter)
@@ -69,7 +69,7 @@ class Prober:
                 scores = await asyncio.to_thread(self._score, weights, sequences, found)
         else:
             scores = await engine.score_all(sequences, adapter=adapter, staged=staged)
-        if self._weights(staged) is not weights:
+        if self.weights(staged) is not weights:
             raise Conflict(f"the weights of {weights.version!r} were replaced while being probed")
         if staged and sequences:
             self._proved = weakref.ref(weights)
@@ -81,7 +81,7 @@ class Prober:
         Raises Conflict, with nothing swapped, unless those are staged which a probe was scored on
         that gave this `proof`; EngineFailure when the engine then serves anything else.
         """
-        weights = self._weights(staged=True)
+        weights = self.weights(staged=True)
         proved = None if self._proved is None else self._proved()
         if weights is not proved or self.name(weights) != proof:
             raise Conflict(
@@ -99,7 +99,8 @@ class Prober:
         """What these weights are called here; as `proof` once a probe of them was scored."""
         return f"{self._name}.{weights.epoch}"
 
-    def _weights(self, staged: bool) -> Weights:
+    def weights(self, staged: bool) -> Weights:
+        """The live or the staged weights. Raises Conflict where nothing is staged."""
         if not staged:
             return self._engine.core.policy.weights
         weights = None if self._staged is None else self._staged()

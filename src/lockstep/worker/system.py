@@ -69,6 +69,7 @@ class SystemPlane:
             "commit": self._method(control.Commit, self.commit),
             "rollback": self._method(control.Rollback, self.rollback),
             "probe": self._method(control.Probe, self.probe),
+            "weights_digest": self._method(control.WeightsDigest, self.weights_digest),
         }
         self.app = Starlette(
             routes=[Route("/engine/{method}", self.dispatch, methods=["POST"])],
@@ -271,6 +272,17 @@ class SystemPlane:
             worst = max(differences, default=0.0)
             answer |= {"max_difference": worst, "passed": worst <= body.tolerance}
         return answer
+
+    async def weights_digest(self, body: control.WeightsDigest) -> Answer:
+        """What identifies the weights by what was read from their checkpoint; null if unknown."""
+        weights = self._prober.weights(body.staged)
+        answer: Answer = {
+            "version": weights.version,
+            "digest": weights.digest,
+            "dtype": self.engine.options.dtype,
+            "proof": self._prober.name(weights),
+        }
+        return answer | ({"tensors": weights.digests or {}} if body.tensors else {})
 
     # Adapters
 
