@@ -30,7 +30,7 @@ CALC = {
 async def tool_turn(policy: lockstep.Policy, **options: Any) -> tuple[lockstep.Chat, Turn]:
     """A conversation whose first turn is a tool call (the model makes one in about half)."""
     for seed in range(60):
-        chat = policy.chat(seed=seed, **options)
+        chat = policy.chat(seed=seed, call_tools=[CALC], **options)
         turn = await chat.send("What is 417 + 86?")
         if turn.tool_calls:
             return chat, turn

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.render import Renderer
-from lockstep.render.incremental import Unfolding, read
+from lockstep.render.incremental import Unfolding
+from lockstep.render.reading import read_completion
 from lockstep.tokens.errors import ContractError
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
@@ -50,7 +51,7 @@ def test_parts_add_up_to_the_whole(
         ids += [part] if isinstance(part, int) else renderer.encode(part)
     prompt = renderer.render([{"role": "user", "content": "x"}]) + renderer.encode(opening)
     tools = TOOLS if with_tools else None
-    whole = read(renderer, ids, tools, prompt, verbatim=verbatim)
+    whole = read_completion(renderer, ids, tools, prompt, verbatim=verbatim)
     unfolding = Unfolding(renderer, tools, prompt, verbatim=verbatim)
     content, reasoning, calls, at = "", "", [], 0
     cut = random.Random(seed)

@@ -12,6 +12,7 @@ from lockstep.backends.transport import Transport
 from lockstep.client.options import Options
 from lockstep.client.turn import Turn
 from lockstep.render import Breaks, Ledger, Node, Plan, Renderer
+from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
 
@@ -21,6 +22,9 @@ class Chat:
 
     `messages` is the history as it stands. A call that raises leaves it, and the ledger, as they
     were: a turn is committed whole or not at all.
+
+    Tool calls are read out of answers when there are `tools`, or `call_tools`: tools that the model
+    knows without their being in the prompt. Otherwise what looks like a call is text.
     """
 
     def __init__(
@@ -32,10 +36,12 @@ class Chat:
         *,
         messages: Iterable[Any] = (),
         tools: Sequence[Any] | None = None,
+        call_tools: Sequence[Any] | None = None,
         breaks: Breaks = "strict",
     ) -> None:
         self.messages: list[Any] = list(messages)
         self.tools = tools
+        self.call_tools = call_tools
         self.ledger = Ledger(renderer, breaks=breaks)
         self._transport = transport
         self._renderer = renderer
@@ -137,7 +143,8 @@ class Chat:
         completion = _only(await self._transport.generate(ask))
         said = [*plan.partial, *completion.token_ids]
         opened = plan.prompt_ids[: len(plan.prompt_ids) - len(plan.partial)]
-        answer = await self._renderer.parse_async(said, self.tools, prompt_ids=opened)
+        tools = self.tools if self.call_tools is None else self.call_tools
+        answer = await read_completion_async(self._renderer, said, tools, opened)
         turn = Turn.of(plan, answer, completion)
         node = self.ledger.commit(plan, completion, turn.message)
         self._last = turn, node

@@ -14,6 +14,7 @@ from lockstep.client.chat import Chat
 from lockstep.client.options import Options
 from lockstep.client.turn import Scores, Turn
 from lockstep.render import Breaks, Plan, Renderer, Thinking
+from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion, LockstepError
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
 
@@ -62,7 +63,7 @@ class Policy:
         plan = Plan(prompt_ids=ids, parent=None, given=(), tools=b"")
         turns = []
         for done in await self.transport.generate(ask):
-            answer = await renderer.parse_async(done.token_ids, tools, prompt_ids=ids)
+            answer = await read_completion_async(renderer, done.token_ids, tools, ids)
             turns.append(Turn.of(plan, answer, done))
         return turns
 
@@ -77,11 +78,16 @@ class Policy:
         system: str | None = None,
         messages: Iterable[Any] = (),
         tools: Sequence[Any] | None = None,
+        call_tools: Sequence[Any] | None = None,
         breaks: Breaks = "strict",
         thinking: Thinking = "keep",
         **options: Any,
     ) -> Chat:
-        """A new conversation. `messages` open it; `options` hold for all its turns."""
+        """A new conversation. `messages` open it; `options` hold for all its turns.
+
+        `tools` are put into the prompt, and their calls are read out of answers; `call_tools` are
+        only read: tools that the model was trained to call without their schema.
+        """
         opening = [] if system is None else [{"role": "system", "content": system}]
         return Chat(
             self.transport,
@@ -90,6 +96,7 @@ class Policy:
             self._options.with_(**options),
             messages=[*opening, *messages],
             tools=tools,
+            call_tools=call_tools,
             breaks=breaks,
         )
 

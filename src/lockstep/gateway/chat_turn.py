@@ -13,7 +13,8 @@ from lockstep.fleet.pool import Worker
 from lockstep.fleet.route import Route
 from lockstep.gateway.sessions import Session
 from lockstep.render import Answer, Plan, Renderer
-from lockstep.render.incremental import Unfolding, read
+from lockstep.render.incremental import Unfolding
+from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import Misaligned
 from lockstep.wire.ask import Ask
@@ -21,9 +22,6 @@ from lockstep.wire.chat import ChatRequest
 from lockstep.wire.chat_answer import Said, Shape
 from lockstep.wire.nvext import Timing
 from lockstep.wire.raw_ids import RawIds
-
-LONG = 2000
-"""Tokens from which on an answer is parsed off the event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +65,13 @@ class ChatTurn:
         """What a completion says. Raises Misaligned when it is of another prompt."""
         if done.prompt_ids is not self.ask.prompt_ids and done.prompt_ids != self.ask.prompt_ids:
             raise Misaligned("the completion is of another prompt than the one that was sent")
-        args = (self.renderer, done.token_ids, self.tools, self.ask.prompt_ids)
-        if len(done.token_ids) < LONG:
-            answer = read(*args, verbatim=self.asked.continues)
-        else:
-            answer = await self.renderer.offload(read, *args, verbatim=self.asked.continues)
+        answer = await read_completion_async(
+            self.renderer,
+            done.token_ids,
+            self.tools,
+            self.ask.prompt_ids,
+            verbatim=self.asked.continues,
+        )
         return said(done, answer)
 
     async def commit(self, choices: Sequence[Said]) -> list[Said]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 from lockstep.render.answer import Answer, Call
+from lockstep.render.reading import read_completion
 from lockstep.render.renderer import Renderer
 from lockstep.tokens.errors import ContractError
 
@@ -44,32 +45,6 @@ class Part:
 
 
 NOTHING = Part()
-
-
-def read(
-    renderer: Renderer,
-    token_ids: Sequence[int],
-    tools: Sequence[Any] | None,
-    prompt_ids: Sequence[int],
-    *,
-    verbatim: bool = False,
-) -> Answer:
-    """What an answer says, with the space around its parts taken off.
-
-    Without `tools` nothing is a call: what looks like one is content. `verbatim` takes the whole
-    as content, space and all: the rest of a message that somebody else began.
-    """
-    if verbatim:
-        return Answer(renderer.decode(_before_stop(renderer, token_ids)))
-    answer = renderer.parse(token_ids, tools, prompt_ids=prompt_ids)
-    content = answer.content
-    if answer.calls and not tools:
-        spans = [call.span[0] for call in answer.calls if call.span is not None]
-        written = _before_stop(renderer, token_ids)[min(spans) :] if spans else []
-        content = f"{content}\n{renderer.decode(written)}"
-        answer = replace(answer, calls=())
-    reasoning = (answer.reasoning or "").strip() or None
-    return replace(answer, content=content.strip(), reasoning=reasoning)
 
 
 class Unfolding:
@@ -115,7 +90,7 @@ class Unfolding:
 
         Raises ContractError when what was said is no part of it: nothing can be taken back.
         """
-        answer = read(
+        answer = read_completion(
             self._renderer, token_ids, self._tools, self._prompt_ids, verbatim=self._verbatim
         )
         said = str(answer.message()["content"])
@@ -247,12 +222,6 @@ def _holds(renderer: Renderer) -> bool:
     ids = renderer.encode(PROBE)
     tidies = renderer.tokenizer.decode(ids, skip_special_tokens=False) != renderer.decode(ids)
     return renderer.family in CHANNELLED or tidies
-
-
-def _before_stop(renderer: Renderer, token_ids: Sequence[int]) -> list[int]:
-    stops = frozenset(renderer.stop_token_ids)
-    end = next((at for at, token in enumerate(token_ids) if token in stops), len(token_ids))
-    return list(token_ids[:end])
 
 
 @lru_cache(maxsize=32)

@@ -160,7 +160,8 @@ class Renderer:
         *,
         prompt_ids: Sequence[int] = (),
     ) -> Answer:
-        """What the sampled ids say. The prompt tells whether it opened the thinking already."""
+        """What the format's parser finds in the sampled ids; `reading.read_completion` is what
+        an answer says. The prompt tells whether it opened the thinking already."""
         read = plain_tools(tools)
         # Only its last opening of a turn tells, and that is in what follows the turn before.
         tail = prompt_ids.added if isinstance(prompt_ids, PlannedIds) else list(prompt_ids)
@@ -195,15 +196,6 @@ class Renderer:
         self, messages: Iterable[Any], tools: Iterable[Any] | None = None, *, ask: bool = True
     ) -> list[int]:
         return await self.offload(self.render, messages, tools, ask=ask)
-
-    async def parse_async(
-        self,
-        token_ids: Sequence[int],
-        tools: Iterable[Any] | None = None,
-        *,
-        prompt_ids: Sequence[int] = (),
-    ) -> Answer:
-        return await self.offload(self.parse, token_ids, tools, prompt_ids=prompt_ids)
 
     def _family_bridges(self) -> bool:
         """Whether the family's bridge writes what the template writes, where that appends."""
