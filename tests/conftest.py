@@ -1,4 +1,4 @@
-"""What all tests share: gateways that they start keep their state in a directory of the run."""
+"""What all tests share: a state directory of the run, and arithmetic fixed before the first test."""
 
 from __future__ import annotations
 
@@ -14,3 +14,15 @@ def pytest_configure(config: pytest.Config) -> None:
     home = tempfile.mkdtemp(prefix="lockstep-tests-")
     os.environ["XDG_STATE_HOME"] = home
     config.add_cleanup(lambda: shutil.rmtree(Path(home), ignore_errors=True))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Reproducible products, and bf16 that ends no process.
+
+    The first product of a process fixes both, so they are set before any test computes. Processes
+    that run a share of the tests inherit what was found.
+    """
+    from lockstep.engine import bf16, numerics
+
+    numerics.make_reproducible()
+    bf16.make_bf16_safe()

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from lockstep.engine import exact
 from lockstep.tokens.errors import BadRequest
 from tests.engine.checkpoints import trainer
 from tests.engine.rig import Rig, ids
@@ -24,7 +25,8 @@ def rig(moe: Path) -> Rig:
 def routed(directory: Path, token_ids: list[int]) -> npt.NDArray[np.integer]:
     """What the routers of the trainer choose: (tokens, layers, top_k), the likeliest first."""
     model = trainer(directory)
-    width = -(-len(token_ids) // 8) * 8
+    multiple = exact.rows_of(model)
+    width = -(-len(token_ids) // multiple) * multiple
     padded = torch.tensor([token_ids + [0] * (width - len(token_ids))])
     with torch.no_grad():
         logits = model(input_ids=padded, output_router_logits=True).router_logits

@@ -1,9 +1,9 @@
 """Two ways to compute one thing: `exact`, whose results do not depend on the batch, and `close`.
 
 Exact rests on how matrix products behave on CPUs: a row of a product does not depend on how many
-rows there are as long as that is a multiple of 8, and a sum over keys does not depend on how many
-are hidden when their number fits the machine's grain (`lockstep.engine.grain`).
-`lockstep.engine.selftest` checks both on the machine at hand; nothing here promises them.
+rows there are as long as that is a certain multiple, and a sum over keys does not depend on how
+many are hidden when their number is a good one. `lockstep.engine.block_shapes` finds both on the
+machine at hand, `lockstep.engine.selftest` proves them; nothing here promises them.
 """
 
 from __future__ import annotations
@@ -15,28 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.grain import grain
+from lockstep.engine.block_shapes import LANES, attention_shapes
 
-ROWS = 8
-"""Rows of every matrix product come in multiples of this."""
+CLOSE_ROWS = 8
+"""Rows of a batch in close mode come in multiples of this: few shapes, none of them slow."""
 STRETCH = 64
 """Queries of a prefill that are computed at once, over no more keys than they need."""
-LANES = 32
-"""Elementwise loops take at most this many values at once: two AVX-512 registers."""
 HIDDEN = float("-inf")
 
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def row_steps(width: int) -> list[int]:
-    """The multiples in which the rows of a batch may come, best first, where the widest elementwise
-    loops run over rows of `width`: half of ROWS mostly holds too, and a few rows cost less.
-
-    Loops must end with whole registers: what is left is done in scalars, with other bits.
-    """
-    return [rows for rows in (ROWS // 2, ROWS) if rows == ROWS or rows * width % LANES == 0]
 
 
 class Arithmetic(Protocol):
@@ -67,19 +56,19 @@ class Exact:
     name = "exact"
 
     def __init__(self, dim: int, max_len: int) -> None:
-        self._grain = grain(dim)
+        self._shapes = attention_shapes(dim)
         self._longest = max_len
         # Row r hides all keys after `max_len` + r; a window that begins later hides fewer.
         self._bias = torch.full((STRETCH, 2 * self.keys(max_len)), HIDDEN).triu_(max_len + 1)
 
     def keys(self, count: int) -> int:
-        return self._grain.keys(count)
+        return self._shapes.keys(count)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
         rows, kv_heads, keys, dim = k.shape
         group = q.shape[1] // kv_heads
         queries = q.view(rows, kv_heads, group, dim)
-        if padding := -group % self._grain.queries:
+        if padding := -group % self._shapes.queries:
             queries = torch.constant_pad_nd(queries, (0, 0, 0, padding))
         out = exact_attention(queries, k, v, bias.view(rows, 1, 1, keys), scale)
         return out[:, :, :group].reshape(rows, -1)
@@ -92,7 +81,7 @@ class Exact:
         for at in range(0, count, STRETCH):
             rows = min(STRETCH, count - at)
             queries = q[at : at + rows].view(rows, *shape[:2], dim).permute(1, 2, 0, 3)
-            if padding := -rows % ROWS:
+            if padding := -rows % self._shapes.prefill:
                 queries = torch.constant_pad_nd(queries, (0, 0, 0, padding))
             keys, shift = self.keys(start + at + rows), self._longest - start - at
             done = exact_attention(
@@ -132,7 +121,7 @@ class Close:
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attention of q (A, B, M, d) over k and v (A, B, T, d), M and T in the machine's grain.
+    """Attention of q (A, B, M, d) over k and v (A, B, T, d), M and T good numbers on this machine.
 
     The same function serves decoding, prefill and the trainer: that is what makes them equal.
     """
@@ -179,14 +168,19 @@ def route(x: Tensor, router: Tensor, k: int, normalize: bool) -> tuple[Tensor, T
     return weights.to(x.dtype), ids
 
 
-def mix_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The weighted sum of each row's experts, always added in order of the expert's number."""
+def mix_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, multiple: int
+) -> Tensor:
+    """The weighted sum of each row's experts, always added in order of the expert's number.
+
+    The rows of each expert are padded to a multiple of `multiple`.
+    """
     out = torch.zeros_like(x)
     for expert in range(gate_up.shape[0]):
         rows, choice = torch.where(ids == expert)
         if not len(rows):
             continue
-        chosen = F.pad(x[rows], (0, 0, 0, round_up(len(rows), ROWS) - len(rows)))
+        chosen = F.pad(x[rows], (0, 0, 0, round_up(len(rows), multiple) - len(rows)))
         done = F.linear(gated(F.linear(chosen, gate_up[expert])), down[expert])[: len(rows)]
         out = out.index_add(0, rows, done * weights[rows, choice, None])
     return out

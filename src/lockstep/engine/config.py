@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.engine.block_shapes import Products, products
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, CheckpointError
 from lockstep.tokens.versions import check_label
@@ -67,6 +68,19 @@ class ModelConfig:
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def products(self) -> Products:
+        """The matrix products of this model, whose rows must keep their bits in exact mode."""
+        return products(
+            hidden=self.hidden,
+            q_size=self.q_size,
+            kv_size=self.kv_size,
+            vocab=self.vocab_size,
+            intermediate=self.intermediate if len(self.moe_layers) < self.layers else 0,
+            experts=self.experts if self.moe_layers else 0,
+            expert_intermediate=self.expert_intermediate if self.moe_layers else 0,
+        )
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lockstep.engine.arithmetic import Close
+from lockstep.engine.arithmetic import CLOSE_ROWS, Close
 from lockstep.engine.cache import PrefixCache, SlotCache, root_name
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.model import Model, Segment
+from lockstep.engine.numerics import prepare_process
 from lockstep.engine.policy import Policy
 from lockstep.engine.record import completion, experts_of
 from lockstep.engine.sampler import Row, Sampled, sample, score, top_logprobs, uniform
@@ -68,6 +69,7 @@ class Core:
                 "length this model was made for",
                 param="max_model_len",
             )
+        prepare_process(options)
         self.policy = Policy(directory, self.config, options)
         self.model = Model(self.config, self.max_len, options.device, self.policy.dtype)
         self.model.arithmetic, self.arithmetic_note = fitting(self.config, options, self.max_len)
@@ -77,7 +79,7 @@ class Core:
             if options.arithmetic == "exact":
                 raise EngineFailure(f"exact arithmetic does not hold on this CPU: {problem}")
             log.warning("falling back to close arithmetic: %s", problem)
-            self.model.arithmetic = Close()
+            self.model.arithmetic, self.model.rows = Close(), CLOSE_ROWS
             self.arithmetic_note = f"the self-test failed: {problem}"
         self.prefixes = PrefixCache(self.cache, options.prefix_cache_bytes)
         budget = max(options.max_batch_tokens, self.cache.slots + 1)

@@ -16,8 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.arithmetic import HIDDEN, ROWS, exact_attention, mix_experts, round_up
-from lockstep.engine.grain import grain
+from lockstep.engine.arithmetic import HIDDEN, exact_attention, mix_experts, round_up
+from lockstep.engine.block_shapes import (
+    MULTIPLES,
+    Products,
+    attention_shapes,
+    products,
+    row_multiple,
+)
+from lockstep.engine.numerics import make_reproducible
 from lockstep.tokens.errors import BadRequest
 
 NAME = "lockstep_exact"
@@ -25,6 +32,7 @@ NAME = "lockstep_exact"
 
 def prepare(model: Any) -> Any:
     """Makes a transformers causal LM compute attention and experts the engine's way; returns it."""
+    make_reproducible()
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -35,6 +43,38 @@ def prepare(model: Any) -> Any:
     if getattr(model.config, "num_experts", 0):
         model.set_experts_implementation(NAME)
     return model
+
+
+def products_of(config: Any) -> Products:
+    """The matrix products of a transformers model with this config: the engine's for its model."""
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layers = range(config.num_hidden_layers)
+    experts = getattr(config, "num_experts", 0) or 0
+    dense = getattr(config, "mlp_only_layers", None) or ()
+    step = getattr(config, "decoder_sparse_step", 1)
+    routed = [at for at in layers if experts and at not in dense and (at + 1) % step == 0]
+    return products(
+        hidden=config.hidden_size,
+        q_size=heads * dim,
+        kv_size=(config.num_key_value_heads or heads) * dim,
+        vocab=config.vocab_size,
+        intermediate=config.intermediate_size if len(routed) < len(layers) else 0,
+        experts=experts if routed else 0,
+        expert_intermediate=config.moe_intermediate_size if routed else 0,
+    )
+
+
+def rows_of(model: Any) -> int:
+    """The multiple to which sequences of this model are padded: the engine's, found the same way.
+
+    With adapters of PEFT on it, the multiple that holds for their ranks too.
+    """
+    wanted = products_of(model.config.get_text_config())
+    found = [row_multiple(wanted)]
+    for adapter in getattr(model, "peft_config", {}).values():
+        found.append(row_multiple(wanted.with_lora(adapter.r)))
+    return max(found) if all(found) else MULTIPLES[-1]
 
 
 def token_logprobs(
@@ -57,7 +97,7 @@ def _batch(model: Any, sequences: list[list[int]], temperature: float) -> list[T
     if not all(sequences):
         at = next(at for at, ids in enumerate(sequences) if not ids)
         raise BadRequest(f"token_ids[{at}] is empty", param=f"token_ids[{at}]")
-    width = round_up(max(map(len, sequences)), ROWS)
+    width = round_up(max(map(len, sequences)), rows_of(model))
     rows = [ids + [0] * (width - len(ids)) for ids in sequences]
     ids = torch.tensor(rows, device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits.float()
@@ -80,7 +120,8 @@ def attention(
     """Causal attention for transformers' AttentionInterface; sequences are padded on the right."""
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
-    group, padded, keys = heads // kv_heads, round_up(length, ROWS), grain(dim).keys(length)
+    good = attention_shapes(dim)
+    group, padded, keys = heads // kv_heads, round_up(length, good.prefill), good.keys(length)
     grouped = query.reshape(batch * kv_heads, group, length, dim)
     shape = batch * kv_heads, group, keys, dim
     out = exact_attention(
@@ -96,7 +137,8 @@ def attention(
 
 def experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The sum of experts for transformers' ExpertsInterface."""
-    return mix_experts(hidden, ids, weights, module.gate_up_proj, module.down_proj)
+    multiple = row_multiple(products_of(module.config)) or MULTIPLES[-1]
+    return mix_experts(hidden, ids, weights, module.gate_up_proj, module.down_proj, multiple)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from lockstep.engine.arithmetic import ROWS, round_up
+from lockstep.engine.arithmetic import round_up
 from lockstep.engine.config import ModelConfig
 from lockstep.tokens.errors import AdapterError
 
@@ -49,6 +49,12 @@ class Adapter:
     scaling: float
     deltas: Mapping[tuple[int, str], tuple[Delta, ...]]
     uid: int = field(default_factory=lambda: next(_uids))
+
+    @property
+    def rank(self) -> int:
+        """The rank of its updates, which is the same for all of them."""
+        deltas = next(iter(self.deltas.values()))
+        return int(deltas[0].a.shape[0])
 
     @classmethod
     def load(
@@ -108,10 +114,11 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of a batch that run under one adapter."""
+    """The rows of a batch that run under one adapter, and the multiple to pad them to."""
 
     adapter: Adapter
     rows: Tensor
+    multiple: int
 
     def add_to(self, out: Tensor, x: Tensor, layer: int, module: str) -> None:
         """Adds the adapter's part of `module` to these rows of `out`, in place."""
@@ -119,7 +126,7 @@ class AdapterRows:
         if not deltas:
             return
         count = len(self.rows)
-        chosen = F.pad(x[self.rows], (0, 0, 0, round_up(count, ROWS) - count))
+        chosen = F.pad(x[self.rows], (0, 0, 0, round_up(count, self.multiple) - count))
         for delta in deltas:
             low = F.linear(chosen, delta.a)
             part = F.linear(low, delta.b)[:count] * self.adapter.scaling

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.arithmetic import (
+    CLOSE_ROWS,
     HIDDEN,
-    ROWS,
     Arithmetic,
     Close,
     gated,
@@ -21,6 +21,7 @@ from lockstep.engine.arithmetic import (
     round_up,
     route,
 )
+from lockstep.engine.block_shapes import MULTIPLES, row_multiple
 from lockstep.engine.cache import SlotCache
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.lora import Adapter, AdapterRows
@@ -93,7 +94,7 @@ class Model:
         self.arithmetic: Arithmetic = Close()
         self.device = torch.device(device)
         self.scale = config.head_dim**-0.5
-        self.rows = ROWS
+        self.rows = CLOSE_ROWS
         """Rows of a batch come in multiples of this."""
         angles = torch.outer(torch.arange(max_len).float(), frequencies(config))
         cos, sin = (torch.cat((half, half), -1) for half in (angles.cos(), angles.sin()))
@@ -153,7 +154,7 @@ class Model:
             decode=self._decode(decodes, positions, slots, table) if decodes else None,
             prefills=tuple(prefills),
             adapters=tuple(
-                AdapterRows(adapter, self._tensor(rows))
+                AdapterRows(adapter, self._tensor(rows), self._adapter_rows(adapter))
                 for adapter, rows in by_adapter.values()
                 if rows
             ),
@@ -274,7 +275,13 @@ class Model:
             column = c.moe_layers.index(i)
             chosen = ids[: batch.count].to(cache.experts.dtype)
             cache.experts[batch.slots, batch.positions[: batch.count], column] = chosen
-        return mix_experts(h, ids, shares, layer.gate_up, layer.down)
+        return mix_experts(h, ids, shares, layer.gate_up, layer.down, self.rows)
+
+    def _adapter_rows(self, adapter: Adapter) -> int:
+        """The multiple in which rows of an adapter come: low ranks may need a larger one."""
+        if self.arithmetic.name == "close":
+            return self.rows
+        return row_multiple(self.config.products.with_lora(adapter.rank)) or MULTIPLES[-1]
 
     def _adapt(self, batch: Batch, out: Tensor, x: Tensor, layer: int, module: str) -> None:
         for rows in batch.adapters:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.engine.arithmetic import Arithmetic, Close, Exact, row_steps
+from lockstep.engine.arithmetic import Arithmetic, Close, Exact
+from lockstep.engine.block_shapes import attention_shapes, row_multiple
 from lockstep.engine.cache import SlotCache
 from lockstep.engine.config import EngineOptions, ModelConfig
-from lockstep.engine.grain import grain
 from lockstep.engine.model import Model, Segment
 from lockstep.engine.weights import Weights
 
@@ -27,18 +27,19 @@ def fitting(config: ModelConfig, options: EngineOptions, max_len: int) -> tuple[
 
 
 def unproved(model: Model, weights: Weights, cache: SlotCache) -> str | None:
-    """None when the model's arithmetic is what it says, with the fewest rows for which it is."""
+    """Why exact arithmetic does not hold for this model here; None where it does.
+
+    Sets the multiple in which its rows come.
+    """
     if not isinstance(model.arithmetic, Exact):
         return None
-    if not grain(model.config.head_dim).tails:
+    if not attention_shapes(model.config.head_dim).tails:
         return "the attention of a few queries has other bits than that of many"
-    problem: str | None = None
-    for rows in row_steps(model.config.intermediate):
-        model.rows = rows
-        problem = self_test(model, weights, cache)
-        if problem is None:
-            break
-    return problem
+    rows = row_multiple(model.config.products)
+    if not rows:
+        return "a row of a matrix product has other bits in another number of rows"
+    model.rows = rows
+    return self_test(model, weights, cache)
 
 
 def self_test(model: Model, weights: Weights, cache: SlotCache) -> str | None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+PORTABLE_MKL = "COMPATIBLE"
+PORTABLE_ENVIRONMENT = {"MKL_CBWR": PORTABLE_MKL, "ATEN_CPU_CAPABILITY": "default"}
+"""What a process must find in its environment when it starts, to compute portable bits."""
 ArithmeticName = Literal["exact", "portable", "close"]
 
 
@@ -19,7 +22,8 @@ class NumericsPlan:
     `rows` is the multiple in which rows of matrix products come, 0 where it does not matter. `mkl`
     is MKL's reproducibility mode (`MKL_CBWR`), `isa` the vector instructions that torch uses.
     `fingerprint` is a digest of the bits of a fixed computation, so two machines are compared by
-    what they compute and not by what they are called. `reason` says why it is not exact.
+    what they compute and not by what they are called. `reason` says why it is not what was wanted.
+    `onednn` is the most that oneDNN may use of the CPU (`ONEDNN_MAX_CPU_ISA`), empty for all.
     """
 
     arithmetic: ArithmeticName
@@ -31,6 +35,7 @@ class NumericsPlan:
     torch: str
     fingerprint: str
     reason: str = ""
+    onednn: str = ""
 
     @property
     def is_exact(self) -> bool:

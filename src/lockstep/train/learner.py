@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine import exact
-from lockstep.engine.arithmetic import ROWS, round_up
+from lockstep.engine.arithmetic import round_up
 from lockstep.engine.probe import save_checkpoint, write_probe
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, Conflict
@@ -127,7 +127,8 @@ class Learner:
 
     def _micro(self, items: list[Item], tally: Tally) -> tuple[Tensor, Tensor]:
         """The summed loss of some items, and the trainer's logprobs of their tokens."""
-        width = round_up(max(len(item.sample.token_ids) for item in items), ROWS)
+        longest = max(len(item.sample.token_ids) for item in items)
+        width = round_up(longest, exact.rows_of(self.model))
         device = self.model.device
         ids_BT = _padded([item.sample.token_ids for item in items], width, np.int64, device)
         engine_BT = _padded([item.sample.logprobs for item in items], width, np.float32, device)
@@ -217,7 +218,7 @@ def own_plan(config: TrainConfig) -> NumericsPlan:
         arithmetic="exact" if fits else "close",
         device=learner.device,
         dtype=learner.dtype,
-        rows=ROWS,
+        rows=0,
         mkl="",
         isa="",
         torch=torch.__version__,

@@ -10,23 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.engine import grain as module
-from lockstep.engine.arithmetic import row_steps
-from lockstep.engine.grain import BLOCK, Grain, grain
+from lockstep.engine import block_shapes as module
+from lockstep.engine.block_shapes import BLOCK, AttentionShapes, attention_shapes
 from lockstep.tokens.errors import EngineFailure
 from tests.engine.rig import Rig
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    grain.cache_clear()
+    attention_shapes.cache_clear()
     yield
-    grain.cache_clear()
+    attention_shapes.cache_clear()
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 300, 511, 512, 513, 1024, 1500])
 def test_keys_are_enough_and_end_in_a_good_tail(count: int) -> None:
-    made = Grain(4, (64, 128, 384, BLOCK))
+    made = AttentionShapes(4, (64, 128, 384, BLOCK))
     keys = made.keys(count)
     assert keys >= count
     assert keys % BLOCK in (0, *made.tails)
@@ -36,7 +35,7 @@ def test_keys_are_enough_and_end_in_a_good_tail(count: int) -> None:
 
 @pytest.mark.parametrize("dim", [8, 32, 80, 128])
 def test_what_it_finds_holds_for_other_numbers(dim: int) -> None:
-    made = grain(dim)
+    made = attention_shapes(dim)
     source = torch.Generator().manual_seed(99)
     q, k, v = (torch.randn(1, 1, 2 * BLOCK, dim, generator=source) for _ in range(3))
     bias = torch.full((2 * BLOCK, 2 * BLOCK), float("-inf")).triu_(1)
@@ -59,17 +58,10 @@ def test_a_shape_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
         return out * (1 + 2.0**-20) if k.shape[2] == 128 or q.shape[2] < 8 else out
 
     monkeypatch.setattr(module.F, "scaled_dot_product_attention", odd)
-    made = grain(32)
+    made = attention_shapes(32)
     assert made.queries == 8
     assert 128 not in made.tails
     assert made.tails[-1] == BLOCK
-
-
-@pytest.mark.parametrize(("width", "steps"), [(384, [4, 8]), (72, [4, 8]), (100, [8])])
-def test_few_rows_are_tried_only_where_loops_end_with_whole_registers(
-    width: int, steps: list[int]
-) -> None:
-    assert row_steps(width) == steps
 
 
 def test_where_even_whole_blocks_differ_exact_is_refused(
@@ -83,6 +75,6 @@ def test_where_even_whole_blocks_differ_exact_is_refused(
         return out * (1 + 2.0**-20) if k.shape[2] > BLOCK and q.shape[2] < BLOCK else out
 
     monkeypatch.setattr(module.F, "scaled_dot_product_attention", odd)
-    assert grain(32).tails == ()
+    assert attention_shapes(32).tails == ()
     with pytest.raises(EngineFailure, match="few queries"):
         Rig(tiny, arithmetic="exact")
