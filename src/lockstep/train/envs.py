@@ -94,7 +94,7 @@ class Calc:
             yield Task((message,), self._tools, facts)
 
     async def play(self, task: Task, player: Player) -> Reward:
-        chat = player.chat(task)
+        chat = player.chat(task, call_tools=[CALC_TOOL])
         turn = await chat.send(list(task.messages))
         calls = turn.tool_calls
         if len(calls) != 1 or calls[0].name != "calc":
