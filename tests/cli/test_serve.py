@@ -8,9 +8,11 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,8 +60,8 @@ def status_of(url: str, token: str | None = None) -> int:
         return error.code
 
 
-def generate(url: str) -> dict[str, Any]:
-    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "ignore_eos": True}}
+def generate(url: str, tokens: int = 4) -> dict[str, Any]:
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": tokens, "ignore_eos": True}}
     request = urllib.request.Request(
         url + "/inference/v1/generate",
         json.dumps(body).encode(),
@@ -82,7 +84,15 @@ def test_serve_says_ready_in_one_line_serves_and_drains() -> None:
     arguments = ("--workers", "2", "--worker-args", "--max-model-len 256", "--json")
     with running("serve", "tiny", *EVERYWHERE, *arguments) as process:
         ready = ready_of(process)
-        assert set(ready) == {"event", "url", "admin_url", "admin_token_file", "workers"}
+        assert set(ready) == {
+            "event",
+            "url",
+            "admin_url",
+            "admin_token_file",
+            "workers",
+            "state_dir",
+            "resumed",
+        }
         assert ready["event"] == "ready"
         workers = ready["workers"]
         assert [set(one) for one in workers] == [{"id", "url", "system_url", "pid"}] * 2
@@ -94,6 +104,9 @@ def test_serve_says_ready_in_one_line_serves_and_drains() -> None:
         assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
         assert status_of(ready["admin_url"] + "/nothing") == 401
         assert status_of(ready["admin_url"] + "/nothing", token_file.read_text()) == 404
+        with running("state", "--json", "--url", ready["admin_url"]) as command:  # no token given
+            shown, errors = command.communicate(timeout=60)
+        assert json.loads(shown)["serving"] == 2, errors
 
         with running(
             "gateway", "--worker", workers[0]["url"], "--worker", workers[1]["url"],
@@ -166,4 +179,49 @@ def test_a_model_that_is_not_there_ends_it_with_one_line() -> None:
         out, errors = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
     assert "Traceback" not in errors
-    assert "ended with code 2 before it was ready" in " ".join(errors.split())
+    assert "/no/such/model/config.json does not exist: expected tiny, tiny-moe" in errors
+
+
+def test_answers_under_way_are_finished_within_the_drain_setting() -> None:
+    """A long answer, on a worker that is stopped for a while after the gateway was told to end."""
+    slow = ("--workers", "1", "--worker-args", "--max-model-len 2048", "--json")
+    with running("serve", "tiny", *EVERYWHERE, *slow, "--drain-seconds", "60") as process:
+        ready = ready_of(process)
+        pid = ready["workers"][0]["pid"]
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(generate, ready["url"], 512)
+            while not in_flight(ready):
+                time.sleep(0.01)
+            os.kill(pid, signal.SIGSTOP)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(7)  # longer than the 5 s after which answers were once cut off
+            os.kill(pid, signal.SIGCONT)
+            assert len(answer.result(60)["choices"][0]["token_ids"]) == 512
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+
+
+def in_flight(ready: dict[str, Any]) -> int:
+    request = urllib.request.Request(ready["admin_url"] + "/v1/rl/state")
+    token = Path(ready["admin_token_file"]).read_text()
+    request.add_header("authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return int(json.load(answer)["in_flight"])
+
+
+def test_a_drain_is_cut_off_when_its_time_is_over() -> None:
+    arguments = ("--worker-args", "--max-model-len 2048", "--json", "--drain-seconds", "1")
+    with running("serve", "tiny", *EVERYWHERE, *arguments) as process:
+        ready = ready_of(process)
+        pid = ready["workers"][0]["pid"]
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(generate, ready["url"], 512)
+            while not in_flight(ready):
+                time.sleep(0.01)
+            os.kill(pid, signal.SIGSTOP)
+            begun = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+            assert time.monotonic() - begun < 20
+            assert answer.exception(10) is not None
+        assert not alive(pid)
