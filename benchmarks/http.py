@@ -95,7 +95,7 @@ def server_cost(pid: int, port: int) -> Callable[[], float]:
 
     def cost() -> float:
         before = spent()
-        answers = uvloop.run(load(port, SECONDS))
+        answers: int = uvloop.run(load(port, SECONDS))
         return 1e6 * (spent() - before) / answers
 
     return cost

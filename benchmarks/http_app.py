@@ -14,7 +14,7 @@ HEADERS = [
 ]
 
 
-async def app(_: dict[str, Any], receive: Any, send: Any) -> None:
+async def app(_: Any, receive: Any, send: Any) -> None:
     while (await receive()).get("more_body"):
         pass
     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})

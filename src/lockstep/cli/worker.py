@@ -54,6 +54,14 @@ def worker(
     system_port: Annotated[
         int, typer.Option(help="Port of the admin routes.", rich_help_panel=LISTEN)
     ] = 0,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Serve other machines without LOCKSTEP_API_KEYS.",
+            rich_help_panel=LISTEN,
+        ),
+    ] = False,
     served_model_name: Annotated[
         str | None,
         typer.Option(help="Name to serve; by default the directory's.", rich_help_panel=LISTEN),
@@ -115,7 +123,8 @@ def worker(
     """Serve one model: tokens in, tokens out.
 
     When ready it prints one JSON line with its URLs. Admin routes need the bearer token
-    LOCKSTEP_ADMIN_TOKEN, or the one in the file that the line names.
+    LOCKSTEP_ADMIN_TOKEN, or the one in the file that the line names; the data port needs one of
+    LOCKSTEP_API_KEYS, where that is set.
     """
     from lockstep.engine import EngineOptions
     from lockstep.worker.dynamo import run_dynamo_worker
@@ -123,6 +132,7 @@ def worker(
 
     if logprobs_mode is None:  # Dynamo's own workers for RL compute processed ones
         logprobs_mode = Logprobs.PROCESSED if runtime is Runtime.DYNAMO else Logprobs.RAW
+    settings = Settings.read()
     start = run_dynamo_worker if runtime is Runtime.DYNAMO else run_worker
     start(
         WorkerOptions(
@@ -131,7 +141,9 @@ def worker(
             host=host,
             port=port,
             system_port=system_port,
-            admin_token=Settings.read().admin_token,
+            admin_token=settings.admin_token,
+            api_keys=settings.api_keys,
+            insecure=insecure,
             checkpoint_roots=tuple(checkpoint_root or ()),
             drain_seconds=drain_seconds,
             engine=EngineOptions(

@@ -18,7 +18,7 @@ from lockstep.gateway.book import Book
 from lockstep.gateway.chat import ChatFace
 from lockstep.gateway.completions import CompletionsFace
 from lockstep.gateway.control import ControlPlane
-from lockstep.gateway.front import Front
+from lockstep.gateway.fast_routes import SESSION_TEMPLATE, FastRoutes
 from lockstep.gateway.gateway import Gateway
 from lockstep.gateway.generate import GenerateFace
 from lockstep.gateway.metrics import Metrics
@@ -26,10 +26,12 @@ from lockstep.gateway.openapi import OpenApiFace
 from lockstep.gateway.sessions import TTL_SECONDS, Sessions
 from lockstep.gateway.status import StatusFace
 from lockstep.gateway.text import TextFace
-from lockstep.http.auth import RequestAuth, hosts_of
+from lockstep.http.auth import RequestAuth, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
+from lockstep.http.limits import DRAIN_SECONDS, LIMITS, ServerLimits
+from lockstep.http.route_templates import RouteTemplates
 from lockstep.http.server import listen, serving, url_of
-from lockstep.tokens.errors import Forbidden, LockstepError
+from lockstep.tokens.errors import LockstepError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +50,15 @@ class GatewayOptions:
     tokenizer: str | None = None
     insecure: bool = False
     body_limit: int = 64 << 20
-    drain_seconds: float = 30.0
+    drain_seconds: float = DRAIN_SECONDS
+    http: ServerLimits = LIMITS
 
     def check(self) -> None:
         """Raises Forbidden for a listener that anybody on the network could use."""
-        if hosts_of(self.host) is None and not self.api_keys and not self.insecure:
-            raise Forbidden(
-                f"--host {self.host} would serve everybody who can reach this machine: set "
-                "LOCKSTEP_API_KEYS, or say --insecure if that is meant",
-                param="host",
-            )
+        check_exposure(self.host, self.api_keys, self.insecure)
 
 
-def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> Front:
+def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> FastRoutes:
     """The data plane: every face at the root, and those that sessions may use under theirs."""
     hosts = hosts_of(options.host)
     generate = GenerateFace(gateway).routes
@@ -70,21 +68,22 @@ def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> Fro
         *TextFace(gateway).routes,
         *StatusFace(gateway).routes,
     ]
+    everything: list[BaseRoute] = [
+        *generate,
+        *routes,
+        *metrics.routes,
+        *OpenApiFace().routes,
+        Mount(SESSION_TEMPLATE, routes=routes),
+    ]
     routed = Starlette(
-        routes=[
-            *generate,
-            *routes,
-            *metrics.routes,
-            *OpenApiFace().routes,
-            Mount("/sessions/{session}", routes=routes),
-        ],
+        routes=everything,
         middleware=[
-            Middleware(metrics.middleware),
+            Middleware(metrics.middleware, templates=RouteTemplates(everything)),
             Middleware(RequestAuth, keys=options.api_keys, hosts=hosts),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )
-    return Front(
+    return FastRoutes(
         routed,
         RequestAuth(routed, keys=options.api_keys, hosts=hosts),
         metrics,
@@ -126,6 +125,6 @@ async def serve_gateway(
         # Text needs a tokenizer, tokens do not: without one, chat requests say what is missing.
         with suppress(LockstepError):
             await book.renderer()
-        async with serving(apps, drain_seconds=options.drain_seconds):
+        async with serving(apps, drain_seconds=options.drain_seconds, limits=options.http):
             on_ready(url_of(data_socket), url_of(admin_socket))
             await stop.wait()

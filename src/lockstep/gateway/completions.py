@@ -13,7 +13,7 @@ from starlette.routing import Route as HttpRoute
 from lockstep.fleet.pool import Worker
 from lockstep.fleet.route import Route
 from lockstep.gateway.book import Served
-from lockstep.gateway.completions_answer import Begun, Items, Prompt, Writer
+from lockstep.gateway.completions_answer import Items, Prompt, Writer
 from lockstep.gateway.gateway import Gateway, request_id, session_id
 from lockstep.gateway.legacy import Spelling
 from lockstep.gateway.operation import Operation
@@ -62,9 +62,7 @@ class CompletionsFace:
             done = await unless_gone(http, self._all(prompts))
             return json_response(msgspec.json.encode(writer.whole(done)))
         events = writer.events([self._items(prompt) for prompt in prompts])
-        # The first event decides the status: what is refused is not a stream.
-        first = await unless_gone(http, _first(events))
-        return EventStream(Begun(first, events), chosen)
+        return await EventStream.started(http, events, chosen)
 
     async def _prompts(
         self,
@@ -125,10 +123,6 @@ class CompletionsFace:
             return worker.stream(prompt.ask)
 
         return self._gateway.pool.stream(prompt.route, opened)
-
-
-async def _first(events: AsyncIterator[bytes]) -> bytes:
-    return await anext(events)
 
 
 def _check_start(start: int | None, length: int) -> None:

@@ -201,23 +201,3 @@ async def merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class Begun:
-    """A stream whose first event is here already; closing it closes the rest, begun or not."""
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
-        self._first: bytes | None = first
-        self._rest = rest
-
-    def __aiter__(self) -> Begun:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if (first := self._first) is not None:
-            self._first = None
-            return first
-        return await anext(self._rest)
-
-    async def aclose(self) -> None:
-        await self._rest.aclose()

@@ -77,7 +77,8 @@ class GenerateFace:
             ask.prompt_ids, session=session_id(http), salt=ask.cache_salt, adapter=served.adapter
         )
         if asked.stream:
-            return EventStream(self._events(route, ask, asked, body), ask.request_id)
+            events = self._events(route, ask, asked, body)
+            return await EventStream.started(http, events, ask.request_id)
 
         async def call(worker: Worker) -> bytes | bytearray:
             return await self._whole(worker, ask, asked, served, body)

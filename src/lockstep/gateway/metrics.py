@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.gateway.gateway import Gateway
+from lockstep.http.route_templates import RouteTemplates
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
 SESSIONS = {
@@ -52,8 +53,8 @@ class Metrics(Collector):
         self._registry.register(self)
         self.routes = [Route("/metrics", self.scrape)]
 
-    def middleware(self, app: ASGIApp) -> ASGIApp:
-        """Counts what passes through `app`."""
+    def middleware(self, app: ASGIApp, templates: RouteTemplates) -> ASGIApp:
+        """Counts what passes through `app`, under the templates of its routes."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -70,13 +71,13 @@ class Metrics(Collector):
             try:
                 await app(scope, receive, watched)
             finally:
-                self.count(scope, status, perf_counter() - begun)
+                self.count(templates.of(scope["path"]), status, perf_counter() - begun)
 
         return counted
 
-    def count(self, scope: Scope, status: int, seconds: float) -> None:
-        """Counts a request that has ended."""
-        route = _route_of(scope, status)
+    def count(self, route: str, status: int, seconds: float) -> None:
+        """Counts a request that has ended. `route` is a template: a raw path would be a series of
+        its own for every client that makes one up."""
         series = self._series.get((route, status))
         if series is None:
             series = self._requests.labels(route, str(status)), self._seconds.labels(route)
@@ -116,13 +117,3 @@ def _about_sessions(name: str) -> str:
     if kind in ("refused", "breaks"):
         return (REFUSED if kind == "refused" else BREAKS).format(what)
     return SESSIONS[name]
-
-
-def _route_of(scope: Scope, status: int) -> str:
-    """The path without its session; unknown paths share one label, or anyone could make more."""
-    if status == 404 and "endpoint" not in scope:
-        return "unknown"
-    path: str = scope["path"]
-    if path.startswith("/sessions/"):
-        return "/sessions/{session}/" + path.split("/", 3)[-1]
-    return "/v1/models/{model}" if path.startswith("/v1/models/") else path

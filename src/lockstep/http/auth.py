@@ -1,4 +1,4 @@
-"""Who may call: API keys on the data plane, and hosts that a browser cannot be tricked into."""
+"""Who may call a listener: API keys, and host names that a browser cannot be tricked into."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.http.handlers import json_response
-from lockstep.tokens.errors import Forbidden, LockstepError, TooLarge, Unauthorized
+from lockstep.tokens.errors import Forbidden, LockstepError, Unauthorized
 from lockstep.wire.fault import fault
 
 OPEN_PATHS = ("/health",)
-HEADER_LIMIT = 64 << 10
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -42,10 +41,8 @@ class RequestAuth:
         await self._app(scope, receive, send)
 
     def check(self, scope: Scope) -> None:
-        """Raises TooLarge, Forbidden or Unauthorized for a request that may not pass."""
+        """Raises Forbidden or Unauthorized for a request that may not pass."""
         headers = Headers(scope=scope)
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > HEADER_LIMIT:
-            raise TooLarge(f"the headers are larger than {HEADER_LIMIT} bytes")
         host = bare_host(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
             raise Forbidden(
@@ -76,3 +73,13 @@ def bare_host(header: str) -> str:
 def hosts_of(listening_on: str) -> tuple[str, ...] | None:
     """The Host headers to take on a listener: any, unless it is on loopback."""
     return LOOPBACK if listening_on in LOOPBACK else None
+
+
+def check_exposure(listening_on: str, keys: Iterable[str], insecure: bool) -> None:
+    """Raises Forbidden for a listener that anybody on the network could use."""
+    if hosts_of(listening_on) is None and not tuple(keys) and not insecure:
+        raise Forbidden(
+            f"--host {listening_on} would serve everybody who can reach this machine: set "
+            "LOCKSTEP_API_KEYS, or say --insecure if that is meant",
+            param="host",
+        )

@@ -1,4 +1,4 @@
-"""What every HTTP face shares: bodies with a limit, typed errors, and clients that go away."""
+"""What every HTTP route shares: bodies with a limit, typed errors, and clients that go away."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import hmac
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -103,6 +104,16 @@ class EventStream(Response):
         self._events = events
         self._request_id = request_id
 
+    @classmethod
+    async def started(
+        cls, request: Request, events: AsyncGenerator[bytes, None], request_id: str | None = None
+    ) -> EventStream:
+        """The stream once its first event is there: what fails before that still has a status.
+
+        Raises what `events` raises before its first event, and ClientGone.
+        """
+        return cls(_Started(await unless_gone(request, _first(events)), events), request_id)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"cache-control", b"no-store"), *self.raw_headers]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -121,6 +132,30 @@ class EventStream(Response):
             if close is not None:
                 await close()
         await send({"type": "http.response.body", "body": sse.DONE})
+
+
+class _Started:
+    """Events of which the first is here already; closing them closes the rest, begun or not."""
+
+    def __init__(self, first: bytes | None, rest: AsyncGenerator[bytes, None]) -> None:
+        self._first = first
+        self._rest = rest
+
+    def __aiter__(self) -> _Started:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if (first := self._first) is not None:
+            self._first = None
+            return first
+        return await anext(self._rest)
+
+    async def aclose(self) -> None:
+        await self._rest.aclose()
+
+
+async def _first(events: AsyncGenerator[bytes, None]) -> bytes | None:
+    return await anext(events, None)
 
 
 async def on_lockstep_error(request: Request, error: Exception) -> Response:
@@ -148,9 +183,12 @@ async def on_gone(_: Request, __: Exception) -> Response:
 
 
 async def on_crash(request: Request, error: Exception) -> Response:
-    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    body = fault_body(500, f"internal error: {error!r}", "internal_error")
-    return json_response(body, 500)
+    path = request.scope["path"].encode("unicode_escape").decode()
+    named = request_id_of(request) or secrets.token_hex(8)
+    # What went wrong inside is for the log only: a text of an error may hold anything.
+    log.error("%s %s failed, request %s", request.method, path, named, exc_info=error)
+    why = f"internal error: the log of this server has its cause, under the request id {named}"
+    return json_response(fault_body(500, why, "internal_error", request_id=named), 500)
 
 
 EXCEPTION_HANDLERS: dict[Any, Any] = {

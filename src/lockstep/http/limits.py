@@ -46,6 +46,10 @@ class ServerLimits:
     sweep_seconds: float = 1.0
 
 
+LIMITS = ServerLimits()
+"""The limits of a listener that was given none."""
+
+
 def raise_descriptor_limit() -> int:
     """Raises the soft limit of open files as far as is useful and allowed; returns the limit."""
     if resource is None:

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 
 from lockstep.http.limits import (
     DRAIN_SECONDS,
+    LIMITS,
     ServerLimits,
     connections_within,
     raise_descriptor_limit,
@@ -136,14 +137,13 @@ async def serving(
     apps: Sequence[tuple[ASGIApp, socket.socket]],
     *,
     drain_seconds: float = DRAIN_SECONDS,
-    limits: ServerLimits | None = None,
+    limits: ServerLimits = LIMITS,
 ) -> AsyncIterator[None]:
     """Serves each app on its socket while the block runs; then lets open answers end.
 
     Answers that are not out `drain_seconds` after the end of the block are cut off. Each listener
     has `limits`, with fewer connections where the system allows too few open files.
     """
-    limits = limits or ServerLimits()
     room = connections_within(raise_descriptor_limit(), limits.connections, len(apps))
     limits = replace(limits, connections=room)
     listeners = [Listener(ListenerConfig(app, limits)) for app, _ in apps]

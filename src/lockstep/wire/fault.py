@@ -14,10 +14,12 @@ TYPES = {
     403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "TimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
     422: "UnprocessableEntityError",
     429: "RateLimitError",
+    431: "RequestTooLargeError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -15,6 +16,7 @@ from starlette.routing import Route
 from lockstep import engine as embedded
 from lockstep.engine import Engine
 from lockstep.http import sse
+from lockstep.http.auth import RequestAuth
 from lockstep.http.handlers import (
     EXCEPTION_HANDLERS,
     EventStream,
@@ -38,9 +40,20 @@ def prefixed(request_id: str) -> str:
 
 
 class DataPlane:
-    """Routes of the data port, over one engine that serves `model` (and its adapters)."""
+    """Routes of the data port, over one engine that serves `model` (and its adapters).
 
-    def __init__(self, engine: Engine, model: str, root: Path) -> None:
+    Requests need one of `keys`, where there are any, and one of `hosts`, unless that is None.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        root: Path,
+        *,
+        keys: Iterable[str] = (),
+        hosts: Iterable[str] | None = None,
+    ) -> None:
         self.engine = engine
         self.model = model
         self.root = root
@@ -56,6 +69,7 @@ class DataPlane:
                 Route("/v1/models", self.models),
                 Route("/metrics", self.scrape),
             ],
+            middleware=[Middleware(RequestAuth, keys=keys, hosts=hosts)],
             exception_handlers=EXCEPTION_HANDLERS,
         )
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.engine import Engine, EngineOptions
+from lockstep.http.auth import check_exposure, hosts_of
+from lockstep.http.limits import DRAIN_SECONDS
 from lockstep.http.server import (
     admin_token,
     listen,
@@ -28,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """How one worker listens. Ports 0 are chosen by the system."""
+    """How one worker listens. Ports 0 are chosen by the system; `api_keys` open the data port."""
 
     model: str
     served_name: str | None = None
@@ -36,13 +38,19 @@ class WorkerOptions:
     port: int = 0
     system_port: int = 0
     admin_token: str | None = None
+    api_keys: tuple[str, ...] = ()
+    insecure: bool = False
     checkpoint_roots: tuple[Path, ...] = ()
-    drain_seconds: float = 30.0
+    drain_seconds: float = DRAIN_SECONDS
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 def run_worker(options: WorkerOptions) -> None:
-    """Serves until SIGTERM or SIGINT; prints one JSON line on stdout when ready."""
+    """Serves until SIGTERM or SIGINT; prints one JSON line on stdout when ready.
+
+    Raises Forbidden before it starts when the data port would be open to everybody.
+    """
+    check_exposure(options.host, options.api_keys, options.insecure)
     run(_serve(options))
 
 
@@ -53,7 +61,13 @@ async def _serve(options: WorkerOptions) -> None:
         system_socket = stack.enter_context(listen("127.0.0.1", options.system_port))
         worker = options.engine.worker or url_of(data_socket).removeprefix("http://")
         engine = Engine(options.model, replace(options.engine, worker=worker))
-        data = DataPlane(engine, name, bundled(options.model) or Path(options.model))
+        data = DataPlane(
+            engine,
+            name,
+            bundled(options.model) or Path(options.model),
+            keys=options.api_keys,
+            hosts=hosts_of(options.host),
+        )
         system = SystemPlane(engine, token, options.checkpoint_roots)
         apps = [(data.app, data_socket), (system.app, system_socket)]
         async with engine, serving(apps, drain_seconds=options.drain_seconds):

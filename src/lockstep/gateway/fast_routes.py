@@ -1,7 +1,7 @@
-"""The door of the data plane: most requests go straight to their handler, the others are routed.
+"""The fast path of the data plane: most requests go straight to their handler.
 
-A router and its middleware take about as long as decoding and checking a request. Here the same
-is done for the paths that carry the load, in one place: guard, handler, error, count.
+Starlette's router and middleware are 5 to 8 % of a request. Here the same is done for the paths
+that carry the load, in one place: auth, handler, error, count.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ from lockstep.http.handlers import ClientGone, Handler, on_crash, on_gone, on_lo
 from lockstep.tokens.errors import LockstepError
 
 SESSIONS = "/sessions/"
+SESSION_TEMPLATE = "/sessions/{session}"
 
 
-class Front:
+class FastRoutes:
     """ASGI. POST routes without a variable in their path are found here, those of `in_sessions`
     also under a session; for everything else there is `rest`, which has these routes as well."""
 
     def __init__(
         self,
         rest: ASGIApp,
-        guard: RequestAuth,
+        auth: RequestAuth,
         metrics: Metrics,
         *,
         at_root: Iterable[BaseRoute],
         in_sessions: Iterable[BaseRoute],
     ) -> None:
         self._rest = rest
-        self._guard = guard
+        self._auth = auth
         self._metrics = metrics
         self._in_sessions = _posts(in_sessions)
         self._at_root = _posts(at_root) | self._in_sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self._handler(scope)
-        if handler is None:
+        found = self._find(scope)
+        if found is None:
             await self._rest(scope, receive, send)
             return
+        template, handler = found
         scope["endpoint"] = handler
         status, begun = 499, perf_counter()
         try:
@@ -53,21 +55,25 @@ class Front:
             status = response.status_code
             await response(scope, receive, send)
         finally:
-            self._metrics.count(scope, status, perf_counter() - begun)
+            self._metrics.count(template, status, perf_counter() - begun)
 
-    def _handler(self, scope: Scope) -> Handler | None:
+    def _find(self, scope: Scope) -> tuple[str, Handler] | None:
+        """The template and the handler of a route, or None."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return None
         path: str = scope["path"]
         if path.startswith(SESSIONS):
-            session, slash, inner = path.removeprefix(SESSIONS).partition("/")
+            session, slash, rest = path.removeprefix(SESSIONS).partition("/")
+            inner = slash + rest
+            handler = self._in_sessions.get(inner) if session else None
             scope["path_params"] = {"session": session}
-            return self._in_sessions.get(slash + inner) if session else None
-        return self._at_root.get(path)
+            return None if handler is None else (SESSION_TEMPLATE + inner, handler)
+        handler = self._at_root.get(path)
+        return None if handler is None else (path, handler)
 
     async def _answer(self, handler: Handler, request: Request) -> Response:
         try:
-            self._guard.check(request.scope)
+            self._auth.check(request.scope)
             return await handler(request)
         except LockstepError as error:
             return await on_lockstep_error(request, error)
