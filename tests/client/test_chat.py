@@ -83,7 +83,7 @@ async def test_an_edited_history_is_refused_or_forked(policy: lockstep.Policy) -
     turn = await fork.send("Reverse: 34")
     assert (turn.bridged, turn.cause) == (False, "edited_history")
     assert [sample.breaks for sample in fork.samples()] == [(), ("edited_history",)]
-    assert fork.ledger.break_counts == {"edited_history": 1}
+    assert fork.break_counts == {"edited_history": 1}
 
 
 async def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
@@ -190,4 +190,4 @@ async def test_cancelling_a_turn_stops_it_at_the_worker(
         while (await worker.control("liveness_probe"))[1]["running"]:
             await asyncio.sleep(0.005)
     assert chat.messages == []
-    assert chat.ledger.nodes == []
+    assert chat.samples() == []

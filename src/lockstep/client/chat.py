@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from lockstep.backends.transport import Transport
 from lockstep.client.options import Options
 from lockstep.client.turn import Turn
 from lockstep.render import Breaks, Ledger, Node, Plan, Renderer
+from lockstep.render.breaks import CLIENT_BREAKS, check_breaks
 from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
@@ -30,25 +31,38 @@ class Chat:
     def __init__(
         self,
         transport: Transport,
-        renderer: Renderer,
+        renderer: Callable[[], Awaitable[Renderer]],
         model: str | None,
         options: Options,
         *,
         messages: Iterable[Any] = (),
         tools: Sequence[Any] | None = None,
         call_tools: Sequence[Any] | None = None,
-        breaks: Breaks = "strict",
+        breaks: Breaks = CLIENT_BREAKS,
     ) -> None:
         self.messages: list[Any] = list(messages)
         self.tools = tools
         self.call_tools = call_tools
-        self.ledger = Ledger(renderer, breaks=breaks)
+        self._breaks = check_breaks(breaks)
+        self._ledger: Ledger | None = None
         self._transport = transport
         self._renderer = renderer
         self._model = model
         self._options = options
         self._last: tuple[Turn, Node] | None = None
         self._busy = asyncio.Lock()
+
+    @property
+    def ledger(self) -> Ledger:
+        """The turns so far. Raises Conflict before the first one."""
+        if self._ledger is None:
+            raise Conflict("there is nothing in this conversation yet: send a message first")
+        return self._ledger
+
+    @property
+    def break_counts(self) -> Mapping[str, int]:
+        """How often the prefix broke, by cause."""
+        return {} if self._ledger is None else self._ledger.break_counts
 
     async def send(self, message: str | Any | Sequence[Any], **options: Any) -> Turn:
         """Appends a user message (or a message, or several) and returns the answer.
@@ -125,7 +139,9 @@ class Chat:
 
     def samples(self, *, train_aborted: bool = False) -> list[Sample]:
         """A sample for every branch; more than one only after prefix breaks with breaks="fork"."""
-        return self.ledger.samples(train_aborted=train_aborted)
+        if self._ledger is None:
+            return []
+        return self._ledger.samples(train_aborted=train_aborted)
 
     async def _turn(self, new: list[Any], options: dict[str, Any]) -> Turn:
         merged = self._options.with_(**options)
@@ -133,18 +149,25 @@ class Chat:
             raise BadRequest("n must be 1 in a conversation: use policy.generate", param="n")
         async with self._alone():
             messages = [*self.messages, *new]
-            plan = await self.ledger.plan_async(messages, self.tools)
+            ledger = await self._open()
+            plan = await ledger.plan_async(messages, self.tools)
             turn = await self._ask(plan, self._seeded(merged))
             self.messages = [*messages, turn.message]
             return turn
 
+    async def _open(self) -> Ledger:
+        if self._ledger is None:
+            self._ledger = Ledger(await self._renderer(), breaks=self._breaks)
+        return self._ledger
+
     async def _ask(self, plan: Plan, options: Options) -> Turn:
-        ask = options.ask(plan.prompt_ids, self._model, self._renderer.stop_token_ids)
+        renderer = self.ledger.renderer
+        ask = options.ask(plan.prompt_ids, self._model, renderer.stop_token_ids)
         completion = _only(await self._transport.generate(ask))
         said = [*plan.partial, *completion.token_ids]
         opened = plan.prompt_ids[: len(plan.prompt_ids) - len(plan.partial)]
         tools = self.tools if self.call_tools is None else self.call_tools
-        answer = await read_completion_async(self._renderer, said, tools, opened)
+        answer = await read_completion_async(renderer, said, tools, opened)
         turn = Turn.of(plan, answer, completion)
         node = self.ledger.commit(plan, completion, turn.message)
         self._last = turn, node

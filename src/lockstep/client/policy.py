@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -12,8 +13,10 @@ from lockstep.backends.connect import open_transport
 from lockstep.backends.transport import Delta, ModelCard, Transport, TransportName
 from lockstep.client.chat import Chat
 from lockstep.client.options import Options
+from lockstep.client.tokenizer import TokenizerSource
 from lockstep.client.turn import Scores, Turn
 from lockstep.render import Breaks, Plan, Renderer, Thinking
+from lockstep.render.breaks import CLIENT_BREAKS
 from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion, LockstepError
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
@@ -28,17 +31,20 @@ class Policy:
         self,
         transport: Transport,
         model: str | None,
-        renderer: Callable[[Thinking], Renderer],
+        tokenizer: TokenizerSource,
         options: Options,
     ) -> None:
         self.transport = transport
         self.model = model
-        self._renderer = renderer
+        self._tokenizer = tokenizer
         self._options = options
 
     def renderer(self, thinking: Thinking = "keep") -> Renderer:
-        """The model's renderer; made once. Raises UnknownModel when there is no tokenizer."""
-        return self._renderer(thinking)
+        """The model's renderer; made once. Raises UnknownModel when there is no tokenizer.
+
+        It waits for the tokenizer to be loaded: on an event loop, call it in a thread.
+        """
+        return self._tokenizer.get(thinking)
 
     @overload
     async def generate(self, prompt: Sequence[int], **options: Any) -> list[Completion]: ...
@@ -57,7 +63,7 @@ class Policy:
         if _is_ids(prompt):
             return await self.transport.generate(merged.ask(list(prompt), self.model))  # type: ignore[arg-type]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        renderer = await asyncio.to_thread(self.renderer)
+        renderer = await self._tokenizer.get_async("keep")
         ids = await renderer.render_async(messages, tools)
         ask = merged.ask(ids, self.model, renderer.stop_token_ids)
         plan = Plan(prompt_ids=ids, parent=None, given=(), tools=b"")
@@ -79,19 +85,20 @@ class Policy:
         messages: Iterable[Any] = (),
         tools: Sequence[Any] | None = None,
         call_tools: Sequence[Any] | None = None,
-        breaks: Breaks = "strict",
+        breaks: Breaks = CLIENT_BREAKS,
         thinking: Thinking = "keep",
         **options: Any,
     ) -> Chat:
         """A new conversation. `messages` open it; `options` hold for all its turns.
 
         `tools` are put into the prompt, and their calls are read out of answers; `call_tools` are
-        only read: tools that the model was trained to call without their schema.
+        only read: tools that the model was trained to call without their schema. The tokenizer is
+        loaded by the first turn, which raises UnknownModel when there is none.
         """
         opening = [] if system is None else [{"role": "system", "content": system}]
         return Chat(
             self.transport,
-            self.renderer(thinking),
+            functools.partial(self._tokenizer.get_async, thinking),
             self.model,
             self._options.with_(**options),
             messages=[*opening, *messages],
@@ -196,7 +203,7 @@ async def connect(
     opened = await open_transport(url, transport, api_key=api_key, timeout=timeout, retries=retries)
     try:
         name = model or await _only_model(opened)
-        yield Policy(opened, name, _Renderers(tokenizer or name), settings)
+        yield Policy(opened, name, TokenizerSource(tokenizer or name), settings)
     finally:
         await opened.close()
 
@@ -207,23 +214,6 @@ async def generate(url: str, prompt: Prompt, model: str | None = None, **options
     first = {name: options.pop(name) for name in opening if name in options}
     async with connect(url, model, **first) as policy:
         return await policy.generate(prompt, **options)
-
-
-class _Renderers:
-    """Loads the renderers of one tokenizer when they are first needed."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-        self._made: dict[Thinking, Renderer] = {}
-
-    def __call__(self, thinking: Thinking) -> Renderer:
-        if thinking not in self._made:
-            if isinstance(self._source, (str, Path)):
-                made = Renderer.load(self._source, thinking=thinking)
-            else:
-                made = Renderer(self._source, thinking=thinking)
-            self._made[thinking] = made
-        return self._made[thinking]
 
 
 async def _only_model(transport: Transport) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from time import time
-from typing import get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +17,8 @@ from lockstep.gateway.chat_turn import ChatTurn
 from lockstep.gateway.gateway import Gateway, request_id, session_id
 from lockstep.gateway.sessions import Session
 from lockstep.http.handlers import EventStream, json_response, read_json, unless_gone
-from lockstep.render import Breaks, Renderer
+from lockstep.render import Renderer
+from lockstep.render.breaks import GATEWAY_BREAKS, check_breaks
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest
 from lockstep.wire import chat_answer as wire
@@ -27,8 +27,6 @@ from lockstep.wire.chat import ChatRequest
 from lockstep.wire.chat_decode import decode_chat
 from lockstep.wire.nvext import instance_id
 from lockstep.wire.raw_ids import RawIds
-
-BREAKS: tuple[Breaks, ...] = get_args(Breaks)
 
 
 class ChatFace:
@@ -91,18 +89,12 @@ class ChatFace:
         )
 
     async def _session(self, http: Request, renderer: Renderer) -> Session | None:
-        breaks = http.headers.get("x-session-breaks", "fork")
-        if breaks not in BREAKS:
-            raise BadRequest(
-                f"X-Session-Breaks is {breaks!r}: expected {' or '.join(BREAKS)}",
-                param="x-session-breaks",
-            )
+        breaks = http.headers.get("x-session-breaks", GATEWAY_BREAKS)
+        checked = check_breaks(breaks, "X-Session-Breaks")
         name = session_id(http)
         if name is None:
             return None
-        return await self._gateway.sessions.open(
-            name, renderer, breaks="strict" if breaks == "strict" else "fork"
-        )
+        return await self._gateway.sessions.open(name, renderer, breaks=checked)
 
     async def _whole(self, http: Request, turn: ChatTurn) -> Response:
         async def call(worker: Worker) -> tuple[str, list[Completion]]:

@@ -20,6 +20,7 @@ from lockstep.gateway.session_limits import Counts, Limits
 from lockstep.gateway.session_reading import Tokenizers, ends_of, samples_of, whole
 from lockstep.gateway.session_store import Row, SessionStore
 from lockstep.render import Breaks, Ledger, Node, Plan, Renderer
+from lockstep.render.breaks import GATEWAY_BREAKS
 from lockstep.render.store import load_turns
 from lockstep.render.tree import leaves
 from lockstep.tokens import Completion, Sample
@@ -164,7 +165,7 @@ class Sessions:
         }
 
     async def open(
-        self, session_id: str, renderer: Renderer, *, breaks: Breaks = "fork"
+        self, session_id: str, renderer: Renderer, *, breaks: Breaks = GATEWAY_BREAKS
     ) -> Session:
         """The session of that id, read back or begun.
 
@@ -336,7 +337,7 @@ class Sessions:
         begun = Entry(Row(self._next_id, name, tokenizer, now, now, 0, 0, 0))
         self._next_id += 1
         self.counts.opened += 1
-        hot = HotSession(name, begun, Ledger(renderer, breaks="fork"))
+        hot = HotSession(name, begun, Ledger(renderer, breaks=GATEWAY_BREAKS))
         self.hot.add(hot)
         return hot
 

@@ -1,7 +1,8 @@
 """Messages to tokens and back: renderers, the bridge between turns, and the ledger of a session."""
 
 from lockstep.render.answer import Answer, Call, CallStatus
-from lockstep.render.ledger import Breaks, Ledger
+from lockstep.render.breaks import Breaks
+from lockstep.render.ledger import Ledger
 from lockstep.render.messages import (
     Message,
     ToolCall,

@@ -12,10 +12,11 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from lockstep.render import store
 from lockstep.render.branches import branch_sample, own_experts
+from lockstep.render.breaks import CLIENT_BREAKS, Breaks, check_breaks
 from lockstep.render.messages import Message, canonical, plain_messages
 from lockstep.render.plan import (
     EXPLAINED,
@@ -35,8 +36,6 @@ from lockstep.tokens.errors import BadRequest, Conflict, Misaligned, PrefixBreak
 
 log = logging.getLogger(__name__)
 
-Breaks = Literal["strict", "fork"]
-
 
 class Ledger:
     """The turns of one session.
@@ -46,11 +45,9 @@ class Ledger:
     is told its key and cause. `nbytes` is about what the session holds in memory.
     """
 
-    def __init__(self, renderer: Renderer, *, breaks: Breaks = "strict") -> None:
-        if breaks not in ("strict", "fork"):
-            raise BadRequest(f"breaks is {breaks!r}, expected 'strict' or 'fork'", param="breaks")
+    def __init__(self, renderer: Renderer, *, breaks: Breaks = CLIENT_BREAKS) -> None:
         self.renderer = renderer
-        self.breaks: Breaks = breaks
+        self.breaks = check_breaks(breaks)
         self.break_counts: Counter[str] = Counter()
         self.nodes: list[Node] = []
         self.roots: list[Node] = []

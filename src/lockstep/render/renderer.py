@@ -11,6 +11,7 @@ import asyncio
 import functools
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,7 +101,9 @@ class Renderer:
         """
         place = bundled(str(model)) or Path(model)
         where = str(place.resolve()) if place.exists() else str(model)
-        return _load(where, thinking, family, json.dumps(template_kwargs or {}, sort_keys=True))
+        kwargs = json.dumps(template_kwargs or {}, sort_keys=True)
+        with _LOADING:
+            return _load(where, thinking, family, kwargs)
 
     @property
     def bridge(self) -> str | None:
@@ -228,6 +231,11 @@ class Renderer:
         if self._template_bridge is not None:
             found.append(self._template_bridge.close)
         return tuple(dict.fromkeys(int(each) for each in (*found, *more) if each is not None))
+
+
+# Threads that miss the cache at once would each load the tokenizer, and importing transformers in
+# several threads at once can fail.
+_LOADING = threading.Lock()
 
 
 @functools.lru_cache(maxsize=32)

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from lockstep.client.chat import Chat
 from lockstep.client.policy import Policy
+from lockstep.render.breaks import TRAINER_BREAKS
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
 
@@ -49,22 +50,19 @@ class Player:
             # Turns count up from the seed: a second conversation must not repeat the first's draws.
             merged["seed"] += 1_000_003 * len(self.chats)
         tools = list(task.tools) if task is not None and task.tools else None
-        chat = self.policy.chat(**{"tools": tools, "breaks": "fork", **merged})
+        chat = self.policy.chat(**{"tools": tools, "breaks": TRAINER_BREAKS, **merged})
         self.chats.append(chat)
         return chat
 
     def samples(self, *, train_aborted: bool) -> list[Sample]:
         """One for every branch of every conversation that had an answer."""
         return [
-            sample
-            for chat in self.chats
-            if chat.ledger.nodes
-            for sample in chat.samples(train_aborted=train_aborted)
+            sample for chat in self.chats for sample in chat.samples(train_aborted=train_aborted)
         ]
 
     @property
     def breaks(self) -> int:
-        return sum(sum(chat.ledger.break_counts.values()) for chat in self.chats)
+        return sum(sum(chat.break_counts.values()) for chat in self.chats)
 
 
 @runtime_checkable
