@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from lockstep.cli.control import find_control_plane
 from lockstep.settings import Settings
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def train(
 ) -> None:
     """Train a served model: play, learn, push proved weights, and again.
 
-    The admin token comes from the config, or from LOCKSTEP_ADMIN_TOKEN. Where trainer and workers
+    The admin token comes from the config, from the gateway that runs here, or from
+    LOCKSTEP_ADMIN_TOKEN. Where trainer and workers
     cannot compute the same bits, the run goes on in close mode and says why.
 
     Exit codes: 0 it ran to its end, 2 it could not, or --exact could not be had.
@@ -47,7 +49,8 @@ def train(
 
     run = TrainConfig.read(config)
     if run.serve.admin_token is None and run.serve.admin_token_file is None:
-        run = replace(run, serve=replace(run.serve, admin_token=Settings.read().admin_token))
+        _, token = find_control_plane(run.serve.admin_url, None, Settings.read())
+        run = replace(run, serve=replace(run.serve, admin_token=token))
     if exact:
         run = replace(run, learner=replace(run.learner, exact=True))
     trainer = Trainer(run, resume=resume)
