@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from lockstep.backends import admin_vllm_rpc as rpc
-from lockstep.backends.admin import Admin, Broadcaster, Source, TensorSpec
+from lockstep.backends.admin import Broadcaster, Source, TensorSpec
 from lockstep.backends.admin_http import Budget, Budgets
 from lockstep.backends.admin_open import open_admin
 from lockstep.backends.admin_prime import PrimeAdmin
@@ -541,14 +541,6 @@ async def test_a_vllm_server_without_control_routes_is_told_how_to_be_started() 
     async with serving(Vllm(dev=False).script) as server:
         with pytest.raises(UnsupportedField, match="VLLM_SERVER_DEV_MODE"):
             await open_admin(server.url, budgets=QUICK)
-
-
-async def test_a_host_name_is_said_to_a_worker_at_an_address() -> None:
-    async with serving(Vllm().script) as server:
-        admin: Admin = await open_admin(server.url, host="workers.svc:8000", budgets=QUICK)
-        await admin.view()
-        assert {r.headers["host"] for r in server.requests} == {"workers.svc:8000"}
-        await admin.close()
 
 
 async def test_cancelling_a_commit_leaves_it_marked_as_half_loaded() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -14,8 +13,6 @@ from lockstep.backends.admin_http import Budget, Budgets
 from lockstep.backends.discovery import (
     Dynamo,
     Found,
-    Listed,
-    Named,
     until_ready,
     watch,
     workers_url,
@@ -25,7 +22,6 @@ from lockstep.tokens.errors import (
     ContractError,
     DeadlineExceeded,
     Unavailable,
-    UnsupportedField,
 )
 from tests.backends.scripted import Reply, Request, serving, whole
 from tests.data.captures import load
@@ -133,36 +129,6 @@ async def test_discovery_is_asked_until_workers_are_ready() -> None:
         with pytest.raises(DeadlineExceeded, match="1 are ready; 10482494335621261157: Unavail"):
             await until_ready(discovery, 2, seconds=0.2, interval=0.01)
         await discovery.close()
-
-
-async def test_each_address_of_a_name_is_one_worker() -> None:
-    async def resolve(name: str, port: int) -> Iterable[str]:
-        assert (name, port) == ("workers.svc", 8000)
-        return ["10.0.0.1", "fd00::2"]
-
-    discovery = Named("http://workers.svc:8000", admin_port=9000, resolve=resolve)
-    one, two = sorted(await discovery.find(), key=lambda found: found.id)
-    assert (one.id, one.data_url, one.admin_url) == (
-        "10.0.0.1:8000", "http://10.0.0.1:8000", "http://10.0.0.1:9000",
-    )  # fmt: skip
-    assert (two.id, two.admin_url) == ("[fd00::2]:8000", "http://[fd00::2]:9000")
-    assert one.host == two.host == "workers.svc:8000"
-    with pytest.raises(UnsupportedField, match="certificates"):
-        Named("https://workers.svc")
-    (local,) = await Named("http://127.0.0.1:81").find()
-    assert local.data_url == "http://127.0.0.1:81"
-
-
-async def test_listed_workers_are_what_they_are() -> None:
-    listed = await Listed("http://a:1", ("http://b:1", "http://b:2/")).find()
-    assert {(one.id, one.data_url, one.admin_url) for one in listed} == {
-        ("a:1", "http://a:1", "http://a:1"),
-        ("b:1", "http://b:1", "http://b:2"),
-    }
-    with pytest.raises(BadRequest, match="twice"):
-        Listed("http://a:1", "http://a:1/")
-    with pytest.raises(BadRequest, match="'a:1'"):
-        Listed("a:1")
 
 
 class Turns:

@@ -115,7 +115,7 @@ async def test_an_aborted_turn_is_kept_not_trained_on_and_continued(
     assert turn.finish == "abort"
     partial = list(turn.token_ids)
     aborted = chat.sample()
-    assert (aborted.aborts, aborted.trainable, any(aborted.sampled_mask)) == (1, False, False)
+    assert (aborted.aborts, any(aborted.sampled_mask)) == (1, False)
     assert sum(chat.sample(train_aborted=True).sampled_mask) == len(partial)
     whole = await chat.continue_(max_tokens=40, min_tokens=40)
     assert whole.prompt_ids[-len(partial) :] == partial or not partial

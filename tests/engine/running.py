@@ -28,3 +28,9 @@ async def start(engine: Engine, **options: Any) -> asyncio.Task[Any]:
     task = asyncio.create_task(engine.generate(request(ids(1, 20), max_tokens=LONG, **options)))
     await until_running(engine, before + 1)
     return task
+
+
+async def score(engine: Engine, token_ids: list[int], *, staged: bool = False) -> list[float]:
+    """The logprobs of one sequence."""
+    (scores,) = await engine.score_all([token_ids], staged=staged)
+    return scores

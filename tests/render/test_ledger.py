@@ -58,7 +58,7 @@ def test_three_turns_with_a_tool_are_one_sample(renderer: Renderer) -> None:
     assert all(on or value == 0.0 for on, value in zip(mask, sample.logprobs, strict=True))
     assert [span.version for span in sample.versions] == ["1", "1", "2"]
     assert sample.workers == ("w0", "w1")
-    assert (sample.breaks, sample.aborts, sample.trainable) == ((), 0, True)
+    assert (sample.breaks, sample.aborts) == ((), 0)
     assert not ledger.break_counts
 
 
@@ -234,7 +234,7 @@ def test_an_aborted_turn_is_kept_and_not_trained_on(renderer: Renderer) -> None:
     ledger = Ledger(renderer)
     _, node, _ = say(ledger, [user()], "It is", finish="abort")
     (sample,) = ledger.samples()
-    assert (sample.aborts, sample.trainable) == (1, False)
+    assert sample.aborts == 1
     assert not any(sample.sampled_mask)
     assert sample.token_ids == node.ids().tolist()
     (sample,) = ledger.samples(train_aborted=True)
@@ -253,7 +253,7 @@ def test_an_aborted_turn_goes_on_token_for_token(renderer: Renderer) -> None:
         _, node, message = finish_turn(ledger, plan, [], text, finish=finish, version=version)
     assert message["content"] == "It is three."
     (sample,) = ledger.samples()
-    assert sample.trainable
+    assert sample.aborts == 0
     assert [span.version for span in sample.versions] == ["1", "1", "2"]
     said = renderer.encode("It i") + renderer.encode("s th") + renderer.encode("ree.<|im_end|>")
     assert sample.token_ids[-len(said) :] == said
@@ -325,10 +325,10 @@ def test_bad_routed_experts_fail_the_turn_and_nothing_is_stored(
         "absent": None,
         "layers": RoutedExperts(bytes((end - 1) * 6), (end - 1, 3, 2), "uint8"),
     }[bad]
-    before = ledger.to_bytes()
+    before = [ledger.turn_bytes(node) for node in ledger.nodes]
     with pytest.raises(BadExperts):
         ledger.commit(plan, completion(plan.prompt_ids, ids, experts=experts), said)
-    assert ledger.to_bytes() == before
+    assert [ledger.turn_bytes(node) for node in ledger.nodes] == before
     assert not ledger.nodes[0].children
 
 

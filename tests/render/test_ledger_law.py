@@ -98,7 +98,8 @@ def play(renderer: Renderer, breaks: Any, turns: list[dict[str, Any]]) -> None:
     sampled = sum(len(node.sampled) for node in ledger.nodes)
     samples = ledger.samples(train_aborted=True)
     assert all(sum(sample.sampled_mask) <= sampled for sample in samples)
-    assert Ledger.from_bytes(ledger.to_bytes(), renderer).samples(train_aborted=True) == samples
+    turns = [ledger.turn_bytes(node) for node in ledger.nodes]
+    assert Ledger.from_turns(turns, [], renderer).samples(train_aborted=True) == samples
 
 
 def edited(messages: list[dict[str, Any]], tools: Any, edit: str) -> tuple[list[Any], Any]:

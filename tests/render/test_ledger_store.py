@@ -14,9 +14,26 @@ from tests.render.rollouts import TOOLS, finish_turn, say
 USER = {"role": "user", "content": "1 + 2?"}
 
 
-def busy(renderer: Renderer) -> tuple[Ledger, list[Any]]:
+class Stored:
+    """What a store keeps of a session: its turns, and the breaks it was told."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.breaks: list[tuple[bytes, str]] = []
+        ledger.on_break = self.breaks.append
+
+    @property
+    def turns(self) -> list[bytes]:
+        return [self.ledger.turn_bytes(node) for node in self.ledger.nodes]
+
+    def again(self) -> Ledger:
+        return Ledger.from_turns(self.turns, self.breaks, self.ledger.renderer)
+
+
+def busy(renderer: Renderer) -> tuple[Stored, list[Any]]:
     """A session with branches, a break, an aborted turn and shared prompts."""
     ledger = Ledger(renderer, breaks="fork")
+    stored = Stored(ledger)
     messages: list[Any] = [USER]
     plan = ledger.plan(messages, TOOLS)
     for text in ("3<|im_end|>", "<think>\nHm.\n</think>\n\nthree<|im_end|>"):
@@ -26,15 +43,14 @@ def busy(renderer: Renderer) -> tuple[Ledger, list[Any]]:
     finish_turn(ledger, ledger.continue_(ledger.nodes[-1]), [], " is.<|im_end|>", tools=TOOLS)
     edited = [USER, {"role": "assistant", "content": "four"}, USER]
     say(ledger, edited, "5<|im_end|>", tools=TOOLS)
-    return ledger, [*messages, USER]
+    return stored, [*messages, USER]
 
 
 def test_a_session_survives_as_bytes(renderer: Renderer) -> None:
-    ledger, messages = busy(renderer)
-    data = ledger.to_bytes()
-    again = Ledger.from_bytes(data, renderer, breaks="fork")
+    stored, messages = busy(renderer)
+    ledger, again = stored.ledger, stored.again()
     assert again.samples() == ledger.samples()
-    assert again.to_bytes() == data
+    assert Stored(again).turns == stored.turns
     assert again.nbytes == ledger.nbytes
     assert again.break_counts == ledger.break_counts == {"edited_history": 1}
     assert again.nodes[0].prompt is again.nodes[1].prompt
@@ -45,10 +61,10 @@ def test_a_session_survives_as_bytes(renderer: Renderer) -> None:
 
 
 def test_a_known_break_is_not_counted_again_after_a_restart(renderer: Renderer) -> None:
-    ledger, _ = busy(renderer)
+    stored, _ = busy(renderer)
     edited = [USER, {"role": "assistant", "content": "nine"}, USER]
-    ledger.plan(edited, TOOLS)
-    again = Ledger.from_bytes(ledger.to_bytes(), renderer)
+    stored.ledger.plan(edited, TOOLS)
+    again = stored.again()
     with pytest.raises(PrefixBreak):
         again.plan(edited, TOOLS)
     assert again.break_counts == {"edited_history": 2}
@@ -61,18 +77,19 @@ def test_a_long_session_is_stored_close_to_its_numbers(renderer: Renderer) -> No
         say(ledger, messages, "word " * 50 + "<|im_end|>")
         messages.append(USER)
     end = ledger.nodes[-1].end
-    assert len(ledger.to_bytes()) < 14 * end + 20 * 800
+    assert sum(map(len, Stored(ledger).turns)) < 14 * end + 20 * 800
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", msgspec.msgpack.encode([99, [], {}, []])])
 def test_other_bytes_are_refused(renderer: Renderer, data: bytes) -> None:
-    with pytest.raises(BadRequest, match="stored session"):
-        Ledger.from_bytes(data, renderer)
+    with pytest.raises(BadRequest, match="not a stored turn"):
+        Ledger.from_turns([data], [], renderer)
 
 
 def test_a_broken_chain_is_refused(renderer: Renderer) -> None:
-    ledger, _ = busy(renderer)
-    session = msgspec.msgpack.decode(ledger.to_bytes())
-    session[1][0][0] = 7
+    stored, _ = busy(renderer)
+    first, *rest = stored.turns
+    turn = msgspec.msgpack.decode(first)
+    turn[0] = 7
     with pytest.raises(BadRequest, match="parent 7"):
-        Ledger.from_bytes(msgspec.msgpack.encode(session), renderer)
+        Ledger.from_turns([msgspec.msgpack.encode(turn), *rest], [], renderer)

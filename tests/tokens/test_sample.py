@@ -1,4 +1,4 @@
-"""Sample: what a trainer gets from consecutive turns, and what it is never given."""
+"""Sample: what a trainer gets, and what it is never given."""
 
 from __future__ import annotations
 
@@ -11,27 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tokens import Completion, Finish, RoutedExperts, Sample, VersionSpan, merge_spans
-from lockstep.tokens.errors import (
-    BadExperts,
-    BadLogprob,
-    BadVersions,
-    Conflict,
-    Misaligned,
-    PrefixBreak,
-)
-
-
-def turn(prompt: list[int], output: list[int], **changes: Any) -> Completion:
-    labels = changes.pop("labels", "a" * len(output))
-    fields: dict[str, Any] = {
-        "prompt_ids": prompt,
-        "token_ids": output,
-        "logprobs": [-0.5 - at for at in range(len(output))],
-        "finish": "stop",
-        "versions": merge_spans(labels),
-    }
-    return Completion(**(fields | changes))
+from lockstep.tokens import RoutedExperts, Sample, VersionSpan, merge_spans
+from lockstep.tokens.errors import BadExperts, BadLogprob, BadVersions, Misaligned
 
 
 def sample(**changes: Any) -> Sample:
@@ -42,49 +23,6 @@ def sample(**changes: Any) -> Sample:
         "versions": (VersionSpan("a", 1, 3),),
     }
     return Sample(**(fields | changes))
-
-
-def test_turns_become_one_sequence_with_what_was_sampled_marked() -> None:
-    first = turn([1, 2], [3, 4], labels="ab", worker="w1")
-    second = turn([1, 2, 3, 4, 9], [5], worker="w2")
-    third = turn([1, 2, 3, 4, 9, 5], [6], worker="w1", finish="abort")
-    made = Sample.of([first, second, third], breaks=["edited_history"])
-    assert made.token_ids == [1, 2, 3, 4, 9, 5, 6]
-    assert made.sampled_mask == [False, False, True, True, False, True, True]
-    assert made.logprobs == [0.0, 0.0, -0.5, -1.5, 0.0, -0.5, -0.5]
-    assert made.versions == (
-        VersionSpan("a", 2, 3), VersionSpan("b", 3, 4), VersionSpan("a", 5, 6),
-        VersionSpan("a", 6, 7),
-    )  # fmt: skip
-    assert (made.workers, made.aborts, made.trainable) == (("w1", "w2"), 1, False)
-    assert made.breaks == ("edited_history",)
-    assert Sample.of([first]).trainable
-
-
-@pytest.mark.failure_mode("F16")
-@pytest.mark.parametrize(
-    ("field", "value"), [("logprob_mode", "processed"), ("temperature", 0.7), ("adapter", "x")]
-)
-def test_turns_whose_logprobs_are_not_comparable_are_refused(field: str, value: Any) -> None:
-    turns = [turn([1], [2]), turn([1, 2], [3], **{field: value})]
-    with pytest.raises(Conflict, match=f"turn 1 has {field}") as refused:
-        Sample.of(turns)
-    assert refused.value.param == field
-    same = Sample.of([turn([1], [2], **{field: value}), turns[1]])
-    assert getattr(same, field) == value
-
-
-@pytest.mark.parametrize("prompt", [[1, 9, 3], [1], [], [1, 2, 4, 3]])
-def test_a_turn_that_does_not_start_with_the_ids_before_it_is_a_prefix_break(
-    prompt: list[int],
-) -> None:
-    with pytest.raises(PrefixBreak, match="the prompt of turn 1 does not start with the 3 ids"):
-        Sample.of([turn([1, 2], [3]), turn(prompt, [5])])
-
-
-def test_a_sample_of_nothing_is_refused() -> None:
-    with pytest.raises(Conflict, match="at least one completion"):
-        Sample.of([])
 
 
 @pytest.mark.failure_mode("F06")
@@ -141,31 +79,39 @@ def test_arrays_have_the_types_a_trainer_wants() -> None:
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
     """Samples of any number of turns, with floats that a trip through text could spoil."""
-    ids = st.lists(st.integers(0, 2**31 - 1), max_size=5)
-    shared = {
-        "logprob_mode": draw(st.sampled_from(["raw", "processed"])),
-        "temperature": draw(st.floats(0, 2)),
-        "adapter": draw(st.none() | st.text()),
-    }
-    turns: list[Completion] = []
-    prompt: list[int] = []
+    tokens: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[VersionSpan] = []
     for _ in range(draw(st.integers(1, 3))):
-        prompt = prompt + draw(ids)
-        output = draw(ids)
-        finish: Finish = draw(st.sampled_from(["stop", "length", "abort"]))
-        logprobs = draw(st.lists(st.floats(-9998, 0, width=32), min_size=len(output),
-                                 max_size=len(output)))  # fmt: skip
+        given, output = (draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)) for _ in range(2))
         labels = [draw(st.sampled_from(["v1", "v2+é@\n"])) for _ in output]
-        turns.append(turn(prompt, output, logprobs=logprobs, labels=labels, finish=finish,
-                          worker=draw(st.none() | st.text(max_size=3)), **shared))  # fmt: skip
-        prompt = prompt + output
-    made = Sample.of(turns, breaks=draw(st.lists(st.text(max_size=5), max_size=2)))
-    if not draw(st.booleans()):
-        return made
-    rows = max(len(made.token_ids) - 1, 0)
-    data = draw(st.binary(min_size=rows * 4, max_size=rows * 4))
-    fields = {name: getattr(made, name) for name in Sample.__dataclass_fields__}
-    return Sample(**fields | {"experts": RoutedExperts(data, (rows, 2, 1), "uint16")})
+        start = len(tokens) + len(given)
+        versions += [
+            VersionSpan(one.version, start + one.start, start + one.end)
+            for one in merge_spans(labels)
+        ]
+        tokens += given + output
+        mask += [False] * len(given) + [True] * len(output)
+        logprobs += [0.0] * len(given) + [draw(st.floats(-9998, 0, width=32)) for _ in output]
+    experts = None
+    if draw(st.booleans()):
+        rows = max(len(tokens) - 1, 0)
+        data = draw(st.binary(min_size=rows * 4, max_size=rows * 4))
+        experts = RoutedExperts(data, (rows, 2, 1), "uint16")
+    return Sample(
+        token_ids=tokens,
+        sampled_mask=mask,
+        logprobs=logprobs,
+        versions=tuple(versions),
+        logprob_mode=draw(st.sampled_from(["raw", "processed"])),
+        temperature=draw(st.floats(0, 2)),
+        experts=experts,
+        adapter=draw(st.none() | st.text()),
+        breaks=tuple(draw(st.lists(st.text(max_size=5), max_size=2))),
+        aborts=draw(st.integers(0, 3)),
+        workers=tuple(draw(st.lists(st.text(max_size=3), max_size=2))),
+    )
 
 
 @given(samples())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.models import bundled
-from lockstep.tokens import Sample, VersionSpan
+from lockstep.tokens import Completion, Sample, VersionSpan
 from lockstep.train.batch import Batch, Clock, Group, Rollout, make_batch
 from lockstep.train.config import TrainConfig
 from lockstep.train.env import Reward
@@ -26,9 +26,27 @@ def sampled(model: str = "tiny", count: int = 4, tokens: int = 12, **options: An
     """Samples of the model's own, all of VERSION."""
     rig = Rig(directory(model), weight_version=VERSION)
     return [
-        Sample.of([rig.generate(ids(at, 9 + at), max_tokens=tokens, seed=at, **options)])
+        sample_of(rig.generate(ids(at, 9 + at), max_tokens=tokens, seed=at, **options))
         for at in range(count)
     ]
+
+
+def sample_of(done: Completion) -> Sample:
+    """What there is to learn from one completion."""
+    before = len(done.prompt_ids)
+    return Sample(
+        token_ids=[*done.prompt_ids, *done.token_ids],
+        sampled_mask=[False] * before + [True] * len(done.token_ids),
+        logprobs=[0.0] * before + done.logprobs,
+        versions=tuple(
+            VersionSpan(span.version, before + span.start, before + span.end)
+            for span in done.versions
+        ),
+        logprob_mode=done.logprob_mode,
+        temperature=done.temperature,
+        experts=done.experts,
+        adapter=done.adapter,
+    )
 
 
 def grouped(samples: list[Sample], rewards: list[float] | None = None) -> list[Group]:

@@ -49,16 +49,15 @@ class DynamoAdmin:
         routes: Iterable[str],
         token: str | None = None,
         *,
-        host: str | None = None,
         budgets: Budgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
         self.routes = frozenset(routes)
-        self._caller = Caller(system_url, token=token, host=host, backoff=backoff)
+        self._caller = Caller(system_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._own: LockstepAdmin | None = None
         if self.routes >= TRANSACTION:
-            self._own = _Advertised(system_url, token, host=host, budgets=budgets, backoff=backoff)
+            self._own = _Advertised(system_url, token, budgets=budgets, backoff=backoff)
         self._reloads = Reloads(self.url, self._load, self._ready, untouched=(Conflict,))
         self._adapters: dict[str, str] = {}
 
@@ -261,12 +260,11 @@ class _Advertised(LockstepAdmin):
         system_url: str,
         token: str | None = None,
         *,
-        host: str | None = None,
         budgets: Budgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
-        super().__init__(system_url, token, host=host, budgets=budgets, backoff=backoff)
-        self._caller = _ReasonedCaller(system_url, token=token, host=host, backoff=backoff)
+        super().__init__(system_url, token, budgets=budgets, backoff=backoff)
+        self._caller = _ReasonedCaller(system_url, token=token, backoff=backoff)
 
 
 class _ReasonedCaller(Caller):

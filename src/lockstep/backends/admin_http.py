@@ -63,7 +63,7 @@ BUDGETS = Budgets()
 
 
 class Caller:
-    """Calls one worker. Every error names it; `host` is sent as Host where the URL is an address.
+    """Calls one worker. Every error names it.
 
     With `again` a call is repeated when it may have been lost; without, it is sent once.
     """
@@ -73,11 +73,10 @@ class Caller:
         url: str,
         *,
         token: str | None = None,
-        host: str | None = None,
         backoff: float = 0.1,
     ) -> None:
         # The link itself must not repeat anything: it cannot know what is harmless.
-        self.link = PinnedLink(url, api_key=token, retries=0, connections=16, host=host)
+        self.link = Link(url, api_key=token, retries=0, connections=16)
         self._backoff = backoff
         self._closed = False
 
@@ -208,23 +207,6 @@ class Caller:
                 if spent or not again or self._closed:
                     raise named(error, self.url, what) from None
             await asyncio.sleep(pause)
-
-
-class PinnedLink(Link):
-    """A link to one address of a name that has several: it goes on saying that name."""
-
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        api_key: str | None,
-        retries: int,
-        connections: int,
-        host: str | None,
-    ) -> None:
-        super().__init__(base_url, api_key=api_key, retries=retries, connections=connections)
-        if host is not None:
-            self._headers["Host"] = host
 
 
 def named(error: LockstepError, worker: str, what: str) -> LockstepError:

@@ -71,11 +71,10 @@ class LockstepAdmin:
         system_url: str,
         token: str | None = None,
         *,
-        host: str | None = None,
         budgets: Budgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
-        self._caller = Caller(system_url, token=token, host=host, backoff=backoff)
+        self._caller = Caller(system_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._name = secrets.token_hex(8)
         self._numbers = count(1)

@@ -34,14 +34,12 @@ async def open_admin(
     backend: BackendName = "auto",
     *,
     routes: Iterable[str] | None = None,
-    host: str | None = None,
     budgets: Budgets = BUDGETS,
     backoff: float = 0.1,
 ) -> Admin:
     """The driver named, or the one for what the worker at `url` turns out to be.
 
-    `routes` are those a Dynamo worker advertises, as discovery finds them; `host` is the name to
-    say to a worker that is addressed by one of its name's addresses. Raises BadRequest for an
+    `routes` are those a Dynamo worker advertises, as discovery finds them. Raises BadRequest for an
     unknown name, Unauthorized for a wrong token, UnsupportedField for a worker whose control
     routes are switched off, and Unavailable when it cannot be reached or recognised.
     """
@@ -50,7 +48,7 @@ async def open_admin(
             f"backend is {backend!r}, expected auto or one of {', '.join(NAMES)}", param="backend"
         )
     if backend == "auto":
-        caller = Caller(url, token=token, host=host, backoff=backoff)
+        caller = Caller(url, token=token, backoff=backoff)
         try:
             name = await detect(caller, budgets.quick)
         finally:
@@ -58,9 +56,9 @@ async def open_admin(
     else:
         name = backend
     if name == "lockstep":
-        return LockstepAdmin(url, token, host=host, budgets=budgets, backoff=backoff)
+        return LockstepAdmin(url, token, budgets=budgets, backoff=backoff)
     if name == "prime-rl":
-        return PrimeAdmin(url, token, host=host, budgets=budgets, backoff=backoff)
+        return PrimeAdmin(url, token, budgets=budgets, backoff=backoff)
     if name == "dynamo":
         if routes is None:
             raise BadRequest(
@@ -68,8 +66,8 @@ async def open_admin(
                 "give routes, as GET /v1/rl/workers lists them",
                 param="routes",
             )
-        return DynamoAdmin(url, routes, token, host=host, budgets=budgets, backoff=backoff)
-    admin = VllmAdmin(url, token, host=host, budgets=budgets, backoff=backoff)
+        return DynamoAdmin(url, routes, token, budgets=budgets, backoff=backoff)
+    admin = VllmAdmin(url, token, budgets=budgets, backoff=backoff)
     try:
         await admin.meet()
     except BaseException:

@@ -39,11 +39,10 @@ class PrimeAdmin:
         base_url: str,
         token: str | None = None,
         *,
-        host: str | None = None,
         budgets: Budgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
-        self._caller = Caller(base_url, token=token, host=host, backoff=backoff)
+        self._caller = Caller(base_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._paused = False
         self._reloads = Reloads(self.url, self._load, self._ready)

@@ -51,11 +51,10 @@ class VllmAdmin:
         base_url: str,
         token: str | None = None,
         *,
-        host: str | None = None,
         budgets: Budgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
-        self._caller = Caller(base_url, token=token, host=host, backoff=backoff)
+        self._caller = Caller(base_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._seen: Seen | None = None
         self._extension = Extension(self._caller, budgets, self._quiet, self._label)

@@ -1,4 +1,4 @@
-"""Where workers are: listed, told by Dynamo, or behind a DNS name; and how that changes."""
+"""Where the workers of a Dynamo deployment are, and how that changes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import ipaddress
 import logging
 import os
-import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 from urllib.parse import SplitResult, urlsplit, urlunsplit
@@ -22,7 +21,6 @@ from lockstep.tokens.errors import (
     DeadlineExceeded,
     LockstepError,
     Unavailable,
-    UnsupportedField,
 )
 
 log = logging.getLogger(__name__)
@@ -35,8 +33,7 @@ ROUTE = "/v1/rl/workers"
 class Found:
     """One worker. `id` stays the same while it lives; `error` says why it is not ready.
 
-    `host` is the name to say to it where the URLs hold an address; `routes` is what a Dynamo worker
-    advertises.
+    `routes` is what a Dynamo worker advertises.
     """
 
     id: str
@@ -46,7 +43,6 @@ class Found:
     model: str | None = None
     ready: bool = True
     error: str | None = None
-    host: str | None = None
     routes: tuple[str, ...] = ()
 
 
@@ -116,83 +112,6 @@ async def until_ready(
         raise DeadlineExceeded(
             f"{count} workers were not ready within {seconds:g} s: {trouble}"
         ) from None
-
-
-class Listed:
-    """Workers at given URLs. A pair is a data and an admin URL; a single URL serves both."""
-
-    def __init__(self, *urls: str | tuple[str, str], backend: AdminName | None = None) -> None:
-        pairs = [(url, url) if isinstance(url, str) else url for url in urls]
-        self._found = frozenset(
-            Found(
-                id=_parts(data, "url").netloc,
-                data_url=data.rstrip("/"),
-                admin_url=admin.rstrip("/"),
-                backend=backend,
-            )
-            for data, admin in pairs
-        )
-        for _, admin in pairs:
-            _parts(admin, "url")
-        if len(self._found) != len(pairs):
-            raise BadRequest(f"a worker is listed twice in {list(urls)}", param="urls")
-
-    async def find(self) -> frozenset[Found]:
-        return self._found
-
-    async def close(self) -> None:
-        return None
-
-
-Resolve = Callable[[str, int], Awaitable[Iterable[str]]]
-
-
-class Named:
-    """Workers behind one DNS name: each address is one of them, and stays that one.
-
-    `admin_port` is where their control routes are, if not where their data is.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        admin_port: int | None = None,
-        backend: AdminName | None = None,
-        resolve: Resolve | None = None,
-    ) -> None:
-        self._url = _parts(url, "url")
-        if self._url.scheme != "http":
-            raise UnsupportedField(
-                f"url is {url!r}: workers behind a name are reached by address, which their "
-                "certificates do not name; use http inside, or list the workers",
-                param="url",
-            )
-        self._port = self._url.port or 80
-        self._admin_port = admin_port or self._port
-        self._backend = backend
-        self._resolve = resolve or _resolve
-
-    async def find(self) -> frozenset[Found]:
-        name = self._url.hostname or ""
-        try:
-            addresses = await self._resolve(name, self._port)
-        except OSError as error:
-            raise Unavailable(f"{name!r} cannot be resolved: {error}") from None
-        return frozenset(self._at(address) for address in addresses)
-
-    def _at(self, address: str) -> Found:
-        shown = f"[{address}]" if ":" in address else address
-        return Found(
-            id=f"{shown}:{self._port}",
-            data_url=f"http://{shown}:{self._port}{self._url.path.rstrip('/')}",
-            admin_url=f"http://{shown}:{self._admin_port}{self._url.path.rstrip('/')}",
-            backend=self._backend,
-            host=self._url.netloc,
-        )
-
-    async def close(self) -> None:
-        return None
 
 
 class _Worker(msgspec.Struct):
@@ -272,12 +191,6 @@ def workers_url(frontend: str, environ: Mapping[str, str] = os.environ) -> str:
     parts = _parts(frontend, "frontend")
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{parts.scheme}://{host}:{port}"
-
-
-async def _resolve(name: str, port: int) -> list[str]:
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    return sorted({str(address[4][0]) for address in found})
 
 
 def _parts(url: str, field: str) -> SplitResult:

@@ -33,7 +33,7 @@ class ProvingAdmin(DynamoAdmin):
     ) -> None:
         if found.admin_url is None or found.data_url is None:
             raise BadRequest(f"worker {found.id} cannot be controlled: {found.error}", param="url")
-        super().__init__(found.admin_url, found.routes, token, host=found.host, budgets=budgets)
+        super().__init__(found.admin_url, found.routes, token, budgets=budgets)
         self._model = found.model
         self._transport = DynamoTransport(Link(pinned(found.data_url, found.id), retries=0))
 

@@ -198,18 +198,6 @@ class Ledger:
         self._check_mine(node)
         return branch_sample(node.path(), train_aborted=train_aborted)
 
-    def to_bytes(self) -> bytes:
-        """The whole session as msgpack; `from_bytes` gives back an equal ledger."""
-        return store.dump(self.nodes, self.break_counts, self._recorded)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, renderer: Renderer, *, breaks: Breaks = "strict") -> Ledger:
-        """Raises BadRequest when the bytes are not a session, or one of another format."""
-        nodes, counts, recorded = store.load(data)
-        ledger = cls(renderer, breaks=breaks)
-        ledger._restore(nodes, counts, recorded)
-        return ledger
-
     @classmethod
     def from_turns(
         cls, turns: Iterable[bytes], recorded: Iterable[tuple[bytes, str]], renderer: Renderer

@@ -1,4 +1,4 @@
-"""A session as bytes and back, for a database row."""
+"""The turns of a session as bytes and back, for database rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from lockstep.render.messages import Message
 from lockstep.render.tree import IDS, LOGPROBS, Node
 from lockstep.tokens import Finish, LogprobMode, RoutedExperts, VersionSpan
 from lockstep.tokens.errors import BadRequest
-
-FORMAT = 1
 
 
 class _Experts(msgspec.Struct, array_like=True):
@@ -48,38 +46,7 @@ class _Turn(msgspec.Struct, array_like=True):
     breaks: tuple[str, ...]
 
 
-class _Session(msgspec.Struct, array_like=True):
-    format: int
-    turns: list[_Turn]
-    break_counts: dict[str, int]
-    recorded: list[bytes]
-
-
 _TURN = msgspec.msgpack.Decoder(_Turn)
-
-
-def dump(nodes: Sequence[Node], break_counts: dict[str, int], recorded: Iterable[bytes]) -> bytes:
-    turns: list[_Turn] = []
-    owners: dict[int, int] = {}
-    for node in nodes:
-        owner = owners.setdefault(id(node.prompt), node.index)
-        turns.append(_turn(node, None if owner == node.index else owner))
-    session = _Session(FORMAT, turns, dict(break_counts), sorted(recorded))
-    return msgspec.msgpack.encode(session)
-
-
-def load(data: bytes) -> tuple[list[tuple[Node, Node | None]], dict[str, int], set[bytes]]:
-    """The nodes in order, each with the one it shares its prompt with; counts; known breaks.
-
-    Raises BadRequest when the bytes are not a session, or one of another format.
-    """
-    try:
-        session = msgspec.msgpack.decode(data, type=_Session)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise BadRequest(f"these bytes are not a stored session: {error}") from error
-    if session.format != FORMAT:
-        raise BadRequest(f"stored session has format {session.format}, expected {FORMAT}")
-    return _linked(session.turns), session.break_counts, set(session.recorded)
 
 
 def dump_turn(node: Node, siblings: Sequence[Node]) -> bytes:
@@ -89,7 +56,10 @@ def dump_turn(node: Node, siblings: Sequence[Node]) -> bytes:
 
 
 def load_turns(rows: Iterable[bytes]) -> list[tuple[Node, Node | None]]:
-    """The nodes of turns stored one by one, in order. Raises BadRequest like `load`."""
+    """The nodes of turns stored one by one, in order, each with the one it shares its prompt with.
+
+    Raises BadRequest when they are not the turns of a session.
+    """
     try:
         return _linked(_TURN.decode(row) for row in rows)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

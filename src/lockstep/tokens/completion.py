@@ -55,7 +55,7 @@ class Completion:
     """One finished generation. Checked when made: an instance that exists keeps the contract.
 
     token_ids and logprobs have the same length; version spans cover the tokens without gaps;
-    every logprob is finite (unless `allow_nonfinite`, which leaves them flagged for the caller);
+    every logprob is finite (unless `allow_nonfinite`, which leaves them as they came);
     experts, when present, have a row for every token but the last.
     """
 
@@ -98,11 +98,6 @@ class Completion:
     def complete(self) -> bool:
         """Whether the model ended this turn itself; not so after `abort` or `length`."""
         return self.finish in ("stop", "tool_calls")
-
-    @property
-    def bad_positions(self) -> list[int]:
-        """Positions of logprobs that are not finite numbers (only with `allow_nonfinite`)."""
-        return [at for at, value in enumerate(self.logprobs) if not usable(value)]
 
 
 def usable(logprob: float) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.tokens.completion import SENTINEL, Completion, VersionSpan, check_aligned
-from lockstep.tokens.errors import BadLogprob, BadVersions, Conflict, PrefixBreak
+from lockstep.tokens.completion import SENTINEL, VersionSpan, check_aligned
+from lockstep.tokens.errors import BadLogprob, BadVersions
 from lockstep.tokens.experts import RoutedExperts
 from lockstep.tokens.sampling import LogprobMode
 
@@ -63,58 +62,6 @@ class Sample:
             raise BadVersions(f"position {int(wrong[0])} is sampled or has a version, but not both")
         if self.experts is not None:
             self.experts.check_covers(len(self.token_ids))
-
-    @classmethod
-    def of(cls, completions: Sequence[Completion], *, breaks: Sequence[str] = ()) -> Sample:
-        """The sample of consecutive turns of one conversation.
-
-        Raises PrefixBreak when a turn's prompt does not start with all ids before it, and Conflict
-        when the turns mix logprob modes, temperatures or adapters: such numbers are not comparable.
-        """
-        if not completions:
-            raise Conflict("a sample needs at least one completion")
-        first = completions[0]
-        ids: list[int] = []
-        mask: list[bool] = []
-        logprobs: list[float] = []
-        versions: list[VersionSpan] = []
-        for turn, done in enumerate(completions):
-            for field in ("logprob_mode", "temperature", "adapter"):
-                if getattr(done, field) != getattr(first, field):
-                    raise Conflict(
-                        f"turn {turn} has {field} {getattr(done, field)!r}, "
-                        f"the first turn {getattr(first, field)!r}: a sample must not mix them",
-                        param=field,
-                    )
-            if done.prompt_ids[: len(ids)] != ids:
-                raise PrefixBreak(
-                    f"the prompt of turn {turn} does not start with the {len(ids)} ids before it",
-                    cause="edited_history",
-                )
-            added = len(done.prompt_ids) - len(ids)
-            ids = done.prompt_ids + done.token_ids
-            mask += [False] * added + [True] * len(done.token_ids)
-            logprobs += [0.0] * added + done.logprobs
-            at = len(done.prompt_ids)
-            versions += [VersionSpan(s.version, at + s.start, at + s.end) for s in done.versions]
-        return cls(
-            token_ids=ids,
-            sampled_mask=mask,
-            logprobs=logprobs,
-            versions=tuple(versions),
-            logprob_mode=first.logprob_mode,
-            temperature=first.temperature,
-            experts=completions[-1].experts,
-            adapter=first.adapter,
-            breaks=tuple(breaks),
-            aborts=sum(done.finish == "abort" for done in completions),
-            workers=tuple(dict.fromkeys(done.worker for done in completions if done.worker)),
-        )
-
-    @property
-    def trainable(self) -> bool:
-        """Whether every turn ended by itself or by length; aborted ones are the caller's choice."""
-        return self.aborts == 0
 
     def numpy(self) -> dict[str, npt.NDArray[Any]]:
         """token_ids int64, sampled_mask bool and logprobs float32, each of shape (tokens,)."""

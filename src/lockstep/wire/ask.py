@@ -24,8 +24,8 @@ class Ask:
     `experts_start` asks for routed experts from that position on; None does not ask for them.
     `weight_version` demands one version, `min_weight_version` a floor. `stop` are stop strings,
     `nvext` is merged into Dynamo's extension, `features` carries vLLM's multimodal payload.
-    `timeout` is in seconds over the whole call. `allow_nonfinite` keeps NaN and sentinel logprobs,
-    flagged on the completion, instead of refusing the answer.
+    `timeout` is in seconds over the whole call. `allow_nonfinite` keeps NaN and sentinel logprobs
+    on the completion, instead of refusing the answer.
     """
 
     prompt_ids: list[int]
