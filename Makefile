@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-engines lint format bench clean
+.PHONY: demo test test-engines lint format docs bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,14 +30,20 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/failure_modes.py --check
+	$(BIN)/python scripts/reference.py --check
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The site of docs/, into site/; fails on a broken link or anchor.
+docs: $(VENV)/.ready
+	$(BIN)/python scripts/reference.py --write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Beside the peers, each in an environment of its own; writes docs/benchmarks.md.
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache .hypothesis
