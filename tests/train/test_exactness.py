@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.backends.transport import ModelCard
-from lockstep.tokens.errors import Conflict
+from lockstep.tokens.errors import NotExact
 from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.config import LearnerConfig
 from lockstep.train.exactness import CLOSE_BOUND, Exactness, base_card
@@ -47,7 +47,7 @@ def test_what_differs_is_the_reason_for_close_mode(
     found = between(trainer, workers)
     assert found.mode == "close"
     assert found.bound == CLOSE_BOUND["float32"]
-    with pytest.raises(Conflict, match=reason):
+    with pytest.raises(NotExact, match=reason):
         between(trainer, workers, exact=True)
 
 

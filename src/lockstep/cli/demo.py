@@ -38,6 +38,9 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of the prompts and of sampling.")] = 1,
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 32,
     groups: Annotated[int, typer.Option(help="Prompts per step, each played 8 times.", min=1)] = 16,
+    eval_prompts: Annotated[
+        int, typer.Option(help="Held-out prompts, played before and after; 0: none.", min=0)
+    ] = 128,
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Fail unless trainer and workers compute the same bits."),
@@ -77,6 +80,7 @@ def demo(
                 seed=seed,
                 steps=steps,
                 groups=groups,
+                eval_prompts=eval_prompts,
                 exact=exact,
                 worker_args=tuple(shlex.split(worker_args)),
                 report=report,

@@ -10,13 +10,17 @@ import torch
 
 from lockstep.doctor.check import Check
 from lockstep.doctor.host import cores
-from lockstep.engine import Engine
+from lockstep.engine import Engine, mkl, numerics
+from lockstep.engine.bf16 import make_bf16_safe
+from lockstep.tokens.errors import EngineFailure
 
 
 def checks() -> Iterator[Check]:
-    yield Check("torch", "ok", f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
+    safe = bf16()  # before anything else is computed: oneDNN looks at its limit only once
+    yield Check("torch", "ok", f"{torch.__version__} with {numerics.isa()} instructions")
     yield threads()
     yield exact()
+    yield safe
     yield cuda()
 
 
@@ -31,12 +35,25 @@ def threads() -> Check:
 
 def exact() -> Check:
     """Whether logprobs of engine and trainer can be equal bit for bit."""
-    engine = Engine("tiny")
-    stats = engine.stats()
+    stats = Engine("tiny").stats()
+    how = f"MKL {mkl.mode()}"
     if stats["arithmetic"] == "close":
-        why = f"not possible here: {stats['arithmetic_note']}"
+        why = f"not possible here, {how}: {stats['arithmetic_note']}"
         return Check("exact", "note", why, "everything runs in close mode")
-    return Check("exact", "ok", "engine and trainer agree bit for bit (fp32)")
+    return Check("exact", "ok", f"engine and trainer agree bit for bit in fp32, {how}")
+
+
+def bf16() -> Check:
+    """Whether bf16 products survive: hypervisors list instructions that they forbid."""
+    try:
+        limit = make_bf16_safe()
+    except EngineFailure as error:
+        return Check("bf16", "note", error.message, "--dtype float32, which is the default")
+    if limit:
+        found = f"safe with oneDNN held to {limit}; with all that this CPU lists it may die"
+        way_out = f"workers do it themselves; elsewhere export ONEDNN_MAX_CPU_ISA={limit}"
+        return Check("bf16", "note", found, way_out)
+    return Check("bf16", "ok", "safe")
 
 
 def cuda() -> Check:

@@ -22,6 +22,7 @@ from lockstep.client.policy import connect
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.settings import PREFIX
 from lockstep.tokens.errors import EngineFailure
+from lockstep.tokens.versions import VersionLabel
 from lockstep.train.config import (
     EnvConfig,
     EvalConfig,
@@ -216,6 +217,9 @@ async def _ready(process: Process, log: Path) -> Row:
             f"lockstep serve was not ready after {START_SECONDS:g} s: see {log}"
         ) from None
     if not line:
+        with suppress(TimeoutError):  # it has closed its output and is about to end
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
         raise EngineFailure(f"lockstep serve ended before it was ready: {_last_lines(log)} ({log})")
     ready: Row = json.loads(line)
     return ready
@@ -253,12 +257,18 @@ async def _agreed(demo: Demo, served: Served, last: str) -> dict[str, str]:
                             )
                         versions[worker] = version
                     known = {worker: each for worker, each in versions.items() if each is not None}
-                    # an adapter's label names its base and its contents too
-                    right = [each for each in known.values() if each == last or f"@{last}." in each]
+                    right = [each for each in known.values() if _is_of(each, last)]
                     if right and len(right) == len(versions):
                         return known
                     await asyncio.sleep(TAIL_SECONDS)
     raise EngineFailure(f"not all workers served {last!r} within {BACK_SECONDS:g} s: {versions}")
+
+
+def _is_of(label: str, version: str) -> bool:
+    """Whether tokens under `label` come from that version, of the weights or of the adapter."""
+    parts = VersionLabel.parse(label)
+    # An adapter's contents are named by the version they were given and a digest after it.
+    return label == version or (parts.contents or "").rpartition(".")[0] == version
 
 
 def _away(run_dir: Path) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.backends.transport import ModelCard
-from lockstep.tokens.errors import Conflict
+from lockstep.tokens.errors import NotExact
 from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.config import LearnerConfig
 
@@ -41,11 +41,11 @@ class Exactness:
     ) -> Exactness:
         """What holds between these plans under this config.
 
-        Raises Conflict that says why when `learner.exact` demands what cannot be had.
+        Raises NotExact that says why when `learner.exact` demands what cannot be had.
         """
         reason = _difference(trainer, workers)
         if reason and learner.exact:
-            raise Conflict(
+            raise NotExact(
                 f"exactness was demanded and cannot be had: {reason}; leave --exact and "
                 "learner.exact out to go on in close mode (`lockstep doctor` tells what this "
                 "machine can do)",

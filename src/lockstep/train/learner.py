@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.engine import exact
+from lockstep.engine import exact, numerics
 from lockstep.engine.arithmetic import round_up
+from lockstep.engine.block_shapes import row_multiple
+from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.probe import save_checkpoint, write_probe
 from lockstep.models import bundled
-from lockstep.tokens.errors import BadRequest, Conflict
+from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.batch import Batch, Item
 from lockstep.train.config import TrainConfig
@@ -210,21 +213,22 @@ class Learner:
 
 
 def own_plan(config: TrainConfig) -> NumericsPlan:
-    """How this process computes with the run's model. Raises BadRequest when there is no model."""
-    _model_directory(config)
-    learner = config.learner
-    fits = learner.dtype == "float32" and learner.device == "cpu"
-    return NumericsPlan(
-        arithmetic="exact" if fits else "close",
-        device=learner.device,
-        dtype=learner.dtype,
-        rows=0,
-        mkl="",
-        isa="",
-        torch=torch.__version__,
-        fingerprint="",
-        reason="" if fits else f"exact needs fp32 on a CPU, not {learner.dtype}",
-    )
+    """How this process computes with the run's model; the process is prepared for it first.
+
+    Raises BadRequest when there is no model, EngineFailure where bf16 ends this process.
+    """
+    directory, learner = _model_directory(config), config.learner
+    close = partial(numerics.plan, "close", device=learner.device, dtype=learner.dtype, rows=0)
+    numerics.prepare_process(EngineOptions(device=learner.device, dtype=learner.dtype))
+    try:
+        plan = exact.own_plan(directory, device=learner.device, dtype=learner.dtype)
+        products = ModelConfig.read(directory).products
+    except CheckpointError as error:  # a model that the embedded engine does not have
+        return close(reason=error.message)
+    rank = learner.lora_rank
+    if plan.is_exact and rank and not row_multiple(products.with_lora(rank)):
+        return close(reason=f"the products of an adapter of rank {rank} depend on the batch")
+    return plan
 
 
 def _model_directory(config: TrainConfig) -> Path:

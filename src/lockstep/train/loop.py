@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from lockstep.client.policy import Policy, connect
 from lockstep.fleet.remote import RemoteFleet
-from lockstep.tokens.errors import Conflict, LockstepError, VersionUnavailable
+from lockstep.tokens.errors import Conflict, LockstepError, NotExact, VersionUnavailable
 from lockstep.tokens.numerics import NumericsPlan
 from lockstep.train.base import check_base
 from lockstep.train.batch import Batch, Clock, Group, is_stale, make_batch
@@ -280,13 +280,13 @@ class Trainer:
 
     def _check_mismatch(self, draft: StepMetrics) -> None:
         """Writes down tokens of the current weights whose logprobs are further off than they may
-        be. Raises Conflict for them where exactness was demanded."""
+        be. Raises NotExact for them where exactness was demanded."""
         worst, bound = draft.more["mismatch_max"], self._exactness.bound
         if draft.off_policy_max > 0 or worst <= bound:
             return
         self.directory.event("mismatch", step=draft.step, mismatch_max=worst, bound=bound)
         if self.config.learner.exact:
-            raise Conflict(
+            raise NotExact(
                 f"exactness was demanded, and the trainer's logprobs of step {draft.step} are off "
                 f"by up to {worst:.3g} from the engine's under the same weights",
                 param="learner.exact",
