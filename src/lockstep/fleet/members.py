@@ -19,7 +19,7 @@ from lockstep.fleet.agreement import Agreement
 from lockstep.fleet.ring import Ring
 from lockstep.http.client import Link
 from lockstep.tokens import Completion, LogprobMode
-from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
+from lockstep.tokens.errors import BadRequest, Busy, Conflict, LockstepError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -275,6 +275,10 @@ class Members:
                 await worker.meet()
                 if self.gate is not None:
                     await self.gate(worker)
+        except Busy as error:
+            # It, or this process, has too much to do: that says nothing against the worker.
+            log.warning("worker %s was not asked how it is: %s", worker.id, error.message)
+            return
         except LockstepError as error:
             if worker.changes == changes:
                 self._down(worker, error.message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import re
 import ssl
@@ -15,13 +16,14 @@ from urllib.parse import quote, urlsplit
 
 from lockstep.http.connection import Connection, Lost
 from lockstep.http.sse import EventReader
-from lockstep.tokens.errors import BadRequest, DeadlineExceeded, Unavailable
+from lockstep.tokens.errors import BadRequest, Busy, DeadlineExceeded, Unavailable
 from lockstep.wire.fault_read import error_of
 from lockstep.wire.splice import Spliced
 from lockstep.wire.splicer import Splicer
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
+NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 CONNECT_TIMEOUT = 10.0
 KEEPALIVE = 30.0
 LINGER = 0.2
@@ -56,7 +58,8 @@ class Link:
     """One server. Retries only what failed before a byte of the answer came, a few times.
 
     A keep-alive connection that the server has dropped is such a failure; an answer that breaks
-    off is not: the engine has worked on it, and the caller must decide.
+    off is not: the engine has worked on it, and the caller must decide. `host` is sent as Host,
+    for a URL that is one address of a name that has several; by default the URL's own.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Link:
         retries: int = 2,
         backoff: float = 0.1,
         connections: int = 1024,
+        host: str | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
@@ -78,7 +82,7 @@ class Link:
         self._idle: deque[tuple[Connection, float]] = deque()
         self._url = urlsplit(self.base_url)
         self._headers = {
-            "host": self._url.netloc.rpartition("@")[2],
+            "host": host or self._url.netloc.rpartition("@")[2],
             "accept-encoding": "identity",
             "user-agent": "lockstep",
         }
@@ -210,6 +214,13 @@ class Link:
                         raise self._broken(path, error) from None
                     raise
             except (Lost, OSError) as error:
+                if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
+                    # Nobody else is to blame, and nobody is to be left out for it.
+                    raise Busy(
+                        f"{method} {url} was not sent: this process has no file descriptor left; "
+                        "raise its limit of open files (ulimit -n)",
+                        retry_after=1.0,
+                    ) from None
                 if attempt == self._retries:
                     raise Unavailable(
                         f"{method} {url} failed {attempt + 1} times before an answer came, "

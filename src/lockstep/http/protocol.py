@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import httptools
@@ -30,6 +33,7 @@ GONE = "lockstep.gone"
 CHUNK_FRAME = 12
 """Bytes around a chunk that nobody is blamed for: its size in up to eight digits, two line ends."""
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
+NO_LINGER = struct.pack("ii", 1, 0)
 LINE_BREAK = re.compile(rb"[\r\n\0]")
 
 
@@ -322,13 +326,13 @@ class HttpProtocol(HttpToolsProtocol):
         if running is None:
             if self.cycle is not None and self._in_body:
                 # Its answer is out: a second one would be taken for that of the next request.
-                self.transport.abort()
+                reset(self.transport)
             else:
                 self._hang_up(refusal)
         elif running is not self.cycle or not self._in_body:
             self._refusal = refusal
         elif running.response_started:
-            self.transport.abort()
+            reset(self.transport)
         else:
             self._running = None
             self._leave(running)
@@ -366,7 +370,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(408, why, "head_timeout")
         elif kind == "refused":
             if waited >= limits.linger_seconds:
-                self.transport.abort()
+                reset(self.transport)
         elif kind != "handler" and waited >= limits.progress_seconds:
             if progress - self._progress >= limits.progress_bytes:
                 self._watched_since, self._progress = now, progress
@@ -374,7 +378,7 @@ class HttpProtocol(HttpToolsProtocol):
                 pace = f"{limits.progress_bytes} bytes in {limits.progress_seconds:g} s"
                 self._refuse(408, f"the body came slower than {pace}", "body_timeout")
             else:
-                self.transport.abort()
+                reset(self.transport)
 
     def _waiting_for(self) -> tuple[str, int]:
         """What this connection waits for, and how far that is in bytes."""
@@ -388,6 +392,16 @@ class HttpProtocol(HttpToolsProtocol):
         if self._in_body and not self._waits() and not self.flow.read_paused:
             return "body", self._received
         return ("idle" if self._running is None else "handler"), 0
+
+
+def reset(transport: asyncio.Transport) -> None:
+    """Cuts a connection off so that the client notices: an orderly end would pass for the end of
+    an answer that has no length, and what the system still holds for it would stay."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+    transport.abort()
 
 
 def _refusal(status: int, why: str, reason: str) -> bytes:
@@ -420,7 +434,7 @@ def _ending(app: Any, cycle: RequestResponseCycle) -> Any:
             await app(scope, receive, send_last)
         except BaseException:
             if cycle.response_started and not cycle.response_complete:
-                cycle.transport.abort()
+                reset(cycle.transport)
             raise
 
     return run
