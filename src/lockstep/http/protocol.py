@@ -119,10 +119,8 @@ class HttpProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         self._ahead.clear()
         self._deaf = True
-        running = self._running
         super().connection_lost(exc)
-        if running is not None:
-            self._leave(running)
+        self._leave()
 
     def data_received(self, data: bytes) -> None:
         if self._deaf:
@@ -304,11 +302,13 @@ class HttpProtocol(HttpToolsProtocol):
                 self._ahead.clear()
                 self._feed(ahead)
 
-    def _leave(self, running: RequestResponseCycle) -> None:
-        """Tells the handler of a request that nobody waits for its answer."""
-        running.disconnected = True
-        running.message_event.set()
-        self._presence.leave()
+    def _leave(self) -> None:
+        """Tells the handler of the request under way that nobody waits for its answer."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.disconnected = True
+            running.message_event.set()
+            self._presence.leave()
 
     def _refuse_head(self) -> None:
         why = f"the head of a request is larger than {self.limits.head_bytes} bytes"
@@ -322,21 +322,20 @@ class HttpProtocol(HttpToolsProtocol):
         self.pipeline.clear()
         self._ahead.clear()
         refusal = _refusal(status, why, reason)
-        running = self._running
-        if running is None:
-            if self.cycle is not None and self._in_body:
-                # Its answer is out: a second one would be taken for that of the next request.
-                reset(self.transport)
-            else:
-                self._hang_up(refusal)
-        elif running is not self.cycle or not self._in_body:
-            self._refusal = refusal
-        elif running.response_started:
-            reset(self.transport)
+        if self._waits():
+            self._refusal = refusal  # told after the answer under way
+        elif self._in_body and self.cycle.response_started:
+            # A part of its answer is out, and nothing else can be said after it.
+            self.cut()
         else:
-            self._running = None
-            self._leave(running)
+            self._leave()
             self._hang_up(refusal)
+
+    def cut(self) -> None:
+        """Ends the connection at once, and with it the request under way."""
+        self._deaf = True
+        self._leave()
+        reset(self.transport)
 
     def _hang_up(self, refusal: bytes) -> None:
         """Says why and nothing more; closed by the client, or by the next sweep but one.
@@ -370,7 +369,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(408, why, "head_timeout")
         elif kind == "refused":
             if waited >= limits.linger_seconds:
-                reset(self.transport)
+                self.cut()
         elif kind != "handler" and waited >= limits.progress_seconds:
             if progress - self._progress >= limits.progress_bytes:
                 self._watched_since, self._progress = now, progress
@@ -378,7 +377,7 @@ class HttpProtocol(HttpToolsProtocol):
                 pace = f"{limits.progress_bytes} bytes in {limits.progress_seconds:g} s"
                 self._refuse(408, f"the body came slower than {pace}", "body_timeout")
             else:
-                reset(self.transport)
+                self.cut()
 
     def _waiting_for(self) -> tuple[str, int]:
         """What this connection waits for, and how far that is in bytes."""

@@ -34,7 +34,7 @@ from lockstep.http.limits import (
     connections_within,
     raise_descriptor_limit,
 )
-from lockstep.http.protocol import HttpProtocol, ListenerConfig, reset
+from lockstep.http.protocol import HttpProtocol, ListenerConfig
 from lockstep.tokens.errors import BadRequest
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Listener(uvicorn.Server):
         if self._connections or tasks:
             log.warning("%d requests were cut off after %g s", len(tasks), seconds)
         for connection in list(self._connections):
-            reset(connection.transport)
+            connection.cut()
         if tasks:
             await asyncio.wait(set(tasks), timeout=CUT_SECONDS)
         for task in set(tasks):
