@@ -211,15 +211,17 @@ def errors_page() -> str:
     for kind in sorted(error_classes(errors.LockstepError), key=lambda kind: kind.status):
         if kind.__module__ != errors.__name__ or kind.__name__ not in told:
             raise SystemExit(f"{kind.__name__} is not in the tree that opens {errors.__name__}")
-        above = [each.__name__ for each in kind.__mro__[1:] if issubclass(each, Exception)][0]
+        above = next(each.__name__ for each in kind.__mro__[1:] if issubclass(each, Exception))
         rows.append(
             (code(kind.code), kind.status, code(kind.__name__), code(above), told[kind.__name__])
         )
     parts = [
         "# Errors",
         NOTE,
-        'An error leaves a server as `{"error": {"message", "type", "code", "param"}}` with the status below, and comes back in a Lockstep client as the '
-        "class of that `code`, in `lockstep.errors`. Catch `LockstepError` for all of them, or a class for it and those under it.",
+        "An error leaves a server with the status below and the body "
+        '`{"error": {"message", "type", "param", "code", "reason", "request_id"}}`: `code` is the status, `reason` the code of this table. '
+        "A Lockstep client raises it as the class of that code, from `lockstep.errors`. "
+        "Catch `LockstepError` for all of them, or a class for it and those under it.",
         table(("code", "status", "class", "a kind of", "meaning"), rows),
     ]
     return "\n\n".join(parts)

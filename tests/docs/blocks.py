@@ -91,6 +91,20 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
+def runnable(page: str, needs: str | None = None) -> list[Block]:
+    """The blocks of a page that are run where that engine is."""
+    return [
+        block
+        for block in blocks(page)
+        if block.language in RUN and block.needs == needs and block.reason is None
+    ]
+
+
+def is_quickstart(page: str) -> bool:
+    """Whether a newcomer reads it first; the rest are guides."""
+    return page in ("README.md", "docs/install.md") or page.startswith("docs/quickstart/")
+
+
 def loose_commands(page: str) -> list[str]:
     """Commands in indented blocks, which no test would run."""
     found = []

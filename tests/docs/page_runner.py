@@ -1,8 +1,8 @@
 """Does what a page of the documentation says, as its reader would: in order, in a fresh directory.
 
 What differs from a reader: ports are free ones, servers that a page starts are stopped at its end
-(or when another one takes their port), runs are short, `make` and `pip` only say what they would do,
-and of a demo only the options are tried: tests/train/test_demo.py runs it.
+(or when another one takes their port), runs are short, `make` and `pip` only say what they would
+do, and of a demo only the options are tried: tests/train/test_demo.py runs it.
 """
 
 from __future__ import annotations

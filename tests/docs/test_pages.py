@@ -1,31 +1,11 @@
-"""Every command and Python block of README and docs/ does what its page says."""
+"""What holds for the blocks of every page; test_quickstarts and test_guides run them."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from tests.docs.blocks import RUN, SHOWN, Block, blocks, loose_commands, pages
-from tests.docs.page_runner import reading
+from tests.docs.blocks import RUN, SHOWN, blocks, loose_commands, pages
 
 MOST_NOT_RUN = 8
 ENGINES = ("vllm", "dynamo")
-
-
-def runnable(page: str) -> list[Block]:
-    return [
-        block
-        for block in blocks(page)
-        if block.language in RUN and block.needs is None and block.reason is None
-    ]
-
-
-@pytest.mark.parametrize("page", [page for page in pages() if runnable(page)])
-def test_a_page_does_what_it_says(page: str, tmp_path: Path) -> None:
-    with reading(tmp_path) as reader:
-        for block in runnable(page):
-            reader.run(block)
 
 
 def test_every_block_says_what_it_is() -> None:

@@ -15,7 +15,10 @@ def block(language: str, text: str) -> Block:
 
 
 def test_commands_are_joined_and_split_as_a_shell_would() -> None:
-    text = "$ curl a \\\n    -d '{\n}'\nexport A=1   # don't\n\n$ lockstep serve tiny &\ncat <<END > x\n a\nEND"
+    text = (
+        "$ curl a \\\n    -d '{\n}'\nexport A=1   # don't\n\n"
+        "$ lockstep serve tiny &\ncat <<END > x\n a\nEND"
+    )
     assert list(block("console", text).commands()) == [
         "curl a \\\n    -d '{\n}'",
         "export A=1   # don't",
