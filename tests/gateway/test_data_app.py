@@ -164,3 +164,57 @@ async def test_what_was_answered_is_counted_by_route_and_status() -> None:
     assert f'requests_total{{route="{GENERATE}",status="400"}} 1.0' in text
     assert f'request_seconds_count{{route="{GENERATE}"}} 3.0' in text
     assert 'route="/sessions/{session}/v1/chat/completions",status="400"} 1.0' in text
+
+
+async def test_what_anybody_may_send_makes_no_series_of_metrics() -> None:
+    paths = ["/{}", "/sessions/{}/v1/chat/completions", "/v1/models/{}", "/sessions/s/{}"]
+    async with front(whole({}), keys=(KEY,)) as (http, _):
+        key = {"authorization": f"Bearer {KEY}"}
+        for number in range(500):
+            for path in paths:
+                headers = [{}, key, {**key, "host": "evil"}][number % 3]
+                async with http.get(path.format(f"made-up-{number}"), headers=headers):
+                    pass
+        async with http.get("/metrics", headers=key) as answer:
+            text = await answer.text()
+    assert "made-up" not in text
+    routes = {line.partition('route="')[2].partition('"')[0] for line in text.splitlines()}
+    assert routes <= {"", "unknown", "/sessions/{session}/v1/chat/completions",
+                      "/v1/models/{model}"}  # fmt: skip
+    assert 'route="/v1/models/{model}",status="401"} 167.0' in text
+
+
+@pytest.mark.parametrize("owner", ["lockstep", "vllm"])
+async def test_what_fails_before_the_first_token_of_a_stream_has_a_status(owner: str) -> None:
+    refusal = whole({"error": {"message": "too long", "reason": "context_length"}}, 400)
+    async with front(refusal, owner=owner) as (http, _):
+        async with http.post(GENERATE, json={**BODY, "stream": True}) as answer:
+            assert answer.status == 400
+            assert "too long" in (await answer.json())["error"]["message"]
+
+
+async def test_a_stream_that_nobody_can_serve_has_a_status() -> None:
+    async with front(Reply(fault="reset")) as (http, _):
+        async with http.post(GENERATE, json={**BODY, "stream": True}) as answer:
+            assert answer.status == 503
+            assert answer.headers["retry-after"]
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/models"])
+async def test_an_internal_error_keeps_its_cause_to_the_log(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("the password is swordfish")
+
+    monkeypatch.setattr(Pool, "run", broken)
+    monkeypatch.setattr(Pool, "models", broken)
+    async with front(whole({})) as (http, _):
+        method = "GET" if path == "/v1/models" else "POST"
+        body = None if method == "GET" else BODY
+        async with http.request(method, path, json=body) as answer:
+            assert answer.status == 500
+            told = (await answer.json())["error"]
+    assert "swordfish" not in json.dumps(told)
+    assert "swordfish" in caplog.text
+    assert told["request_id"] in caplog.text

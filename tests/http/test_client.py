@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -302,3 +304,60 @@ async def test_connections_nobody_needs_any_more_are_closed(
         await link.post("/x", b"{}")
         assert server.connections == 6
         await link.close()
+
+
+async def test_a_request_names_one_host() -> None:
+    seen: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    for host in ("workers.example", None):
+        link = Link(f"http://127.0.0.1:{port}", host=host)
+        await link.get("/health")
+        await link.close()
+    server.close()
+    named, own = (head.lower().split(b"\r\n") for head in seen)
+    assert [line for line in named if line.startswith(b"host:")] == [b"host: workers.example"]
+    assert [line for line in own if line.startswith(b"host:")] == [b"host: 127.0.0.1:%d" % port]
+
+
+OUT_OF_DESCRIPTORS = """
+import asyncio, os, resource, socket, sys
+import uvloop
+from lockstep.http.client import Link
+from lockstep.tokens.errors import Busy
+
+async def main():
+    listening = socket.create_server(("127.0.0.1", 0))
+    link = Link(f"http://127.0.0.1:{listening.getsockname()[1]}", backoff=0.01)
+    soft = len(os.listdir("/proc/self/fd"))
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft + 8, soft + 8))
+    try:
+        while True:
+            held.append(os.dup(0))
+    except OSError:
+        pass
+    try:
+        await link.get("/health")
+    except Busy as error:
+        for one in held:
+            os.close(one)
+        print(error.message)
+
+loops = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+with asyncio.Runner(loop_factory=loops[sys.argv[1]]) as runner:
+    runner.run(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_lack_of_descriptors_is_not_blamed_on_the_server(loop: str) -> None:
+    command = [sys.executable, "-c", OUT_OF_DESCRIPTORS, loop]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "no file descriptor left" in ended.stdout, ended.stderr
