@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +10,7 @@ from typing import Annotated
 import typer
 
 from lockstep.settings import Settings
+from lockstep.tokens.numerics import PORTABLE_ENVIRONMENT
 
 ENGINE = "Engine"
 LISTEN = "Listening"
@@ -17,6 +19,7 @@ LISTEN = "Listening"
 class Arithmetic(StrEnum):
     AUTO = "auto"
     EXACT = "exact"
+    PORTABLE = "portable"
     CLOSE = "close"
 
 
@@ -80,8 +83,8 @@ def worker(
     arithmetic: Annotated[
         Arithmetic,
         typer.Option(
-            help="exact: logprobs equal a trainer's bit for bit; auto: exact where a self-test "
-            "proves it; close: fastest kernels.",
+            help="exact: logprobs equal a trainer's bit for bit; portable: on another make of CPU "
+            "too; auto: exact where a self-test proves it; close: fastest kernels.",
             rich_help_panel=ENGINE,
         ),
     ] = Arithmetic.AUTO,
@@ -126,6 +129,8 @@ def worker(
     LOCKSTEP_ADMIN_TOKEN, or the one in the file that the line names; the data port needs one of
     LOCKSTEP_API_KEYS, where that is set.
     """
+    if arithmetic is Arithmetic.PORTABLE:  # torch reads it when it is loaded
+        os.environ.update(PORTABLE_ENVIRONMENT)
     from lockstep.engine import EngineOptions
     from lockstep.worker.dynamo import run_dynamo_worker
     from lockstep.worker.serve import WorkerOptions, run_worker

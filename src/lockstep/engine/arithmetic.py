@@ -8,6 +8,8 @@ machine at hand, `lockstep.engine.selftest` proves them; nothing here promises t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol
 
@@ -16,11 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.block_shapes import LANES, attention_shapes
+from lockstep.tokens.numerics import ArithmeticName
 
 CLOSE_ROWS = 8
 """Rows of a batch in close mode come in multiples of this: few shapes, none of them slow."""
 STRETCH = 64
 """Queries of a prefill that are computed at once, over no more keys than they need."""
+SHARED_FROM = 32768
+"""Values from which torch shares an elementwise loop out to threads."""
 HIDDEN = float("-inf")
 
 
@@ -34,7 +39,7 @@ class Arithmetic(Protocol):
     Keys that a query must not see are hidden by a bias of -inf on their scores.
     """
 
-    name: str
+    name: ArithmeticName
 
     def keys(self, count: int) -> int:
         """How many keys decoding reads where `count` are needed; never more than `keys` of the
@@ -53,9 +58,8 @@ class Arithmetic(Protocol):
 
 
 class Exact:
-    name = "exact"
-
-    def __init__(self, dim: int, max_len: int) -> None:
+    def __init__(self, dim: int, max_len: int, name: ArithmeticName = "exact") -> None:
+        self.name = name
         self._shapes = attention_shapes(dim)
         self._longest = max_len
         # Row r hides all keys after `max_len` + r; a window that begins later hides fewer.
@@ -96,7 +100,7 @@ class Exact:
 
 
 class Close:
-    name = "close"
+    name: ArithmeticName = "close"
 
     def keys(self, count: int) -> int:
         return round_up(count, STRETCH)
@@ -156,7 +160,29 @@ def gated(gate_up: Tensor) -> Tensor:
         # A vector loop ends in scalars, whose exp has other bits: let it run over whole rows, as it
         # does for a trainer, whose gate is a tensor of its own.
         gate = gate.contiguous()
-    return F.silu(gate).mul_(up)
+    return silu(gate).mul_(up)
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU whose bits do not depend on the number of threads."""
+    return in_safe_pieces(F.silu, x)
+
+
+def in_safe_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of x (..., width), with the bits it has in one thread.
+
+    Torch shares long loops out to threads, by number and not by register. A share that does not end
+    with a whole register ends in scalars, whose exponential or cosine has other bits: then the rows
+    are taken in pieces that are too short to be shared.
+    """
+    count = x.numel()
+    shares = min(torch.get_num_threads(), -(-count // SHARED_FROM))
+    if shares <= 1 or -(-count // shares) % LANES == 0:
+        return function(x)
+    rows = x.reshape(-1, x.shape[-1])
+    whole = LANES // math.gcd(LANES, x.shape[-1])
+    size = max(SHARED_FROM // x.shape[-1] // whole, 1) * whole
+    return torch.cat([function(piece) for piece in rows.split(size)]).view(x.shape)
 
 
 def route(x: Tensor, router: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:

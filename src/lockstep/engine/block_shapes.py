@@ -17,10 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.engine import mkl
+
 BLOCK = 512
 """Keys that the attention kernel takes at once."""
 STEP = 64
 """Lengths of a last block that are tried are multiples of this."""
+PLACES = 61
+"""Every so many positions a single query is tried."""
 MULTIPLES = (4, 8, 16, 32, 64)
 """Multiples of rows and of queries that are tried, best first."""
 PREFILL = 8
@@ -29,7 +33,9 @@ LANES = 32
 """Elementwise loops take at most this many values at once: two AVX-512 registers."""
 WIDEST = 4096
 """Columns of a product that are tried: those of a large vocabulary would take seconds."""
-FLOPS = 1 << 29
+TEAMS = (2, 3, 5)
+"""Numbers of threads that are tried."""
+FLOPS = 1 << 28
 """The work of the largest product that is tried."""
 
 
@@ -60,7 +66,7 @@ class AttentionShapes:
 def attention_shapes(dim: int) -> AttentionShapes:
     """The shapes for heads of `dim` values, on this machine."""
     source = torch.Generator().manual_seed(dim)
-    with torch.inference_mode():
+    with torch.inference_mode(), threads(1):
         q, k, v = (torch.randn(1, 1, 2 * BLOCK, dim, generator=source) for _ in range(3))
         bias = torch.full((2 * BLOCK, 2 * BLOCK), float("-inf")).triu_(1)
 
@@ -76,7 +82,19 @@ def attention_shapes(dim: int) -> AttentionShapes:
             ends = ((slice(end - queries, end), end) for end in (tail, BLOCK + tail))
             return all(torch.equal(attend(rows, end), whole[:, :, rows]) for rows, end in ends)
 
-        queries = next((count for count in MULTIPLES if good(BLOCK, count)), MULTIPLES[-1])
+        def decodes(queries: int) -> bool:
+            """Whether one query is right when it is padded to that many, wherever it stands."""
+            for at in range(5, 2 * BLOCK, PLACES):
+                keys = BLOCK if at < BLOCK else 2 * BLOCK
+                padded = F.pad(q[:, :, at : at + 1], (0, 0, 0, queries - 1))
+                one = F.scaled_dot_product_attention(
+                    padded, k[:, :, :keys], v[:, :, :keys], attn_mask=bias[at : at + 1, :keys]
+                )
+                if not torch.equal(one[:, :, 0], whole[:, :, at]):
+                    return False
+            return good(BLOCK, queries)
+
+        queries = next((count for count in MULTIPLES if decodes(count)), MULTIPLES[-1])
         prefill = max(queries, PREFILL)
         shapes = {queries, *range(prefill, STEP + 1, prefill)}
         tails = [
@@ -132,8 +150,8 @@ def products(
 def row_multiple(wanted: Products) -> int:
     """The fewest rows for whose multiples a row of these products keeps its bits; 0: for none.
 
-    It keeps them whatever the number of rows, its place among them and the number of threads, and
-    when the weights that one product packs are multiplied one by one.
+    It keeps them whatever the number of rows and its place among them, and when the weights that
+    one product packs are multiplied one by one.
     """
     for rows in MULTIPLES:
         # A vector loop must end with a whole register: what is left is done in scalars, whose
@@ -145,27 +163,68 @@ def row_multiple(wanted: Products) -> int:
     return 0
 
 
+@lru_cache
+def shared_products_hold(wanted: Products) -> bool:
+    """Whether products keep their bits when MKL shares them out to threads.
+
+    Strict mode does; without it, a thread may get rows that are no such multiple.
+    """
+    rows = row_multiple(wanted) or MULTIPLES[-1]
+    for inputs, outputs in wanted.shapes:
+        source = torch.Generator().manual_seed(inputs)
+        with torch.inference_mode():
+            weight = torch.randn(sum(_narrowed(outputs)), inputs, generator=source)
+            most = max(128, min(512, FLOPS // (2 * weight.numel()) // 64 * 64))
+            x = torch.randn(most, inputs, generator=source)
+            with threads(1):
+                whole = F.linear(x, weight)
+            for team, count in product(TEAMS, (most, most - rows, rows * 11)):
+                with threads(team):
+                    if count <= most and not torch.equal(
+                        F.linear(x[:count], weight), whole[:count]
+                    ):
+                        return False
+    return True
+
+
+@contextmanager
+def steady_products(wanted: Products) -> Iterator[None]:
+    """Products of this thread keep their bits in any number of threads within the block."""
+    steady = shared_products_hold(wanted)
+    if not steady:
+        mkl.share_products(False)
+    try:
+        yield
+    finally:
+        if not steady:
+            mkl.share_products(True)
+
+
+def why_unfit(dim: int, wanted: Products) -> str | None:
+    """Why no shapes keep the bits of a model with heads of `dim` values here; None if some do."""
+    if not attention_shapes(dim).tails:
+        return "the attention of a few queries has other bits than that of many"
+    if not row_multiple(wanted):
+        return "a row of a matrix product has other bits in another number of rows"
+    return None
+
+
 @lru_cache(maxsize=1024)
 def _rows_hold(inputs: int, outputs: tuple[int, ...], rows: int) -> bool:
     parts = _narrowed(outputs)
     source = torch.Generator().manual_seed(inputs)
-    with torch.inference_mode():
+    with torch.inference_mode(), threads(1):
         weight = torch.randn(sum(parts), inputs, generator=source)
         most = max(128, min(1024, FLOPS // (2 * weight.numel()) // 64 * 64))
         x = torch.randn(most + 64, inputs, generator=source)
-        with threads(1):
-            whole = F.linear(x[:most], weight)
+        whole = F.linear(x[:most], weight)
         few = {count for count in (1, 2, 3, 5, 7, 8, 13) if rows * count <= most}
-        for count, start, team in product(sorted(few), (0, 1, rows + 3), (1, 2)):
-            rest = slice(start, min(start + rows * count, most))
-            if (rest.stop - start) % rows:
-                continue
-            with threads(team):
-                if not torch.equal(F.linear(x[rest], weight), whole[rest]):
-                    return False
-        with threads(2):
-            if not torch.equal(F.linear(x, weight)[:most], whole):
+        for count, start in product(sorted(few), (0, 1, rows + 3)):
+            rest = slice(start, start + rows * count)
+            if rest.stop <= most and not torch.equal(F.linear(x[rest], weight), whole[rest]):
                 return False
+        if not torch.equal(F.linear(x, weight)[:most], whole):
+            return False
         for at, part in enumerate(parts):
             begin = sum(parts[:at])
             one = F.linear(x[:most], weight[begin : begin + part])

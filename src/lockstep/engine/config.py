@@ -139,14 +139,14 @@ class EngineOptions:
     """How an engine runs. Raises BadRequest when a value makes no sense.
 
     `arithmetic` "exact" gives logprobs that do not depend on the batch and equal a trainer's bit
-    for bit (CPU, fp32); "close" takes the fastest kernels; "auto" is exact where a self-test
-    proves it. The KV cache holds `max_seqs` slots of `max_model_len` tokens, fewer when
-    `kv_bytes` does not suffice.
+    for bit (CPU, fp32); "portable" does so on another make of x86 CPU too, several times slower;
+    "close" takes the fastest kernels; "auto" is exact where a self-test proves it. The KV cache
+    holds `max_seqs` slots of `max_model_len` tokens, fewer when `kv_bytes` does not suffice.
     """
 
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    arithmetic: Literal["auto", "exact", "close"] = "auto"
+    arithmetic: Literal["auto", "exact", "portable", "close"] = "auto"
     threads: int = 1
     max_model_len: int | None = None
     max_seqs: int = 64
@@ -171,10 +171,11 @@ class EngineOptions:
                     f"{field} must not be negative, got {getattr(self, field)}", param=field
                 )
         check_label(self.weight_version)
-        if self.arithmetic == "exact" and (self.device != "cpu" or self.dtype != "float32"):
+        demanding = self.arithmetic in ("exact", "portable")
+        if demanding and (self.device != "cpu" or self.dtype != "float32"):
             raise BadRequest(
-                f"exact arithmetic needs device cpu and dtype float32, got {self.device} and "
-                f"{self.dtype}: use arithmetic close or auto",
+                f"{self.arithmetic} arithmetic needs device cpu and dtype float32, got "
+                f"{self.device} and {self.dtype}: use arithmetic close or auto",
                 param="arithmetic",
             )
 

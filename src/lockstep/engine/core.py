@@ -21,14 +21,14 @@ from torch import Tensor
 from lockstep.engine.arithmetic import CLOSE_ROWS, Close
 from lockstep.engine.cache import PrefixCache, SlotCache, root_name
 from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.invariance import fitting, unproved
 from lockstep.engine.model import Model, Segment
-from lockstep.engine.numerics import prepare_process
+from lockstep.engine.numerics import plan, prepare_process, why_not_portable
 from lockstep.engine.policy import Policy
 from lockstep.engine.record import completion, experts_of
 from lockstep.engine.sampler import Row, Sampled, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Scheduler, Work
 from lockstep.engine.scoring import logprobs_of, score_sequences
-from lockstep.engine.selftest import fitting, unproved
 from lockstep.engine.sequence import Piece, Request, Sequence
 from lockstep.engine.ticket import Ticket
 from lockstep.engine.weights import Weights
@@ -76,11 +76,22 @@ class Core:
         capacity = self.model.arithmetic.keys(self.max_len)
         self.cache = SlotCache(self.config, options, capacity, self.policy.dtype)
         if problem := unproved(self.model, self.policy.weights, self.cache):
-            if options.arithmetic == "exact":
+            if options.arithmetic in ("exact", "portable"):
                 raise EngineFailure(f"exact arithmetic does not hold on this CPU: {problem}")
             log.warning("falling back to close arithmetic: %s", problem)
             self.model.arithmetic, self.model.rows = Close(), CLOSE_ROWS
             self.arithmetic_note = f"the self-test failed: {problem}"
+        elif options.arithmetic == "portable" and (problem := why_not_portable()):
+            log.warning("exact on this make of CPU only: %s", problem)
+            self.model.arithmetic.name = "exact"
+            self.arithmetic_note = f"not portable here: {problem}"
+        self.plan = plan(
+            self.model.arithmetic.name,
+            device=options.device,
+            dtype=options.dtype,
+            rows=self.model.rows,
+            reason=self.arithmetic_note,
+        )
         self.prefixes = PrefixCache(self.cache, options.prefix_cache_bytes)
         budget = max(options.max_batch_tokens, self.cache.slots + 1)
         self.scheduler = Scheduler(self.cache.slots, budget, self._move)

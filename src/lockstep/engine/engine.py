@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lockstep.engine import mkl
+from lockstep.engine.block_shapes import shared_products_hold
 from lockstep.engine.config import EngineOptions
 from lockstep.engine.core import Core, PauseMode
 from lockstep.engine.lora import Adapter
@@ -24,6 +26,7 @@ from lockstep.engine.weights import Weights
 from lockstep.models import bundled
 from lockstep.tokens import Completion, LockstepError
 from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, Unavailable
+from lockstep.tokens.numerics import NumericsPlan
 from lockstep.tokens.versions import check_adapter_name, check_label
 
 log = logging.getLogger(__name__)
@@ -114,19 +117,13 @@ class Engine:
         self._check_works()
         await self._call(lambda: self.core.check(request))
 
-    async def score(
-        self, token_ids: list[int], *, adapter: str | None = None, staged: bool = False
-    ) -> list[float]:
-        """Logprobs of every token after the first, under the live (or staged) weights.
-
-        Works while paused, and does not disturb requests.
-        """
-        return (await self.score_all([token_ids], adapter=adapter, staged=staged))[0]
-
     async def score_all(
         self, sequences: list[list[int]], *, adapter: str | None = None, staged: bool = False
     ) -> list[list[float]]:
-        """`score` for several sequences, all under the same weights."""
+        """Logprobs of every token after the first, all under the same live (or staged) weights.
+
+        Works while paused, and does not disturb requests.
+        """
 
         def run() -> list[list[float]]:
             weights = self._require_staged() if staged else None
@@ -238,8 +235,13 @@ class Engine:
 
     @property
     def arithmetic(self) -> str:
-        """ "exact" or "close": what was asked for, or what this machine can do."""
+        """ "exact", "portable" or "close": what was asked for, or what this machine can do."""
         return self.core.model.arithmetic.name
+
+    @property
+    def plan(self) -> NumericsPlan:
+        """How this engine computes: what a trainer compares with its own plan."""
+        return self.core.plan
 
     @property
     def max_model_len(self) -> int:
@@ -291,12 +293,15 @@ class Engine:
             "adapters": sorted(core.policy.adapters),
             "arithmetic": core.model.arithmetic.name,
             "arithmetic_note": core.arithmetic_note,
+            "numerics": core.plan.to_json(),
         }
 
     # The thread
 
     def _run(self) -> None:
         torch.set_num_threads(self.options.threads)
+        if self.plan.is_exact and not shared_products_hold(self.core.config.products):
+            mkl.share_products(False)
         while True:
             with self._wake:
                 while not self._commands and not self._stopping and not self.core.has_work:

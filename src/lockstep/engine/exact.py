@@ -9,46 +9,136 @@ Holds for fp32 on the CPU, where the engine's self-test passed (`engine.arithmet
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.arithmetic import HIDDEN, exact_attention, mix_experts, round_up
+from lockstep.engine import mkl
+from lockstep.engine.arithmetic import in_safe_pieces, mix_experts, round_up, silu
 from lockstep.engine.block_shapes import (
     MULTIPLES,
     Products,
-    attention_shapes,
     products,
     row_multiple,
+    shared_products_hold,
+    why_unfit,
 )
-from lockstep.engine.numerics import make_reproducible
-from lockstep.tokens.errors import BadRequest
+from lockstep.engine.config import ModelConfig
+from lockstep.engine.numerics import make_reproducible, plan, why_not_portable
+from lockstep.engine.trainer_path import exact_causal
+from lockstep.tokens.errors import BadRequest, NotExact
+from lockstep.tokens.numerics import ArithmeticName, NumericsPlan
 
+log = logging.getLogger(__name__)
 NAME = "lockstep_exact"
 
 
-def prepare(model: Any) -> Any:
-    """Makes a transformers causal LM compute attention and experts the engine's way; returns it."""
-    make_reproducible()
+def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
+    """Makes a transformers causal LM compute the engine's way, bit for bit; returns it.
+
+    Call it before the first matrix product of the process where you can. With `portable` it
+    computes what every make of x86 CPU does. Raises NotExact where this process cannot, with the
+    line that helps; with `strict` false the model is prepared nevertheless.
+    """
+    config = model.config.get_text_config()
+    if problem := _unready(products_of(config), _head_dim(config), portable=portable):
+        if strict:
+            raise NotExact(problem)
+        log.warning("%s", problem)
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.activations import SiLUActivation
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, _no_mask)
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
     model.set_attn_implementation(NAME)
-    if getattr(model.config, "num_experts", 0):
+    if getattr(config, "num_experts", 0):
         model.set_experts_implementation(NAME)
+    if not shared_products_hold(products_of(config)):
+        model.register_forward_pre_hook(lambda *_: mkl.share_products(False))
+        model.register_forward_hook(lambda *_: mkl.share_products(True), always_call=True)
+    for module in model.modules():
+        if isinstance(getattr(module, "act_fn", None), torch.nn.SiLU | SiLUActivation):
+            module.act_fn.forward = silu
+        if hasattr(getattr(module, "rotary_emb", None), "inv_freq"):
+            module.rotary_emb.forward = partial(_rotation, module.rotary_emb)
     return model
+
+
+def own_plan(
+    directory: Path, *, device: str = "cpu", dtype: str = "float32", portable: bool = False
+) -> NumericsPlan:
+    """How this process would train the model in `directory` after `prepare`.
+
+    Compare it with the plan on a worker's card by `check_plan`. Raises CheckpointError when there
+    is no model.
+    """
+    config = ModelConfig.read(directory)
+    if device != "cpu" or dtype != "float32":
+        reason = f"exact needs fp32 on a CPU, not {dtype} on {device}"
+        return plan("close", device=device, dtype=dtype, rows=0, reason=reason)
+    problem = _unready(config.products, config.head_dim, portable=portable)
+    name: ArithmeticName = "portable" if portable else "exact"
+    return plan(
+        "close" if problem else name,
+        device=device,
+        dtype=dtype,
+        rows=row_multiple(config.products),
+        reason=problem or "",
+    )
+
+
+def check_plan(worker: NumericsPlan, trainer: NumericsPlan) -> None:
+    """Raises NotExact, with the reason and a way out, where the two cannot agree bit for bit."""
+    if problem := trainer.mismatch(worker):
+        raise NotExact(
+            f"the logprobs of this trainer and of its workers cannot be equal bit for bit: "
+            f"{problem}. Run both on CPUs of one type with one version of torch and equal values "
+            "of MKL_CBWR and ATEN_CPU_CAPABILITY, or all of them with arithmetic portable, or "
+            "train in close mode"
+        )
+
+
+def _unready(wanted: Products, dim: int, *, portable: bool) -> str | None:
+    """Why this process cannot compute exactly, with the line that helps; None where it can."""
+    in_time = make_reproducible(portable=portable)
+    if portable and (problem := why_not_portable()):
+        return f"portable arithmetic does not hold here: {problem}"
+    problem = why_unfit(dim, wanted)
+    if problem is None or in_time:
+        return problem and f"exact arithmetic does not hold on this CPU: {problem}"
+    return (
+        f"exact arithmetic does not hold in this process: {problem}. It had computed before MKL "
+        f"could be made reproducible: start it with `export MKL_CBWR={os.environ['MKL_CBWR']}`, or "
+        "call lockstep.engine.numerics.make_reproducible() before its first matrix product"
+    )
+
+
+def _head_dim(config: Any) -> int:
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(dim)
+
+
+def _rotation(rotary: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a rotary embedding, with the same bits in any number of threads."""
+    with torch.no_grad():
+        angles = position_ids[:, :, None].float() * rotary.inv_freq.float()
+        both = torch.cat((angles, angles), dim=-1)
+        scale = rotary.attention_scaling
+        cos, sin = (in_safe_pieces(turn, both) * scale for turn in (torch.cos, torch.sin))
+        return cos.to(x.dtype), sin.to(x.dtype)
 
 
 def products_of(config: Any) -> Products:
     """The matrix products of a transformers model with this config: the engine's for its model."""
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, dim = config.num_attention_heads, _head_dim(config)
     layers = range(config.num_hidden_layers)
     experts = getattr(config, "num_experts", 0) or 0
     dense = getattr(config, "mlp_only_layers", None) or ()
@@ -118,21 +208,8 @@ def attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention for transformers' AttentionInterface; sequences are padded on the right."""
-    batch, heads, length, dim = query.shape
-    kv_heads = key.shape[1]
-    good = attention_shapes(dim)
-    group, padded, keys = heads // kv_heads, round_up(length, good.prefill), good.keys(length)
-    grouped = query.reshape(batch * kv_heads, group, length, dim)
-    shape = batch * kv_heads, group, keys, dim
-    out = exact_attention(
-        F.pad(grouped, (0, 0, 0, padded - length)),
-        F.pad(key, (0, 0, 0, keys - length)).reshape(-1, 1, keys, dim).expand(shape),
-        F.pad(value, (0, 0, 0, keys - length)).reshape(-1, 1, keys, dim).expand(shape),
-        torch.full((padded, keys), HIDDEN, device=query.device).triu_(1),
-        dim**-0.5 if scaling is None else scaling,
-    )
-    out = out[:, :, :length].reshape(batch, heads, length, dim)
-    return out.transpose(1, 2).contiguous(), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return exact_causal(query, key, value, scale), None
 
 
 def experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ is fixed by the first product of a process: from the variable MKL_CBWR, or from 
 from __future__ import annotations
 
 import ctypes
-import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -72,9 +71,11 @@ def offers_strict() -> bool:
     return library is not None and int(library.mkl_serv_cbwr_get_auto_branch()) >= _AVX2
 
 
-def chosen_by_user() -> bool:
-    """Whether MKL_CBWR is in the environment: then nobody else chooses."""
-    return VARIABLE in os.environ
+def share_products(shared: bool) -> None:
+    """Whether the products of the calling thread may be shared out to several threads."""
+    library = _library()
+    if library is not None:
+        library.MKL_Set_Num_Threads_Local(0 if shared else 1)
 
 
 @lru_cache

@@ -16,6 +16,7 @@ from lockstep.engine.arithmetic import (
     Arithmetic,
     Close,
     gated,
+    in_safe_pieces,
     mix_experts,
     rms_norm,
     round_up,
@@ -97,11 +98,12 @@ class Model:
         self.rows = CLOSE_ROWS
         """Rows of a batch come in multiples of this."""
         angles = torch.outer(torch.arange(max_len).float(), frequencies(config))
-        cos, sin = (torch.cat((half, half), -1) for half in (angles.cos(), angles.sin()))
+        half_cos, half_sin = (in_safe_pieces(turn, angles) for turn in (torch.cos, torch.sin))
+        cos, sin = (torch.cat((half, half), -1) for half in (half_cos, half_sin))
         self.rotation = cos.to(device), sin.to(device)
         """Cosines and sines by position, each (max_len, head_dim), fp32."""
         # For `rotate`: the sign that it puts on one half of a head is in the sines already.
-        signed = torch.cat((-angles.sin(), angles.sin()), -1)
+        signed = torch.cat((-half_sin, half_sin), -1)
         self._turns = torch.stack((cos, signed), 1)[:, :, None].to(device=device, dtype=dtype)
         # A window that begins `max_len` - p hides all keys after position p.
         self.max_len = max_len

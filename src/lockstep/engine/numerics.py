@@ -24,19 +24,28 @@ from lockstep.engine.bf16 import make_bf16_safe
 from lockstep.engine.block_shapes import threads
 from lockstep.engine.config import EngineOptions
 from lockstep.engine.mkl_choice import preferred_mode
-from lockstep.tokens.numerics import PORTABLE_MKL, ArithmeticName, NumericsPlan
+from lockstep.tokens.numerics import (
+    PORTABLE_ENVIRONMENT,
+    PORTABLE_MKL,
+    ArithmeticName,
+    NumericsPlan,
+)
 
 log = logging.getLogger(__name__)
-PORTABLE_FINGERPRINTS: dict[str, str] = {}
+PORTABLE_FINGERPRINTS = {"2.13": "3832da0e5310e929"}
 """By minor version of torch: what portable arithmetic computes where it was confirmed."""
 
 
-def make_reproducible() -> bool:
+def make_reproducible(*, portable: bool = False) -> bool:
     """Puts MKL into the mode in which results do not depend on the batch, here and in children.
 
-    A value of MKL_CBWR that is set already is respected. Says whether the mode holds in this
-    process: not so where it has computed before, and then the mode is whatever it was.
+    With `portable` into the one that is the same on every make. A value of MKL_CBWR that is set
+    already is respected. Says whether the mode holds in this process: not so where it has computed
+    before, and then the mode is whatever it was.
     """
+    if portable:
+        for name, value in PORTABLE_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     wanted = os.environ.get(mkl.VARIABLE) or preferred_mode()
     if wanted is None:
         return True
@@ -56,8 +65,8 @@ def prepare_process(options: EngineOptions) -> None:
         return
     if options.dtype != "float32":
         make_bf16_safe()
-    elif options.arithmetic in ("auto", "exact"):
-        make_reproducible()
+    elif options.arithmetic != "close":
+        make_reproducible(portable=options.arithmetic == "portable")
 
 
 def plan(
@@ -71,7 +80,7 @@ def plan(
         rows=rows if arithmetic != "close" else 0,
         mkl=mkl.mode(),
         isa=isa(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),
         onednn=os.environ.get(ONEDNN_ISA, "") if dtype != "float32" else "",
         fingerprint=fingerprint() if arithmetic != "close" else "",
         reason=reason,

@@ -1,80 +1,127 @@
-"""Does exact arithmetic hold on this CPU, for this model? Asked once, when an engine starts."""
+"""Does exactness hold here, from the engine to the trainer? One answer, for start-up and doctor.
+
+    report = selftest.run("tiny")
+    for check in report.checks: print(check.name, check.ok, check.detail)
+
+A worker runs the same checks when it starts, except that the trainer is transformers' forward pass
+on the engine's own weights and not its module, whose import takes seconds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
 import torch
-from torch import Tensor
 
-from lockstep.engine.arithmetic import Arithmetic, Close, Exact
-from lockstep.engine.block_shapes import attention_shapes, row_multiple
-from lockstep.engine.cache import SlotCache
-from lockstep.engine.config import EngineOptions, ModelConfig
-from lockstep.engine.model import Model, Segment
-from lockstep.engine.weights import Weights
+from lockstep.engine import exact
+from lockstep.engine.block_shapes import steady_products, threads
+from lockstep.engine.config import EngineOptions
+from lockstep.engine.core import Core
+from lockstep.models import bundled
+from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.numerics import NumericsPlan
 
-LENGTH = 150
-"""Long enough to cross two chunks of keys."""
-CUTS = ((150,), (7, 16, 40, 87), (64, 64, 14, *[1] * 8), (142, *[1] * 8))
-
-
-def fitting(config: ModelConfig, options: EngineOptions, max_len: int) -> tuple[Arithmetic, str]:
-    """The arithmetic that was asked for where device and type know it, and why not where not."""
-    if options.arithmetic == "close":
-        return Close(), "close was asked for"
-    if options.device != "cpu" or options.dtype != "float32":
-        return Close(), f"exact needs fp32 on a CPU, not {options.dtype} on {options.device}"
-    return Exact(config.head_dim, max_len), ""
+LENGTHS = (5, 64, 65, 150, 300)
+"""Of the sequences that are compared: below, at and above the steps of attention."""
+THREADS = (1, 2, 3, 5)
 
 
-def unproved(model: Model, weights: Weights, cache: SlotCache) -> str | None:
-    """Why exact arithmetic does not hold for this model here; None where it does.
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was tried; `detail` says what was found."""
 
-    Sets the multiple in which its rows come.
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found on this machine for one model."""
+
+    plan: NumericsPlan
+    checks: tuple[Check, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether trainer and engine agree bit for bit here."""
+        return self.plan.is_exact and all(check.ok for check in self.checks)
+
+    @property
+    def problem(self) -> str:
+        """The first thing that did not hold; empty where all did."""
+        return next((check.detail for check in self.checks if not check.ok), "")
+
+
+def run(
+    model: str | Path = "tiny", options: EngineOptions | None = None, *, module: bool = True
+) -> Report:
+    """Compares an engine in pieces and batches with a trainer, bit for bit.
+
+    With `module` the trainer is also the transformers module after `exact.prepare`: with and
+    without autograd, alone and in a batch, in one and in several threads. Call it before the
+    process has computed anything. Raises what an engine that cannot load the model raises.
     """
-    if not isinstance(model.arithmetic, Exact):
-        return None
-    if not attention_shapes(model.config.head_dim).tails:
-        return "the attention of a few queries has other bits than that of many"
-    rows = row_multiple(model.config.products)
-    if not rows:
-        return "a row of a matrix product has other bits in another number of rows"
-    model.rows = rows
-    return self_test(model, weights, cache)
+    directory = bundled(str(model)) or Path(model)
+    wanted = options or EngineOptions(max_seqs=4)
+    lenient = replace(wanted, arithmetic="auto") if wanted.arithmetic == "exact" else wanted
+    with threads(wanted.threads):
+        core = Core(directory, lenient)
+    detail = core.arithmetic_note or (
+        f"a sequence has the same bits in any batch, with rows in multiples of {core.model.rows}"
+    )
+    checks = [Check("engine", core.plan.is_exact, detail)]
+    if module and core.plan.is_exact:
+        checks += _module_checks(core, directory, portable=core.plan.arithmetic == "portable")
+    return Report(core.plan, tuple(checks))
 
 
-def self_test(model: Model, weights: Weights, cache: SlotCache) -> str | None:
-    """None when a sequence gives the same bits however it is cut and batched, else what differs."""
-    length = min(LENGTH, model.max_len - 1)
-    vocab = model.config.vocab_size
-    ids = [(i * 2654435761 + 12345) % vocab for i in range(length)]
-    alone: Tensor | None = None
-    for cut in CUTS:
-        for companions in (0, min(2, cache.slots - 1)):
-            with torch.inference_mode():
-                logits = _run(model, weights, cache, ids, cut, companions)
-            alone = logits if alone is None else alone
-            if not torch.equal(alone, logits):
-                worst = float((alone - logits).abs().max())
-                return (
-                    f"logits differ by up to {worst:.1e} between one pass of {length} tokens and "
-                    f"passes of {cut[:4]} with {companions} companions"
-                )
-    return None
+def _module_checks(core: Core, directory: Path, *, portable: bool) -> Iterator[Check]:
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    try:
+        exact.prepare(module, portable=portable)
+        exact.check_plan(core.plan, exact.own_plan(directory, portable=portable))
+    except LockstepError as error:
+        yield Check("trainer", False, error.message)
+        return
+    vocab = core.config.vocab_size
+    lengths = sorted({min(length, core.max_len) for length in LENGTHS})
+    sequences = [
+        [(i * 2654435761 + 97 * length) % vocab for i in range(length)] for length in lengths
+    ]
+    with threads(core.options.threads), steady_products(core.config.products):
+        expected = core.score_all(sequences)
+    for team in THREADS:
+        for autograd in (False, True):
+            with threads(team), torch.set_grad_enabled(autograd):
+                alone = [_scored(module, [ids])[0] for ids in sequences]
+                together = _scored(module, sequences)
+            yield _compared(
+                f"trainer, {team} threads, autograd {'on' if autograd else 'off'}",
+                expected, (alone, together),
+            )  # fmt: skip
 
 
-def _run(
-    model: Model, weights: Weights, cache: SlotCache, ids: list[int], cut: tuple[int, ...],
-    companions: int,
-) -> Tensor:  # fmt: skip
-    """The logits of the last 8 positions, computed in pieces of `cut` beside other sequences."""
-    parts, at = [], 0
-    for size in cut:
-        tokens = ids[at : at + size]
-        if not tokens:
-            break
-        segments = [Segment.whole(0, at, tokens)]
-        segments += [Segment.whole(slot, at, tokens[::-1]) for slot in range(1, companions + 1)]
-        hidden = model.forward(weights, cache, model.batch(segments))
-        parts.append(model.logits(weights, hidden, range(len(tokens))))
-        at += size
-    return torch.cat(parts)[-8:]
+def _scored(module: Any, sequences: list[list[int]]) -> list[list[float]]:
+    return [found.tolist() for found in exact.token_logprobs(module, sequences)]
+
+
+def _compared(name: str, expected: list[list[float]], found: Sequence[list[list[float]]]) -> Check:
+    total = sum(map(len, expected))
+    gaps = [
+        abs(a - b)
+        for scores in found
+        for ours, theirs in zip(expected, scores, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+        if a != b
+    ]
+    if not gaps:
+        return Check(name, True, f"{total} logprobs equal, alone and in a batch")
+    return Check(
+        name, False, f"{len(gaps)} of {2 * total} logprobs differ, by up to {max(gaps):.1e}"
+    )

@@ -12,7 +12,8 @@ LockstepError
 │   └── UnknownModel               neither a served model nor a loaded adapter
 ├── Conflict                  409  right request, wrong moment
 │   ├── VersionUnavailable         the demanded weight version is not the one served
-│   └── PrefixBreak                the next prompt cannot start with the stored ids
+│   ├── PrefixBreak                the next prompt cannot start with the stored ids
+│   └── NotExact                   trainer and engine cannot agree bit for bit; says why
 ├── TooLarge                  413  a body, or a session, past its limit
 ├── CheckpointError           422  weights that must not be loaded; nothing was touched
 │   └── AdapterError               the same for a LoRA adapter
@@ -151,6 +152,12 @@ class PrefixBreak(Conflict):
     ) -> None:
         super().__init__(message, param=param, retry_after=retry_after, operation=operation)
         self.cause = cause
+
+
+class NotExact(Conflict):
+    """Bit-equal logprobs were demanded where these processes cannot have them."""
+
+    code = "not_exact"
 
 
 class TooLarge(LockstepError):

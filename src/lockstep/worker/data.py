@@ -179,6 +179,7 @@ class DataPlane:
             "parent": parent,
             "max_model_len": self.engine.max_model_len,
             "weight_version": version,
+            "numerics": self.engine.plan.to_json(),
             "permission": [],
         }
 

@@ -98,7 +98,8 @@ async def _serve(options: WorkerOptions) -> None:
                 instance_id=str(generate.connection_id()),
                 store=os.environ.get(dynamo_env.STORE),
                 version=engine.version,
-                arithmetic=engine.stats()["arithmetic"],
+                arithmetic=engine.arithmetic,
+                numerics=engine.plan.to_json(),
             )
             await stop.wait()
             # Frontends first forget it, or they would still send what it must refuse.

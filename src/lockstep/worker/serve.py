@@ -79,7 +79,8 @@ async def _serve(options: WorkerOptions) -> None:
                 pid=os.getpid(),
                 admin_token_file=token_file,
                 version=engine.version,
-                arithmetic=engine.stats()["arithmetic"],
+                arithmetic=engine.arithmetic,
+                numerics=engine.plan.to_json(),
             )
             await stop.wait()
             await drain(engine, data, options.drain_seconds)
