@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lockstep.fleet.route import Route
-from lockstep.wire.raw_ids import RawIds
+from lockstep.wire.lazy_ids import LazyIds
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", ":")])
@@ -16,14 +16,14 @@ from lockstep.wire.raw_ids import RawIds
 @pytest.mark.parametrize("step", [1, 10**8])
 def test_ids_route_alike_decoded_or_not(count: int, step: int, separators: tuple[str, str]) -> None:
     ids = [step * at for at in range(count)]
-    raw = RawIds.of(msgspec.Raw(json.dumps(ids, separators=separators).encode()))
+    raw = LazyIds.of(msgspec.Raw(json.dumps(ids, separators=separators).encode()))
     assert raw is not None
     assert Route.of(raw) == Route.of(ids)
 
 
 def test_what_follows_the_first_blocks_does_not_matter_and_what_is_in_them_does() -> None:
     ids = list(range(300))
-    raw = RawIds.of(msgspec.Raw(msgspec.json.encode([*ids[:256], 7, 8, 9])))
+    raw = LazyIds.of(msgspec.Raw(msgspec.json.encode([*ids[:256], 7, 8, 9])))
     assert raw is not None
     assert Route.of(ids) == Route.of(raw) == Route.of([*ids[:256], 1])
     assert Route.of(ids) != Route.of([*ids[:255], 0, *ids[256:]])

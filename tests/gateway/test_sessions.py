@@ -27,7 +27,7 @@ from lockstep.tokens.errors import (
     TooLarge,
     Unavailable,
 )
-from lockstep.wire.raw_ids import RawIds
+from lockstep.wire.lazy_ids import LazyIds
 
 ASK = {"role": "user", "content": "1 + 2?"}
 MORE = {"role": "user", "content": "And?"}
@@ -467,6 +467,6 @@ async def test_the_ids_kept_as_json_count_as_memory(renderer: Renderer) -> None:
         await say(session, renderer, messages, "3")
         without = sessions.hot.nbytes
         plan = await session.plan([*messages, MORE])
-        assert isinstance(plan.prompt_ids, RawIds)
+        assert isinstance(plan.prompt_ids, LazyIds)
         sessions.hot.find("s")
         assert sessions.hot.nbytes >= without + 2 * (plan.parent.end if plan.parent else 0)

@@ -13,7 +13,7 @@ import msgspec
 from lockstep.render import Ledger, Node, Plan, Renderer
 from lockstep.render.messages import plain_messages, plain_tools
 from lockstep.tokens import Completion, RoutedExperts, VersionSpan
-from lockstep.wire.raw_ids import RawIds
+from lockstep.wire.lazy_ids import LazyIds
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -85,7 +85,7 @@ def raw_twin(ledger: Ledger, plan: Plan, messages: list[Any], tools: Any) -> Pla
     raw = asyncio.run(ledger.plan_async(messages, tools, raw=True))
     ids, start = raw.prompt_ids, plan.parent.end if plan.parent is not None else 0
     assert raw == plan
-    if isinstance(ids, RawIds):
+    if isinstance(ids, LazyIds):
         assert msgspec.json.decode(ids.json) == plan.prompt_ids
     assert len(ids) == len(plan.prompt_ids)
     assert list(ids) == plan.prompt_ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class Options:
         return Options(replace(self.sampling, **sampling), {**self.sending, **sending})
 
     def ask(
-        self, prompt_ids: list[int], model: str | None, stop_token_ids: tuple[int, ...] = ()
+        self, prompt_ids: Sequence[int], model: str | None, stop_token_ids: tuple[int, ...] = ()
     ) -> Ask:
         """The question to send; `stop_token_ids` are added to those of the caller."""
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lockstep.render import Answer, Call, Plan
 from lockstep.render.messages import Plain
 from lockstep.tokens import Completion, Finish, VersionSpan
+from lockstep.wire.lazy_ids import as_list
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Turn:
     @property
     def prompt_ids(self) -> list[int]:
         """What the engine was sent for this turn (with the partial answer, after an abort)."""
-        return self.completion.prompt_ids
+        return as_list(self.completion.prompt_ids)
 
     @property
     def message(self) -> Plain:

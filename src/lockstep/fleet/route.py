@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from lockstep.wire.raw_ids import RawIds
+from lockstep.wire.lazy_ids import LazyIds
 
 BLOCK = 64
 """Leading tokens come in blocks of this many; what is shorter has no prefix to share."""
@@ -52,10 +52,10 @@ class Route:
 
 def _whole_blocks(prompt_ids: Sequence[int]) -> bytes:
     """The blocks that a prompt starts with, as text; all of it when it has no whole block."""
-    if isinstance(prompt_ids, RawIds):
-        pieces = prompt_ids.json.lstrip()[1:].split(b",", MOST)
-        if len(pieces) > MOST:
-            return b"".join(b",".join(pieces[:MOST]).split())
+    if isinstance(prompt_ids, LazyIds):
+        leading = prompt_ids.leading_json(MOST)
+        if leading is not None:
+            return leading
     head = list(prompt_ids[:MOST])
     whole = len(head) // BLOCK * BLOCK
     return msgspec.json.encode(head[: whole or MOST])[1:-1]

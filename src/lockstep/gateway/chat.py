@@ -26,7 +26,6 @@ from lockstep.wire.ask import Ask
 from lockstep.wire.chat import ChatRequest
 from lockstep.wire.chat_decode import decode_chat
 from lockstep.wire.nvext import instance_id
-from lockstep.wire.raw_ids import RawIds
 
 
 class ChatFace:
@@ -98,7 +97,7 @@ class ChatFace:
 
     async def _whole(self, http: Request, turn: ChatTurn) -> Response:
         async def call(worker: Worker) -> tuple[str, list[Completion]]:
-            return worker.id, await worker.generate(turn.ask_of(worker))
+            return worker.id, await worker.generate(turn.ask)
 
         async def work() -> bytes:
             worker, done = await self._gateway.pool.run(turn.route, call)
@@ -131,7 +130,7 @@ class ChatFace:
 
 def _ask(asked: ChatRequest, prompt: Prompt, model: str, renderer: Renderer, chosen: str) -> Ask:
     return Ask(
-        prompt_ids=_shown(prompt.ids) if asked.shows_prompt else prompt.ids,
+        prompt_ids=prompt.ids,
         sampling=asked.sampling(renderer.stop_token_ids),
         model=model,
         request_id=chosen,
@@ -142,10 +141,6 @@ def _ask(asked: ChatRequest, prompt: Prompt, model: str, renderer: Renderer, cho
         min_weight_version=asked.min_weight_version,
         headers={"X-Request-Id": chosen},
     )
-
-
-def _shown(ids: list[int]) -> list[int]:
-    return ids.decoded() if isinstance(ids, RawIds) else ids
 
 
 def _shape(

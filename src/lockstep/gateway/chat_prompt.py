@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.gateway.chat_prefix import Kept, bare_messages, kept_by_messages, prefixed
@@ -18,7 +19,7 @@ LONG = 4000
 class Prompt:
     """The ids to send, and the plan they come from when a session made it."""
 
-    ids: list[int]
+    ids: Sequence[int]
     plan: Plan | None = None
 
 

@@ -20,6 +20,7 @@ from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
 from lockstep.wire import chat_answer as wire
 from lockstep.wire.answer import Delta
 from lockstep.wire.generate_answer import usage_of
+from lockstep.wire.lazy_ids import as_list
 from lockstep.wire.nvext import Extension
 
 
@@ -66,7 +67,7 @@ class ChatStream:
 
     def _open(self, worker: Worker) -> AsyncIterator[Delta | Completion]:
         self._worker = worker.id
-        return worker.stream(self._turn.ask_of(worker))
+        return worker.stream(self._turn.ask)
 
     async def start(self) -> None:
         """Returns when there is something to send; raises what kept the worker from it."""
@@ -123,7 +124,7 @@ class ChatStream:
         delta = wire.Message(role="assistant", content="")
         chunk = self._body([wire.Choice(index=index, delta=delta)])
         if self._shape.token_ids and index == 0:
-            chunk.prompt_token_ids = self._turn.ask.prompt_ids
+            chunk.prompt_token_ids = as_list(self._turn.ask.prompt_ids)
         return chunk
 
     def _chunk(self, index: int, part: Part, end: wire.Said | None = None) -> wire.Body:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import time
 from typing import Any
 from urllib.parse import quote
 
-from lockstep.backends.vllm import VllmTransport
-from lockstep.fleet.pool import Worker
 from lockstep.fleet.route import Route
 from lockstep.gateway.sessions import Session
 from lockstep.render import Answer, Plan, Renderer
@@ -21,7 +19,6 @@ from lockstep.wire.ask import Ask
 from lockstep.wire.chat import ChatRequest
 from lockstep.wire.chat_answer import Said, Shape
 from lockstep.wire.nvext import Timing
-from lockstep.wire.raw_ids import RawIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +45,6 @@ class ChatTurn:
     def tools(self) -> list[dict[str, Any]] | None:
         """The tools whose calls are read out of the answer."""
         return self.asked.tools if self.asked.calls_tools else None
-
-    def ask_of(self, worker: Worker) -> Ask:
-        """The ask with its ids as a list, unless that worker is sent them as they are."""
-        ids = self.ask.prompt_ids
-        if not isinstance(ids, RawIds) or isinstance(worker.transport, VllmTransport):
-            return self.ask
-        return replace(self.ask, prompt_ids=ids.decoded())
 
     def unfolding(self) -> Unfolding:
         return Unfolding(

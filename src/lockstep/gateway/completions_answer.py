@@ -22,6 +22,7 @@ from lockstep.wire.completions import (
     CompletionRequest,
 )
 from lockstep.wire.generate_answer import experts_field, usage_of
+from lockstep.wire.lazy_ids import as_list
 
 Items = AsyncGenerator[Delta | Completion, None]
 
@@ -88,7 +89,7 @@ class Writer:
             stop_reason=None if asked.scores else done.stop_token,
             token_ids=ids if asked.return_token_ids else None,
             prompt_logprobs=self._spelling.prompt_field(done.prompt_logprobs),
-            prompt_token_ids=done.prompt_ids if start else None,
+            prompt_token_ids=as_list(done.prompt_ids) if start else None,
             routed_experts=experts_field(done.experts, asked.routed_experts_format),
             weight_versions=None if asked.scores else done.versions,
             scored_version=done.versions[0].version if asked.scores and done.versions else None,
@@ -146,7 +147,9 @@ class Writer:
             text=said,
             logprobs=logprobs if asked.logprobs is not None else None,
             token_ids=delta.token_ids if asked.return_token_ids else None,
-            prompt_token_ids=(prompt.ask.prompt_ids if first and asked.return_token_ids else None),
+            prompt_token_ids=(
+                as_list(prompt.ask.prompt_ids) if first and asked.return_token_ids else None
+            ),
         )
 
     def _event(self, choice: CompletionChoice) -> bytes:

@@ -6,9 +6,8 @@ check the contract, and never written anew. Other backends are asked in their ow
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from time import time
 
 import msgspec
@@ -36,8 +35,7 @@ from lockstep.wire.answer import (
     ids_of,
 )
 from lockstep.wire.ask import Ask
-from lockstep.wire.generate import GenerateRequest, decode_relayed
-from lockstep.wire.raw_ids import RawIds
+from lockstep.wire.generate import GenerateFields, decode_relayed
 from lockstep.wire.read_generate import GenerateStream, read_generate
 
 
@@ -70,9 +68,9 @@ class GenerateFace:
         """A session header only steers routing here: these clients keep their own ledger."""
         request_id(http)
         body = await read_json(http, self._gateway.body_limit)
-        asked = decode_relayed(body)
+        asked, ids = decode_relayed(body)
         served = await self._gateway.book.resolve(asked.model)
-        ask = _ask(asked, served, request_id(http, asked.request_id))
+        ask = _ask(asked, ids, served, request_id(http, asked.request_id))
         route = Route.of(
             ask.prompt_ids, session=session_id(http), salt=ask.cache_salt, adapter=served.adapter
         )
@@ -86,14 +84,14 @@ class GenerateFace:
         return json_response(await unless_gone(http, self._gateway.pool.run(route, call)))
 
     async def _whole(
-        self, worker: Worker, ask: Ask, asked: GenerateRequest, served: Served, body: bytes
+        self, worker: Worker, ask: Ask, asked: GenerateFields, served: Served, body: bytes
     ) -> bytes | bytearray:
         if worker.lockstep and isinstance(worker.transport, VllmTransport):
             since = worker.agreement.mark()
             answer, reading = await worker.transport.relay(body, ask)
             _check(answer, reading, asked, worker, since)
             return answer
-        done = await worker.generate(_for(worker, ask, asked))
+        done = await worker.generate(ask)
         return wire.answer(
             done,
             request_id=wire.REQUEST_ID_PREFIX + (ask.request_id or ""),
@@ -103,12 +101,12 @@ class GenerateFace:
         )
 
     def _events(
-        self, route: Route, ask: Ask, asked: GenerateRequest, body: bytes
+        self, route: Route, ask: Ask, asked: GenerateFields, body: bytes
     ) -> AsyncGenerator[bytes, None]:
         def opened(worker: Worker) -> AsyncIterator[bytes]:
             if worker.lockstep and isinstance(worker.transport, VllmTransport):
                 return _relayed(worker, worker.transport, ask, asked, body)
-            return _rewritten(worker, _for(worker, ask, asked), asked)
+            return _rewritten(worker, ask, asked)
 
         return self._gateway.pool.stream(route, opened)
 
@@ -132,7 +130,7 @@ def bare_id(name: str) -> str:
 
 
 async def _relayed(
-    worker: Worker, transport: VllmTransport, ask: Ask, asked: GenerateRequest, body: bytes
+    worker: Worker, transport: VllmTransport, ask: Ask, asked: GenerateFields, body: bytes
 ) -> AsyncIterator[bytes]:
     """The worker's events as they come, checked; the stream must end with every choice finished.
 
@@ -188,7 +186,7 @@ class _BareEvents:
         check_indices(self._finished, self._choices)
 
 
-async def _rewritten(worker: Worker, ask: Ask, asked: GenerateRequest) -> AsyncIterator[bytes]:
+async def _rewritten(worker: Worker, ask: Ask, asked: GenerateFields) -> AsyncIterator[bytes]:
     """Another dialect's stream in this one's words."""
     named = wire.REQUEST_ID_PREFIX + (ask.request_id or "")
     stream = wire.Stream(named, ask.prompt_ids, asked.form)
@@ -204,18 +202,8 @@ async def _rewritten(worker: Worker, ask: Ask, asked: GenerateRequest) -> AsyncI
         yield sse.event(stream.usage())
 
 
-def _for(worker: Worker, ask: Ask, asked: GenerateRequest) -> Ask:
-    """The ask with its ids as a list, unless they will only be handed on."""
-    ids = ask.prompt_ids
-    if not isinstance(ids, RawIds):
-        return ask
-    if isinstance(worker.transport, VllmTransport) and not asked.return_token_ids:
-        return ask
-    return replace(ask, prompt_ids=ids.decoded())
-
-
 def _check(
-    answer: bytearray, reading: Reading, asked: GenerateRequest, worker: Worker, since: int
+    answer: bytearray, reading: Reading, asked: GenerateFields, worker: Worker, since: int
 ) -> None:
     """Raises the error of an answer that must not be handed on."""
     if asked.sampling_params.logprobs is not None:
@@ -229,10 +217,10 @@ def _check(
         worker.agreement.check_spans(choice.weight_versions or (), since, worker.id)
 
 
-def _ask(asked: GenerateRequest, served: Served, chosen: str) -> Ask:
+def _ask(asked: GenerateFields, ids: Sequence[int], served: Served, chosen: str) -> Ask:
     bare = chosen.removeprefix(wire.REQUEST_ID_PREFIX)
     return Ask(
-        prompt_ids=asked.token_ids,
+        prompt_ids=ids,
         sampling=asked.sampling(),
         model=asked.model or served.name,
         request_id=bare,

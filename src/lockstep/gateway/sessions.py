@@ -61,7 +61,7 @@ class Session:
         return self._hot.name
 
     async def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> Plan:
-        """The prompt for these messages, its ids perhaps as RawIds; see Ledger.plan.
+        """The prompt for these messages, its ids perhaps undecoded; see Ledger.plan.
 
         Raises what that raises, and TooLarge when the session is at its limit of turns or bytes.
         Limits count here and not in `commit`: what was sampled is kept.

@@ -15,6 +15,7 @@ from lockstep.http.handlers import json_response, read_json
 from lockstep.render import Renderer
 from lockstep.tokens.errors import BadTokenId
 from lockstep.wire.chat import ChatRequest
+from lockstep.wire.lazy_ids import as_list
 from lockstep.wire.tokenize import (
     DetokenizeRequest,
     Text,
@@ -91,7 +92,7 @@ class TextFace:
         await renderer.offload(pieces_of, prefix, renderer, "required_prefix_token_ids")
         prompt = await prompt_of(chat, await self._variants.of(chat), None)
         if not asked.special:
-            return prompt.ids
+            return as_list(prompt.ids)
         return await renderer.offload(
             lambda: renderer.encode(renderer.decode(prompt.ids), special=True)
         )

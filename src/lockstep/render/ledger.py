@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any
 
 from lockstep.render import store
 from lockstep.render.branches import branch_sample, own_experts
@@ -77,7 +77,7 @@ class Ledger:
         """`plan`, with tokenizing that takes long off the event loop; it raises the same.
 
         `renderer` and `breaks` take the place of the ledger's own for this one request. With
-        `raw` the ids may come as RawIds, for who only hands them on.
+        `raw` the ids may come undecoded (LazyIds), for who only hands them on.
         """
         renderer = renderer or self.renderer
         request = read_request(self.roots, messages, tools)
@@ -264,12 +264,12 @@ class Ledger:
             breaks=(*before, cause),
         )
 
-    def _whole(self, prompt: Prompt, raw: bool) -> list[int]:
+    def _whole(self, prompt: Prompt, raw: bool) -> Sequence[int]:
         node = prompt.anchor.node
         if node is None or not prompt.extends:
             return prompt.ids
         if raw and prompt.ids:
-            return cast(list[int], self.written.prompt(node, prompt.ids))
+            return self.written.prompt(node, prompt.ids)
         return [*node.ids(), *prompt.ids]
 
     def _record(self, cause: Cause, request: Request, node: Node | None) -> None:
@@ -288,7 +288,7 @@ class Ledger:
             raise Conflict(f"turn {node.index} is not of this session")
 
 
-def _check_prompt(planned: list[int], sent: list[int]) -> None:
+def _check_prompt(planned: Sequence[int], sent: Sequence[int]) -> None:
     if planned is sent or planned == sent:
         return
     pairs = enumerate(zip(planned, sent, strict=False))

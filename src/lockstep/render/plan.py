@@ -43,7 +43,7 @@ class Plan:
     `partial + completion.token_ids`.
     """
 
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     parent: Node | None
     given: tuple[Message, ...]
     tools: bytes

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import overload
 
 import msgspec
 
 from lockstep.render.tree import Node
-from lockstep.wire.raw_ids import RawIds
+from lockstep.wire.lazy_ids import LazyIds
 
 ENCODER = msgspec.json.Encoder()
 
 
-class PlannedIds(RawIds):
+class PlannedIds(LazyIds):
     """The ids of a prompt: JSON as a whole, and as a list those that follow the turn before."""
 
     __slots__ = ("added", "start")
@@ -29,7 +29,11 @@ class PlannedIds(RawIds):
     def __iter__(self) -> Iterator[int]:
         return iter(self.decoded())
 
-    def __getitem__(self, at: Any) -> Any:
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
         if isinstance(at, slice) and at.step is None:
             first, last, _ = at.indices(len(self))
             if first >= self.start:

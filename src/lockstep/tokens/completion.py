@@ -56,12 +56,13 @@ class Completion:
 
     token_ids and logprobs have the same length; version spans cover the tokens without gaps;
     every logprob is finite (unless `allow_nonfinite`, which leaves them as they came);
-    experts, when present, have a row for every token but the last.
+    experts, when present, have a row for every token but the last. `prompt_ids` are those that were
+    sent; a gateway that only hands them on leaves them undecoded, and they read like a list.
     """
 
     token_ids: list[int]
     logprobs: list[float]
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     finish: Finish
     versions: tuple[VersionSpan, ...]
     logprob_mode: LogprobMode = "raw"

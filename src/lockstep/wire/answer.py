@@ -275,9 +275,9 @@ def check_indices(indices: Iterable[int], n: int) -> None:
         raise ContractError(f"{n} choices were asked for, but the answer has choices {came}")
 
 
-def check_echo(asked: list[int], echoed: list[int] | None) -> None:
+def check_echo(asked: Sequence[int], echoed: list[int] | None) -> None:
     """Raises Misaligned when the server says it used another prompt than the ids it was sent."""
-    if echoed is None or echoed == asked:
+    if echoed is None or asked == echoed:
         return
     pairs = zip(asked, echoed, strict=False)
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(echoed)))

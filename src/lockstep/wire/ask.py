@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, BadTokenId
 from lockstep.tokens.versions import check_label
-from lockstep.wire.raw_ids import RawIds
+from lockstep.wire.lazy_ids import LazyIds
 
 MAX_SALT = 1024
 
@@ -28,7 +28,7 @@ class Ask:
     on the completion, instead of refusing the answer.
     """
 
-    prompt_ids: list[int]
+    prompt_ids: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     model: str | None = None
     request_id: str | None = None
@@ -82,9 +82,9 @@ class Ask:
         )
 
 
-def check_prompt(ids: list[int]) -> None:
+def check_prompt(ids: Sequence[int]) -> None:
     """Raises BadTokenId that names the first id that is no plain non-negative integer."""
-    if isinstance(ids, RawIds):
+    if isinstance(ids, LazyIds):
         return  # that is what they are
     if not isinstance(ids, list):
         raise BadTokenId(

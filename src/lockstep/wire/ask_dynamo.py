@@ -11,6 +11,7 @@ from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnknownField, UnsupportedField
 from lockstep.wire.ask import Ask
 from lockstep.wire.ask_generate import refuse_mode, refuse_stop_strings, refuse_versions
+from lockstep.wire.lazy_ids import as_list
 
 PLACEHOLDER = "(token-in mode)"
 """Dynamo demands a message and ignores its text when token_data is there."""
@@ -149,7 +150,7 @@ def extension(ask: Ask) -> dict[str, Any]:
             param="nvext.token_data",
         )
     merged = dict(given)
-    merged["token_data"] = ask.prompt_ids
+    merged["token_data"] = as_list(ask.prompt_ids)
     merged["extra_fields"] = extra_fields(ask, given)
     if ask.experts_start is not None:
         rows = f"{EXPERTS_FROM}{ask.experts_start}"

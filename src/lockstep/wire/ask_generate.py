@@ -8,8 +8,8 @@ from lockstep.tokens import LogprobMode, Sampling
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.sampling import MAX_LOGPROBS
 from lockstep.wire.ask import Ask
-from lockstep.wire.generate import GenerateRequest, SamplingParams
-from lockstep.wire.raw_ids import RawIds
+from lockstep.wire.generate import RelayedRequest, SamplingParams
+from lockstep.wire.lazy_ids import as_json
 
 ENCODER = msgspec.json.Encoder()
 
@@ -65,12 +65,9 @@ def encode_dynamo_generate(ask: Ask, *, mode: LogprobMode) -> bytes:
     return ENCODER.encode(_request(ask, params, stream=False, features=None))
 
 
-def _request(
-    ask: Ask, params: SamplingParams, *, stream: bool, features: object
-) -> GenerateRequest:
-    ids = ask.prompt_ids
-    return GenerateRequest(
-        token_ids=ids.raw if isinstance(ids, RawIds) else ids,
+def _request(ask: Ask, params: SamplingParams, *, stream: bool, features: object) -> RelayedRequest:
+    return RelayedRequest(
+        token_ids=as_json(ask.prompt_ids),
         sampling_params=params,
         request_id=ask.request_id,
         model=ask.model,

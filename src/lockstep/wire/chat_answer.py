@@ -23,6 +23,7 @@ from lockstep.wire.generate_answer import (
     experts_field,
     usage_of,
 )
+from lockstep.wire.lazy_ids import as_list
 from lockstep.wire.nvext import EngineData, Extension, Timing, worker_id
 
 MOST_NAMES = 1 << 16
@@ -196,7 +197,7 @@ def answer(
         prompt_logprobs=(
             prompt_entries(shape, first.prompt_logprobs) if shape.prompt_logprobs else None
         ),
-        prompt_token_ids=first.prompt_ids if shape.token_ids else None,
+        prompt_token_ids=as_list(first.prompt_ids) if shape.token_ids else None,
     )
     if shape.wanted:
         body.nvext = extension(shape, first, first.token_ids, worker=worker, timing=timing)
@@ -216,7 +217,7 @@ def extension(
     return Extension(
         worker_id=worker_id(worker) if "worker_id" in wanted else None,
         completion_token_ids=new_ids if "completion_token_ids" in wanted else None,
-        prompt_token_ids=done.prompt_ids if "prompt_token_ids" in wanted else None,
+        prompt_token_ids=as_list(done.prompt_ids) if "prompt_token_ids" in wanted else None,
         prompt_logprobs=(
             prompt_entries(shape, done.prompt_logprobs) if "prompt_logprobs" in wanted else None
         ),
@@ -281,7 +282,7 @@ def _choice(shape: Shape, said: Said) -> Choice:
 
 def _with_ids(message: Message, shape: Shape, done: Completion) -> Message:
     if shape.ids_on_message:
-        message.prompt_token_ids = done.prompt_ids
+        message.prompt_token_ids = as_list(done.prompt_ids)
         message.generation_token_ids = done.token_ids
         message.generation_log_probs = done.logprobs
     return message

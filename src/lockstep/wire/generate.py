@@ -6,15 +6,16 @@ value and refused by name otherwise, so that stock clients work and nothing is q
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.versions import check_label
-from lockstep.wire.raw_ids import RawIds
+from lockstep.wire.lazy_ids import LazyIds
 from lockstep.wire.strict import decode, read_biases
 
 
@@ -110,10 +111,10 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False
 
 
-class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The request body. The last block is Lockstep's own: versions demanded, experts asked for."""
+class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A request body without its ids. The last block is Lockstep's own: versions demanded, experts
+    asked for."""
 
-    token_ids: list[int]
     sampling_params: SamplingParams
     request_id: str | None = None
     model: str | None = None
@@ -181,10 +182,16 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, 
         )
 
 
-class RelayedRequest(GenerateRequest, forbid_unknown_fields=True, omit_defaults=True):
-    """The same for those who hand it on: the ids, most of its bytes, are left as they are."""
+class GenerateRequest(GenerateFields, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The request body."""
 
-    token_ids: msgspec.Raw  # type: ignore[assignment]
+    token_ids: list[int]
+
+
+class RelayedRequest(GenerateFields, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The same for those who hand it on: the ids, most of its bytes, stay JSON."""
+
+    token_ids: msgspec.Raw
 
 
 DECODER = msgspec.json.Decoder(GenerateRequest)
@@ -193,20 +200,23 @@ RELAYED = msgspec.json.Decoder(RelayedRequest)
 
 def decode_request(body: bytes) -> GenerateRequest:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
-    return _checked(decode(DECODER, body))
+    request: GenerateRequest = decode(DECODER, body)
+    _check(request, request.token_ids)
+    return request
 
 
-def decode_relayed(body: bytes) -> GenerateRequest:
-    """`decode_request`, with ids that are only decoded if somebody looks at them (RawIds)."""
-    request = decode(RELAYED, body)
-    ids = RawIds.of(request.token_ids)
+def decode_relayed(body: bytes) -> tuple[GenerateFields, Sequence[int]]:
+    """`decode_request`, and the ids apart from it: decoded only if somebody looks at them."""
+    relayed: RelayedRequest = decode(RELAYED, body)
+    ids = LazyIds.of(relayed.token_ids)
     if ids is None:  # no such ids: the strict decoder knows what is wrong with them
-        return decode_request(body)
-    request.token_ids = cast(msgspec.Raw, ids)
-    return _checked(request)
+        request = decode_request(body)
+        return request, request.token_ids
+    _check(relayed, ids)
+    return relayed, ids
 
 
-def _checked(request: GenerateRequest) -> GenerateRequest:
+def _check(request: GenerateFields, ids: Sequence[int]) -> None:
     refuse_unless_neutral(request, NEUTRAL_REQUEST)
     refuse_unless_neutral(request.sampling_params, NEUTRAL_SAMPLING, "sampling_params.")
     if request.logprobs_format == "flat" and request.sampling_params.logprobs:
@@ -224,13 +234,12 @@ def _checked(request: GenerateRequest) -> GenerateRequest:
         if (label := getattr(request, name)) is not None:
             check_label(label, name)
     start = request.experts_start
-    if start is not None and not 0 <= start <= len(request.token_ids):
+    if start is not None and not 0 <= start <= len(ids):
         raise BadRequest(
             f"sampling_params.routed_experts_prompt_start is {start}: expected a position of the "
-            f"prompt, 0 to {len(request.token_ids)}",
+            f"prompt, 0 to {len(ids)}",
             param="sampling_params.routed_experts_prompt_start",
         )
-    return request
 
 
 def refuse_unless_neutral(

@@ -17,6 +17,7 @@ import numpy as np
 
 from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, RoutedExperts, VersionSpan
 from lockstep.wire.generate import Form
+from lockstep.wire.lazy_ids import as_list
 
 REQUEST_ID_PREFIX = "generate-tokens-"
 
@@ -214,7 +215,7 @@ def answer(
         created=created,
         usage=usage_of(len(first.prompt_ids), sum(len(done.token_ids) for done in completions)),
         prompt_logprobs=prompt_entries(first.prompt_logprobs),
-        prompt_token_ids=first.prompt_ids if form.prompt_ids else None,
+        prompt_token_ids=as_list(first.prompt_ids) if form.prompt_ids else None,
         choices=[choice_of(done, form) for done in completions],
         logprob_mode=first.logprob_mode,
         temperature=first.temperature,
@@ -227,7 +228,7 @@ def answer(
 class Stream:
     """Makes the chunks of one streamed answer, and counts what its usage must say."""
 
-    def __init__(self, request_id: str, prompt_ids: list[int], form: Form) -> None:
+    def __init__(self, request_id: str, prompt_ids: Sequence[int], form: Form) -> None:
         self._request_id = request_id
         self._prompt_ids = prompt_ids
         self._form = form
@@ -258,7 +259,9 @@ class Stream:
             usage=None,
             output_mode="tokens",
             choices=[choice],
-            prompt_token_ids=self._prompt_ids if first and self._form.prompt_ids else None,
+            prompt_token_ids=(
+                as_list(self._prompt_ids) if first and self._form.prompt_ids else None
+            ),
         )
         if done is not None:
             choice.routed_experts = experts_field(done.experts, self._form.experts)

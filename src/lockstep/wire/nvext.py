@@ -16,6 +16,7 @@ from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, UnknownField
 from lockstep.wire.generate import refuse_unless_neutral
 from lockstep.wire.generate_answer import Experts, PromptLogprobs
+from lockstep.wire.lazy_ids import as_list
 
 EXTRA_FIELDS = (
     "engine_data",
@@ -137,7 +138,7 @@ class EngineData(msgspec.Struct, kw_only=True):
     @classmethod
     def of(cls, done: Completion) -> EngineData:
         return cls(
-            prompt_token_ids=done.prompt_ids,
+            prompt_token_ids=as_list(done.prompt_ids),
             completion_token_ids=done.token_ids,
             completion_logprobs=done.logprobs,
             finished=True,

@@ -27,6 +27,7 @@ from lockstep.wire.ask import Ask
 from lockstep.wire.ask_generate import biases, refuse_mode, refuse_versions
 from lockstep.wire.experts import EncodedExperts, decoded_size, trim
 from lockstep.wire.fault_read import NO_ERROR, error_of, raise_stated
+from lockstep.wire.lazy_ids import as_list
 from lockstep.wire.splice import Spliced, splice
 
 ENCODER = msgspec.json.Encoder()
@@ -67,7 +68,7 @@ def encode_sglang(
     if sampling.logit_bias:
         params["logit_bias"] = biases(sampling)
     body: dict[str, Any] = {
-        "input_ids": ask.prompt_ids,
+        "input_ids": as_list(ask.prompt_ids),
         "sampling_params": params,
         "return_logprob": True,
         "logprob_start_len": -1 if sampling.prompt_logprobs is None else 0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
@@ -10,7 +12,7 @@ from lockstep.tokens.errors import BadRequest, BadTokenId, LockstepError
 from lockstep.wire.ask import Ask
 from lockstep.wire.ask_generate import encode_vllm
 from lockstep.wire.generate import decode_relayed, decode_request
-from lockstep.wire.raw_ids import RawIds
+from lockstep.wire.lazy_ids import LazyIds, as_json, as_list
 
 
 def body(ids: str) -> bytes:
@@ -19,15 +21,16 @@ def body(ids: str) -> bytes:
 
 @pytest.mark.parametrize("ids", ["[1]", "[1,2,3]", " [ 1 ,\n2,\t3 ] ", "[0, 151935, 2147483648]"])
 def test_plain_ids_stay_as_they_came_and_read_as_their_list(ids: str) -> None:
-    asked = decode_relayed(body(ids))
+    _, lazy = decode_relayed(body(ids))
     known = decode_request(body(ids)).token_ids
-    assert isinstance(asked.token_ids, RawIds)
-    assert len(asked.token_ids) == len(known)
-    assert asked.token_ids == known
-    assert known == asked.token_ids
-    assert list(asked.token_ids) == known
-    assert asked.token_ids[-1] == known[-1]
-    sent = encode_vllm(Ask(prompt_ids=asked.token_ids, sampling=Sampling()), mode="raw")
+    assert isinstance(lazy, LazyIds)
+    assert len(lazy) == len(known)
+    sent = encode_vllm(Ask(prompt_ids=lazy, sampling=Sampling()), mode="raw")
+    assert lazy._ids is None  # so far nobody had to look
+    assert lazy == known
+    assert known == lazy
+    assert list(lazy) == as_list(lazy) == known
+    assert lazy[-1] == known[-1]
     assert msgspec.json.decode(sent)["token_ids"] == known
 
 
@@ -39,10 +42,11 @@ def test_plain_ids_stay_as_they_came_and_read_as_their_list(ids: str) -> None:
 def test_anything_else_gets_the_error_of_the_strict_decoder(ids: str) -> None:
     def error(decode) -> LockstepError:
         with pytest.raises((BadRequest, BadTokenId)) as caught:
-            Ask(prompt_ids=decode(body(ids)).token_ids)
+            Ask(prompt_ids=decode(body(ids)))
         return caught.value
 
-    strict, relayed = error(decode_request), error(decode_relayed)
+    strict = error(lambda body: decode_request(body).token_ids)
+    relayed = error(lambda body: decode_relayed(body)[1])
     assert (type(relayed), relayed.message, relayed.param) == (
         type(strict),
         strict.message,
@@ -54,3 +58,11 @@ def test_anything_else_gets_the_error_of_the_strict_decoder(ids: str) -> None:
 def test_what_is_no_json_is_refused(ids: str) -> None:
     with pytest.raises(BadRequest):
         decode_relayed(body(ids))
+
+
+@pytest.mark.parametrize("ids", [[1], [3, 1, 2], range(1, 4), (7, 8)])
+def test_any_sequence_can_be_had_as_a_list_and_as_json(ids: Sequence[int]) -> None:
+    assert as_list(ids) == list(ids)
+    assert msgspec.json.decode(bytes(as_json(ids))) == list(ids)
+    same = [1, 2]
+    assert as_list(same) is same

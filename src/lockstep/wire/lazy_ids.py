@@ -1,0 +1,73 @@
+"""Token ids that stay JSON until somebody looks at them.
+
+Most ids of a prompt only pass through a gateway: they come as JSON and leave as JSON. Signatures
+that may be given such ids say `Sequence[int]`; who needs a list, or JSON, asks for it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import msgspec
+
+DECODER = msgspec.json.Decoder(list[int])
+ENCODER = msgspec.json.Encoder()
+IN_IDS = b"0123456789, \t\r\n"
+
+
+class LazyIds(Sequence[int]):
+    """The plain integers >= 0, at least one, that its JSON lists; decoded at the first look."""
+
+    __slots__ = ("_ids", "json")
+
+    def __init__(self, json: bytes) -> None:
+        self.json = json
+        self._ids: list[int] | None = None
+
+    @classmethod
+    def of(cls, raw: msgspec.Raw) -> LazyIds | None:
+        """The ids in valid JSON, or None when it is no list of at least one plain integer >= 0."""
+        json = bytes(raw)
+        # No sign, no point, no quote, no second list: what is left can only be plain integers.
+        if json.translate(None, IN_IDS) != b"[]" or not json.strip(b"[] \t\r\n"):
+            return None
+        return cls(json)
+
+    def decoded(self) -> list[int]:
+        if self._ids is None:
+            self._ids = DECODER.decode(self.json)
+        return self._ids
+
+    def leading_json(self, count: int) -> bytes | None:
+        """The first `count` ids as JSON without brackets or space; None if there are not more."""
+        pieces = self.json.lstrip()[1:].split(b",", count)
+        return b"".join(b",".join(pieces[:count]).split()) if len(pieces) > count else None
+
+    def __len__(self) -> int:
+        return self.json.count(b",") + 1 if self._ids is None else len(self._ids)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        return self.decoded()[at]
+
+    def __eq__(self, other: object) -> bool:
+        return self.decoded() == (other.decoded() if isinstance(other, LazyIds) else other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.decoded()))
+
+
+def as_list(ids: Sequence[int]) -> list[int]:
+    """The ids as a list: themselves where they are one."""
+    if isinstance(ids, list):
+        return ids
+    return ids.decoded() if isinstance(ids, LazyIds) else list(ids)
+
+
+def as_json(ids: Sequence[int]) -> msgspec.Raw:
+    """The ids as JSON for an encoder: as they came where they are JSON already."""
+    return msgspec.Raw(ids.json if isinstance(ids, LazyIds) else ENCODER.encode(as_list(ids)))
