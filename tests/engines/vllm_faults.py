@@ -6,7 +6,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from safetensors.torch import load_file
+
 from lockstep.backends.vllm_extension import LockstepWorker
+from tests.fleet.weight_faults import Fault, replaced
 
 
 class FaultyWorker(LockstepWorker):
@@ -35,3 +38,20 @@ class FaultyWorker(LockstepWorker):
 
         model.load_weights = load_weights
         return {"after": after}
+
+    def faulty_tensors(self, fault: Fault, old: str) -> dict[str, str]:
+        """The next load puts other tensors into the model than were read: those of `fault`, from
+        the checkpoint file `old`."""
+        model: Any = self.model_runner.get_model()  # type: ignore[attr-defined]
+        whole = type(model).load_weights
+        left = [1]
+
+        def load_weights(weights: Iterator[Any]) -> Any:
+            if not left[0]:
+                return whole(model, weights)
+            left[0] -= 1
+            new = dict(weights)
+            return whole(model, iter((new | replaced(fault, load_file(old), new)).items()))
+
+        model.load_weights = load_weights
+        return {"fault": fault}

@@ -9,15 +9,12 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lockstep.engine.weights import EMBEDDING
-from tests.engine import checkpoints
-
 Fault = Literal["old weights kept", "one layer kept", "one tensor zeroed", "one expert stale",
                 "two rows permuted"]  # fmt: skip
 FAULTS: tuple[Fault, ...] = get_args(Fault)
 LAYER = "model.layers.1."
 ZEROED = LAYER + "self_attn.q_proj.weight"
-PERMUTED = EMBEDDING
+PERMUTED = "model.embed_tokens.weight"
 EXPERT = LAYER + "mlp.experts.0."
 Tensors = dict[str, Tensor]
 
@@ -55,4 +52,6 @@ def stepped(tensors: Tensors, scale: float, seed: int = 3) -> Tensors:
 
 def written(fault: Fault, source: Path, target: Path, old: Tensors, new: Tensors) -> Path:
     """A checkpoint of the new weights with that fault."""
+    from tests.engine import checkpoints
+
     return checkpoints.save(source, target, new | replaced(fault, old, new))

@@ -1,0 +1,121 @@
+"""A real vLLM server that read the right weights but computes with others is caught by a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from lockstep.backends.admin_vllm import VllmAdmin
+from lockstep.fleet.fleet import Fleet
+from lockstep.fleet.pool import Pool
+from lockstep.tokens.errors import LockstepError
+from lockstep.wire.manifest import PROBE, WEIGHTS
+from lockstep.wire.probe import Probe, builtin
+from tests.engines import vllm_models as models
+from tests.engines.vllm_models import VOCABULARY, Reference
+from tests.engines.vllm_servers import Vllm, updated
+from tests.fleet.fakes import until
+from tests.fleet.weight_faults import FAULTS, Fault, stepped
+
+pytestmark = pytest.mark.timeout(400)
+SEQUENCES = builtin(VOCABULARY, 512)
+
+
+def after_a_step(server: Vllm, scale: float) -> Path:
+    """A checkpoint one step after the first, with a probe whose tolerance is to be measured."""
+    target = server.room / f"step-{scale}"
+    if not target.exists():
+        models.written(server.a, target, stepped(load_file(server.a / WEIGHTS), scale))
+        old, new = (Reference(path).rows(SEQUENCES) for path in (server.a, target))
+        rows = [tuple(map(tuple, logprobs)) for logprobs in (new, old)]
+        Probe(SEQUENCES, rows[0], None, previous=rows[1], dtype="float32").write(target / PROBE)
+    return target
+
+
+@asynccontextmanager
+async def fleet_of(server: Vllm) -> AsyncIterator[tuple[Fleet, VllmAdmin]]:
+    """A fleet of this server, which holds the first checkpoint."""
+    async with server.admin() as admin:
+        await updated(server, admin, server.a, "first")
+    admin = VllmAdmin(server.url)
+    await admin.meet()
+    async with (
+        Pool(probe_seconds=0.5) as pool,
+        Fleet(pool) as fleet,
+    ):
+        await fleet.add(server.url, admin, worker_id="v0")
+        await until(lambda: any(one.state == "serving" for one in pool.workers), 60)
+        yield fleet, admin
+
+
+def evidence(fleet: Fleet) -> Any:
+    found = fleet.operations.latest(1)[0].workers["v0"].evidence
+    assert found is not None
+    return found
+
+
+async def check_right(server: Vllm) -> None:
+    async with fleet_of(server) as (fleet, admin):
+        await fleet.update_weights(str(after_a_step(server, 0.03)), version="right")
+        found = evidence(fleet)
+        print(f"right weights: {found}")
+        assert (found.decided_by, found.digest) == ("scores", "match")
+        assert (await admin.contents()).dtype == "float32"
+
+
+async def check_caught(server: Vllm, fault: Fault) -> None:
+    step = after_a_step(server, 0.03)
+    async with fleet_of(server) as (fleet, _):
+        await server.rpc("faulty_tensors", fault=fault, old=str(server.a / WEIGHTS))
+        with pytest.raises(LockstepError, match="its logprobs are off by"):
+            await fleet.update_weights(str(step), version=fault.replace(" ", "-"))
+        found = evidence(fleet)
+        print(f"{fault}: {found}")
+        assert (found.decided_by, found.digest) == ("scores", "match")
+        assert fleet.desired.version == "first"
+
+
+@pytest.mark.failure_mode("F48")
+async def test_the_right_weights_are_proved_without_a_number(dense: Vllm) -> None:
+    await check_right(dense)
+
+
+@pytest.mark.failure_mode("F48")
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_server_that_computes_with_other_weights_is_caught(
+    dense: Vllm, fault: Fault
+) -> None:
+    await check_caught(dense, fault)
+
+
+@pytest.mark.failure_mode("F48")
+async def test_a_server_that_read_other_weights_is_caught_by_its_digest(dense: Vllm) -> None:
+    step, other = after_a_step(dense, 0.03), after_a_step(dense, 0.031)
+    async with fleet_of(dense) as (fleet, admin):
+        stage = admin.stage
+
+        async def elsewhere(source: Any, version: str) -> None:
+            await stage(type(source)(directory=other), version)
+
+        admin.stage = elsewhere  # type: ignore[method-assign]
+        with pytest.raises(
+            LockstepError, match="read other contents than the checkpoint has, in '"
+        ):
+            await fleet.update_weights(str(step), version="elsewhere")
+        assert evidence(fleet).digest == "mismatch"
+
+
+@pytest.mark.failure_mode("F48")
+async def test_the_right_experts_are_proved_without_a_number(moe: Vllm) -> None:
+    await check_right(moe)
+
+
+@pytest.mark.failure_mode("F48")
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_server_that_computes_with_other_experts_is_caught(moe: Vllm, fault: Fault) -> None:
+    await check_caught(moe, fault)
