@@ -15,7 +15,7 @@ from lockstep.tokens.errors import (
     Unavailable,
 )
 from tests.engine.rig import ids, request
-from tests.engine.running import make, start
+from tests.engine.running import make, score, start
 
 
 async def test_a_step_that_breaks_fails_its_requests_and_the_engine_goes_on(
@@ -40,8 +40,8 @@ async def test_a_command_that_breaks_is_answered_and_the_engine_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(engine.core, "score_all", broken)
         with pytest.raises(EngineFailure, match="out of memory"):
-            await engine.score([1, 2])
-    assert len(await engine.score([1, 2])) == 1
+            await score(engine, [1, 2])
+    assert len(await score(engine, [1, 2])) == 1
 
 
 async def test_closing_fails_what_is_in_flight_and_refuses_what_comes(tiny: Path) -> None:

@@ -16,7 +16,7 @@ from lockstep.tokens.errors import (
 )
 from tests.engine.checkpoints import reference, tensors_of
 from tests.engine.rig import ids, request
-from tests.engine.running import LONG
+from tests.engine.running import LONG, score
 
 
 @pytest.mark.failure_mode("F43")
@@ -28,8 +28,8 @@ async def test_keep_stage_score_commit_resume(engine: Engine, tiny: Path, tiny2:
     await engine.stage(tiny2, "v2")
     assert (engine.version, engine.staged_version) == ("v1", "v2")
     probe = ids(3, 50)
-    assert await engine.score(probe, staged=True) == reference(tiny2, probe)
-    assert await engine.score(probe) == reference(tiny, probe)
+    assert await score(engine, probe, staged=True) == reference(tiny2, probe)
+    assert await score(engine, probe) == reference(tiny, probe)
     assert await engine.commit() == "v2"
     await engine.resume()
     pieces += [piece async for piece in stream]
@@ -37,7 +37,7 @@ async def test_keep_stage_score_commit_resume(engine: Engine, tiny: Path, tiny2:
     assert done is not None
     assert [span.version for span in done.versions] == ["v1", "v2"]
     assert await engine.rollback() == "v1"
-    assert await engine.score(probe) == reference(tiny, probe)
+    assert await score(engine, probe) == reference(tiny, probe)
 
 
 async def test_tensors_by_name_are_staged_and_dropped_by_rollback(
@@ -45,13 +45,13 @@ async def test_tensors_by_name_are_staged_and_dropped_by_rollback(
 ) -> None:
     name = "model.norm.weight"
     await engine.stage_tensors([(name, tensors_of(tiny2)[name])], "v2")
-    assert await engine.score(ids(1, 20), staged=True) != await engine.score(ids(1, 20))
+    assert await score(engine, ids(1, 20), staged=True) != await score(engine, ids(1, 20))
     assert await engine.rollback() == "v1"
     assert engine.staged_version is None
     with pytest.raises(Conflict, match="no weights are staged"):
         await engine.commit()
     with pytest.raises(Conflict, match="no weights are staged"):
-        await engine.score([1, 2], staged=True)
+        await score(engine, [1, 2], staged=True)
 
 
 @pytest.mark.failure_mode("F34")
@@ -59,7 +59,7 @@ async def test_a_failed_stage_keeps_nothing_that_a_commit_could_serve(
     engine: Engine, tiny2: Path, tmp_path: Path
 ) -> None:
     probe = ids(3, 50)
-    before = await engine.score(probe)
+    before = await score(engine, probe)
     await engine.stage(tiny2, "v2")
     with pytest.raises(CheckpointError):
         await engine.stage(tmp_path, "v3")
@@ -67,7 +67,7 @@ async def test_a_failed_stage_keeps_nothing_that_a_commit_could_serve(
         await engine.commit()
     with pytest.raises(CheckpointError):
         await engine.stage_tensors([("nonsense", torch.zeros(1))], "v3")
-    assert (engine.version, await engine.score(probe)) == ("v1", before)
+    assert (engine.version, await score(engine, probe)) == ("v1", before)
 
 
 async def test_a_commit_whose_caller_goes_away_is_whole(engine: Engine, tiny2: Path) -> None:
