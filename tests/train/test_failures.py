@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, RolloutFailed
+from lockstep.tokens import Sample
+from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotExact, RolloutFailed
 from lockstep.train.batch import Clock, Group, Rollout, is_stale, version_lags
 from lockstep.train.env import Player, Reward, Split, Task
 from lockstep.train.envs import Reverse
@@ -85,6 +86,22 @@ class Mute(Reverse):
         if task.facts["mute"]:
             return Reward(0.0, False)
         return await super().play(task, player)
+
+
+class Tampering(Reverse):
+    """Hands on other logprobs than the engine gave: a token of each sample is off by an eighth."""
+
+    async def play(self, task: Task, player: Player) -> Reward:
+        reward = await super().play(task, player)
+        kept = player.samples
+
+        def shifted(*, train_aborted: bool) -> list[Sample]:
+            samples = kept(train_aborted=train_aborted)
+            return [replace(one, logprobs=[*one.logprobs[:-1], one.logprobs[-1] - 0.125])
+                    for one in samples]  # fmt: skip
+
+        player.samples = shifted  # type: ignore[method-assign]
+        return reward
 
 
 async def never(_: int, __: Task) -> Group:
@@ -208,6 +225,26 @@ async def test_too_many_steps_without_anything_to_learn_end_the_run(
     async with asyncio.timeout(SECONDS):
         with pytest.raises(Conflict, match=r"no token to learn from.*the last 2 steps"):
             await trainer.run()
+
+
+@pytest.mark.parametrize("demanded", [True, None])
+async def test_a_mismatch_is_written_down_and_ends_a_run_that_demanded_none(
+    stack: Stack, tmp_path: Path, demanded: bool | None
+) -> None:
+    where = tmp_path / "run"
+    config = run_config(where, learner={"exact": demanded}, loop={"steps": 1})
+    trainer = stack.trainer(config, environment=Tampering())
+    if demanded:
+        with pytest.raises(NotExact, match=r"exactness was demanded"):
+            await trainer.run()
+    else:
+        (step,) = (await trainer.run()).steps
+        assert step.more["mismatch_max"] == pytest.approx(0.125, abs=1e-2)
+    if json.loads((where / "run.json").read_text())["numerics"]["mode"] == "exact" or not demanded:
+        lines = map(json.loads, (where / "events.jsonl").read_text().splitlines())
+        (event,) = [one for one in lines if one["kind"] == "mismatch"]
+        assert event["mismatch_max"] == pytest.approx(0.125, abs=1e-2)
+        assert not Run.read(where).summary().kept if not demanded else True
 
 
 def test_no_version_grows_older_by_a_step_without_an_update() -> None:
