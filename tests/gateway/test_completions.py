@@ -247,7 +247,7 @@ async def test_what_the_engine_refuses_has_its_status_in_streams_too(
     assert "99999" in error["message"]
     assert (await client.refused(prompt=[71] * 600, stream=stream))["reason"] == "prompt_too_long"
     assert (await client.refused(404, prompt=IDS, model="x"))["reason"] == "unknown_model"
-    gone = await client.refused(409, prompt=IDS, weight_version="no such", stream=stream)
+    gone = await client.refused(409, prompt=IDS, weight_version="no-such", stream=stream)
     assert gone["reason"] == "version_unavailable"
 
 
