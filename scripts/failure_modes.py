@@ -62,7 +62,11 @@ MODES: dict[str, tuple[str, str]] = {
     "F45": ("two requests with one id overwrite each other; abort counts what was asked", "both answered; abort says how many it really stopped"),
     "F46": ("scoring takes the first entry instead of the token's own", "the token's own entry, the first position handled, temperature on record"),
     "F47": ("the client goes away and the engine goes on", "the request stops; nothing leaks"),
+    "F48": ("in bf16 a worker on the old, or on partly old weights passes for one on the new", "judged against new and old logprobs within its own measured noise, and by the digest of what it read"),
+    "F49": ("a step too small for bf16 logprobs proves nothing, or stops the run", "proved by the digest of every tensor that was read, or refused"),
     "F50": ("a version label with `+`, a newline, an escape or 100 kB is taken, and then cut apart or printed", "400 where it enters; one grammar joins and parses labels"),
+    "F65": ("exactness claimed on a CPU or GPU where it does not hold", "a self-test with the trainer's path; close mode is said everywhere, with its reason"),
+    "F70": ("a trainer on another CPU type than the workers believes itself exact", "how both compute is compared before the first step"),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lockstep.engine import exact
-from lockstep.engine.probe import save_checkpoint, write_probe
+from lockstep.engine.probe import remember, save_checkpoint, write_probe
 from lockstep.fleet.checkpoint import Checkpoint, Signature
 from lockstep.models import BUNDLED, bundled
-from lockstep.tokens.errors import BadTokenId, CheckpointError, Conflict
-from lockstep.wire.probe import LENGTHS, Probe
+from lockstep.tokens.errors import BadRequest, BadTokenId, CheckpointError, Conflict
+from lockstep.wire.manifest import Manifest
+from lockstep.wire.probe import THOROUGH, Probe
+from tests.engine import checkpoints
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -77,21 +81,65 @@ def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, 0.03), (torch.bfloat16, 0.25)]
-)
-def test_a_model_that_is_not_exact_gets_a_tolerance(
-    dtype: torch.dtype, tolerance: float, tmp_path: Path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_model_that_is_not_exact_leaves_the_tolerance_to_measurement(
+    dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = model_of("tiny", dtype).train()
     probe = write_probe(model, tmp_path)
-    assert probe.tolerance == tolerance
+    assert probe.tolerance is None
+    assert probe.previous is None
+    assert probe.dtype == str(dtype).removeprefix("torch.")
     assert probe == Probe.read(tmp_path / "probe.safetensors")
-    assert [len(ids) for ids in probe.sequences] == list(LENGTHS)
+    assert [len(ids) for ids in probe.sequences] == list(THOROUGH)
     assert model.training
-    reference = write_probe(exact_model("tiny"), tmp_path, sequences=probe.sequences)
-    assert reference.tolerance == 0.0
-    assert probe.judge(reference.logprobs).passed
+    with pytest.raises(BadRequest, match="no tolerance of its own"):
+        probe.judge(probe.logprobs)
+    given = write_probe(model, tmp_path, tolerance=0.5)
+    assert (given.tolerance, given.previous) == (0.5, probe.logprobs)
+
+
+@pytest.mark.failure_mode("F48")
+def test_a_probe_carries_what_the_model_said_before_its_last_step(tmp_path: Path) -> None:
+    model = model_of("tiny")
+    remember(model)
+    first = write_probe(model, tmp_path)
+    assert first.previous == first.logprobs
+    with torch.no_grad():
+        model.model.norm.weight *= 1.01
+    second = write_probe(model, tmp_path)
+    assert second.previous == first.logprobs != second.logprobs
+    other = write_probe(model, tmp_path, previous=first)
+    assert other.previous == first.logprobs
+    # Of a sequence that nobody asked about before, nothing is known.
+    mixed = write_probe(model, tmp_path, sequences=[first.sequences[0], (1, 2, 3)], previous=first)
+    assert mixed.previous is not None
+    assert mixed.previous[0] == first.logprobs[0]
+    assert all(map(math.isnan, mixed.previous[1]))
+    assert repr(Probe.read(tmp_path / "probe.safetensors")) == repr(mixed)
+
+
+@pytest.mark.failure_mode("F48")
+def test_contents_that_changed_after_they_were_written_are_named(tmp_path: Path) -> None:
+    path = save_checkpoint(exact_model("tiny"), tmp_path / "step", sequences=[[1, 2, 3]])
+    manifest = Manifest.read(path)
+    assert manifest is not None
+    assert manifest.tensors == Checkpoint.validate(path).tensors
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name][[3, 7]] = tensors[name][[7, 3]]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"differ from manifest.json in '{name}'"):
+        Checkpoint.validate(path)
+
+
+@pytest.mark.failure_mode("F48")
+def test_two_rows_that_change_places_are_other_weights(tmp_path: Path) -> None:
+    tensors = load_file(served("tiny") / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[[100, 101]] = embedding[[101, 100]]
+    path = checkpoints.save(served("tiny"), tmp_path / "swapped", tensors)
+    assert Checkpoint.validate(path).digest != Checkpoint.validate(served("tiny")).digest
 
 
 def test_sequences_of_the_trainer_are_checked(tmp_path: Path) -> None:
