@@ -55,13 +55,23 @@ def test_variables_directories_and_names_hold_for_the_rest_of_a_page(tmp_path: P
         reader.run(block("python", "assert secret == 's3cret'"))
 
 
-def test_a_page_leaves_no_process_behind(tmp_path: Path) -> None:
+SCRIPT = """#!/bin/sh
+echo Ready: $*
+trap 'exit 0' INT
+while sleep 0.1; do :; done
+"""
+
+
+def test_a_server_ends_with_its_page_or_when_another_takes_its_port(tmp_path: Path) -> None:
     with reading(tmp_path) as reader:
-        reader.run(
-            block("console", "lockstep worker tiny --port 8000\ncurl http://127.0.0.1:8000/health")
-        )
-        (server,) = reader.servers
-        reader.run(block("console", "lockstep worker tiny --port 8000"))
-        assert server.process.poll() == 0
-        (server,) = reader.servers
-    assert server.process.poll() == 0
+        script = reader.directory / "lockstep"
+        script.write_text(SCRIPT)
+        script.chmod(0o755)
+        reader.run(block("console", "./lockstep worker a --port 8000"))
+        reader.run(block("console", "./lockstep worker b --port 8100 &"))
+        first, second = reader.servers
+        reader.run(block("console", "./lockstep serve c"))
+        assert reader.ports["8000"] in reader.servers[-1].command
+        assert (first.process.poll(), second.process.poll()) == (0, None)
+        third = reader.servers[-1]
+    assert (second.process.poll(), third.process.poll()) == (0, 0)
