@@ -1,0 +1,39 @@
+"""What this machine can do, asked once in a process of its own, and children with another CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from typing import Any
+
+DECIDING = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA",
+            "ONEDNN_MAX_CPU_ISA_CHECKED")  # fmt: skip
+SELF_TEST = """
+import json, sys
+from lockstep.engine import selftest
+from lockstep.engine.config import EngineOptions
+report = selftest.run(sys.argv[1], EngineOptions(max_seqs=4, arithmetic=sys.argv[2]))
+print(json.dumps({"exact": report.exact, "problem": report.problem, **report.plan.to_json(),
+                  "checks": [check.name for check in report.checks]}))
+"""
+
+
+def child(code: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A fresh process in which only `environ` decides how it computes."""
+    kept = {name: value for name, value in os.environ.items() if name not in DECIDING}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**kept, **environ}, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+
+
+@cache
+def self_test(model: str = "tiny", arithmetic: str = "auto", **environ: str) -> dict[str, Any]:
+    """The report of the self-test in a fresh process with that environment."""
+    done = child(SELF_TEST, model, arithmetic, **environ)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report

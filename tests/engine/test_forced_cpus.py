@@ -1,0 +1,83 @@
+"""Exact on every kind of x86 CPU that this one can play, from engine to trainer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.machine import child, self_test
+
+FORCED = {
+    "as it is": {},
+    "MKL as on AVX2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "MKL as on SSE4.2": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    "torch without vectors": {"ATEN_CPU_CAPABILITY": "default"},
+    "oneDNN as on AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "MKL in the mode for all makes": {"MKL_CBWR": "COMPATIBLE"},
+    "MKL in its default mode": {"MKL_CBWR": "OFF"},
+}
+
+
+@pytest.mark.failure_mode("F65")
+@pytest.mark.parametrize("environ", FORCED.values(), ids=FORCED)
+def test_trainer_and_engine_agree_bit_for_bit(environ: dict[str, str]) -> None:
+    report = self_test("tiny", **environ)
+    assert report["exact"], report["problem"]
+    assert report["checks"][0] == "engine"
+    assert len(report["checks"]) == 9, "four numbers of threads, autograd on and off"
+    assert report["rows"] in (4, 8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("environ", [{}, {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}])
+def test_a_mixture_of_experts_does_too(environ: dict[str, str]) -> None:
+    report = self_test("tiny-moe", **environ)
+    assert report["exact"], report["problem"]
+
+
+def test_a_mode_that_the_user_chose_is_kept() -> None:
+    assert self_test("tiny", MKL_CBWR="COMPATIBLE")["mkl"] == "COMPATIBLE"
+    assert self_test("tiny", MKL_CBWR="OFF")["mkl"] == "OFF"
+
+
+@pytest.mark.failure_mode("F65")
+def test_where_no_row_multiple_holds_it_is_close_and_says_why() -> None:
+    report = self_test("tiny", MKL_ENABLE_INSTRUCTIONS="AVX2", MKL_CBWR="OFF")
+    if report["exact"]:
+        pytest.skip("MKL keeps the bits of AVX2 in its default mode on this CPU")
+    assert report["arithmetic"] == "close"
+    assert "other bits" in report["problem"]
+    assert report["reason"] == report["problem"]
+
+
+LATE = """
+import torch
+torch.ones(64, 64) @ torch.ones(64, 64)
+from transformers import AutoModelForCausalLM
+from lockstep.engine import exact
+from lockstep.models import bundled
+from lockstep.tokens.errors import NotExact
+model = AutoModelForCausalLM.from_pretrained(bundled("tiny"))
+try:
+    exact.prepare(model)
+    print("prepared")
+except NotExact as error:
+    print(error.message)
+    exact.prepare(model, strict=False)
+"""
+
+
+@pytest.mark.failure_mode("F65")
+def test_a_trainer_that_computed_too_early_is_told_the_line_to_add() -> None:
+    if self_test("tiny", MKL_ENABLE_INSTRUCTIONS="AVX2", MKL_CBWR="OFF")["exact"]:
+        pytest.skip("MKL keeps the bits of AVX2 in its default mode on this CPU")
+    late = child(LATE, MKL_ENABLE_INSTRUCTIONS="AVX2")
+    assert "export MKL_CBWR=AUTO,STRICT" in late.stdout, late.stderr
+    in_time = child(LATE, MKL_ENABLE_INSTRUCTIONS="AVX2", MKL_CBWR="AUTO,STRICT")
+    assert in_time.stdout == "prepared\n", in_time.stderr
+
+
+def test_a_trainer_that_computed_too_early_goes_on_where_its_mode_holds() -> None:
+    late = child(LATE)
+    if self_test("tiny", MKL_CBWR="OFF")["exact"]:
+        assert late.stdout == "prepared\n", late.stderr
+    else:
+        assert "MKL_CBWR" in late.stdout
