@@ -127,10 +127,15 @@ def test_serve_says_ready_in_one_line_serves_and_drains() -> None:
         assert not token_file.exists()
 
 
-def test_the_command_it_prints_works() -> None:
+def test_the_command_it_prints_works_and_the_token_may_be_in_a_file(tmp_path: Path) -> None:
     keys = {"LOCKSTEP_API_KEYS": "first-key-1,second-key"}
-    with running("serve", *EVERYWHERE, **keys) as process:
+    token_file = tmp_path / "token"
+    token_file.write_text("a-token-of-the-operator\n")
+    given = {**keys, "LOCKSTEP_ADMIN_TOKEN_FILE": str(token_file)}
+    with running("serve", *EVERYWHERE, **given) as process:
         assert process.stdout is not None
+        line = next(line for line in process.stdout if "Admin" in line)
+        assert line.endswith(f"token in {token_file}\n")
         line = next(line for line in process.stdout if "curl" in line)
         command = line.removeprefix("Try:").strip()
         environ = {**os.environ, **keys}

@@ -22,7 +22,7 @@ from lockstep.fleet.desired import Desired, StateStore
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.models import bundled
 from tests.engine import checkpoints
-from tests.processes import TOKEN
+from tests.processes import TOKEN, WorkerProcess
 
 PORTS = ("--port", "0", "--admin-port", "0")
 
@@ -135,8 +135,29 @@ def test_two_gateways_never_share_a_state_directory(cwd: Path, tmp_path: Path) -
         for more in ((), ("--fresh",)):
             errors, _ = failure_of(cwd, "serve", *PORTS, "--state-dir", str(where), *more)
             assert f"process {process.pid}: stop it, or give another --state-dir" in errors
+        assert not list(where.glob("before-*"))  # what the first one uses was not moved away
         stop(process)
     assert list(cwd.iterdir()) == []
+
+
+def test_a_gateway_before_running_workers_has_a_state_of_their_model(
+    cwd: Path, tmp_path: Path
+) -> None:
+    worker = WorkerProcess("--max-model-len", "256")
+    gateway = ("gateway", "--worker", f"{worker.url},{worker.system_url}", *PORTS)
+    try:
+        with lockstep(cwd, *gateway, "--json") as process:
+            where = Path(ready_of(process)["state_dir"])
+            assert where.parent == cwd.parent / "state-home/lockstep"
+            assert where.name.startswith("tiny-")
+            errors, _ = failure_of(cwd, *gateway)
+            assert f"process {process.pid}" in errors
+            stop(process)
+        StateStore(str(tmp_path / "state.sqlite"), model="another").close()
+        errors, _ = failure_of(cwd, *gateway, "--state-dir", str(tmp_path))
+        assert "is the state of another, and tiny is to be served" in errors
+    finally:
+        worker.stop()
 
 
 def test_weights_that_are_in_no_file_cannot_be_resumed(cwd: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from lockstep.http.limits import DRAIN_SECONDS
 from lockstep.settings import Settings
 from lockstep.tokens.numerics import PORTABLE_ENVIRONMENT
 
@@ -75,7 +76,7 @@ def worker(
     ] = None,
     drain_seconds: Annotated[
         float, typer.Option(help="How long SIGTERM waits for requests.", rich_help_panel=LISTEN)
-    ] = 30.0,
+    ] = DRAIN_SECONDS,
     device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel=ENGINE)] = "cpu",
     dtype: Annotated[
         Dtype, typer.Option(help="Of weights and KV cache.", rich_help_panel=ENGINE)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from lockstep.http.limits import DRAIN_SECONDS
 from lockstep.tokens.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class GatewayArguments:
             help="How long answers that are under way may take after SIGTERM or Ctrl-C.",
             rich_help_panel=LISTEN,
         ),
-    ] = 30.0
+    ] = DRAIN_SECONDS
     max_in_flight: Annotated[
         int, typer.Option(help="Most requests at once.", rich_help_panel=TRAFFIC)
     ] = 1024
