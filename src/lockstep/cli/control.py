@@ -191,7 +191,8 @@ def _act(
         Console().print(", ".join(said))
         for name, result in operation.workers.items():
             if result.status != "ok":
-                Console(stderr=True).print(f"[red]{name}[/]: {result.status}: {result.error}")
+                shown = escape(f"{name}: {result.status}: {result.error}")
+                Console(stderr=True).print(f"[red]{shown}[/]")
 
     _run(url, token_file, act)
 
