@@ -28,6 +28,7 @@ SECTIONS = {
     "tokenizing": "Gateway: /tokenize",
     "client": "Client",
     "engine": "Embedded engine on one core",
+    "exactness": "Embedded engine: exact beside close",
     "update": "Weight updates",
     "demo": "The demo, end to end",
 }

@@ -1,6 +1,8 @@
-"""The embedded engine as a contestant: its defaults, through its async API."""
+"""The embedded engine as a contestant, through its async API; arithmetic may be named."""
 
 from __future__ import annotations
+
+import sys
 
 from benchmarks.engine_play import TOKENS, pin, serve
 
@@ -12,7 +14,9 @@ def main() -> None:
     from lockstep.engine import Engine, EngineOptions, Request
     from lockstep.tokens import Sampling
 
-    engine = Engine("tiny", EngineOptions(max_seqs=max(TOKENS), max_model_len=1024))
+    arithmetic = sys.argv[1] if len(sys.argv) > 1 else "auto"
+    options = EngineOptions(max_seqs=max(TOKENS), max_model_len=1024, arithmetic=arithmetic)
+    engine = Engine("tiny", options)
     engine.start()
 
     async def answer(prompts: list[list[int]], tokens: int) -> None:

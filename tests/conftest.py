@@ -1,4 +1,4 @@
-"""What all tests share: a state directory of the run, and arithmetic fixed before the first test."""
+"""What all tests share: a state directory, and arithmetic fixed before the first of them."""
 
 from __future__ import annotations
 
@@ -26,3 +26,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     numerics.make_reproducible()
     bf16.make_bf16_safe()
+
+
+@pytest.fixture(scope="session")
+def requires_exact() -> None:
+    """For tests of exactness: skips, with the machine's own reason, where it cannot be had."""
+    from lockstep.engine import selftest
+
+    report = selftest.run("tiny", module=False)
+    if not report.exact:
+        pytest.skip(f"no exact arithmetic here: {report.problem}")

@@ -11,8 +11,20 @@ import torch
 from torch import Tensor
 
 from lockstep.engine import block_shapes as module
-from lockstep.engine.block_shapes import BLOCK, AttentionShapes, attention_shapes
+from lockstep.engine import exact, mkl
+from lockstep.engine.block_shapes import (
+    BLOCK,
+    AttentionShapes,
+    attention_shapes,
+    products,
+    row_multiple,
+    shared_products_hold,
+    steady_products,
+    why_unfit,
+)
+from lockstep.engine.config import ModelConfig
 from lockstep.tokens.errors import EngineFailure
+from tests.engine.checkpoints import trainer
 from tests.engine.rig import Rig
 
 
@@ -78,3 +90,72 @@ def test_where_even_whole_blocks_differ_exact_is_refused(
     assert attention_shapes(32).tails == ()
     with pytest.raises(EngineFailure, match="few queries"):
         Rig(tiny, arithmetic="exact")
+
+
+# Rows of matrix products
+
+
+SMALL = products(hidden=64, q_size=64, kv_size=32, vocab=128, intermediate=192)
+
+
+@pytest.fixture
+def odd_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a CPU that computes fewer than 16 rows, or a share of a product, in another order."""
+    right = torch.nn.functional.linear
+
+    def odd(x: Tensor, weight: Tensor) -> Tensor:
+        out = right(x, weight)
+        return out * (1 + 2.0**-20) if x.shape[0] % 16 or torch.get_num_threads() > 2 else out
+
+    monkeypatch.setattr(module.F, "linear", odd)
+    clear()
+    yield
+    clear()
+
+
+def clear() -> None:
+    for cached in (module.row_multiple, module._rows_hold, module.shared_products_hold):
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("odd_products")
+def test_the_row_multiple_is_the_fewest_rows_that_keep_the_bits() -> None:
+    assert row_multiple(SMALL) == 16
+    assert why_unfit(32, SMALL) is None
+
+
+@pytest.mark.usefixtures("odd_products")
+def test_products_that_threads_change_are_computed_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    monkeypatch.setattr(mkl, "share_products", calls.append)
+    assert not shared_products_hold(SMALL)
+    with steady_products(SMALL):
+        assert calls == [False]
+    assert calls == [False, True]
+
+
+@pytest.mark.failure_mode("F65")
+def test_where_no_multiple_keeps_the_bits_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.nn.functional.linear
+    monkeypatch.setattr(module.F, "linear", lambda x, w: right(x, w) * (1 + len(x) * 2.0**-22))
+    clear()
+    assert row_multiple(SMALL) == 0
+    assert "other bits in another number of rows" in str(why_unfit(32, SMALL))
+    monkeypatch.undo()
+    clear()
+
+
+@pytest.mark.parametrize(("width", "fewest"), [(384, 4), (72, 4), (100, 8), (50, 16)])
+def test_few_rows_are_taken_only_where_loops_end_with_whole_registers(
+    width: int, fewest: int
+) -> None:
+    found = row_multiple(products(hidden=64, q_size=64, kv_size=64, vocab=64, intermediate=width))
+    assert found % fewest == 0
+
+
+@pytest.mark.usefixtures("requires_exact")
+def test_engine_and_trainer_find_the_same_products(tiny: Path, moe: Path) -> None:
+    for directory in (tiny, moe):
+        config = ModelConfig.read(directory)
+        assert exact.products_of(trainer(directory).config) == config.products
+        assert exact.rows_of(trainer(directory)) == row_multiple(config.products)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from lockstep.engine import exact
+from lockstep.engine.block_shapes import threads
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest
 from tests.engine import checkpoints
 from tests.engine.rig import Answer, Rig, ids
 
+pytestmark = pytest.mark.usefixtures("requires_exact")
 BATCHES = (1, 3, 33)
 
 
 @pytest.fixture(scope="module", params=["tiny", "tiny-moe"])
-def rig(request: pytest.FixtureRequest) -> Rig:
+def rig(request: pytest.FixtureRequest, requires_exact: None) -> Rig:
     directory: Path = request.getfixturevalue({"tiny": "tiny", "tiny-moe": "moe"}[request.param])
     # A budget of 48 tokens cuts prompts into chunks while other requests decode.
     return Rig(directory, arithmetic="exact", max_seqs=33, max_batch_tokens=48)
@@ -181,3 +184,32 @@ def test_close_mode_is_close_to_plain_transformers(
     assert distance_from_transformers(tmp_path) < 5e-6
     # Training sharpens a model: transformers' own fp32 is 7e-6 from its fp64 here.
     assert distance_from_transformers(directory) < 2e-5
+
+
+@pytest.mark.parametrize("team", [1, 2, 3, 7])
+def test_a_trainer_in_any_number_of_threads_has_the_bits_of_the_engine(
+    team: int, odd_widths: tuple[Rig, Any]
+) -> None:
+    """Loops over these widths are shared out to threads in the middle of a register."""
+    rig, model = odd_widths
+    sequence = ids(3, 1100)
+    with threads(team), torch.no_grad():
+        alone = exact.token_logprobs(model, sequence)
+        together = exact.token_logprobs(model, [sequence[::-1], sequence, sequence[:900]])[1]
+    assert alone.tolist() == together.tolist() == rig.core.score(sequence)
+
+
+@pytest.fixture(scope="module")
+def odd_widths(requires_exact: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Any]:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512, hidden_size=64, intermediate_size=200, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    directory = tmp_path_factory.mktemp("odd")
+    model.save_pretrained(directory)
+    return Rig(directory, arithmetic="exact", max_model_len=2048), exact.prepare(model)

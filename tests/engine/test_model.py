@@ -11,6 +11,8 @@ from torch import Tensor
 from lockstep.engine.model import Segment
 from tests.engine.rig import Rig, ids
 
+pytestmark = pytest.mark.usefixtures("requires_exact")
+
 
 @pytest.fixture
 def rig(tiny: Path, lora_b: Path) -> Rig:

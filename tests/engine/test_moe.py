@@ -34,6 +34,7 @@ def routed(directory: Path, token_ids: list[int]) -> npt.NDArray[np.integer]:
     return torch.stack(top, dim=1)[: len(token_ids)].numpy()
 
 
+@pytest.mark.usefixtures("requires_exact")
 def test_rows_are_the_choices_of_the_router(rig: Rig, moe: Path) -> None:
     done = rig.generate(PROMPT, experts_start=0, max_tokens=20)
     assert done.experts is not None

@@ -20,6 +20,7 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 MODE = "from lockstep.engine import mkl, numerics; numerics.make_reproducible(); print(mkl.mode())"
 
 
+@pytest.mark.usefixtures("requires_exact")
 def test_the_engines_plan_is_the_trainers(tiny: Path, moe: Path) -> None:
     for directory in (tiny, moe):
         plan, own = Rig(directory).core.plan, exact.own_plan(directory)
@@ -28,6 +29,7 @@ def test_the_engines_plan_is_the_trainers(tiny: Path, moe: Path) -> None:
         assert type(plan).from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+@pytest.mark.usefixtures("requires_exact")
 @pytest.mark.failure_mode("F70")
 def test_a_worker_that_computes_other_bits_is_named_before_the_first_step(tiny: Path) -> None:
     own = exact.own_plan(tiny)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.engine import arithmetic
+from lockstep.engine import arithmetic, trainer_path
 from lockstep.tokens.errors import BadRequest, EngineFailure
 from tests.engine.rig import Rig, ids
 
@@ -43,6 +43,7 @@ def test_exact_refuses_to_start(tiny: Path) -> None:
         Rig(tiny, arithmetic="exact")
 
 
+@pytest.mark.usefixtures("requires_exact")
 def test_auto_is_exact_where_the_test_passes(tiny: Path, moe: Path) -> None:
     for directory in (tiny, moe):
         rig = Rig(directory, arithmetic="auto")
@@ -50,6 +51,7 @@ def test_auto_is_exact_where_the_test_passes(tiny: Path, moe: Path) -> None:
         assert rig.core.arithmetic_note == ""
 
 
+@pytest.mark.usefixtures("requires_exact")
 def test_the_self_test_works_in_a_short_context_and_with_one_slot(tiny: Path) -> None:
     rig = Rig(tiny, arithmetic="exact", max_model_len=16, max_seqs=1)
     assert len(rig.generate(ids(1, 15)).token_ids) == 1
@@ -73,3 +75,19 @@ def test_gating_has_the_bits_of_a_gate_that_is_a_tensor_of_its_own(width: int) -
     rows = torch.randn(16, 2 * width)
     gate, up = (half.contiguous() for half in rows.chunk(2, dim=-1))
     assert torch.equal(arithmetic.gated(rows), torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.failure_mode("F65")
+def test_a_trainer_with_other_bits_is_found_at_start_up(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine agrees with itself here; only the trainer's order of operations differs."""
+    right = trainer_path.exact_causal
+
+    def other(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return right(q, k, v, scale) * (1 + 2.0**-20)
+
+    monkeypatch.setattr(trainer_path, "exact_causal", other)
+    rig = Rig(tiny, arithmetic="auto")
+    assert rig.core.plan.arithmetic == "close"
+    assert "between engine and trainer" in rig.core.plan.reason

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lockstep.engine import exact, numerics
 from lockstep.engine.arithmetic import round_up
+from lockstep.engine.bf16 import make_bf16_safe
 from lockstep.engine.block_shapes import row_multiple
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.probe import save_checkpoint, write_probe
@@ -51,6 +52,8 @@ class Learner:
     def __init__(self, config: TrainConfig, *, exact: bool, weights: Path | None = None):
         self._config = config
         learner = config.learner
+        if learner.device == "cpu" and learner.dtype != "float32":
+            make_bf16_safe()
         torch.set_num_threads(learner.threads)
         torch.manual_seed(config.seed)
         self.exact = exact
