@@ -32,8 +32,7 @@ class Settings:
     LOCKSTEP_ADMIN_TOKEN     the bearer token of admin routes; made and written to a file if absent
     LOCKSTEP_ADMIN_TOKEN_FILE  the file that holds it, instead
     LOCKSTEP_ADMIN_URL       where `lockstep state`, `pause` and the like find the control plane
-    LOCKSTEP_API_KEYS        keys of the data port of a gateway, or of a worker that was started by
-                             itself, with commas between; absent: open
+    LOCKSTEP_API_KEYS        keys of a gateway's or worker's data port, comma between; absent: open
     LOCKSTEP_WORKER_API_KEY  the key that a gateway sends to its workers
     LOCKSTEP_LOG_LEVEL       debug, info, warning or error
     LOCKSTEP_VLLM_PYTHON     the python of the environment that has vLLM; else .venv-vllm's

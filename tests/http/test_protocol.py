@@ -56,6 +56,17 @@ async def test_more_requests_than_are_read_ahead_are_still_answered_in_their_ord
         assert [(await peer.answer())[1] for _ in bodies] == bodies
 
 
+async def test_a_client_that_sends_far_ahead_is_made_to_wait() -> None:
+    handlers = Handlers()
+    async with talking(handlers, ServerLimits(ahead_bytes=1000)) as peer:
+        peer.send(f"GET /wait {HOST}")
+        await asyncio.wait_for(handlers.begun.wait(), 2)
+        for _ in range(100):
+            peer.send(f"POST /echo {HOST}\ncontent-length: 500000", b"x" * 500_000)
+        await asyncio.sleep(0.5)
+        assert peer.writer.transport.get_write_buffer_size() > 20_000_000
+
+
 async def test_a_client_that_waits_for_100_continue_gets_it() -> None:
     async with talking(Handlers()) as peer:
         peer.send(f"POST /echo {HOST}\nexpect: 100-continue\ncontent-length: 2")
@@ -291,11 +302,12 @@ async def test_a_request_between_one_under_way_and_a_refused_one_does_not_run() 
         assert handlers.order == ["first"]
 
 
-async def test_nothing_runs_after_a_request_that_closes() -> None:
+@pytest.mark.parametrize("more", ["", "\nconnection: close"])
+async def test_nothing_runs_after_a_request_that_closes(more: str) -> None:
     handlers = Handlers()
     async with talking(handlers) as peer:
         peer.send(f"GET /named?name=first {HOST}\nconnection: close")
-        peer.send(f"GET /named?name=second {HOST}")
+        peer.send(f"GET /named?name=second {HOST}{more}")
         assert (await peer.rest()).endswith(b"first")
         assert handlers.order == ["first"]
 
@@ -329,10 +341,13 @@ async def test_a_handler_is_cancelled_when_its_client_leaves(ahead: int) -> None
         assert handlers.order == []
 
 
-async def test_a_stream_is_closed_when_its_client_leaves() -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+async def test_a_stream_is_closed_when_its_client_leaves(ahead: int) -> None:
     handlers = Handlers()
     async with talking(handlers) as peer:
         peer.send(f"GET /events {HOST}")
+        for _ in range(ahead):
+            peer.send(f"GET /echo {HOST}")
         await asyncio.wait_for(handlers.begun.wait(), 2)
         peer.writer.close()
         await asyncio.wait_for(handlers.left.wait(), 2)

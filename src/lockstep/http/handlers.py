@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lockstep.http import sse
-from lockstep.http.protocol import GONE
+from lockstep.http.presence import GONE
 from lockstep.tokens.errors import BadRequest, LockstepError, TooLarge, Unauthorized
 from lockstep.wire.fault import fault, fault_body
 

@@ -9,31 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
-import struct
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, cast
 
 import httptools
-import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from lockstep.http.closing import last_answer, refusal, reset
 from lockstep.http.limits import ServerLimits
-from lockstep.wire.fault import fault_body
+from lockstep.http.presence import GONE, Presence
 
-GONE = "lockstep.gone"
-"""An extension in the scope: takes what to call when the client has gone, or None for nothing."""
 CHUNK_FRAME = 12
 """Bytes around a chunk that nobody is blamed for: its size in up to eight digits, two line ends."""
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
-NO_LINGER = struct.pack("ii", 1, 0)
 LINE_BREAK = re.compile(rb"[\r\n\0]")
 
 
@@ -59,41 +48,18 @@ class ListenerConfig(uvicorn.Config):
         self.limits = limits
 
 
-class Presence:
-    """Whether the client of one request is there, and whom to tell when it leaves."""
-
-    __slots__ = ("_call", "_gone")
-
-    def __init__(self) -> None:
-        self._gone = False
-        self._call: Callable[[], object] | None = None
-
-    def when_gone(self, call: Callable[[], object] | None) -> None:
-        """Has `call` called when the client goes, or now if it has gone."""
-        self._call = call
-        if self._gone and call is not None:
-            call()
-
-    def leave(self) -> None:
-        self._gone = True
-        if self._call is not None:
-            self._call()
-
-
 class HttpProtocol(HttpToolsProtocol):
     """One client. Its requests are answered one after the other, in their order."""
 
-    config: ListenerConfig
-
     def __init__(
         self,
-        config: ListenerConfig,
+        config: uvicorn.Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.limits = config.limits
+        self.limits = cast(ListenerConfig, config).limits
         self._running: RequestResponseCycle | None = None
         self._last: RequestResponseCycle | None = None
         self._presence = Presence()
@@ -164,7 +130,7 @@ class HttpProtocol(HttpToolsProtocol):
             leaving = self
             self._deaf = True
             many = f"{self.limits.connections} connections are open here, and all are in use"
-            self.transport.write(_refusal(503, f"{many}: try again later", "too_many_connections"))
+            self.transport.write(refusal(503, f"{many}: try again later", "too_many_connections"))
         # It counts no more: several may come before the event loop has closed it.
         self.connections.discard(leaving)
         leaving.transport.close()
@@ -280,7 +246,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._running = cycle
         self._presence = Presence()
         cast("dict[str, Any]", cycle.scope)["extensions"] = {GONE: self._presence.when_gone}
-        super()._start_asgi_task(cycle, app if cycle.keep_alive else _ending(app, cycle))
+        super()._start_asgi_task(cycle, app if cycle.keep_alive else last_answer(app, cycle))
 
     def on_response_complete(self) -> None:
         finished, self._running = self._running, None
@@ -321,15 +287,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._deaf = True
         self.pipeline.clear()
         self._ahead.clear()
-        refusal = _refusal(status, why, reason)
+        answer = refusal(status, why, reason)
         if self._waits():
-            self._refusal = refusal  # told after the answer under way
+            self._refusal = answer  # told after the answer under way
         elif self._in_body and self.cycle.response_started:
             # A part of its answer is out, and nothing else can be said after it.
             self.cut()
         else:
             self._leave()
-            self._hang_up(refusal)
+            self._hang_up(answer)
 
     def cut(self) -> None:
         """Ends the connection at once, and with it the request under way."""
@@ -337,14 +303,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._leave()
         reset(self.transport)
 
-    def _hang_up(self, refusal: bytes) -> None:
+    def _hang_up(self, answer: bytes) -> None:
         """Says why and nothing more; closed by the client, or by the next sweep but one.
 
         Closing at once would reset the connection while the client still writes, and the refusal
         would be lost.
         """
         self._in_head = self._in_body = False
-        self.transport.write(refusal)
+        self.transport.write(answer)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
@@ -391,49 +357,3 @@ class HttpProtocol(HttpToolsProtocol):
         if self._in_body and not self._waits() and not self.flow.read_paused:
             return "body", self._received
         return ("idle" if self._running is None else "handler"), 0
-
-
-def reset(transport: asyncio.Transport) -> None:
-    """Cuts a connection off so that the client notices: an orderly end would pass for the end of
-    an answer that has no length, and what the system still holds for it would stay."""
-    sock = transport.get_extra_info("socket")
-    if sock is not None:
-        with suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
-    transport.abort()
-
-
-def _refusal(status: int, why: str, reason: str) -> bytes:
-    body = msgspec.json.encode(fault_body(status, why, reason))
-    head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
-    return STATUS_LINE[status] + head + b"%d\r\n\r\n%b" % (len(body), body)
-
-
-def _ending(app: Any, cycle: RequestResponseCycle) -> Any:
-    """`app` for the last request of a connection, whose end we choose: see on_response_complete.
-
-    A client of HTTP/1.0 knows no chunks: there the end of the connection is the end of an answer
-    without a length, and a broken answer must not end in the same way.
-    """
-    old = cycle.scope["http_version"] == "1.0"
-
-    async def run(scope: Any, receive: Any, send: Any) -> None:
-        async def send_last(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                if old:
-                    cycle.chunked_encoding = False
-                await send(message)
-                cycle.keep_alive = True
-            else:
-                if old:
-                    cycle.expected_content_length = len(message.get("body", b""))
-                await send(message)
-
-        try:
-            await app(scope, receive, send_last)
-        except BaseException:
-            if cycle.response_started and not cycle.response_complete:
-                reset(cycle.transport)
-            raise
-
-    return run

@@ -1,0 +1,63 @@
+"""How a connection ends: with a refusal, with its last answer, or cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from lockstep.wire.fault import fault_body
+
+NO_LINGER = struct.pack("ii", 1, 0)
+
+
+def reset(transport: asyncio.Transport) -> None:
+    """Cuts a connection off so that the client notices: an orderly end would pass for the end of
+    an answer that has no length, and what the system still holds for it would stay."""
+    sock = transport.get_extra_info("socket")
+    if sock is not None:
+        with suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+    transport.abort()
+
+
+def refusal(status: int, why: str, reason: str) -> bytes:
+    """The whole answer to a client that is heard no more."""
+    body = msgspec.json.encode(fault_body(status, why, reason))
+    head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+    return STATUS_LINE[status] + head + b"%d\r\n\r\n%b" % (len(body), body)
+
+
+def last_answer(app: Any, cycle: RequestResponseCycle) -> Any:
+    """`app` for the last request of a connection, which the protocol closes and not uvicorn.
+
+    A client of HTTP/1.0 knows no chunks: there the end of the connection is the end of an answer
+    without a length, and a broken answer must not end in the same way.
+    """
+    old = cycle.scope["http_version"] == "1.0"
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        async def send_last(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                if old:
+                    cycle.chunked_encoding = False
+                await send(message)
+                cycle.keep_alive = True
+            else:
+                if old:
+                    cycle.expected_content_length = len(message.get("body", b""))
+                await send(message)
+
+        try:
+            await app(scope, receive, send_last)
+        except BaseException:
+            if cycle.response_started and not cycle.response_complete:
+                reset(cycle.transport)
+            raise
+
+    return run
