@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 import lockstep
 from lockstep.client import Turn
+from lockstep.client.tokenizer import TokenizerSource
 from lockstep.models import bundled
 from lockstep.tokens import Completion, errors
 from tests.processes import WorkerProcess
@@ -202,3 +203,13 @@ async def test_a_tokenizer_that_is_not_there_is_said_by_the_first_turn_and_looke
         assert chat.messages == []
         away.rename(loads.path)
         assert (await chat.send("Reverse: 12")).token_ids
+
+
+async def test_one_who_goes_away_does_not_cancel_a_load_that_has_not_begun(loads: Loads) -> None:
+    source = TokenizerSource(loads.path)
+    first = asyncio.create_task(source.get_async("keep"))
+    queued = [asyncio.create_task(source.get_async("template")) for _ in range(2)]
+    await asyncio.sleep(0.1)
+    queued[0].cancel()
+    assert (await first).thinking == "keep"
+    assert (await queued[1]).thinking == "template"
