@@ -1,8 +1,8 @@
 """Does what a page of the documentation says, as its reader would: in order, in a fresh directory.
 
 What differs from a reader: ports are free ones, servers that a page starts are stopped at its end
-(or when another one takes their port), runs are short, `make` and `pip` only say what they would
-do, and of a demo only the options are tried: tests/train/test_demo.py runs it.
+(or when another one takes their port), training ends after one step, `make` and `pip` only say what
+they would do, and of commands that other tests run only the options are tried.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import IO
 
+from lockstep.wire.leash import hold
 from tests.docs.blocks import ROOT, Block
 
 PORTS = (8000, 8001, 8100, 8101, 9000, 9001)
@@ -30,6 +32,11 @@ PORT = re.compile(rf"(?<=[:= ])({'|'.join(map(str, PORTS))})\b")
 SERVER = re.compile(r"^(?:\S+=\S+ )*(?:\S*/)?lockstep (serve|gateway|worker|dynamo up)\b")
 WATCH = re.compile(r"^lockstep .*--watch\b")
 READY = ("Ready:", '"event": "ready"', '"event":"ready"', "Ctrl-C")
+STEPS = re.compile(r"\bfor step in range\(1, \d+\)")
+RUN_ELSEWHERE = {
+    "lockstep demo": "tests/train/test_demo.py",
+    "lockstep doctor": "tests/cli/test_doctor.py",
+}
 SHORTER = {
     "examples/reverse.toml": {"steps = 30": "steps = 1", "groups = 16": "groups = 2",
                               "prompts = 64": "prompts = 2"},
@@ -112,7 +119,7 @@ class PageRunner:
         else:
             if re.match(r"make\b", command):
                 command = command.replace("make", f"make --directory {ROOT} --dry-run", 1)
-            elif re.match(r"lockstep demo\b", command):
+            elif command.startswith(tuple(RUN_ELSEWHERE)):
                 command = re.sub(r"( +#.*)?$", " --help", command, count=1)
             elif WATCH.match(command):
                 watched = re.sub(r" +#.*$", "", command)
@@ -154,6 +161,7 @@ class PageRunner:
                 else ["bash", "-c", f"exec env {command}"],
                 cwd=self.directory, env=self.environ, stdout=log, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, start_new_session=True,
+                preexec_fn=partial(hold, os.getpid()),  # a run of tests that is killed leaves none
             )  # fmt: skip
         server = Server(command, process, output, ports)
         self.servers.append(server)
@@ -183,9 +191,8 @@ class PageRunner:
                 cwd=self.directory, env=self.environ, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
-        request = {
-            "code": self._moved(block.text), "place": block.place, "environ": self.environ,
-        }  # fmt: skip
+        code = STEPS.sub("for step in range(1, 2)", self._moved(block.text))
+        request = {"code": code, "place": block.place, "environ": self.environ}
         pipe, answers = _pipes(self.python)
         pipe.write(json.dumps(request) + "\n")
         pipe.flush()

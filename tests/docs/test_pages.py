@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from tests.docs.blocks import RUN, SHOWN, blocks, loose_commands, pages
+from tests.docs.blocks import ROOT, RUN, SHOWN, blocks, loose_commands, pages
+from tests.docs.page_runner import RUN_ELSEWHERE
 
 MOST_NOT_RUN = 8
 ENGINES = ("vllm", "dynamo")
+
+
+def test_commands_that_other_tests_run_are_run_there() -> None:
+    for command, test in RUN_ELSEWHERE.items():
+        assert f'"{command.split()[1]}"' in (ROOT / test).read_text()
 
 
 def test_every_block_says_what_it_is() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
+import psutil
 import pytest
 
-from tests.docs.blocks import Block
+from tests.docs.blocks import ROOT, Block
 from tests.docs.page_runner import DocumentationError, reading
 
 
@@ -55,11 +60,46 @@ def test_variables_directories_and_names_hold_for_the_rest_of_a_page(tmp_path: P
         reader.run(block("python", "assert secret == 's3cret'"))
 
 
+def test_an_answer_with_an_error_status_fails_its_command(tmp_path: Path) -> None:
+    with reading(tmp_path) as reader:
+        address = ("127.0.0.1", int(reader.ports["8000"]))
+        with ThreadingHTTPServer(address, SimpleHTTPRequestHandler) as server:
+            Thread(target=server.serve_forever, daemon=True).start()
+            reader.run(block("console", "curl http://127.0.0.1:8000/"))
+            with pytest.raises(DocumentationError, match="404"):
+                reader.run(block("console", "curl http://127.0.0.1:8000/missing"))
+            server.shutdown()
+
+
 SCRIPT = """#!/bin/sh
 echo Ready: $*
 trap 'exit 0' INT
 while sleep 0.1; do :; done
 """
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tests.docs.blocks import Block
+from tests.docs.page_runner import reading
+with reading(Path(sys.argv[1])) as reader:
+    script = reader.directory / "lockstep"
+    script.write_text(sys.argv[2])
+    script.chmod(0o755)
+    reader.run(Block("page.md", 1, "console", "./lockstep worker a --port 8000"))
+    print(reader.servers[0].process.pid, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_run_that_is_killed_leaves_no_server(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), SCRIPT]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        server = psutil.Process(int(run.stdout.readline()))
+        run.kill()
+    server.wait(5)
 
 
 def test_a_server_ends_with_its_page_or_when_another_takes_its_port(tmp_path: Path) -> None:
