@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from benchmarks.engine_play import TOKENS, pin, serve
 
@@ -14,7 +15,7 @@ def main() -> None:
     from lockstep.engine import Engine, EngineOptions, Request
     from lockstep.tokens import Sampling
 
-    arithmetic = sys.argv[1] if len(sys.argv) > 1 else "auto"
+    arithmetic: Any = sys.argv[1] if len(sys.argv) > 1 else "auto"
     options = EngineOptions(max_seqs=max(TOKENS), max_model_len=1024, arithmetic=arithmetic)
     engine = Engine("tiny", options)
     engine.start()
