@@ -8,6 +8,9 @@ import json
 import aiohttp
 import pytest
 
+from lockstep.engine import exact
+from lockstep.models import bundled
+from lockstep.tokens.numerics import NumericsPlan
 from tests.processes import GENERATE, WorkerProcess
 
 PROMPT = [11, 29, 3, 77, 5, 140, 9]
@@ -260,6 +263,18 @@ async def test_models_health_and_metrics(worker: WorkerProcess) -> None:
         text = await answer.text()
     assert 'lockstep_worker_generated_tokens_total{model="tiny"}' in text
     assert 'version="default"' in text
+
+
+@pytest.mark.failure_mode("F70")
+@pytest.mark.usefixtures("requires_exact")
+async def test_the_card_says_how_the_worker_computes(worker: WorkerProcess) -> None:
+    """A trainer with another environment than this process could not compare it otherwise."""
+    directory = bundled("tiny")
+    assert directory is not None
+    _, body = await worker.get("/v1/models")
+    there = NumericsPlan.from_json(body["data"][0]["numerics"])
+    exact.check_plan(there, exact.own_plan(directory))
+    assert there == exact.own_plan(directory)
 
 
 async def test_a_logprob_survives_json_bit_for_bit(worker: WorkerProcess) -> None:
