@@ -334,7 +334,9 @@ async def test_a_handler_is_cancelled_when_its_client_leaves(ahead: int) -> None
         for _ in range(ahead):
             peer.send(f"GET /echo {HOST}")
         await asyncio.wait_for(handlers.begun.wait(), 2)
-        peer.send(f"GET /echo {HOST}")
+        peer.send(f"POST /echo {HOST}\ncontent-length: 150000", b"x" * 150_000)
+        await peer.writer.drain()
+        await asyncio.sleep(0.05)
         peer.writer.close()
         await asyncio.wait_for(handlers.left.wait(), 2)
         await asyncio.sleep(0.05)
