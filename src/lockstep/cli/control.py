@@ -40,6 +40,10 @@ TokenFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 DEFAULT_URL = "http://127.0.0.1:8001"
 
+STATUS = {"pause": "paused", "resume": "resumed"}
+SHOWN = ("mode", "lora_name")
+"""What --json repeats of a request, as the control plane's own answer does."""
+
 
 def state(
     url: Url = None,
@@ -180,8 +184,10 @@ def _act(
     async def act(fleet: RemoteFleet) -> None:
         operation = await call(fleet)
         if as_json:
+            asked = {name: operation.request[name] for name in SHOWN if name in operation.request}
+            status = STATUS.get(operation.kind, "ok")
             shown = msgspec.to_builtins(operation)
-            _say({"status": "ok", "version": operation.version, "operation": shown})
+            _say({"status": status, **asked, "version": operation.version, "operation": shown})
             return
         said = [f"{operation.kind} done"]
         if operation.version:
