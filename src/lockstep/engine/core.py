@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lockstep.engine.arithmetic import CLOSE_ROWS, Close
 from lockstep.engine.cache import PrefixCache, SlotCache, root_name
 from lockstep.engine.config import EngineOptions, ModelConfig
-from lockstep.engine.invariance import fitting, unproved
+from lockstep.engine.invariance import fitting, settle
 from lockstep.engine.model import Model, Segment
-from lockstep.engine.numerics import plan, prepare_process, why_not_portable
+from lockstep.engine.numerics import plan, prepare_process
 from lockstep.engine.policy import Policy
 from lockstep.engine.record import completion, experts_of
 from lockstep.engine.sampler import Row, Sampled, sample, score, top_logprobs, uniform
@@ -32,17 +31,12 @@ from lockstep.engine.scoring import logprobs_of, score_sequences
 from lockstep.engine.sequence import Piece, Request, Sequence
 from lockstep.engine.ticket import Ticket
 from lockstep.engine.weights import Weights
-from lockstep.tokens import (
-    Finish,
-    PromptLogprob,
-    Sampling,
-)
+from lockstep.tokens import Finish, PromptLogprob, Sampling
 from lockstep.tokens.completion import usable
 from lockstep.tokens.errors import (
     BadLogprob,
     BadRequest,
     Conflict,
-    EngineFailure,
     LockstepError,
     PromptTooLong,
 )
@@ -75,16 +69,8 @@ class Core:
         self.model.arithmetic, self.arithmetic_note = fitting(self.config, options, self.max_len)
         capacity = self.model.arithmetic.keys(self.max_len)
         self.cache = SlotCache(self.config, options, capacity, self.policy.dtype)
-        if problem := unproved(self.model, self.policy.weights, self.cache):
-            if options.arithmetic in ("exact", "portable"):
-                raise EngineFailure(f"exact arithmetic does not hold on this CPU: {problem}")
-            log.warning("falling back to close arithmetic: %s", problem)
-            self.model.arithmetic, self.model.rows = Close(), CLOSE_ROWS
-            self.arithmetic_note = f"the self-test failed: {problem}"
-        elif options.arithmetic == "portable" and (problem := why_not_portable()):
-            log.warning("exact on this make of CPU only: %s", problem)
-            self.model.arithmetic.name = "exact"
-            self.arithmetic_note = f"not portable here: {problem}"
+        settled = settle(self.model, self.policy.weights, self.cache, options)
+        self.arithmetic_note = self.arithmetic_note or settled
         self.plan = plan(
             self.model.arithmetic.name,
             device=options.device,

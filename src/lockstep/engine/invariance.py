@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 
-from lockstep.engine.arithmetic import Arithmetic, Close, Exact
+from lockstep.engine.arithmetic import CLOSE_ROWS, Arithmetic, Close, Exact
 from lockstep.engine.block_shapes import row_multiple, steady_products, threads, why_unfit
 from lockstep.engine.cache import SlotCache
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.model import Model, Segment
+from lockstep.engine.numerics import why_not_portable
 from lockstep.engine.trainer_path import trainer_logits
 from lockstep.engine.weights import Weights
+from lockstep.tokens.errors import EngineFailure
 from lockstep.tokens.numerics import ArithmeticName
+
+log = logging.getLogger(__name__)
 
 LENGTH = 150
 """Long enough to cross two chunks of keys."""
@@ -27,6 +33,24 @@ def fitting(config: ModelConfig, options: EngineOptions, max_len: int) -> tuple[
         return Close(), f"exact needs fp32 on a CPU, not {options.dtype} on {options.device}"
     name: ArithmeticName = "portable" if options.arithmetic == "portable" else "exact"
     return Exact(config.head_dim, max_len, name), ""
+
+
+def settle(model: Model, weights: Weights, cache: SlotCache, options: EngineOptions) -> str:
+    """Leaves the model with an arithmetic that was proved; says why it is not what was wanted.
+
+    Raises EngineFailure where exact or portable arithmetic was demanded and does not hold.
+    """
+    if problem := unproved(model, weights, cache):
+        if options.arithmetic in ("exact", "portable"):
+            raise EngineFailure(f"exact arithmetic does not hold on this CPU: {problem}")
+        log.warning("falling back to close arithmetic: %s", problem)
+        model.arithmetic, model.rows = Close(), CLOSE_ROWS
+        return f"the self-test failed: {problem}"
+    if options.arithmetic == "portable" and (problem := why_not_portable()):
+        log.warning("exact on this make of CPU only: %s", problem)
+        model.arithmetic.name = "exact"
+        return f"not portable here: {problem}"
+    return ""
 
 
 def unproved(model: Model, weights: Weights, cache: SlotCache) -> str | None:
