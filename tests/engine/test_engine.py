@@ -47,7 +47,7 @@ async def test_a_refused_request_says_why_at_once(engine: Engine) -> None:
         await anext(engine.stream(request([-1])))
     with pytest.raises(UnknownModel):
         await engine.check(request([1], adapter="nobody"))
-    with pytest.raises(BadRequest, match="lora_name is empty"):
+    with pytest.raises(BadRequest, match="lora_name is ''"):
         await engine.load_adapter("", Path("x"))
     with pytest.raises(BadRequest, match="mode is 'nap'"):
         await engine.pause("nap")  # type: ignore[arg-type]
