@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from lockstep.tokens import Completion, RoutedExperts, VersionSpan
-from lockstep.wire.generate import Form
-from lockstep.wire.generate_answer import answer
+from lockstep.protocol.vllm.generate_request import Form
+from lockstep.protocol.vllm.generate_response import answer
 
 TOKENS, PROMPT, LONG_PROMPT = 8_192, 2_048, 32_768
 LAYERS, TOP_K = 48, 8

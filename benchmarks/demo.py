@@ -26,10 +26,10 @@ from rich.console import Console
 
 from benchmarks import table
 from benchmarks.table import Row
-from lockstep.train.demo import Demo, run_demo
-from lockstep.train.learner import Learner
+from lockstep.train.demo.demo import Demo, run_demo
+from lockstep.train.learning.learner import Learner
 from lockstep.train.loop import Trainer
-from lockstep.train.metrics import StepMetrics
+from lockstep.train.records.metrics import StepMetrics
 
 STEPS = 12
 EVAL_PROMPTS = 8

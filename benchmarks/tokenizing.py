@@ -21,10 +21,10 @@ from pathlib import Path
 
 from benchmarks import measure, peers, table
 from benchmarks.conversation import find_model, prose
-from benchmarks.gateway_contestants import CORES, free_port, running, said
-from benchmarks.sessions import answering
+from benchmarks.gateway.contestants import CORES, free_port, running, said
+from benchmarks.sessions.bench import answering
 from benchmarks.table import Row
-from lockstep.gateway.vllm_server import Server
+from lockstep.launch.vllm import Server
 from lockstep.render import Renderer
 
 TOKENS, TURNS = 32_768, 50

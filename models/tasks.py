@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from lockstep.train.envs import CALC_TOOL, evaluate
+from lockstep.train.envs.bundled import CALC_TOOL, evaluate
 
 Message = dict[str, Any]
 

@@ -124,7 +124,7 @@ for which in "${@:-lockstep}"; do
         ;;
     vllm | vllm-plain)
         mutating
-        extension=(--worker-extension-cls lockstep.backends.vllm_extension.LockstepWorker
+        extension=(--worker-extension-cls lockstep.backends.vllm.extension.worker.LockstepWorker
             --weight-transfer-config '{"backend": "lockstep"}')
         [ "$which" = vllm ] || extension=()
         vllm_server "${extension[@]}"

@@ -22,7 +22,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from lockstep.cli import app
 from lockstep.gateway.metrics import Metrics as GatewayMetrics
-from lockstep.gateway.sessions import Sessions
+from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.settings import PREFIX, Settings
 from lockstep.tokens import errors
 from lockstep.train.config import TrainConfig

@@ -22,7 +22,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     The first product of a process fixes both, so they are set before any test computes. Processes
     that run a share of the tests inherit what was found.
     """
-    from lockstep.engine import bf16, numerics
+    from lockstep.engine.numerics import bf16
+    from lockstep.engine.numerics import plan as numerics
 
     numerics.make_reproducible()
     bf16.make_bf16_safe()
@@ -31,7 +32,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def requires_exact() -> None:
     """For tests of exactness: skips, with the machine's own reason, where it cannot be had."""
-    from lockstep.engine import selftest
+    from lockstep.engine.numerics import selftest
 
     report = selftest.run("tiny", module=False)
     if not report.exact:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
-from lockstep.backends.admin_dynamo import TRANSACTION, DynamoAdmin
-from lockstep.backends.admin_http import Budget, Budgets
-from lockstep.backends.admin_open import open_admin
+from lockstep.backends.dynamo.admin import TRANSACTION, DynamoAdmin
+from lockstep.backends.admin_client import Budget, Budgets
+from lockstep.backends.admin_registry import open_admin
 from lockstep.tokens.errors import (
     AdapterError,
     BadRequest,

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.backends.admin import Broadcaster, ProbesStaged, Source, TensorSpec
-from lockstep.backends.admin_http import Budget, Budgets
-from lockstep.backends.admin_lockstep import LockstepAdmin
-from lockstep.backends.admin_open import open_admin
-from lockstep.engine.broadcast import Broadcast
-from lockstep.engine.shared import shared_tensors
+from lockstep.backends.admin_client import Budget, Budgets
+from lockstep.backends.lockstep.admin import LockstepAdmin
+from lockstep.backends.admin_registry import open_admin
+from lockstep.engine.weights.broadcast import Broadcast
+from lockstep.engine.weights.shared_memory import shared_tensors
 from lockstep.models import bundled
 from lockstep.tokens.errors import (
     AdapterError,

@@ -11,12 +11,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from lockstep.backends import admin_vllm_rpc as rpc
+from lockstep.backends.vllm import collective_rpc as rpc
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
-from lockstep.backends.admin_http import Budget, Budgets
-from lockstep.backends.admin_open import open_admin
-from lockstep.backends.admin_prime import PrimeAdmin
-from lockstep.backends.admin_vllm import VllmAdmin
+from lockstep.backends.admin_client import Budget, Budgets
+from lockstep.backends.admin_registry import open_admin
+from lockstep.backends.prime_rl.admin import PrimeAdmin
+from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.tokens.errors import (
     AdapterError,
     CheckpointError,

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.backends.admin_http import Budget, Budgets
-from lockstep.backends.discovery import (
+from lockstep.backends.admin_client import Budget, Budgets
+from lockstep.backends.dynamo.discovery import (
     Dynamo,
     Found,
     until_ready,

@@ -19,7 +19,7 @@ from lockstep.tokens.errors import (
 )
 from tests.backends.scripted import Reply, Request, Script, events, models, serving, whole
 from tests.data.captures import load
-from tests.wire.answers import (
+from tests.protocol.responses import (
     IDS,
     LOGPROBS,
     PROMPT,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from benchmarks.gateway import Bench, Failed, bench
-from benchmarks.gateway_answers import vllm_generate, vllm_generate_events
-from benchmarks.gateway_reading import check
-from benchmarks.gateway_traffic import Said
+from benchmarks.gateway.bench import Bench, Failed, bench
+from benchmarks.gateway.responses import vllm_generate, vllm_generate_events
+from benchmarks.gateway.reading import check
+from benchmarks.gateway.traffic import Said
 
 CASES = ("2k", "2k-sessions", "stream", "stream-sessions")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 1"

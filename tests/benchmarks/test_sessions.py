@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import sessions
+from benchmarks.sessions import bench as sessions
 
 
 @pytest.fixture(scope="module")

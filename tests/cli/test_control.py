@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import pytest
 
 from lockstep.cli import main
-from lockstep.cli.serving.registry import RunningGateway, registered, running_gateways
+from lockstep.running_gateways import RunningGateway, registered, running_gateways
 from lockstep.models import bundled
-from lockstep.wire.fault import fault_body
+from lockstep.protocol.common.error_body import fault_body
 
 TOKEN = "admin-token"
 STATE: dict[str, Any] = {
@@ -243,7 +243,7 @@ def test_several_gateways_are_listed_with_how_to_choose(
 
 def test_a_gateway_that_was_killed_is_found_no_more(nothing_said: str, tmp_path: Path) -> None:
     code = (
-        "import os, time\nfrom lockstep.cli.serving.registry import RunningGateway, registered\n"
+        "import os, time\nfrom lockstep.running_gateways import RunningGateway, registered\n"
         "with registered(RunningGateway('http://d', 'http://a', 'tiny', os.getpid())):\n"
         "    print('there', flush=True); time.sleep(60)"
     )

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lockstep.cli.serving.model_identity import ModelIdentity
-from lockstep.fleet.desired import Desired, StateStore
+from lockstep.fleet.control.desired import Desired, StateStore
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.models import bundled
 from tests.engine import checkpoints

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.cli.serving.registry import RunningGateway, registered
+from lockstep.running_gateways import RunningGateway, registered
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens.errors import BadRequest
 

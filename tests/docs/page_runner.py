@@ -24,7 +24,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 from typing import IO
 
-from lockstep.wire.leash import hold
+from lockstep.launch.parent_death import hold
 from tests.docs.blocks import ROOT, Block
 
 PORTS = (8000, 8001, 8100, 8101, 9000, 9001)
@@ -34,7 +34,7 @@ WATCH = re.compile(r"^lockstep .*--watch\b")
 READY = ("Ready:", '"event": "ready"', '"event":"ready"', "Ctrl-C")
 STEPS = re.compile(r"\bfor step in range\(1, \d+\)")
 RUN_ELSEWHERE = {
-    "lockstep demo": "tests/train/test_demo.py",
+    "lockstep demo": "tests/train/demo/test_demo.py",
     "lockstep doctor": "tests/cli/test_doctor.py",
 }
 SHORTER = {

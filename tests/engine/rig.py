@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.engine import EngineOptions, Piece, Request
 from lockstep.engine.core import Core, PauseMode
-from lockstep.engine.ticket import Event, Ticket
+from lockstep.engine.request_handle import Event, Ticket
 from lockstep.tokens import Completion, LockstepError, Sampling
 
 REQUEST_FIELDS = {f.name for f in fields(Request)} - {"prompt_ids", "sampling"}

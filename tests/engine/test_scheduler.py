@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.model import Batch
+from lockstep.engine.model.model import Batch
 from lockstep.tokens.errors import BadRequest, PromptTooLong
 from tests.engine.rig import Answer, Rig, ids
 

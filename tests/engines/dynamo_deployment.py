@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.backends.admin_dynamo import DynamoAdmin
-from lockstep.backends.discovery import Dynamo, Found
+from lockstep.backends.dynamo.admin import DynamoAdmin
+from lockstep.backends.dynamo.discovery import Dynamo, Found
 
 PYTHON = Path(__file__).parents[2] / ".venv-dynamo/bin/python"
 START_SECONDS = 240

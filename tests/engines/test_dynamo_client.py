@@ -19,7 +19,7 @@ from lockstep.tokens.errors import (
     UnknownModel,
     UnsupportedField,
 )
-from lockstep.wire.ask import Ask
+from lockstep.protocol.common.request import Ask
 from tests.engine.checkpoints import reference
 from tests.engines.dynamo_deployment import Deployment, deployed, needs_dynamo
 

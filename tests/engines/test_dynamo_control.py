@@ -12,8 +12,8 @@ import pytest
 
 import lockstep
 from lockstep.backends.admin import Source
-from lockstep.backends.admin_dynamo import TRANSACTION, DynamoAdmin
-from lockstep.gateway.dynamo_proof import ProvingAdmin
+from lockstep.backends.dynamo.admin import TRANSACTION, DynamoAdmin
+from lockstep.backends.dynamo.frontend_probe import ProvingAdmin
 from lockstep.models import bundled
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import CheckpointError, Conflict, UnknownModel

@@ -16,18 +16,18 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lockstep.backends.connect import open_transport
-from lockstep.backends.dynamo import pinned
+from lockstep.backends.registry import open_transport
+from lockstep.backends.dynamo.transport import pinned
 from lockstep.engine.probe import write_probe
 from lockstep.fleet.fleet import Fleet
-from lockstep.fleet.pool import Pool, Worker
+from lockstep.fleet.routing.pool import Pool, Worker
 from lockstep.fleet.remote import RemoteFleet
-from lockstep.fleet.route import Route
-from lockstep.gateway.dynamo_fleet import following
+from lockstep.fleet.routing.affinity import Route
+from lockstep.fleet.dynamo_members import following
 from lockstep.models import bundled
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
-from lockstep.wire.ask import Ask
+from lockstep.protocol.common.request import Ask
 from tests.engine.checkpoints import adapter, reference, trainer, variant
 from tests.engines.dynamo_deployment import Deployment, deployed, needs_dynamo
 

@@ -11,7 +11,7 @@ import pytest
 import lockstep
 from lockstep.models import bundled
 from tests.engine.checkpoints import reference
-from tests.engine.test_moe import routed
+from tests.engine.model.test_moe import routed
 from tests.engines.dynamo_deployment import Deployment, deployed, needs_dynamo
 
 pytestmark = needs_dynamo

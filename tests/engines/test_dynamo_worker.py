@@ -14,10 +14,10 @@ from lockstep.engine.sampler import Sampled
 from lockstep.engine.sequence import Piece
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, EngineFailure, UnknownField, UnsupportedField
-from lockstep.wire import dynamo_env
-from lockstep.worker.dynamo_chunks import chunks_of, collected
-from lockstep.worker.dynamo_request import decimal, read_request
-from lockstep.worker.dynamo_routes import engine_routes
+from lockstep.protocol.dynamo import environment as dynamo_env
+from lockstep.worker.dynamo.chunks import chunks_of, collected
+from lockstep.worker.dynamo.request import decimal, read_request
+from lockstep.worker.dynamo.routes import engine_routes
 from lockstep.worker.system import SystemPlane
 from tests.worker.adapters import write_adapter
 

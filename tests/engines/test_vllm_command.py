@@ -12,7 +12,7 @@ import pytest
 
 import lockstep
 from lockstep.fleet.remote import RemoteFleet
-from lockstep.gateway import vllm_server
+from lockstep.launch import vllm as vllm_server
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, LockstepError
 from tests.engines import vllm_models as models

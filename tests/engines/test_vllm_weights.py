@@ -9,8 +9,8 @@ import pytest
 from safetensors.torch import load_file
 
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
-from lockstep.engine.broadcast import Broadcast
-from lockstep.engine.shared import shared_tensors
+from lockstep.engine.weights.broadcast import Broadcast
+from lockstep.engine.weights.shared_memory import shared_tensors
 from lockstep.http.server import listen
 from lockstep.tokens.errors import CheckpointError, Conflict, EngineFailure
 from tests.engines import vllm_models as models

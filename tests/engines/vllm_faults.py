@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from lockstep.backends.vllm_extension import LockstepWorker
+from lockstep.backends.vllm.extension.worker import LockstepWorker
 from tests.fleet.weight_faults import Fault, replaced
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from lockstep.wire.probe import Probe, builtin
+from lockstep.checkpoint.probe import Probe, builtin
 
 TOLERANCE = 5e-6
 RANK, ALPHA = 4, 8

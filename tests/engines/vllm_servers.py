@@ -15,12 +15,12 @@ import pytest
 
 from lockstep.backends import VllmTransport
 from lockstep.backends.admin import Source
-from lockstep.backends.admin_vllm import VllmAdmin
-from lockstep.gateway.vllm_server import Server
+from lockstep.backends.vllm.admin import VllmAdmin
+from lockstep.launch.vllm import Server
 from lockstep.http.client import Link
 from lockstep.http.server import listen, url_of
 from lockstep.models import bundled
-from lockstep.wire.probe import Probe
+from lockstep.checkpoint.probe import Probe
 from tests.engines import vllm_models as models
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 
-from lockstep.fleet.pool import Pool, Worker
+from lockstep.fleet.routing.pool import Pool, Worker
 
 WORK = "/work"
 Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]

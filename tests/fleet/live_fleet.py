@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from lockstep.backends.admin_http import Budget as Call
-from lockstep.backends.admin_http import Budgets
-from lockstep.backends.admin_lockstep import LockstepAdmin
+from lockstep.backends.admin_client import Budget as Call
+from lockstep.backends.admin_client import Budgets
+from lockstep.backends.lockstep.admin import LockstepAdmin
 from lockstep.engine import EngineOptions
 from lockstep.engine.core import Core
 from lockstep.fleet.fleet import Fleet
-from lockstep.fleet.pool import Pool
-from lockstep.fleet.transaction import Budget
+from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.update.transaction import Budget
 from lockstep.models import bundled
-from lockstep.wire.manifest import PROBE
-from lockstep.wire.probe import Probe
+from lockstep.checkpoint.manifest import PROBE
+from lockstep.checkpoint.probe import Probe
 from tests.engine import checkpoints
 from tests.fleet.fakes import until
 from tests.fleet.fault_injector import Injector

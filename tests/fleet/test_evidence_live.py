@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from lockstep.backends.admin import Source, WeightContents
-from lockstep.backends.admin_lockstep import LockstepAdmin
-from lockstep.engine.bf16 import make_bf16_safe
+from lockstep.backends.lockstep.admin import LockstepAdmin
+from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.probe import remember, save_checkpoint
-from lockstep.fleet.checkpoint import Checkpoint
+from lockstep.checkpoint.validate import Checkpoint
 from lockstep.fleet.fleet import Fleet
-from lockstep.fleet.pool import Pool
+from lockstep.fleet.routing.pool import Pool
 from lockstep.models import bundled
 from lockstep.tokens.errors import LockstepError
 from tests.engine import checkpoints

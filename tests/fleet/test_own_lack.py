@@ -12,8 +12,8 @@ from tests.backends.scripted import Request, models, serving, whole
 CHILD = """
 import asyncio, os, resource, sys
 import uvloop
-from lockstep.fleet.pool import Pool
-from lockstep.fleet.route import Route
+from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.routing.affinity import Route
 from lockstep.tokens.errors import Busy
 
 async def main(url):

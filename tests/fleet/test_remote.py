@@ -9,16 +9,16 @@ from typing import Any, cast
 
 import pytest
 
-from lockstep.fleet.pool import Pool
+from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.remote import RemoteFleet
-from lockstep.gateway.book import Book
-from lockstep.gateway.control import ControlPlane
-from lockstep.gateway.gateway import Gateway
-from lockstep.gateway.sessions import Sessions
+from lockstep.gateway.models import Book
+from lockstep.gateway.routes.control import ControlPlane
+from lockstep.gateway.context import Gateway
+from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server import listen, serving, url_of
 from lockstep.tokens.errors import CheckpointError, Conflict, NotFound, Unavailable, UpdateFailed
 from lockstep.tokens.operation import Operation
-from tests.fleet.simulated import Simulation, simulated
+from tests.simulator.fleet import Simulation, simulated
 
 TOKEN = "admin-token"
 

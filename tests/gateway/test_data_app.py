@@ -10,12 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lockstep.fleet.pool import Pool
+from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.app import GatewayOptions, data_app
-from lockstep.gateway.book import Book
-from lockstep.gateway.gateway import Gateway
+from lockstep.gateway.models import Book
+from lockstep.gateway.context import Gateway
 from lockstep.gateway.metrics import Metrics
-from lockstep.gateway.sessions import Sessions
+from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server import listen, serving, url_of
 from tests.backends import scripted
 from tests.backends.scripted import Reply, Request, events, models, whole

@@ -10,11 +10,11 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from lockstep.gateway.openapi import OPERATIONS, OpenApiFace, describe
-from lockstep.wire.chat import ChatRequest
-from lockstep.wire.completions import CompletionRequest
-from lockstep.wire.generate import GenerateRequest
-from lockstep.wire.tokenize import DetokenizeRequest, TokenizeRequest
+from lockstep.gateway.openapi.document import OPERATIONS, OpenApiFace, describe
+from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.protocol.openai.completions import CompletionRequest
+from lockstep.protocol.vllm.generate_request import GenerateRequest
+from lockstep.protocol.vllm.tokenize import DetokenizeRequest, TokenizeRequest
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,8 @@ def test_texts_of_the_page_are_escaped() -> None:
 
         field: str = "<b>"
 
-    from lockstep.gateway.docs_page import page
-    from lockstep.gateway.operation import Operation
+    from lockstep.gateway.openapi.page import page
+    from lockstep.gateway.openapi.route_doc import Operation
 
     shown = page(describe([Operation("POST", "/odd", Odd, Odd, "<i>odd</i>")]))
     for bad in ("<script", "<b>'", "<i>odd"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.render import Ledger, Renderer
-from tests.render.rollouts import (
+from tests.ledger.rollouts import (
     TOOLS,
     Format,
     answer,

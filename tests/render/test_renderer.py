@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from lockstep.models import bundled
 from lockstep.render import CallStatus, Renderer
 from lockstep.tokens.errors import BadRequest, UnknownModel
-from tests.render.rollouts import TOOLS
+from tests.ledger.rollouts import TOOLS
 
 ASK = [{"role": "user", "content": "1 + 2?"}]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.fleet.agreement import Agreement
+from lockstep.fleet.control.accepted_versions import Agreement
 from lockstep.tokens import VersionSpan
 from lockstep.tokens.errors import BadRequest, Unavailable
 from lockstep.tokens.versions import (

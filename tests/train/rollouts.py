@@ -8,9 +8,9 @@ from typing import Any
 
 from lockstep.models import bundled
 from lockstep.tokens import Completion, Sample, VersionSpan
-from lockstep.train.batch import Batch, Clock, Group, Rollout, make_batch
+from lockstep.train.learning.batch import Batch, Clock, Group, Rollout, make_batch
 from lockstep.train.config import TrainConfig
-from lockstep.train.env import Reward
+from lockstep.train.envs.environment import Reward
 from tests.engine.rig import Rig, ids
 
 VERSION = "step-0"

@@ -17,15 +17,15 @@ import pytest
 
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotExact, RolloutFailed
-from lockstep.train.batch import Clock, Group, Rollout, is_stale, version_lags
-from lockstep.train.env import Player, Reward, Split, Task
-from lockstep.train.envs import Reverse
+from lockstep.train.learning.batch import Clock, Group, Rollout, is_stale, version_lags
+from lockstep.train.envs.environment import Player, Reward, Split, Task
+from lockstep.train.envs.bundled import Reverse
 from lockstep.train.failure import one_error
-from lockstep.train.queue import GroupQueue
-from lockstep.train.report import Run
+from lockstep.train.group_queue import GroupQueue
+from lockstep.train.demo.report import Run
 from tests.processes import TOKEN
 from tests.train.conftest import Stack, run_config
-from tests.train.test_batch import sample
+from tests.train.learning.test_batch import sample
 
 TASK = Task(({"role": "user", "content": "hi"},))
 SECONDS = 30.0

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens.errors import Conflict
 from lockstep.train import StepMetrics, TrainConfig
-from lockstep.train.learner import Learner
+from lockstep.train.learning.learner import Learner
 from tests.processes import TOKEN, WorkerProcess
 from tests.train.conftest import Stack, run_config
 from tests.train.rollouts import directory

@@ -12,13 +12,13 @@ import aiohttp
 import pytest
 
 from lockstep.engine import Engine, EngineOptions, Request, step_health
-from lockstep.fleet.pool import Pool
-from lockstep.fleet.route import Route
+from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.routing.affinity import Route
 from lockstep.http.server import listen, serving, url_of
 from lockstep.models import bundled
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import EngineFailure, Unavailable
-from lockstep.wire.ask import Ask
+from lockstep.protocol.common.request import Ask
 from lockstep.worker.data import DataPlane
 from tests.fleet.fakes import until
 

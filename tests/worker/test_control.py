@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lockstep.engine.broadcast import Broadcast
+from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.models import bundled
 from tests.processes import GENERATE, TOKEN, WorkerProcess
 from tests.worker.adapters import write_adapter

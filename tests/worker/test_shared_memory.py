@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engine import shared
-from lockstep.engine.shared import free_shared, read_shared, shared_tensors, write_shared
+from lockstep.engine.weights import shared_memory as shared
+from lockstep.engine.weights.shared_memory import free_shared, read_shared, shared_tensors, write_shared
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
-from lockstep.wire.control import PlacedTensor, placed
+from lockstep.protocol.control.worker import PlacedTensor, placed
 
 BLOCKS = Path("/dev/shm")
 TENSORS = {
@@ -40,8 +40,8 @@ def test_what_is_read_is_what_was_written() -> None:
 def test_a_reader_that_ends_leaves_the_block_to_its_writer() -> None:
     name, _ = write_shared({"a": TENSORS["a"]})
     code = (
-        "from lockstep.engine.shared import read_shared\n"
-        "from lockstep.wire.control import PlacedTensor\n"
+        "from lockstep.engine.weights.shared_memory import read_shared\n"
+        "from lockstep.protocol.control.worker import PlacedTensor\n"
         f"print(next(read_shared({name!r}, [PlacedTensor('a', 'float32', (5,))]))[1].tolist())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -56,7 +56,7 @@ def test_a_reader_that_ends_leaves_the_block_to_its_writer() -> None:
 def test_the_block_of_a_writer_that_dies_does_not_stay() -> None:
     code = (
         "import os, signal, torch\n"
-        "from lockstep.engine.shared import write_shared\n"
+        "from lockstep.engine.weights.shared_memory import write_shared\n"
         "print(write_shared({'a': torch.ones(3)})[0], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

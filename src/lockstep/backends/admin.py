@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-from lockstep.wire.control import TensorSpec
+from lockstep.protocol.control.worker import TensorSpec
 
 __all__ = [
     "Admin",

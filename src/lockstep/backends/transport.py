@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 from lockstep.tokens import Completion
 from lockstep.tokens.numerics import NumericsPlan
-from lockstep.wire.answer import Delta
-from lockstep.wire.ask import Ask
+from lockstep.protocol.common.response import Delta
+from lockstep.protocol.common.request import Ask
 
 __all__ = ["Ask", "Delta", "ModelCard", "Transport", "TransportName"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lockstep.backends.admin import Admin
-from lockstep.backends.admin_open import open_admin
-from lockstep.backends.discovery import Dynamo
+from lockstep.backends.admin_registry import open_admin
+from lockstep.backends.dynamo.discovery import Dynamo
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.backends import TransportName
-from lockstep.wire.ask_dynamo import PLACEHOLDER
+from lockstep.protocol.dynamo.encode_chat import PLACEHOLDER
 
 Body = dict[str, Any]
 

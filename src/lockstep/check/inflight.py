@@ -10,7 +10,7 @@ from lockstep.backends import Delta
 from lockstep.check.outcome import Broken, NotApplicable
 from lockstep.check.target import Target
 from lockstep.tokens import Completion
-from lockstep.wire.ask import Ask
+from lockstep.protocol.common.request import Ask
 
 BEGUN = 4
 LOOK = 0.002

@@ -10,7 +10,7 @@ import aiohttp
 import msgspec
 
 from lockstep.tokens.errors import DeadlineExceeded, Unavailable
-from lockstep.wire.fault_read import error_of
+from lockstep.protocol.common.decode_error import error_of
 
 SHOWN = 160
 

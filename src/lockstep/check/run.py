@@ -7,19 +7,17 @@ from collections.abc import AsyncIterator, Sequence
 from fnmatch import fnmatch
 from time import monotonic
 
-from lockstep.check import (
-    rows_adapters,
-    rows_control,
-    rows_crowd,
-    rows_experts,
-    rows_guard,
-    rows_input,
-    rows_scores,
-    rows_text,
-    rows_tokens,
-    rows_versions,
-    rows_weights,
-)
+from lockstep.check.rows import adapters as rows_adapters
+from lockstep.check.rows import control as rows_control
+from lockstep.check.rows import crowd as rows_crowd
+from lockstep.check.rows import experts as rows_experts
+from lockstep.check.rows import auth as rows_guard
+from lockstep.check.rows import input as rows_input
+from lockstep.check.rows import scores as rows_scores
+from lockstep.check.rows import text as rows_text
+from lockstep.check.rows import tokens as rows_tokens
+from lockstep.check.rows import versions as rows_versions
+from lockstep.check.rows import weights as rows_weights
 from lockstep.check.outcome import Broken, NotApplicable
 from lockstep.check.row import Finding, Group, Row, Verdict
 from lockstep.check.target import Target

@@ -20,7 +20,7 @@ from lockstep.check.raw import Raw, Reply
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadRequest, UnknownModel
-from lockstep.wire.ask import Ask
+from lockstep.protocol.common.request import Ask
 
 IDS = range(10, 250)
 """Ids of test prompts: in every vocabulary, and in no order that a tokenizer would write."""

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from lockstep.cli.fleet_view import fleet_view
-from lockstep.cli.serving.registry import choose_gateway
+from lockstep.running_gateways import choose_gateway
 from lockstep.cli.tables import table_console
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.models import model_directory

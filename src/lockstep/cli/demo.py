@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 if TYPE_CHECKING:
-    from lockstep.train.report import Summary
+    from lockstep.train.demo.report import Summary
 
 
 class Task(StrEnum):
@@ -65,7 +65,7 @@ def demo(
     Exit codes: 0 trainer and engine stayed in lockstep, 1 they did not, 2 it could not run, or
     --exact could not be had.
     """
-    from lockstep.train.demo import Demo, run_demo
+    from lockstep.train.demo.demo import Demo, run_demo
 
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     where = run_dir or Path("runs") / f"demo-{task.value}-{stamp}"
@@ -118,7 +118,7 @@ def as_row(summary: Summary, page: Path) -> dict[str, object]:
 
 def show(summary: Summary, page: Path, console: Console) -> None:
     """What a person reads, with the one caveat they must not miss."""
-    from lockstep.train.report import HONEST
+    from lockstep.train.demo.report import HONEST
 
     def line(good: bool | None, name: str, said: str) -> None:
         mark = {True: "[green]✓[/]", False: "[red]✗[/]", None: " "}[good]

@@ -21,7 +21,7 @@ from lockstep.http.server import run, say_ready, stop_event
 
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
-    from lockstep.gateway.dynamo_up import LocalDynamo, Running
+    from lockstep.launch.dynamo import LocalDynamo, Running
 
 app = typer.Typer(no_args_is_help=True, help="NVIDIA Dynamo with Lockstep's workers.")
 
@@ -56,7 +56,7 @@ def up(
 
     Everything is found through a temporary directory: neither etcd nor NATS is needed.
     """
-    from lockstep.gateway.dynamo_up import LocalDynamo, find_python
+    from lockstep.launch.dynamo import LocalDynamo, find_python
 
     status = Status("Starting Dynamo", console=Console(stderr=True, quiet=as_json))
 
@@ -149,8 +149,8 @@ class DynamoWorkers:
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
         """They serve in the fleet, as Dynamo's discovery finds them, while the block runs."""
-        from lockstep.backends.discovery import Dynamo
-        from lockstep.gateway.dynamo_fleet import following
+        from lockstep.backends.dynamo.discovery import Dynamo
+        from lockstep.fleet.dynamo_members import following
 
         say(f"Looking for the workers of {self.frontend}")
         discovery = Dynamo(self.frontend)

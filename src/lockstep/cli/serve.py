@@ -131,7 +131,7 @@ def _vllm(
     settings: Settings,
 ) -> WorkerSource:
     from lockstep.cli.vllm import VllmElsewhere, VllmWorkers
-    from lockstep.gateway.vllm_server import find_python
+    from lockstep.launch.vllm import find_python
 
     if urls:
         return VllmElsewhere(urls, settings.worker_api_key)

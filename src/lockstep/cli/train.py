@@ -45,7 +45,7 @@ def train(
     Exit codes: 0 it ran to its end, 2 it could not, or --exact could not be had.
     """
     from lockstep.train import TrainConfig, Trainer
-    from lockstep.train.sinks import open_sink
+    from lockstep.train.records.sinks import open_sink
 
     run = TrainConfig.read(config)
     if run.serve.admin_token is None and run.serve.admin_token_file is None:

@@ -133,7 +133,7 @@ def worker(
     if arithmetic is Arithmetic.PORTABLE:  # torch reads it when it is loaded
         os.environ.update(PORTABLE_ENVIRONMENT)
     from lockstep.engine import EngineOptions
-    from lockstep.worker.dynamo import run_dynamo_worker
+    from lockstep.worker.dynamo.worker import run_dynamo_worker
     from lockstep.worker.serve import WorkerOptions, run_worker
 
     if logprobs_mode is None:  # Dynamo's own workers for RL compute processed ones

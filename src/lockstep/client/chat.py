@@ -12,7 +12,7 @@ from lockstep.backends.transport import Transport
 from lockstep.client.options import Options
 from lockstep.client.turn import Turn
 from lockstep.render import Breaks, Ledger, Node, Plan, Renderer
-from lockstep.render.breaks import CLIENT_BREAKS, check_breaks
+from lockstep.ledger.breaks import CLIENT_BREAKS, check_breaks
 from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest
-from lockstep.wire.ask import Ask
+from lockstep.protocol.common.request import Ask
 
 SAMPLING = frozenset(each.name for each in fields(Sampling))
 SENDING = frozenset(

@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from pathlib import Path
 from typing import Any, overload
 
-from lockstep.backends.connect import open_transport
+from lockstep.backends.registry import open_transport
 from lockstep.backends.transport import Delta, ModelCard, Transport, TransportName
 from lockstep.client.chat import Chat
 from lockstep.client.options import Options
 from lockstep.client.tokenizer import TokenizerSource
 from lockstep.client.turn import Scores, Turn
 from lockstep.render import Breaks, Plan, Renderer, Thinking
-from lockstep.render.breaks import CLIENT_BREAKS
+from lockstep.ledger.breaks import CLIENT_BREAKS
 from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion, LockstepError
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lockstep.render import Answer, Call, Plan
 from lockstep.render.messages import Plain
 from lockstep.tokens import Completion, Finish, VersionSpan
-from lockstep.wire.lazy_ids import as_list
+from lockstep.protocol.common.lazy_ids import as_list
 
 
 @dataclass(frozen=True, slots=True)

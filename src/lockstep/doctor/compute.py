@@ -10,8 +10,9 @@ import torch
 
 from lockstep.doctor.check import Check
 from lockstep.doctor.host import cores
-from lockstep.engine import numerics, selftest
-from lockstep.engine.bf16 import make_bf16_safe
+from lockstep.engine.numerics import plan as numerics
+from lockstep.engine.numerics import selftest
+from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.tokens.errors import EngineFailure
 
 

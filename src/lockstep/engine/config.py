@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.engine.block_shapes import Products, products
+from lockstep.engine.numerics.block_shapes import Products, products
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, CheckpointError
 from lockstep.tokens.versions import check_label

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lockstep.engine.cache import PrefixCache, SlotCache, root_name
+from lockstep.engine.kv.cache import PrefixCache, SlotCache, root_name
 from lockstep.engine.config import EngineOptions, ModelConfig
-from lockstep.engine.invariance import fitting, settle
-from lockstep.engine.model import Model, Segment
-from lockstep.engine.numerics import plan, prepare_process
-from lockstep.engine.policy import Policy
+from lockstep.engine.numerics.invariance import fitting, settle
+from lockstep.engine.model.model import Model, Segment
+from lockstep.engine.numerics.plan import plan, prepare_process
+from lockstep.engine.weights.served import Policy
 from lockstep.engine.record import completion, experts_of
 from lockstep.engine.sampler import Row, Sampled, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Scheduler, Work
 from lockstep.engine.scoring import logprobs_of, score_sequences
 from lockstep.engine.sequence import Piece, Request, Sequence
-from lockstep.engine.ticket import Ticket
-from lockstep.engine.weights import Weights
+from lockstep.engine.request_handle import Ticket
+from lockstep.engine.weights.weights import Weights
 from lockstep.tokens import Finish, PromptLogprob, Sampling
 from lockstep.tokens.completion import usable
 from lockstep.tokens.errors import (
@@ -43,7 +43,7 @@ from lockstep.tokens.errors import (
 from lockstep.tokens.ids import check_ids
 
 if TYPE_CHECKING:
-    from lockstep.engine.ahead import Ahead
+    from lockstep.engine.cuda.overlapped import Ahead
 
 log = logging.getLogger(__name__)
 PauseMode = Literal["abort", "wait", "keep"]
@@ -470,8 +470,8 @@ class Core:
         """One step ahead of the host where there are kernels for it; they need Triton."""
         if not self.cache.k.is_cuda or find_spec("triton") is None:
             return None
-        from lockstep.engine.ahead import Ahead
-        from lockstep.engine.graphs import Decoder
+        from lockstep.engine.cuda.overlapped import Ahead
+        from lockstep.engine.cuda.graphs import Decoder
 
         if not Decoder.able(self.model, self.cache):
             return None

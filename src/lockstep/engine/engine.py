@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.engine import mkl
-from lockstep.engine.block_shapes import shared_products_hold
+from lockstep.engine.numerics import mkl
+from lockstep.engine.numerics.block_shapes import shared_products_hold
 from lockstep.engine.config import EngineOptions
 from lockstep.engine.core import Core, PauseMode
-from lockstep.engine.lora import Adapter
+from lockstep.engine.model.lora import Adapter
 from lockstep.engine.sequence import Piece, Request
 from lockstep.engine.step_health import StepHealth
-from lockstep.engine.ticket import Event, Ticket
-from lockstep.engine.weights import Weights
+from lockstep.engine.request_handle import Event, Ticket
+from lockstep.engine.weights.weights import Weights
 from lockstep.models import bundled
 from lockstep.tokens import Completion, LockstepError
 from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, Unavailable

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.engine import mkl
-from lockstep.engine.arithmetic import in_safe_pieces, mix_experts, round_up, silu
-from lockstep.engine.block_shapes import (
+from lockstep.engine.numerics import mkl
+from lockstep.engine.model.arithmetic import in_safe_pieces, mix_experts, round_up, silu
+from lockstep.engine.numerics.block_shapes import (
     MULTIPLES,
     Products,
     products,
@@ -30,8 +30,8 @@ from lockstep.engine.block_shapes import (
     why_unfit,
 )
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.numerics import make_reproducible, plan, why_not_portable
-from lockstep.engine.trainer_path import exact_causal
+from lockstep.engine.numerics.plan import make_reproducible, plan, why_not_portable
+from lockstep.engine.numerics.trainer_path import exact_causal
 from lockstep.tokens.errors import BadRequest, NotExact
 from lockstep.tokens.numerics import ArithmeticName, NumericsPlan
 
@@ -117,7 +117,7 @@ def _unready(wanted: Products, dim: int, *, portable: bool) -> str | None:
     return (
         f"exact arithmetic does not hold in this process: {problem}. It had computed before MKL "
         f"could be made reproducible: start it with `export MKL_CBWR={os.environ['MKL_CBWR']}`, or "
-        "call lockstep.engine.numerics.make_reproducible() before its first matrix product"
+        "call lockstep.engine.numerics.plan.make_reproducible() before its first matrix product"
     )
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.engine.cache import SlotCache
-from lockstep.engine.lora import Adapter
-from lockstep.engine.model import Model, Segment
+from lockstep.engine.kv.cache import SlotCache
+from lockstep.engine.model.lora import Adapter
+from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.sampler import score
-from lockstep.engine.weights import Weights
+from lockstep.engine.weights.weights import Weights
 from lockstep.tokens.errors import BadLogprob
 
 

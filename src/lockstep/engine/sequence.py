@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lockstep.engine.lora import Adapter
+from lockstep.engine.model.lora import Adapter
 from lockstep.engine.sampler import Sampled
 from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, Sampling
 

@@ -7,7 +7,7 @@ from time import monotonic
 
 from lockstep.engine.core import Core
 from lockstep.engine.sequence import Request
-from lockstep.engine.ticket import Event, Ticket
+from lockstep.engine.request_handle import Event, Ticket
 from lockstep.tokens import LockstepError, Sampling
 from lockstep.tokens.errors import EngineFailure
 

@@ -13,17 +13,17 @@ from typing import Any, Literal
 import msgspec
 
 from lockstep.backends.admin import Admin, Broadcaster, PauseMode, Source, WorkerView
-from lockstep.fleet.adapters import load_everywhere, prove_again, unload_everywhere
-from lockstep.fleet.bringup import bring_up
-from lockstep.fleet.checkpoint import resolve
-from lockstep.fleet.desired import Desired, Reference, StateStore
-from lockstep.fleet.lease import Lease
+from lockstep.fleet.update.adapters import load_everywhere, prove_again, unload_everywhere
+from lockstep.fleet.update.bring_up import bring_up
+from lockstep.checkpoint.validate import resolve
+from lockstep.fleet.control.desired import Desired, Reference, StateStore
+from lockstep.fleet.control.lease import Lease
 from lockstep.fleet.member import Member, each
-from lockstep.fleet.operations import Operations
-from lockstep.fleet.pool import Pool, Worker
-from lockstep.fleet.proof import BUILTIN, CLOSE, scores_of
-from lockstep.fleet.transaction import Budget, Transaction
-from lockstep.fleet.weights import Weights
+from lockstep.fleet.control.operations import Operations
+from lockstep.fleet.routing.pool import Pool, Worker
+from lockstep.fleet.update.proof import BUILTIN, CLOSE, scores_of
+from lockstep.fleet.update.transaction import Budget, Transaction
+from lockstep.fleet.update.new_weights import Weights
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
 from lockstep.tokens.operation import Operation
 from lockstep.tokens.versions import check_adapter_name, check_label

@@ -10,7 +10,7 @@ from time import perf_counter, time
 from typing import Literal
 
 from lockstep.backends.admin import Admin
-from lockstep.fleet.desired import Closeness
+from lockstep.fleet.control.desired import Closeness
 from lockstep.tokens.errors import DeadlineExceeded, EngineFailure, LockstepError
 from lockstep.tokens.operation import Operation, WorkerResult
 

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from lockstep.backends import Ask, Delta, Transport, TransportName, open_transport
-from lockstep.fleet.agreement import Agreement
-from lockstep.fleet.ring import Ring
+from lockstep.fleet.control.accepted_versions import Agreement
+from lockstep.fleet.routing.rendezvous import Ring
 from lockstep.http.client import Link
 from lockstep.tokens import Completion, LogprobMode
 from lockstep.tokens.errors import BadRequest, Busy, Conflict, LockstepError, NotFound, Unavailable

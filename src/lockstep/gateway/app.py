@@ -14,18 +14,18 @@ from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp
 
 from lockstep.fleet.fleet import Fleet
-from lockstep.gateway.book import Book
-from lockstep.gateway.chat import ChatFace
-from lockstep.gateway.completions import CompletionsFace
-from lockstep.gateway.control import ControlPlane
+from lockstep.gateway.models import Book
+from lockstep.gateway.chat.route import ChatFace
+from lockstep.gateway.routes.completions import CompletionsFace
+from lockstep.gateway.routes.control import ControlPlane
 from lockstep.gateway.fast_routes import SESSION_TEMPLATE, FastRoutes
-from lockstep.gateway.gateway import Gateway
-from lockstep.gateway.generate import GenerateFace
+from lockstep.gateway.context import Gateway
+from lockstep.gateway.routes.generate import GenerateFace
 from lockstep.gateway.metrics import Metrics
-from lockstep.gateway.openapi import OpenApiFace
-from lockstep.gateway.sessions import TTL_SECONDS, Sessions
-from lockstep.gateway.status import StatusFace
-from lockstep.gateway.text import TextFace
+from lockstep.gateway.openapi.document import OpenApiFace
+from lockstep.gateway.sessions.sessions import TTL_SECONDS, Sessions
+from lockstep.gateway.routes.status import StatusFace
+from lockstep.gateway.routes.tokenize import TextFace
 from lockstep.http.auth import RequestAuth, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.limits import DRAIN_SECONDS, LIMITS, ServerLimits

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep.gateway.gateway import Gateway
+from lockstep.gateway.context import Gateway
 from lockstep.http.route_templates import RouteTemplates
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.http.handlers import json_response
 from lockstep.tokens.errors import Forbidden, LockstepError, Unauthorized
-from lockstep.wire.fault import fault
+from lockstep.protocol.common.error_body import fault
 
 OPEN_PATHS = ("/health",)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -17,9 +17,9 @@ from urllib.parse import quote, urlsplit
 from lockstep.http.connection import Connection, Lost
 from lockstep.http.sse import EventReader
 from lockstep.tokens.errors import BadRequest, Busy, DeadlineExceeded, Unavailable
-from lockstep.wire.fault_read import error_of
-from lockstep.wire.splice import Spliced
-from lockstep.wire.splicer import Splicer
+from lockstep.protocol.common.decode_error import error_of
+from lockstep.protocol.common.base64_extract import Spliced
+from lockstep.protocol.common.base64_stream import Splicer
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from lockstep.wire.fault import fault_body
+from lockstep.protocol.common.error_body import fault_body
 
 NO_LINGER = struct.pack("ii", 1, 0)
 

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from lockstep.http import sse
 from lockstep.http.presence import GONE
 from lockstep.tokens.errors import BadRequest, LockstepError, TooLarge, Unauthorized
-from lockstep.wire.fault import fault, fault_body
+from lockstep.protocol.common.error_body import fault, fault_body
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -1,8 +1,8 @@
 """Messages to tokens and back: renderers, the bridge between turns, and the ledger of a session."""
 
-from lockstep.render.answer import Answer, Call, CallStatus
-from lockstep.render.breaks import Breaks
-from lockstep.render.ledger import Ledger
+from lockstep.render.parsed_message import Answer, Call, CallStatus
+from lockstep.ledger.breaks import Breaks
+from lockstep.ledger.ledger import Ledger
 from lockstep.render.messages import (
     Message,
     ToolCall,
@@ -12,10 +12,10 @@ from lockstep.render.messages import (
     plain_tools,
     same,
 )
-from lockstep.render.pieces import Piece, Pieces, Stream
-from lockstep.render.plan import Cause, Plan
+from lockstep.render.token_bytes import Piece, Pieces, Stream
+from lockstep.ledger.matching import Cause, Plan
 from lockstep.render.renderer import Renderer, Thinking
-from lockstep.render.tree import Node
+from lockstep.ledger.tree import Node
 
 __all__ = [
     "Answer",

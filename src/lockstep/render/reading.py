@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.render.answer import Answer
+from lockstep.render.parsed_message import Answer
 from lockstep.render.renderer import Renderer
 
 LONG = 2000

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from lockstep.models import bundled
-from lockstep.render.answer import Answer, read_answer, unreadable_answer
+from lockstep.render.parsed_message import Answer, read_answer, unreadable_answer
 from lockstep.render.bridge import FamilyBridge, TemplateBridge
 from lockstep.render.family import find_family, make_family, plain_family, probe_tails
 from lockstep.render.messages import Plain, plain_messages, plain_tools
-from lockstep.render.pieces import Pieces
-from lockstep.render.slim import Slim
+from lockstep.render.token_bytes import Pieces
+from lockstep.render.fast_tokenizer import Slim
 from lockstep.render.template import Template
-from lockstep.render.written import PlannedIds
+from lockstep.ledger.id_json_cache import PlannedIds
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
 Thinking = Literal["keep", "template"]

@@ -79,12 +79,12 @@ class Sample:
 
     def to_json(self) -> bytes:
         """One line of JSON without a line break; `from_json` gives back an equal sample."""
-        from lockstep.tokens import line
+        from lockstep.tokens import sample_json as line
 
         return line.encode(self)
 
     @classmethod
     def from_json(cls, line: bytes | str) -> Sample:
-        from lockstep.tokens.line import decode
+        from lockstep.tokens.sample_json import decode
 
         return decode(line)

@@ -1,9 +1,9 @@
 """A small training loop on live fleets: GRPO and on-policy distillation."""
 
 from lockstep.train.config import TrainConfig
-from lockstep.train.env import Environment, Player, Reward, Task, load_environment
+from lockstep.train.envs.environment import Environment, Player, Reward, Task, load_environment
 from lockstep.train.loop import Trainer
-from lockstep.train.metrics import Evaluation, RunResult, StepMetrics
+from lockstep.train.records.metrics import Evaluation, RunResult, StepMetrics
 
 __all__ = [
     "Environment",

@@ -15,22 +15,22 @@ from lockstep.client.policy import Policy, connect
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens.errors import Conflict, LockstepError, NotExact, VersionUnavailable
 from lockstep.tokens.numerics import NumericsPlan
-from lockstep.train.base import check_base
-from lockstep.train.batch import Batch, Clock, Group, is_stale, make_batch
+from lockstep.train.learning.base_check import check_base
+from lockstep.train.learning.batch import Batch, Clock, Group, is_stale, make_batch
 from lockstep.train.config import TrainConfig
-from lockstep.train.distill import teacher_logprobs
-from lockstep.train.env import Environment, Task, load_environment
-from lockstep.train.exactness import Exactness, base_card
+from lockstep.train.learning.distill import teacher_logprobs
+from lockstep.train.envs.environment import Environment, Task, load_environment
+from lockstep.train.learning.exactness import Exactness, base_card
 from lockstep.train.failure import tasks_ended
-from lockstep.train.learner import Learner, own_plan
-from lockstep.train.metrics import Evaluation, RunResult, StepMetrics
-from lockstep.train.patience import Patience
+from lockstep.train.learning.learner import Learner, own_plan
+from lockstep.train.records.metrics import Evaluation, RunResult, StepMetrics
+from lockstep.train.retry import Patience
 from lockstep.train.publish import FleetLike, Published, Publisher
-from lockstep.train.queue import GroupQueue
+from lockstep.train.group_queue import GroupQueue
 from lockstep.train.rollout import Players
-from lockstep.train.step import nothing_learnt, step_metrics
-from lockstep.train.store import RunDirectory
-from lockstep.train.transcript import transcripts
+from lockstep.train.records.step_metrics import nothing_learnt, step_metrics
+from lockstep.train.records.run_dir import RunDirectory
+from lockstep.train.records.transcript import transcripts
 
 OnStep = Callable[[StepMetrics], None]
 T = TypeVar("T")

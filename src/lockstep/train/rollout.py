@@ -10,12 +10,12 @@ from typing import Any
 
 from lockstep.client.policy import Policy
 from lockstep.tokens.errors import LockstepError, Unavailable
-from lockstep.train.batch import Group, Rollout
+from lockstep.train.learning.batch import Group, Rollout
 from lockstep.train.config import TrainConfig
-from lockstep.train.env import Environment, Player, Split, Task
+from lockstep.train.envs.environment import Environment, Player, Split, Task
 from lockstep.train.failure import from_env, one_error, tasks_ended
-from lockstep.train.metrics import Evaluation
-from lockstep.train.patience import Patience
+from lockstep.train.records.metrics import Evaluation
+from lockstep.train.retry import Patience
 
 Heal = Callable[[LockstepError], Awaitable[None]]
 

@@ -25,9 +25,9 @@ from lockstep.http.handlers import (
     unless_gone,
 )
 from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
-from lockstep.wire import generate_answer as wire
-from lockstep.wire.abort import AbortRequest, decode_abort
-from lockstep.wire.generate import GenerateRequest, decode_request
+from lockstep.protocol.vllm import generate_response as wire
+from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
+from lockstep.protocol.vllm.generate_request import GenerateRequest, decode_request
 from lockstep.worker.metrics import Metrics
 
 BODY_LIMIT = 64 << 20

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from lockstep.engine import Engine
-from lockstep.engine.cache import SlotCache
-from lockstep.engine.lora import Adapter
+from lockstep.engine.kv.cache import SlotCache
+from lockstep.engine.model.lora import Adapter
 from lockstep.engine.scoring import score_sequences
-from lockstep.engine.weights import Weights
+from lockstep.engine.weights.weights import Weights
 from lockstep.tokens.errors import Conflict, EngineFailure
 
 SLOTS = 8

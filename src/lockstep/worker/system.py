@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.engine import Engine
-from lockstep.engine.broadcast import Broadcast, TensorSpec
-from lockstep.engine.shared import read_shared
-from lockstep.engine.weights import EMBEDDING, TIED_HEAD, Weights
+from lockstep.engine.weights.broadcast import Broadcast, TensorSpec
+from lockstep.engine.weights.shared_memory import read_shared
+from lockstep.engine.weights.weights import EMBEDDING, TIED_HEAD, Weights
 from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, read_json, require_bearer
 from lockstep.tokens.errors import (
     BadRequest,
@@ -27,10 +27,10 @@ from lockstep.tokens.errors import (
     NotFound,
 )
 from lockstep.tokens.versions import check_label
-from lockstep.wire import control
-from lockstep.wire.strict import decode
+from lockstep.protocol.control import worker as control
+from lockstep.protocol.common.strict import decode
 from lockstep.worker.data import prefixed
-from lockstep.worker.order import Arrivals
+from lockstep.worker.sequence_number import Arrivals
 from lockstep.worker.prober import Prober
 
 BODY_LIMIT = 64 << 20

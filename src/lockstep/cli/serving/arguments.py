@@ -14,7 +14,7 @@ from lockstep.http.limits import DRAIN_SECONDS
 from lockstep.tokens.errors import BadRequest
 
 if TYPE_CHECKING:
-    from lockstep.fleet.pool import Pool
+    from lockstep.fleet.routing.pool import Pool
     from lockstep.gateway.app import GatewayOptions
     from lockstep.settings import Settings
 
@@ -142,7 +142,7 @@ class GatewayArguments:
 
     def pool(self) -> Pool:
         """The pool that traffic goes through."""
-        from lockstep.fleet.pool import Pool
+        from lockstep.fleet.routing.pool import Pool
 
         return Pool(
             max_in_flight=self.max_in_flight,

@@ -60,7 +60,7 @@ async def served_model(urls: Sequence[str], seconds: float, options: Mapping[str
 
     `options` are those of `open_transport`. Raises Unavailable when none answers in time.
     """
-    from lockstep.backends.connect import open_transport
+    from lockstep.backends.registry import open_transport
 
     deadline = asyncio.get_running_loop().time() + seconds
     while True:

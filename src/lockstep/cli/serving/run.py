@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.status import Status
 
 from lockstep.cli.serving.arguments import GatewayArguments
-from lockstep.cli.serving.registry import RunningGateway, registered
+from lockstep.running_gateways import RunningGateway, registered
 from lockstep.cli.serving.sources import Row, WorkerSource
 from lockstep.cli.serving.state_dir import KeptState, in_memory, open_state
 from lockstep.http.server import admin_token, run, say_ready, stop_event

@@ -52,8 +52,8 @@ class EmbeddedWorkers:
     @asynccontextmanager
     async def joined(self, fleet: Fleet, token: str, say: Say) -> AsyncIterator[list[Row]]:
         """They serve in the fleet, both while the block runs."""
-        from lockstep.backends.admin_lockstep import LockstepAdmin
-        from lockstep.gateway.supervisor import Child, Supervisor
+        from lockstep.backends.lockstep.admin import LockstepAdmin
+        from lockstep.launch.workers import Child, Supervisor
 
         pool = fleet.pool
 
@@ -109,7 +109,7 @@ class RunningWorkers:
         URL,ADMIN_URL names a worker's control port too, for which `token` is used: only then can
         its weights be updated from here.
         """
-        from lockstep.backends.admin_open import open_admin
+        from lockstep.backends.admin_registry import open_admin
 
         pool = fleet.pool
         say(f"Connecting to {', '.join(self.urls)}")

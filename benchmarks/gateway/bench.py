@@ -1,0 +1,199 @@
+"""What a request costs in a gateway: CPU of its process, Lockstep beside its peers.
+
+    python -m benchmarks.gateway.bench [--only lockstep,vllm-router] [--case 2k,2k-sessions] [--hold]
+
+Every gateway has a core to itself, in front of an upstream that answers at once; 32 requests are
+under way at any time, and every answer is looked at. The gateways take turns; a figure is the
+median of five rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import measure, peers, table
+from benchmarks.conversation import find_model
+from benchmarks.gateway.contestants import (
+    CONTESTANTS,
+    OTHER_CORES,
+    Place,
+    Server,
+    running,
+    said,
+    start,
+)
+from benchmarks.gateway.script import make
+from benchmarks.gateway.traffic import CASES, Case
+from benchmarks.table import Row
+from lockstep.models import bundled
+from lockstep.render import Renderer
+
+ROUNDS, SECONDS = 5, 0.7
+SETTLE = 0.05
+"""Seconds for what a gateway still does when its last answer is out."""
+
+
+class Failed(Exception):
+    """A round in which an answer was not right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """One round: answers that came, those that were decoded and compared, what they cost."""
+
+    requests: int
+    checked: int
+    cpu_seconds: float
+
+
+class Bench:
+    """The contestants that were asked for, the upstream and the load generator, all running."""
+
+    def __init__(self, servers: Mapping[str, Server], load: subprocess.Popen[str]) -> None:
+        self.servers = servers
+        self._load = load
+
+    def round(self, name: str, case: str, seconds: float = SECONDS) -> Done:
+        """Connects, then counts while requests are made. Raises Failed."""
+        server, way = self.servers[name], CONTESTANTS[name]
+        told: dict[str, object] = {"port": server.port, "case": case, "sessions": way.sessions}
+        told |= {"dialect": "chat" if CASES[case].turns else way.ids, "seconds": seconds}
+        self._tell("open", name, told)
+        time.sleep(SETTLE)
+        before = server.cpu_seconds()
+        done = self._tell("go", name, told)
+        time.sleep(SETTLE)
+        spent = server.cpu_seconds() - before
+        if not done["checked"]:
+            raise Failed(f"{name}, {told}: no answer was compared")
+        return Done(int(done["requests"]), int(done["checked"]), spent)
+
+    def costs(self, case: str, rounds: int) -> dict[str, float]:
+        """The median of each contestant that takes part, in milliseconds per request."""
+
+        def cost_of(name: str) -> Callable[[], float]:
+            def cost() -> float:
+                done = self.round(name, case)
+                return 1e3 * done.cpu_seconds / done.requests
+
+            return cost
+
+        taking_part = [name for name in self.servers if takes_part(name, CASES[case])]
+        return measure.in_turns({name: cost_of(name) for name in taking_part}, rounds)
+
+    def _tell(self, call: str, name: str, told: dict[str, object]) -> dict[str, float]:
+        if self._load.stdin is None or self._load.stdout is None:
+            raise Failed("the load generator has no pipes")
+        self._load.stdin.write(json.dumps({"call": call, **told}) + "\n")
+        self._load.stdin.flush()
+        line = self._load.stdout.readline()
+        found: dict[str, float] = json.loads(line or '{"error": "it ended"}')
+        if "error" in found:
+            raise Failed(f"{name}, {told}: {found['error']}")
+        return found
+
+
+def takes_part(name: str, case: Case) -> bool:
+    """Dynamo's generate route does not stream and has no chat; stores only matter in sessions."""
+    if name == "dynamo-generate":
+        return not case.stream and not case.turns
+    return name != "rllm-memory" or case.turns > 0
+
+
+@contextmanager
+def bench(
+    names: Sequence[str], cases: Sequence[str], model: Path | str | None = None
+) -> Iterator[Bench]:
+    """Starts everything, and ends it with the block. `model` has the tokenizer, by default a real
+    one."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-bench-")))
+        chosen = model or find_model()
+        tokenizer = chosen if isinstance(chosen, Path) else bundled(chosen) or Path(chosen)
+        traffic = directory / "traffic.msgpack"
+        make(Renderer.load(tokenizer), {name: CASES[name] for name in cases}).write(traffic)
+
+        def beside(module: str, **pipes: int) -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", f"benchmarks.{module}", str(traffic)]
+            return stack.enter_context(running(command, OTHER_CORES, cwd=peers.ROOT, **pipes))
+
+        upstream = beside("gateway_upstream", stdout=subprocess.PIPE)
+        load = beside("gateway_load", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        place = Place(stack, directory, tokenizer, traffic, said(upstream))
+        yield Bench(start(place, names), load)
+
+
+def rows_of(name: str, costs: Mapping[str, float]) -> list[Row]:
+    """Lockstep in front of a plain vLLM server beside each peer that was measured with it; beside
+    the fastest also in front of its own worker, whose answers it hands on as they came."""
+    case = CASES[name]
+    sessions = case.turns > 0
+    out = f"{case.out} out" + (" streamed" if case.stream else "")
+    what = f"{case.prompt:,} tokens in, {out}, sessions {'on' if sessions else 'off'}"
+    ids = "" if sessions else "its /v1/completions, as it has no generate route; "
+    bound = 1.5 if sessions else 1.0
+    token_data = "" if sessions else "; nvext.token_data"
+    pairs: list[tuple[str, str, str, float | None, str]] = [
+        ("lockstep", "vllm-router", "vllm-router", bound, "same requests, same plain vLLM behind"),
+        ("lockstep-worker", "vllm-router", "vllm-router", bound, "ours before a Lockstep worker"),
+        ("lockstep", "dynamo", "dynamo", 1 / 5, "frontend only" + token_data),
+        ("lockstep", "dynamo-generate", "dynamo", None, "its generate route, off by default"),
+        ("lockstep", "rllm", "rllm-model-gateway", 1 / 10, ids + "traces in SQLite, its default"),
+        ("lockstep", "rllm-memory", "rllm-model-gateway", 1 / 10, "traces in memory"),
+    ]
+    return [
+        Row(
+            what=what,
+            against=peers.VERSIONS[peer],
+            ours=costs[ours],
+            theirs=costs[entry],
+            unit="ms CPU",
+            at_most=limit,
+            note=note,
+        )
+        for ours, entry, peer, limit, note in pairs
+        if ours in costs and entry in costs
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument(
+        "--only", default=",".join(CONTESTANTS), help=f"of {', '.join(CONTESTANTS)}"
+    )
+    parser.add_argument("--case", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--hold", action="store_true", help="tell process ids and wait for Enter")
+    options = parser.parse_args()
+    names, cases = options.only.split(","), options.case.split(",")
+    rows: list[Row] = []
+    with bench(names, cases) as started:
+        for name, server in started.servers.items():
+            if options.hold:
+                print(f"{name}: process {server.pid}, port {server.port}")
+        if options.hold:
+            input("Enter to begin ")
+        for case in cases:
+            costs = started.costs(case, options.rounds)
+            told = ", ".join(f"{name} {table.figure(cost)}" for name, cost in costs.items())
+            print(f"{case}: {told} ms CPU", flush=True)
+            rows += rows_of(case, costs)
+    print(table.plain(rows))
+    if options.json:
+        table.write(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""The control side of a Dynamo worker: POST {system_url}/engine/<route>, where advertised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.backends.admin import (
+    AdminName,
+    Broadcaster,
+    PauseMode,
+    Source,
+    WeightContents,
+    WorkerView,
+)
+from lockstep.backends.admin_client import BUDGETS, Budget, Budgets, Caller
+from lockstep.backends.lockstep.admin import LockstepAdmin, join_body
+from lockstep.backends.reload_weights import Reloads
+from lockstep.tokens.errors import (
+    AdapterError,
+    BadRequest,
+    Conflict,
+    EngineFailure,
+    UnsupportedField,
+)
+from lockstep.protocol.control import worker as control
+from lockstep.protocol.common.decode_error import stated_error
+
+TRANSACTION = frozenset({"stage", "commit", "rollback", "probe", "liveness_probe"})
+"""What a Lockstep engine behind Dynamo advertises beside Dynamo's own routes."""
+
+
+class DynamoAdmin:
+    """One Dynamo worker, by its system URL and the routes that discovery lists for it.
+
+    dynamo.vllm cannot stage or score: there `commit` loads while paused, and proving needs the
+    data plane. It does not list its adapters either: the view shows those loaded from here.
+    """
+
+    name: AdminName = "dynamo"
+
+    def __init__(
+        self,
+        system_url: str,
+        routes: Iterable[str],
+        token: str | None = None,
+        *,
+        budgets: Budgets = BUDGETS,
+        backoff: float = 0.1,
+    ) -> None:
+        self.routes = frozenset(routes)
+        self._caller = Caller(system_url, token=token, backoff=backoff)
+        self._budgets = budgets
+        self._own: LockstepAdmin | None = None
+        if self.routes >= TRANSACTION:
+            self._own = _Advertised(system_url, token, budgets=budgets, backoff=backoff)
+        self._reloads = Reloads(self.url, self._load, self._ready, untouched=(Conflict,))
+        self._adapters: dict[str, str] = {}
+
+    @property
+    def url(self) -> str:
+        return self._caller.url
+
+    @property
+    def stages(self) -> bool:
+        return self._own is not None
+
+    @property
+    def probes_while_paused(self) -> bool:
+        return self._own is not None
+
+    async def view(self) -> WorkerView:
+        if self._own is not None:
+            return await self._own.view()
+        if "liveness_probe" in self.routes:
+            await self._engine("liveness_probe", {}, self._budgets.quick, again=True)
+        version = None
+        if "get_weight_version" in self.routes:
+            self._reloads.seen(await self._version())
+            version = self._reloads.version
+        return WorkerView(
+            version=version, staged=self._reloads.staged, adapters=dict(self._adapters)
+        )
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
+        budget = self._budgets.pause
+        if mode == "wait":
+            budget = replace(budget, attempt=budget.total)
+        body = {"mode": mode, "clear_cache": clear_cache}
+        answer = await self._engine("pause_generation", body, budget, again=True)
+        if "mode" in answer:
+            self._caller.expect(answer["mode"], mode, "pause_generation")
+
+    async def resume(self) -> None:
+        self._reloads.check_whole()
+        await self._engine("resume_generation", {}, self._budgets.quick, again=True)
+
+    async def flush(self) -> None:
+        await self._engine("flush_cache", {}, self._budgets.quick, again=True)
+
+    # Weights
+
+    async def stage(self, source: Source, version: str) -> None:
+        if self._own is not None:
+            await self._own.stage(source, version)
+            return
+        self._offers(_update_route(source))
+        self._reloads.stage(source, version)
+
+    async def commit(self, version: str) -> None:
+        if self._own is not None:
+            await self._own.commit(version)
+        else:
+            await self._reloads.commit(version)
+
+    async def rollback(self) -> str | None:
+        if self._own is not None:
+            return await self._own.rollback()
+        return await self._reloads.rollback()
+
+    async def probe(
+        self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> list[list[float]]:
+        if self._own is None:
+            self._offers("probe")
+            raise UnsupportedField(
+                f"{self.url} advertises probe without {', '.join(sorted(TRANSACTION))}",
+                param="probe",
+            )
+        return await self._own.probe(token_ids, adapter=adapter)
+
+    async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
+        """What a Lockstep engine behind Dynamo read; others do not tell."""
+        if self._own is None or "weights_digest" not in self.routes:
+            return WeightContents()
+        return await self._own.contents(staged=staged, tensors=tensors)
+
+    async def join_group(self, how: Broadcaster) -> None:
+        self._offers("init_weights_update_group")
+        if self._own is not None:
+            await self._own.join_group(how)
+            return
+        budget = Budget(how.seconds + 10.0, how.seconds + 10.0)
+        body = msgspec.to_builtins(join_body(how))
+        await self._engine("init_weights_update_group", body, budget)
+
+    # Adapters
+
+    async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
+        if self._own is not None and "load_lora" not in self.routes:
+            self._offers("load_lora_adapter")
+            return await self._own.load_adapter(name, path, label)
+        self._offers("load_lora")
+        if not path.is_absolute():
+            raise BadRequest(f"path is {str(path)!r}: expected an absolute one", param="path")
+
+        async def load() -> bool:
+            body = {"lora_name": name, "source": {"uri": path.as_uri()}}
+            answer = await self._engine("load_lora", body, self._budgets.load)
+            return self._swapped(name, answer)
+
+        async def settled() -> None:
+            # Nothing tells what is loaded; a load again is told apart by `hot_swap`.
+            if "liveness_probe" in self.routes:
+                await self._engine("liveness_probe", {}, self._budgets.quick, again=True)
+
+        try:
+            if not await self._caller.once("load_lora", load, settled, self._budgets.load):
+                # Without hot swap the old contents stay, and the answer says success.
+                await self.unload_adapter(name)
+                await self._caller.once("load_lora", load, settled, self._budgets.load)
+        except (EngineFailure, Conflict) as error:
+            raise AdapterError(error.message, param="path") from None
+        self._adapters[name] = label or ""
+        return label or ""
+
+    async def unload_adapter(self, name: str) -> None:
+        if self._own is not None and "unload_lora" not in self.routes:
+            self._offers("unload_lora_adapter")
+            await self._own.unload_adapter(name)
+            return
+        await self._engine("unload_lora", {"lora_name": name}, self._budgets.quick)
+        self._adapters.pop(name, None)
+
+    async def close(self) -> None:
+        await self._caller.close()
+        if self._own is not None:
+            await self._own.close()
+
+    # Parts
+
+    def _swapped(self, name: str, answer: dict[str, Any]) -> bool:
+        """Whether the adapter has the new contents now."""
+        there = name in self._adapters or "already" in str(answer.get("message", "")).lower()
+        return answer.get("hot_swap") is True or not there
+
+    async def _load(self, source: Source, version: str) -> None:
+        route, budget = _update_route(source), self._budgets.load
+        if source.directory is None:
+            body: object = control.FromGroup(
+                names=[spec.name for spec in source.tensors],
+                dtypes=[spec.dtype for spec in source.tensors],
+                shapes=[list(spec.shape) for spec in source.tensors],
+                weight_version=version,
+                group_name=source.group or "",
+            )
+            answer = await self._engine(route, body, budget)
+            self._caller.expect(answer.get("version"), version, route)
+            return
+
+        before = await self._version() if "get_weight_version" in self.routes else version
+
+        async def load() -> object:
+            body = control.FromDisk(model_path=str(source.directory), weight_version=version)
+            return (await self._engine(route, body, budget)).get("version")
+
+        async def settled() -> object:
+            # The label tells that it happened only if it was another one before. Otherwise it is
+            # loaded again, which a paused worker bears, and one that is not refuses.
+            if before == version:
+                return None
+            now = await self._version()
+            return now if now == version else None
+
+        done = await self._caller.once(route, load, settled, budget)
+        self._caller.expect(done, version, route)
+
+    async def _ready(self) -> None:
+        """Dynamo's worker refuses an update itself unless it is paused."""
+
+    async def _version(self) -> str | None:
+        answer = await self._engine("get_weight_version", {}, self._budgets.quick, again=True)
+        found = answer.get("version")
+        return None if found is None else str(found)
+
+    def _offers(self, route: str) -> None:
+        if route not in self.routes:
+            raise UnsupportedField(
+                f"{self.url} does not advertise the route {route!r}; it has "
+                f"{', '.join(sorted(self.routes)) or 'none'}",
+                param=route,
+            )
+
+    async def _engine(
+        self, route: str, body: object, budget: Budget, *, again: bool = False
+    ) -> dict[str, Any]:
+        self._offers(route)
+        return await self._caller.ask(f"/engine/{route}", body, budget, again=again)
+
+
+class _Advertised(LockstepAdmin):
+    """A Lockstep worker whose routes are served by Dynamo, which answers errors with status 200."""
+
+    def __init__(
+        self,
+        system_url: str,
+        token: str | None = None,
+        *,
+        budgets: Budgets = BUDGETS,
+        backoff: float = 0.1,
+    ) -> None:
+        super().__init__(system_url, token, budgets=budgets, backoff=backoff)
+        self._caller = _ReasonedCaller(system_url, token=token, backoff=backoff)
+
+
+class _ReasonedCaller(Caller):
+    """Takes the error from its stable `reason`, not from its words."""
+
+    def said_yes(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
+        fields = self.fields(body, what)
+        if fields.get("status") == "error":
+            error = stated_error(fields, f"{self.url} {what}: {fields.get('message')}")
+            if error is not None:
+                raise error
+        return super().said_yes(body, what)
+
+
+def _update_route(source: Source) -> str:
+    if source.group is not None:
+        return "update_weights_from_distributed"
+    return "update_weights_from_disk"

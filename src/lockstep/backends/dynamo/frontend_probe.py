@@ -1,0 +1,74 @@
+"""Control of a Dynamo worker that has no route for probes: it is asked through the frontend."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.backends.dynamo.admin import DynamoAdmin
+from lockstep.backends.admin_client import BUDGETS, Budgets
+from lockstep.backends.lockstep.admin import check_scores
+from lockstep.backends.dynamo.discovery import Found
+from lockstep.backends.dynamo.transport import DynamoTransport, pinned
+from lockstep.http.client import Link
+from lockstep.tokens import Sampling
+from lockstep.tokens.errors import BadRequest, UnknownModel
+from lockstep.protocol.common.request import Ask
+
+LISTED_SECONDS = 15.0
+"""How long a frontend may take to see an adapter that a worker has loaded."""
+LOOK_SECONDS = 0.1
+
+
+class ProvingAdmin(DynamoAdmin):
+    """One worker that discovery found; every kind of it can be probed.
+
+    Lockstep's workers score by themselves, also while paused. Dynamo's own are asked for the
+    logprobs of a prompt, pinned to this worker, at temperature 1: there all modes agree.
+    """
+
+    def __init__(
+        self, found: Found, *, token: str | None = None, budgets: Budgets = BUDGETS
+    ) -> None:
+        if found.admin_url is None or found.data_url is None:
+            raise BadRequest(f"worker {found.id} cannot be controlled: {found.error}", param="url")
+        super().__init__(found.admin_url, found.routes, token, budgets=budgets)
+        self._model = found.model
+        self._transport = DynamoTransport(Link(pinned(found.data_url, found.id), retries=0))
+
+    async def probe(
+        self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> list[list[float]]:
+        if "probe" in self.routes:
+            return await super().probe(token_ids, adapter=adapter)
+        model = adapter or self._model
+        rows = [await self._score(list(ids), model) for ids in token_ids]
+        check_scores(rows, token_ids, f"{self.url} probe")
+        return rows
+
+    async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
+        """Returns when the frontend knows the adapter too: requests before that would get 404."""
+        known = await super().load_adapter(name, path, label)
+        await self._listed(name)
+        return known
+
+    async def close(self) -> None:
+        await self._transport.close()
+        await super().close()
+
+    async def _score(self, ids: list[int], model: str | None) -> list[float]:
+        sampling = Sampling(temperature=1.0, max_tokens=1, prompt_logprobs=0)
+        [done] = await self._transport.generate(Ask(prompt_ids=ids, model=model, sampling=sampling))
+        return [entry.logprob for entry in (done.prompt_logprobs or [])[1:] if entry is not None]
+
+    async def _listed(self, name: str) -> None:
+        try:
+            async with asyncio.timeout(LISTED_SECONDS):
+                while name not in {card.id for card in await self._transport.models()}:
+                    await asyncio.sleep(LOOK_SECONDS)
+        except TimeoutError:
+            raise UnknownModel(
+                f"{self.url} has loaded the adapter {name!r}, but {self._transport.base_url} does "
+                f"not list it after {LISTED_SECONDS:g} s"
+            ) from None

@@ -1,0 +1,293 @@
+"""The control side of a Lockstep worker: POST {system_url}/engine/<method>."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lockstep.backends.admin import (
+    AdminName,
+    Broadcaster,
+    PauseMode,
+    Source,
+    StagedScores,
+    WeightContents,
+    WorkerView,
+)
+from lockstep.backends.admin_client import BUDGETS, Budget, Budgets, Caller
+from lockstep.tokens.errors import (
+    BadLogprob,
+    BadRequest,
+    Conflict,
+    Misaligned,
+    Unavailable,
+)
+from lockstep.protocol.control import worker as control
+
+
+class _State(msgspec.Struct):
+    version: str
+    staged: str | None
+    state: str
+    running: int
+    waiting: int
+    adapter_labels: dict[str, str]
+    incarnation: str
+    weights_id: str
+    serves: str | None = None
+
+
+class _Scores(msgspec.Struct):
+    logprobs: list[list[float]]
+
+
+class _StagedScores(_Scores):
+    proof: str
+
+
+class _Contents(msgspec.Struct):
+    digest: str | None
+    dtype: str | None
+    proof: str | None = None
+    tensors: dict[str, str] = {}
+
+
+class LockstepAdmin:
+    """One Lockstep worker, by the URL and the token of its system port."""
+
+    name: AdminName = "lockstep"
+    stages = True
+    probes_while_paused = True
+
+    def __init__(
+        self,
+        system_url: str,
+        token: str | None = None,
+        *,
+        budgets: Budgets = BUDGETS,
+        backoff: float = 0.1,
+    ) -> None:
+        self._caller = Caller(system_url, token=token, backoff=backoff)
+        self._budgets = budgets
+        self._name = secrets.token_hex(8)
+        self._numbers = count(1)
+
+    @property
+    def url(self) -> str:
+        return self._caller.url
+
+    async def view(self) -> WorkerView:
+        state = await self._look()
+        return WorkerView(
+            version=state.version,
+            staged=state.staged,
+            paused=state.state != "running",
+            adapters=state.adapter_labels,
+            in_flight=state.running + state.waiting,
+            incarnation=state.incarnation,
+        )
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
+        budget = self._budgets.pause
+        if mode == "wait":
+            # It ends when the last request does: breaking off and asking again gains nothing.
+            budget = replace(budget, attempt=budget.total)
+        body = control.Pause(mode=mode, clear_cache=clear_cache, order=self._order())
+        await self._engine("pause_generation", body, budget, again=True)
+
+    async def resume(self) -> None:
+        await self._resume(None)
+
+    async def resume_proved(self, proof: str) -> None:
+        """Goes on if it serves what `commit_proved` committed. Raises Conflict, still paused, when
+        anything else took its place since, or the worker was started anew."""
+        await self._resume(proof)
+
+    async def _resume(self, proof: str | None) -> None:
+        body = control.Resume(proved=proof, order=self._order())
+        await self._engine("resume_generation", body, self._budgets.quick, again=True)
+
+    async def flush(self) -> None:
+        await self._engine("flush_cache", {}, self._budgets.quick, again=True)
+
+    # Weights
+
+    async def stage(self, source: Source, version: str) -> None:
+        body = stage_body(source, version)
+        # Tensors of a broadcast come once; anything else can be read again.
+        again = source.group is None
+        answer = await self._engine("stage", body, self._budgets.load, again=again)
+        self._caller.expect(answer.get("staged"), version, "stage")
+
+    async def commit(self, version: str) -> None:
+        await self._commit(version, None)
+
+    async def commit_proved(self, version: str, proof: str) -> None:
+        """Serves exactly the weights that `probe_staged` scored. Raises Conflict, with nothing
+        swapped, when anything else is staged now: also under that label, or by a new process."""
+        await self._commit(version, proof)
+
+    async def _commit(self, version: str, proof: str | None) -> None:
+        async def commit() -> str:
+            body = control.Commit(weight_version=version, proved=proof)
+            answer = await self._engine("commit", body, self._budgets.commit)
+            self._caller.expect(answer.get("version"), version, "commit")
+            return version
+
+        async def settled() -> str | None:
+            state = await self._look()
+            if state.staged == version:
+                return None
+            if state.version == version and proof in (None, state.serves):
+                return version
+            raise Conflict(
+                f"{self.url} commit: the answer was lost, and now {state.version!r} is served and "
+                f"{state.staged!r} staged, not {version!r}: stage it again"
+            )
+
+        await self._caller.once("commit", commit, settled, self._budgets.commit)
+
+    async def rollback(self) -> str | None:
+        before = await self._look()
+
+        async def rollback() -> str:
+            body = control.Rollback(weights_id=before.weights_id)
+            answer = await self._engine("rollback", body, self._budgets.commit)
+            return str(answer.get("version"))
+
+        async def settled() -> str | None:
+            state = await self._look()
+            if state.incarnation != before.incarnation:
+                raise Unavailable(f"{self.url} rollback: the worker was started anew meanwhile")
+            return None if state.weights_id == before.weights_id else state.version
+
+        return await self._caller.once("rollback", rollback, settled, self._budgets.commit)
+
+    async def probe(
+        self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> list[list[float]]:
+        body = control.Probe(token_ids=[list(ids) for ids in token_ids], lora_name=adapter)
+        answer = await self._engine("probe", body, self._budgets.probe, again=True)
+        scores = self._caller.read(_Scores, answer, "probe").logprobs
+        check_scores(scores, token_ids, f"{self.url} probe")
+        return scores
+
+    async def probe_staged(self, token_ids: Sequence[Sequence[int]]) -> StagedScores:
+        """Logprobs under what is staged, and its name for `commit_proved`. The worker goes on
+        generating. Raises Conflict when nothing is staged."""
+        body = control.Probe(token_ids=[list(ids) for ids in token_ids], staged=True)
+        answer = await self._engine("probe", body, self._budgets.probe, again=True)
+        scores = self._caller.read(_StagedScores, answer, "probe of what is staged")
+        check_scores(scores.logprobs, token_ids, f"{self.url} probe of what is staged")
+        return StagedScores(scores.logprobs, scores.proof)
+
+    async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
+        """What the worker read. Raises Conflict when nothing is staged."""
+        body = control.WeightsDigest(staged=staged, tensors=tensors)
+        answer = await self._engine("weights_digest", body, self._budgets.quick, again=True)
+        found = self._caller.read(_Contents, answer, "weights_digest")
+        return WeightContents(found.digest, found.dtype, found.proof, found.tensors)
+
+    async def join_group(self, how: Broadcaster) -> None:
+        body = join_body(how)
+        budget = Budget(how.seconds + 10.0, 2 * how.seconds + 20.0)
+        try:
+            await self._engine("init_weights_update_group", body, budget)
+        except Conflict:
+            # Left over from a trainer that is gone: its place would stay taken for ever.
+            leave = control.LeaveGroup(group_name=how.group)
+            await self._engine("destroy_weights_update_group", leave, self._budgets.quick)
+            await self._engine("init_weights_update_group", body, budget)
+
+    # Adapters
+
+    async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
+        body = control.LoadLora(lora_name=name, lora_path=str(path), version=label)
+
+        async def load() -> str:
+            answer = await self._engine("load_lora_adapter", body, self._budgets.load)
+            return str(answer.get("label"))
+
+        async def settled() -> None:
+            # A label in the view may be that of earlier contents. Loading again is always right:
+            # the same name from the same path ends in the same state.
+            await self._look()
+
+        return await self._caller.once("load_lora_adapter", load, settled, self._budgets.load)
+
+    async def unload_adapter(self, name: str) -> None:
+        body = control.UnloadLora(lora_name=name)
+
+        async def unload() -> bool:
+            await self._engine("unload_lora_adapter", body, self._budgets.quick)
+            return True
+
+        async def settled() -> bool | None:
+            return None if name in (await self._look()).adapter_labels else True
+
+        await self._caller.once("unload_lora_adapter", unload, settled, self._budgets.quick)
+
+    async def close(self) -> None:
+        await self._caller.close()
+
+    def _order(self) -> control.Order:
+        return control.Order(caller=self._name, number=next(self._numbers))
+
+    async def _look(self) -> _State:
+        answer = await self._engine("liveness_probe", {}, self._budgets.quick, again=True)
+        return self._caller.read(_State, answer, "liveness_probe")
+
+    async def _engine(
+        self, method: str, body: object, budget: Budget, *, again: bool = False
+    ) -> dict[str, Any]:
+        return await self._caller.ask(f"/engine/{method}", body, budget, again=again)
+
+
+def stage_body(source: Source, version: str) -> control.Stage:
+    """The body of `stage`. Raises BadRequest unless the source is exactly one."""
+    given = [source.directory, source.shared, source.group]
+    if given.count(None) != 2:
+        raise BadRequest(
+            f"source has directory {source.directory}, shared {source.shared!r} and group "
+            f"{source.group!r}: expected exactly one of them",
+            param="source",
+        )
+    return control.Stage(
+        model_path=None if source.directory is None else str(source.directory),
+        shared_name=source.shared,
+        group_name=source.group,
+        tensors=control.placed(source.tensors),
+        partial=source.partial,
+        weight_version=version,
+    )
+
+
+def join_body(how: Broadcaster) -> control.JoinGroup:
+    return control.JoinGroup(
+        master_address=how.host,
+        master_port=how.port,
+        rank=how.rank,
+        world_size=how.world_size,
+        group_name=how.group,
+        backend=how.backend,
+        timeout_seconds=how.seconds,
+    )
+
+
+def check_scores(
+    scores: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], what: str
+) -> None:
+    """Raises Misaligned or BadLogprob unless there is one finite score per token but the first."""
+    got = [len(row) for row in scores]
+    expected = [len(ids) - 1 for ids in token_ids]
+    if got != expected:
+        raise Misaligned(f"{what}: {got} logprobs came for sequences that need {expected}")
+    if not all(math.isfinite(value) for row in scores for value in row):
+        raise BadLogprob(f"{what}: a logprob is not a finite number")

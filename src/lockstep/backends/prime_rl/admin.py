@@ -1,0 +1,161 @@
+"""The control side of prime-rl's inference server, which is vLLM with routes of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, WorkerView
+from lockstep.backends.admin_client import BUDGETS, Budget, Budgets, Caller
+from lockstep.backends.lockstep.admin import check_scores
+from lockstep.backends.reload_weights import Reloads
+from lockstep.backends.vllm.admin import score
+from lockstep.backends.vllm.adapters import Adapters
+from lockstep.tokens.errors import (
+    Conflict,
+    ContractError,
+    EngineFailure,
+    NotFound,
+    UnsupportedField,
+)
+
+PAUSE = "/pause?mode=keep&clear_cache=false"
+
+
+class PrimeAdmin:
+    """One server of prime-rl. It tells neither its version nor whether it is paused.
+
+    It only pauses with `keep`, and does not drop prefixes cached under older weights by itself:
+    where it has no /reset_prefix_cache, requests must carry a cache salt for each version.
+    """
+
+    name: AdminName = "prime-rl"
+    stages = False
+    probes_while_paused = False
+
+    def __init__(
+        self,
+        base_url: str,
+        token: str | None = None,
+        *,
+        budgets: Budgets = BUDGETS,
+        backoff: float = 0.1,
+    ) -> None:
+        self._caller = Caller(base_url, token=token, backoff=backoff)
+        self._budgets = budgets
+        self._paused = False
+        self._reloads = Reloads(self.url, self._load, self._ready)
+        self._adapters = Adapters(self._caller, budgets, "/load_lora_adapter")
+
+    @property
+    def url(self) -> str:
+        return self._caller.url
+
+    async def view(self) -> WorkerView:
+        raw = await self._caller.get("/liveness", self._budgets.quick)
+        self._caller.said_yes(raw, "/liveness")
+        adapters = self._adapters.labels(await self._adapters.cards())
+        return WorkerView(version=None, staged=self._reloads.staged, adapters=adapters)
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
+        if mode != "keep" or clear_cache:
+            raise UnsupportedField(
+                f"{self.url} cannot pause with mode {mode!r} and clear_cache {clear_cache}: "
+                "prime-rl's server only keeps requests, with their caches",
+                param="mode",
+            )
+        # Until it said yes nobody knows; then a load is refused, and a resume is always tried.
+        self._paused = False
+        self._agreed(await self._caller.post(PAUSE, None, self._budgets.pause, again=True), PAUSE)
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._reloads.check_whole()
+        path = "/resume"
+        self._agreed(await self._caller.post(path, None, self._budgets.quick, again=True), path)
+        self._paused = False
+
+    async def flush(self, *, running_too: bool = False) -> None:
+        """Forgets cached prefixes. Raises UnsupportedField where the server has no such route."""
+        path = "/reset_prefix_cache" + "?reset_running_requests=true" * running_too
+        try:
+            raw = await self._caller.post(path, None, self._budgets.quick, again=True)
+        except NotFound:
+            raise UnsupportedField(
+                f"{self.url} has no {path}: salt the cache of each version instead", param="flush"
+            ) from None
+        answer = self._caller.fields(raw, path)
+        if answer.get("success") is not True:
+            raise Conflict(f"{self.url} {path} answered {answer}: requests hold cached prefixes")
+
+    # Weights
+
+    async def stage(self, source: Source, version: str) -> None:
+        self._reloads.stage(source, version)
+
+    async def commit(self, version: str) -> None:
+        await self._reloads.commit(version)
+
+    async def rollback(self) -> str | None:
+        return await self._reloads.rollback()
+
+    async def probe(
+        self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> list[list[float]]:
+        if self._paused:
+            raise UnsupportedField(
+                f"{self.url} is paused, and queues requests then: resume it without traffic to "
+                "probe it",
+                param="probe",
+            )
+        budget = self._budgets.probe
+        scores = [await score(self._caller, ids, adapter, budget) for ids in token_ids]
+        check_scores(scores, token_ids, f"{self.url} probe")
+        return scores
+
+    async def join_group(self, how: Broadcaster) -> None:
+        # It counts the inference side only; rank 0 of the whole is the trainer.
+        body = {
+            "host": how.host,
+            "port": how.port,
+            "rank_offset": how.rank - 1,
+            "inference_world_size": how.world_size - 1,
+            "timeout": int(how.seconds),
+        }
+        budget = Budget(how.seconds + 10.0, how.seconds + 10.0)
+        await self._caller.ask("/init_broadcaster", body, budget)
+
+    # Adapters
+
+    async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
+        return await self._adapters.load(name, path, label)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._adapters.unload(name)
+
+    async def close(self) -> None:
+        await self._caller.close()
+
+    async def _load(self, source: Source, version: str) -> None:
+        path = "/update_weights"
+        budget = self._budgets.load
+        if source.directory is None:
+            # The trainer sends once: a second receive would wait for ever.
+            await self._caller.ask(path, {"weight_dir": None}, budget)
+        else:
+            body = {"weight_dir": str(source.directory)}
+            await self._caller.ask(path, body, budget, again=True)
+        with suppress(UnsupportedField):  # then prefixes are salted, as this class says
+            await self.flush(running_too=True)
+
+    async def _ready(self) -> None:
+        if not self._paused:
+            raise Conflict(f"{self.url} was not paused from here: pause it before a weight update")
+
+    def _agreed(self, raw: bytearray, path: str) -> None:
+        fields = self._caller.fields(raw, path)
+        if fields.get("status") not in ("ok", "success", "paused", "resumed"):
+            if "error" in fields or fields.get("status") == "error":
+                raise EngineFailure(f"{self.url} {path} answered {fields}")
+            raise ContractError(f"{self.url} {path} does not say that it did it: {fields}")

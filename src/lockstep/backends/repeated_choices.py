@@ -1,0 +1,64 @@
+"""n choices from a server that answers one at a time: asked n times, at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+from lockstep.tokens import Completion
+from lockstep.protocol.common.response import Delta
+from lockstep.protocol.common.request import Ask
+
+One = Callable[[Ask, int], Awaitable[Completion]]
+OneStream = Callable[[Ask, int], AsyncGenerator[Delta | Completion, None]]
+
+
+async def gather(ask: Ask, one: One) -> list[Completion]:
+    """The n completions in order; when one fails the others are cancelled and its error raised."""
+    n = ask.sampling.n
+    if n == 1:
+        return [await one(ask, 0)]
+
+    async def ask_for(index: int) -> Completion:
+        return await one(ask.alone(index), index)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(ask_for(index)) for index in range(n)]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def merge(ask: Ask, one: OneStream) -> AsyncGenerator[Delta | Completion, None]:
+    """The deltas of n streams as they come, then the n completions in order."""
+    queue: asyncio.Queue[Delta | Completion | BaseException] = asyncio.Queue()
+    n = ask.sampling.n
+
+    async def follow(index: int) -> None:
+        try:
+            async with aclosing(one(ask.alone(index), index)) as items:
+                async for item in items:
+                    queue.put_nowait(item)
+        except BaseException as error:
+            queue.put_nowait(error)
+            raise
+
+    tasks = [asyncio.create_task(follow(index)) for index in range(n)]
+    done: list[Completion] = []
+    try:
+        while len(done) < n:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if isinstance(item, Completion):
+                done.append(item)
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for completion in sorted(done, key=lambda one: one.index):
+        yield completion

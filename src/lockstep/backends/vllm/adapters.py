@@ -1,0 +1,95 @@
+"""Adapters of a server built on vLLM: loaded and unloaded, and believed when they are listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from lockstep.backends.admin_client import Budgets, Caller
+from lockstep.tokens.errors import AdapterError, EngineFailure, UnknownModel
+
+UNLOAD = "/v1/unload_lora_adapter"
+SUCCESS = b"Success"
+
+
+class Card(msgspec.Struct):
+    """A model or adapter as /v1/models lists it; an adapter's `root` is its path."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[Card]
+
+
+class Adapters:
+    """Adapters by the route that loads them. Labels are remembered: the server knows paths only."""
+
+    def __init__(self, caller: Caller, budgets: Budgets, load: str) -> None:
+        self._caller = caller
+        self._budgets = budgets
+        self._load = load
+        self._labels: dict[str, tuple[str, str]] = {}
+
+    async def cards(self) -> list[Card]:
+        raw = await self._caller.get("/v1/models", self._budgets.quick)
+        fields = self._caller.fields(raw, "/v1/models")
+        return self._caller.read(_Cards, fields, "/v1/models").data
+
+    def labels(self, cards: list[Card]) -> dict[str, str]:
+        """The adapters among `cards`, with the label of those that were loaded from here."""
+        known = self._labels
+        return {
+            card.id: known[card.id][1] if known.get(card.id, ("",))[0] == card.root else ""
+            for card in cards
+            if card.parent is not None
+        }
+
+    async def load(self, name: str, path: Path, label: str | None) -> str:
+        """Loads, or swaps in place. Raises AdapterError; the caller must drop cached prefixes."""
+        body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
+
+        async def load() -> Card | None:
+            self._said_success(self._load, await self._post(self._load, body))
+            return await self._find(name)
+
+        async def settled() -> None:
+            # Being listed does not tell which contents it has; loading again is harmless.
+            await self.cards()
+
+        try:
+            card = await self._caller.once(self._load, load, settled, self._budgets.load)
+        except (UnknownModel, EngineFailure) as error:
+            raise AdapterError(error.message, param="path") from None
+        listed = None if card is None else card.root
+        self._caller.expect(listed, str(path), f"path of adapter {name!r} after {self._load}")
+        self._labels[name] = (str(path), label or "")
+        return label or ""
+
+    async def unload(self, name: str) -> None:
+        async def unload() -> bool:
+            self._said_success(UNLOAD, await self._post(UNLOAD, {"lora_name": name}))
+            return True
+
+        async def settled() -> bool | None:
+            return True if await self._find(name) is None else None
+
+        await self._caller.once(UNLOAD, unload, settled, self._budgets.quick)
+        self._labels.pop(name, None)
+        left = await self._find(name)
+        listed = None if left is None else left.root
+        self._caller.expect(listed, None, f"path of adapter {name!r} after {UNLOAD}")
+
+    async def _find(self, name: str) -> Card | None:
+        return next((card for card in await self.cards() if card.id == name and card.parent), None)
+
+    async def _post(self, path: str, body: object) -> bytearray:
+        return await self._caller.post(path, body, self._budgets.load)
+
+    def _said_success(self, path: str, raw: bytearray) -> None:
+        # vLLM answers with a sentence, prime-rl's server with a status.
+        if not raw.lstrip(b'"').startswith(SUCCESS):
+            self._caller.said_yes(raw, path)

@@ -1,0 +1,295 @@
+"""The control side of a vLLM 0.32 server that was started with VLLM_SERVER_DEV_MODE=1."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from lockstep.backends.admin import (
+    AdminName,
+    Broadcaster,
+    PauseMode,
+    Source,
+    WeightContents,
+    WorkerView,
+)
+from lockstep.backends.admin_client import BUDGETS, Budget, Budgets, Caller
+from lockstep.backends.lockstep.admin import check_scores
+from lockstep.backends.reload_weights import Reloads
+from lockstep.backends.vllm.adapters import Adapters
+from lockstep.backends.vllm.collective_rpc import Extension, Seen, collective_rpc
+from lockstep.backends.vllm.transport import VllmTransport
+from lockstep.tokens import Sampling
+from lockstep.tokens.errors import (
+    BadLogprob,
+    Conflict,
+    ContractError,
+    EngineFailure,
+    UnsupportedField,
+)
+from lockstep.protocol.common.request import Ask
+
+INITIAL_VERSION = "default"
+
+
+class VllmAdmin:
+    """One vLLM server. `meet` finds out whether the Lockstep worker extension is loaded there.
+
+    Without it nothing can be staged: `commit` loads while the server is paused, and a server whose
+    load failed is not resumed, as it would die of its next forward pass. vLLM queues requests while
+    it is paused, so then only the extension can score a probe.
+    """
+
+    name: AdminName = "vllm"
+
+    def __init__(
+        self,
+        base_url: str,
+        token: str | None = None,
+        *,
+        budgets: Budgets = BUDGETS,
+        backoff: float = 0.1,
+    ) -> None:
+        self._caller = Caller(base_url, token=token, backoff=backoff)
+        self._budgets = budgets
+        self._seen: Seen | None = None
+        self._extension = Extension(self._caller, budgets, self._quiet, self._label)
+        self._reloads = Reloads(self.url, self._load, self._ready)
+        self._adapters = Adapters(self._caller, budgets, "/v1/load_lora_adapter")
+
+    @property
+    def url(self) -> str:
+        return self._caller.url
+
+    @property
+    def stages(self) -> bool:
+        return self._seen is not None
+
+    @property
+    def probes_while_paused(self) -> bool:
+        return self._seen is not None and self._seen.probes
+
+    async def meet(self) -> None:
+        """Looks for the extension; to be called before use, and when the server came back."""
+        self._seen = await self._extension.find()
+
+    async def view(self) -> WorkerView:
+        if self._seen is not None:
+            self._seen = await self._extension.view()
+        answer = self._caller.fields(await self._get("/weight_info"), "/weight_info")
+        label = answer.get("weight_version")
+        version = label if isinstance(label, str) else None
+        cards = await self._adapters.cards()
+        if self._seen is not None:
+            version, staged = self._seen.version or version, self._seen.staged
+        else:
+            # Until the first update the weights are those it was started with.
+            root = next((card.root for card in cards if card.parent is None), None)
+            first = Source(directory=Path(root)) if root and version == INITIAL_VERSION else None
+            self._reloads.seen(version, first)
+            version, staged = self._reloads.version, self._reloads.staged
+        return WorkerView(
+            version=version,
+            staged=staged,
+            paused=await self._paused(),
+            adapters=self._adapters.labels(cards),
+        )
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
+        budget = self._budgets.pause
+        if mode == "wait":
+            budget = replace(budget, attempt=budget.total)
+        path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
+        answer = await self._json(path, None, budget, again=True)
+        self._caller.expect(answer.get("status"), "paused", "/pause")
+        self._caller.expect(await self._paused(), True, "/is_paused after /pause")
+
+    async def resume(self) -> None:
+        self._reloads.check_whole()
+        answer = await self._json("/resume", None, self._budgets.quick, again=True)
+        self._caller.expect(answer.get("status"), "resumed", "/resume")
+        self._caller.expect(await self._paused(), False, "/is_paused after /resume")
+
+    async def flush(self, *, running_too: bool = False) -> None:
+        """Forgets cached prefixes. Raises Conflict when running requests hold some of them, unless
+        `running_too`: then theirs are computed anew."""
+        path = "/reset_prefix_cache"
+        answer = await self._json(path, None, self._budgets.quick, again=True)
+        if answer.get("success") is not True and running_too:
+            path += "?reset_running_requests=true"
+            answer = await self._json(path, None, self._budgets.quick, again=True)
+        if answer.get("success") is not True:
+            raise Conflict(
+                f"{self.url} {path} answered {answer}: requests hold cached prefixes; pause with "
+                "abort or wait first, or flush with running_too"
+            )
+
+    # Weights
+
+    async def stage(self, source: Source, version: str) -> None:
+        if self._seen is not None:
+            await self._extension.stage(source, version)
+        else:
+            self._reloads.stage(source, version)
+
+    async def commit(self, version: str) -> None:
+        if self._seen is not None:
+            await self._extension.commit(version)
+        else:
+            await self._reloads.commit(version)
+
+    async def rollback(self) -> str | None:
+        if self._seen is not None:
+            return await self._extension.rollback()
+        return await self._reloads.rollback()
+
+    async def probe(
+        self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> list[list[float]]:
+        if not await self._paused():
+            budget = self._budgets.probe
+            scores = [await score(self._caller, ids, adapter, budget) for ids in token_ids]
+        elif self.probes_while_paused and adapter is None:
+            scores = await self._extension.probe(token_ids)
+        else:
+            raise UnsupportedField(
+                f"{self.url} is paused, and vLLM queues requests then: resume it without traffic "
+                "to probe it, or load the Lockstep worker extension (which cannot score adapters)",
+                param="probe",
+            )
+        check_scores(scores, token_ids, f"{self.url} probe")
+        return scores
+
+    async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
+        """What the extension read; a server without it, or with an older one, does not tell."""
+        if self._seen is None or not self._seen.digests:
+            return WeightContents()
+        return await self._extension.contents(staged=staged, tensors=tensors)
+
+    async def join_group(self, how: Broadcaster) -> None:
+        if self._seen is not None:
+            await self._extension.join_group(how)
+            return
+        info = {
+            "master_address": how.host,
+            "master_port": how.port,
+            "rank_offset": how.rank,
+            "world_size": how.world_size,
+        }
+        budget = Budget(how.seconds + 10.0, how.seconds + 10.0)
+        await self._step("/init_weight_transfer_engine", {"init_info": info}, budget)
+
+    # Adapters
+
+    async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
+        found = await self._adapters.load(name, path, label)
+        # Prefixes are cached under the adapter's path: new contents there would meet old ones.
+        await self.flush(running_too=True)
+        return found
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._adapters.unload(name)
+
+    async def close(self) -> None:
+        await self._caller.close()
+
+    # Parts
+
+    async def _load(self, source: Source, version: str) -> None:
+        budget = self._budgets.load
+        if source.directory is not None:
+            kwargs = {"weights_path": str(source.directory)}
+            # The same directory may be loaded twice, as long as nothing runs on what is there.
+            await self._caller.once(
+                "reload_weights",
+                lambda: collective_rpc(self._caller, "reload_weights", kwargs, budget),
+                self._ready,
+                budget,
+            )
+        else:
+            info = {
+                "names": [spec.name for spec in source.tensors],
+                "dtype_names": [spec.dtype for spec in source.tensors],
+                "shapes": [list(spec.shape) for spec in source.tensors],
+            }
+            await self._step("/start_weight_update", None, budget)
+            await self._step("/update_weights", {"update_info": info}, budget)
+            await self._step("/finish_weight_update", {"weight_version": version}, budget)
+        await self._label(version)
+
+    @asynccontextmanager
+    async def _quiet(self) -> AsyncIterator[None]:
+        """Paused while the block runs: else tokens would come between the swap and its label."""
+        if await self._paused():
+            yield
+            return
+        await self.pause("keep")
+        try:
+            yield
+        finally:
+            await self._extension.view()  # raises when its weights are lost: then it must not run
+            await self.resume()
+
+    async def _ready(self) -> None:
+        """Raises Conflict unless paused: weights changed under a running server kill it."""
+        if self._seen is None and self._reloads.version is None:
+            await self.view()
+        if not await self._paused():
+            raise Conflict(f"{self.url} is not paused: pause it before its weights are changed")
+
+    async def _label(self, version: str) -> None:
+        path = "/update_weight_version"
+        answer = await self._json(path, {"new_version": version}, self._budgets.quick, again=True)
+        self._caller.expect(answer.get("success"), True, path)
+        info = self._caller.fields(await self._get("/weight_info"), "/weight_info")
+        self._caller.expect(info.get("weight_version"), version, "/weight_info")
+        await self.flush(running_too=True)
+
+    async def _paused(self) -> bool:
+        found = self._caller.fields(await self._get("/is_paused"), "/is_paused").get("is_paused")
+        if not isinstance(found, bool):
+            raise ContractError(f"{self.url} /is_paused does not say whether it is: {found!r}")
+        return found
+
+    async def _get(self, path: str) -> bytearray:
+        return await self._caller.get(path, self._budgets.quick)
+
+    async def _json(
+        self, path: str, body: object, budget: Budget, *, again: bool = False
+    ) -> dict[str, Any]:
+        raw = await self._caller.post(path, body, budget, again=again)
+        return self._caller.fields(raw, path)
+
+    async def _step(self, path: str, body: object, budget: Budget) -> None:
+        """One step of a weight transfer: it must say with a message that it is done."""
+        answer = await self._json(path, body, budget)
+        if not answer.get("message") or "error" in answer:
+            raise EngineFailure(f"{self.url} {path} answered {answer}")
+
+
+async def score(
+    caller: Caller, token_ids: Sequence[int], adapter: str | None, budget: Budget
+) -> list[float]:
+    """Logprobs of every token after the first, from a server that is not paused."""
+    ask = Ask(
+        prompt_ids=list(token_ids),
+        sampling=Sampling(max_tokens=1, logprobs=0, prompt_logprobs=0),
+        model=adapter,
+        # A salt of its own: a probe must not be answered from what was cached before.
+        cache_salt=uuid4().hex,
+        timeout=budget.attempt,
+    )
+    transport = VllmTransport(caller.link, lockstep=False)
+
+    async def not_settled() -> None:
+        return None
+
+    (done,) = await caller.once("probe", lambda: transport.generate(ask), not_settled, budget)
+    scores = [None if entry is None else entry.logprob for entry in done.prompt_logprobs or ()]
+    if None in scores[1:]:
+        raise BadLogprob(f"{caller.url} probe: a prompt token came without its logprob")
+    return [value for value in scores[1:] if value is not None]

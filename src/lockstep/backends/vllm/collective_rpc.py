@@ -1,0 +1,227 @@
+"""vLLM's /collective_rpc, and the Lockstep worker extension that answers behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+
+from lockstep.backends.admin import Broadcaster, Source, WeightContents
+from lockstep.backends.admin_client import Budget, Budgets, Caller, named
+from lockstep.backends.lockstep.admin import join_body, stage_body
+from lockstep.tokens.errors import (
+    Conflict,
+    ContractError,
+    DeadlineExceeded,
+    EngineFailure,
+    NotFound,
+    Unavailable,
+)
+from lockstep.protocol.common.decode_error import error_of
+
+VIEW = "lockstep_view"
+"""No arguments. Gives {"version": str | null, "staged": str | null, "probes": bool, "digests":
+bool}; `probes` says whether the extension has PROBE, `digests` whether it has DIGEST. Every method
+gives the same on every rank, or {"error": {...}} in the shape of wire.fault on a rank where it
+failed."""
+STAGE = "lockstep_stage"
+"""Keyword arguments: the fields of wire.control.Stage. Gives {"staged": version} once they are in
+memory; until then {"staged": null}, and is to be asked again, as a call that waited would hold up
+generation. Leaves the live weights alone."""
+COMMIT = "lockstep_commit"
+"""Keyword argument `version`: swaps in what is staged, packs it, keeps the old for one rollback.
+Raises unless that version is staged. Gives {"version": version}. The server is paused."""
+ROLLBACK = "lockstep_rollback"
+"""Keyword arguments `version` and `staged`, as the caller saw them; raises when they are no longer
+so. Drops what is staged, or else undoes the last commit. Gives {"version": str}."""
+PROBE = "lockstep_probe"
+"""Keyword arguments `token_ids` (a list of lists) and `adapter` (null). Gives {"logprobs": a list
+of lists}, each one shorter than its sequence. Works while paused."""
+DIGEST = "lockstep_digest"
+"""Keyword arguments `staged` and `tensors` (both bool). Gives {"digest": str | null, "dtype": str}
+of what was read when the live or staged weights were loaded, and "tensors" with that of each."""
+JOIN = "lockstep_join_group"
+"""Keyword arguments: the fields of wire.control.JoinGroup; `rank` is that of the server's first
+rank, the others follow. Gives {"group_name": str}."""
+
+ROUTE = "/collective_rpc"
+POLL_FIRST, POLL_LAST = 0.02, 1.0
+"""Seconds between two looks at weights that are being staged."""
+NO_METHOD = re.compile(r"has no attribute|not implemented", re.IGNORECASE)
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What the extension says of itself."""
+
+    version: str | None
+    staged: str | None
+    probes: bool = False
+    digests: bool = False
+
+
+class _Contents(msgspec.Struct):
+    digest: str | None
+    dtype: str | None
+    tensors: dict[str, str] = {}
+
+
+class _Answer(msgspec.Struct):
+    results: list[Any]
+
+
+async def collective_rpc(
+    caller: Caller, method: str, kwargs: dict[str, Any], budget: Budget, *, again: bool = False
+) -> list[Any]:
+    """What each rank gave. Raises ContractError when there is none: then nobody did it."""
+    body = {"method": method, "kwargs": kwargs, "timeout": budget.attempt}
+    raw = await caller.post(ROUTE, body, budget, again=again)
+    results = caller.read(_Answer, caller.fields(raw, method), method).results
+    if not results:
+        raise ContractError(f"{caller.url} {method}: no rank answered")
+    return results
+
+
+class Extension:
+    """The worker extension of one server. `quiet` keeps it paused for a block of code, `label`
+    tells the server the version it serves and drops cached prefixes."""
+
+    def __init__(
+        self,
+        caller: Caller,
+        budgets: Budgets,
+        quiet: Callable[[], AbstractAsyncContextManager[None]],
+        label: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._caller = caller
+        self._budgets = budgets
+        self._quiet = quiet
+        self._label = label
+
+    async def view(self) -> Seen:
+        answer = await self._call(VIEW, {}, self._budgets.quick, again=True)
+        return self._caller.read(Seen, answer, VIEW)
+
+    async def find(self) -> Seen | None:
+        """The view, or None where no extension is loaded."""
+        try:
+            return await self.view()
+        except NotFound:
+            return None
+        except EngineFailure as error:
+            if NO_METHOD.search(error.message):
+                return None
+            raise
+
+    async def stage(self, source: Source, version: str) -> None:
+        kwargs = msgspec.to_builtins(stage_body(source, version))
+        # Tensors of a broadcast come once; anything else can be read again.
+        again = source.group is None
+        loop = asyncio.get_running_loop()
+        deadline, pause = loop.time() + self._budgets.load.total, POLL_FIRST
+        while True:
+            answers = await self._each(STAGE, kwargs, self._budgets.load, again=again)
+            staged = [answer.get("staged") for answer in answers]
+            if None not in staged:
+                self._caller.expect(staged, [version] * len(staged), STAGE)
+                return
+            if loop.time() + pause > deadline:
+                raise DeadlineExceeded(
+                    f"{self._caller.url} {STAGE}: {version!r} was not in memory after "
+                    f"{self._budgets.load.total:g} s"
+                )
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, POLL_LAST)
+
+    async def commit(self, version: str) -> None:
+        async def commit() -> bool:
+            answer = await self._call(COMMIT, {"version": version}, self._budgets.commit)
+            self._caller.expect(answer.get("version"), version, COMMIT)
+            return True
+
+        async def settled() -> bool | None:
+            seen = await self.view()
+            if seen.staged == version:
+                return None
+            if seen.version == version:
+                return True
+            raise Conflict(
+                f"{self._caller.url} {COMMIT}: the answer was lost, and {version!r} is neither "
+                "staged nor served now: stage it again"
+            )
+
+        async with self._quiet():
+            await self._caller.once(COMMIT, commit, settled, self._budgets.commit)
+            await self._label(version)
+
+    async def rollback(self) -> str | None:
+        before = await self.view()
+        expected = {"version": before.version, "staged": before.staged}
+
+        async def rollback() -> str:
+            answer = await self._call(ROLLBACK, expected, self._budgets.commit)
+            return str(answer.get("version"))
+
+        async def settled() -> str | None:
+            now = await self.view()
+            if now == before:
+                return None
+            if now.version is None:
+                raise Unavailable(f"{self._caller.url} {ROLLBACK}: it was started anew meanwhile")
+            return now.version
+
+        if before.staged is not None:
+            return await self._caller.once(ROLLBACK, rollback, settled, self._budgets.commit)
+        async with self._quiet():
+            version = await self._caller.once(ROLLBACK, rollback, settled, self._budgets.commit)
+            await self._label(version)
+        return version
+
+    async def probe(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+        kwargs = {"token_ids": [list(ids) for ids in token_ids], "adapter": None}
+        answer = await self._call(PROBE, kwargs, self._budgets.probe, again=True)
+        return self._caller.read(list[list[float]], answer.get("logprobs"), PROBE)
+
+    async def contents(self, *, staged: bool, tensors: bool) -> WeightContents:
+        """What every rank read. Raises ContractError when they did not read the same."""
+        kwargs = {"staged": staged, "tensors": tensors}
+        answer = await self._call(DIGEST, kwargs, self._budgets.quick, again=True)
+        found = self._caller.read(_Contents, answer, DIGEST)
+        return WeightContents(found.digest, found.dtype, None, found.tensors)
+
+    async def join_group(self, how: Broadcaster) -> None:
+        kwargs = msgspec.to_builtins(join_body(how))
+        budget = Budget(how.seconds + 10.0, how.seconds + 10.0)
+        answer = await self._call(JOIN, kwargs, budget)
+        self._caller.expect(answer.get("group_name"), how.group, JOIN)
+
+    async def _call(
+        self, method: str, kwargs: dict[str, Any], budget: Budget, *, again: bool = False
+    ) -> dict[str, Any]:
+        """The one answer of all ranks. Raises ContractError when they do not agree."""
+        first, *others = await self._each(method, kwargs, budget, again=again)
+        if any(other != first for other in others):
+            raise ContractError(
+                f"{self._caller.url} {method}: expected the same of all ranks, "
+                f"got {[first, *others]!r:.200}"
+            )
+        return first
+
+    async def _each(
+        self, method: str, kwargs: dict[str, Any], budget: Budget, *, again: bool = False
+    ) -> list[dict[str, Any]]:
+        """What each rank says. Raises the error of the first that states one."""
+        results = await collective_rpc(self._caller, method, kwargs, budget, again=again)
+        for result in results:
+            if not isinstance(result, dict):
+                raise ContractError(
+                    f"{self._caller.url} {method}: expected one object, the same of all ranks, "
+                    f"got {results!r:.200}"
+                )
+            if stated := result.get("error"):
+                body = msgspec.json.encode(stated)
+                raise named(error_of(500, body), self._caller.url, method)
+        return results

@@ -1,0 +1,114 @@
+"""The weight transfer backend "lockstep" of vLLM: what vLLM's own weight routes do here.
+
+Nothing happens to the model before the last step, finish_weight_update, which swaps all of it. So
+an update that fails, or that nobody finishes, leaves a server that goes on as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader import get_model_loader
+
+from lockstep.backends.vllm.extension.load import load
+from lockstep.backends.vllm.extension.source import Sources
+from lockstep.backends.vllm.extension.weights import Weights
+from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.protocol.control.worker import Stage
+
+NAME = "lockstep"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """`roots`: the only directories weights may come from; none given: any."""
+
+    roots: list[str] = field(default_factory=list)
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The fields of wire.control.Stage. Several updates of a session together must be complete,
+    unless one of them says `partial`."""
+
+    model_path: str | None = None
+    shared_name: str | None = None
+    group_name: str | None = None
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+    partial: bool = False
+    weight_version: str | None = None
+
+    @property
+    def stage(self) -> Stage:
+        return stage_of(asdict(self))
+
+
+class LockstepTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """Holds the weights of this rank in memory: those served, staged, and the ones before."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.sources = Sources(vllm_config.parallel_config.rank)
+        self._partial = False
+        text = vllm_config.model_config.hf_config.get_text_config()
+        self.weights = Weights(
+            _at_start(vllm_config, model),
+            self._load,
+            self.sources.read,
+            tied=bool(getattr(text, "tie_word_embeddings", False)),
+        )
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.sources.roots = tuple(Path(root).resolve() for root in init_info.roots)
+
+    def start_weight_update(self) -> None:
+        self.weights.begin()
+        self._partial = False
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        self.weights.add(update_info.stage)
+        self._partial |= update_info.partial
+
+    def finish_weight_update(self) -> None:
+        self.weights.finish(partial=self._partial)
+
+    def shutdown(self) -> None:
+        self.sources.leave()
+
+    def _load(self, new: Mapping[str, Any], old: Mapping[str, Any]) -> None:
+        with set_current_vllm_config(self.vllm_config):
+            load(self.model, self.model_config, new, old)
+
+
+def stage_of(fields: Mapping[str, Any]) -> Stage:
+    """The typed request. Raises BadRequest for a field that is unknown or of a wrong type."""
+    try:
+        return msgspec.convert(dict(fields), Stage)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"the weights to stage are not described well: {error}") from None
+
+
+def _at_start(vllm_config: Any, model: Any) -> dict[str, Any]:
+    """The tensors the model was started with. They are mapped from their files, not copied."""
+    loader = get_model_loader(vllm_config.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        raise UnsupportedField(
+            f"--load-format is {vllm_config.load_config.load_format!r}: the weight transfer "
+            f"backend {NAME!r} needs one that reads a checkpoint (auto, safetensors)",
+            param="load_format",
+        )
+    return dict(loader.get_all_weights(vllm_config.model_config, model))

@@ -1,0 +1,195 @@
+"""The weights of one vLLM rank: served, staged beside them, and the ones before for a rollback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep.backends.vllm.extension.source import Read, completed
+from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, LockstepError
+from lockstep.protocol.control.worker import Stage
+
+INITIAL_VERSION = "default"
+"""What vLLM calls the weights it was started with."""
+Load = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+"""Has the model compute with the first, or raises and leaves it computing with the second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """All tensors of a checkpoint, in memory; `version` is None where nobody gave a label.
+
+    `digests` are those of a checkpoint that was read as a whole.
+    """
+
+    tensors: Mapping[str, Any]
+    version: str | None
+    digests: Mapping[str, str] | None = None
+
+
+class _Staging:
+    """Reads in a thread of its own, as generation goes on meanwhile."""
+
+    def __init__(self, ask: Stage, read: Callable[[], Held]) -> None:
+        self.ask = ask
+        self.held: Held | None = None
+        self.error: LockstepError | None = None
+        self._read = read
+        self._thread = threading.Thread(target=self._run, name="lockstep-stage", daemon=True)
+        self._thread.start()
+
+    @property
+    def under_way(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self.held = self._read()
+        except LockstepError as error:
+            self.error = error
+        except Exception as error:
+            # A thread has no caller: whoever asks next must learn of it.
+            self.error = EngineFailure(f"staging failed with {type(error).__name__}: {error}")
+
+
+class Weights:
+    """`live` are the tensors the model was loaded from, as the checkpoint names them.
+
+    Not for several threads: vLLM runs one call after the other.
+    """
+
+    def __init__(
+        self,
+        live: Mapping[str, Any],
+        load: Load,
+        read: Callable[[Stage], Read],
+        *,
+        tied: bool,
+    ) -> None:
+        self._live = Held(live, INITIAL_VERSION)
+        self._previous: Held | None = None
+        self._staging: _Staging | None = None
+        self._session: dict[str, Any] | None = None
+        self._session_version: str | None = None
+        self._load = load
+        self._read = read
+        self._tied = tied
+        self._broken: str | None = None
+
+    @property
+    def version(self) -> str | None:
+        return self._live.version
+
+    @property
+    def staged(self) -> str | None:
+        held = None if self._staging is None else self._staging.held
+        return None if held is None else held.version
+
+    def digests(self, *, staged: bool) -> Mapping[str, str] | None:
+        """What identifies the tensors that were read, by name; None where nobody knows.
+
+        Raises Conflict when nothing is staged.
+        """
+        if not staged:
+            return self._live.digests
+        held = None if self._staging is None else self._staging.held
+        if held is None:
+            raise Conflict("no weights are staged: call stage first")
+        return held.digests
+
+    def check_whole(self) -> None:
+        """Raises EngineFailure when a load failed in a way that could not be undone."""
+        if self._broken is not None:
+            raise EngineFailure(self._broken)
+
+    # The transaction
+
+    def stage(self, ask: Stage) -> str | None:
+        """Begins to read, or goes on; the version once it is all there. To be repeated till then.
+
+        Raises what reading raised, once: the next call begins anew.
+        """
+        version = ask.weight_version or (Path(ask.model_path).name if ask.model_path else "")
+        if not version:
+            raise BadRequest("weight_version is empty: the weights need a label",
+                             param="weight_version")  # fmt: skip
+        now = self._staging
+        if now is not None and now.under_way:
+            if now.ask != ask:
+                raise Conflict(f"{now.ask.weight_version!r} is being staged: wait for it")
+            return None
+        if now is None or now.ask != ask or (now.held is None and now.error is None):
+            live = self._live.tensors
+            self._staging = _Staging(ask, lambda: self._complete(ask, live, version))
+            return None
+        if now.error is not None:
+            self._staging = None
+            raise now.error
+        return version
+
+    def commit(self, version: str) -> None:
+        """Serves what is staged. Raises Conflict unless it is that version."""
+        staging = self._staging
+        if staging is None or staging.held is None or staging.held.version != version:
+            raise Conflict(f"commit of {version!r} was asked, but {self.staged!r} is staged")
+        self._swap(staging.held)
+        self._staging = None
+
+    def rollback(self, version: str | None, staged: str | None) -> None:
+        """Drops what is staged, or else undoes the last commit.
+
+        `version` and `staged` are as the caller saw them. Raises Conflict when that has changed,
+        or when there is nothing to go back to.
+        """
+        if (version, staged) != (self.version, self.staged):
+            raise Conflict(
+                f"a rollback from version {version!r} with {staged!r} staged was asked, but this "
+                f"is {self.version!r} with {self.staged!r} staged"
+            )
+        if self._staging is not None:
+            self._staging = None
+            return
+        if self._previous is None or self._previous.version is None:
+            raise Conflict(
+                "there is nothing with a label to roll back to: stage and commit what is wanted"
+            )
+        self._swap(self._previous)
+        self._previous = None
+
+    # vLLM's own routes: start, update any number of times, finish
+
+    def begin(self) -> None:
+        self._session, self._session_version = {}, None
+
+    def add(self, ask: Stage) -> None:
+        """Reads a part; the model is left alone until `finish`."""
+        if self._session is None:
+            raise Conflict("no weight update was started")
+        self._session |= self._read(ask).tensors
+        self._session_version = ask.weight_version or self._session_version
+
+    def finish(self, *, partial: bool) -> None:
+        """Serves all that was added, in one step."""
+        parts, self._session = self._session, None
+        if parts is None:
+            raise Conflict("no weight update was started")
+        whole = completed(parts, self._live.tensors, tied=self._tied, partial=partial)
+        self._swap(Held(whole, self._session_version))
+
+    def _complete(self, ask: Stage, live: Mapping[str, Any], version: str) -> Held:
+        found = self._read(ask)
+        whole = completed(found.tensors, live, tied=self._tied, partial=ask.partial)
+        return Held(whole, version, None if ask.partial else found.digests)
+
+    def _swap(self, new: Held) -> None:
+        before = self._live
+        try:
+            self._load(new.tensors, before.tensors)
+        except EngineFailure as error:
+            if error.code == "weights_lost":
+                self._broken = error.message
+            raise
+        self._live, self._previous, self._broken = new, before, None

@@ -1,0 +1,52 @@
+"""Weight versions: on every token, and held to when a request demands one."""
+
+from __future__ import annotations
+
+from lockstep.check.inflight import in_flight
+from lockstep.check.outcome import NotApplicable, require
+from lockstep.check.row import Group
+from lockstep.check.target import Target
+from lockstep.tokens import Completion
+from lockstep.protocol.common.response import UNKNOWN_VERSION
+
+GROUP = Group("versions")
+
+
+def spans(done: Completion) -> str:
+    """The version spans as evidence says them."""
+    return ", ".join(f"{span.version!r} [{span.start}, {span.end})" for span in done.versions)
+
+
+@GROUP.row("every", "every token says which weights it was sampled with", "L3")
+async def every(target: Target) -> str:
+    whole = await target.one(target.prompt(), max_tokens=12)
+    async with in_flight(target, target.ask(target.prompt(), max_tokens=12)) as running:
+        streamed = await running.end()
+    for what, done in (("whole", whole), ("streamed", streamed)):
+        known = all(span.version not in (UNKNOWN_VERSION, "") for span in done.versions)
+        require(known, f"the {what} answer tells no version for its {len(done.token_ids)} tokens")
+    cards = await target.transport.models()
+    card = next((one for one in cards if one.id == target.card.id), target.card)
+    said = f"whole {spans(whole)}; streamed {spans(streamed)}"
+    if card.weight_version is not None:
+        require(
+            {span.version for span in whole.versions} == {card.weight_version},
+            f"{said}; but /v1/models says {card.weight_version!r}",
+        )
+        said += f"; /v1/models says {card.weight_version!r}"
+    return said
+
+
+@GROUP.row("demand", "a request may demand a version, and is held to it", "L3 F43")
+async def demand(target: Target) -> str:
+    ids = target.prompt()
+    reply = await target.send_ids(ids, weight_version="no-such-version")
+    if reply.status == 200:
+        require(False, "weight_version 'no-such-version' was demanded, and ignored: 200")
+    require(reply.refused, f"weight_version 'no-such-version': {reply.said()}")
+    now = (await target.one(ids, max_tokens=1)).versions[-1].version
+    right = await target.send_ids(ids, weight_version=now)
+    if right.refused:
+        raise NotApplicable(f"the field is not known here, and it says so: {right.said()}")
+    require(right.status == 200, f"the version served, {now!r}: {right.said()}")
+    return f"'no-such-version': {reply.said()}; {now!r}: 200"

@@ -1,0 +1,161 @@
+"""When a checkpoint on disk may be read: what was written, and the marker that it is all there.
+
+A writer calls `begin`, writes, then `write_manifest` and `mark_stable`. Wherever it dies in
+between, `.writing` is there or `STABLE` is not, and readers refuse the directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from lockstep.tokens.errors import CheckpointError, Conflict
+from lockstep.checkpoint.files import file_size, read_object, sync, write_whole
+
+MANIFEST = "manifest.json"
+STABLE = "STABLE"
+WRITING = ".writing"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PROBE = "probe.safetensors"
+FORMAT = "lockstep-manifest-1"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One file as its writer left it. The hash is SHA-256: CPUs have instructions for it."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Every file of a directory, by name, and the digest of every tensor where its writer knew."""
+
+    files: Mapping[str, Written]
+    tensors: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest | None:
+        """None where there is none. Raises CheckpointError when it is not one of ours."""
+        path = directory / MANIFEST
+        if not path.exists() and not path.is_symlink():
+            return None
+        raw = read_object(path)
+        if raw.get("format") != FORMAT or not isinstance(raw.get("files"), dict):
+            raise CheckpointError(f"{path} is not a manifest: expected format {FORMAT!r} and files")
+        files = {name: _written(name, one, path) for name, one in raw["files"].items()}
+        tensors = raw.get("tensors", {})
+        if not isinstance(tensors, dict) or not all(isinstance(d, str) for d in tensors.values()):
+            raise CheckpointError(f"{path} has tensors that are no map of names to digests")
+        return cls(MappingProxyType(files), MappingProxyType(tensors))
+
+    def check(self, directory: Path, used: Iterable[str] = (), *, hashes: bool = False) -> None:
+        """Raises CheckpointError unless the files are those that were written.
+
+        Sizes always, contents where `hashes` asks for it. Every file in `used` must be listed.
+        """
+        for name in used:
+            if name not in self.files:
+                raise CheckpointError(
+                    f"{directory / name} is not in {MANIFEST}: it was added later, or is not meant "
+                    "to be there"
+                )
+        for name, written in self.files.items():
+            path = directory / name
+            if (size := file_size(path)) != written.size:
+                raise CheckpointError(
+                    f"{path} has {size} bytes, but {MANIFEST} says {written.size}"
+                )
+            if hashes and (found := _sha256(path)) != written.sha256:
+                raise CheckpointError(
+                    f"{path} has SHA-256 {found}, but {MANIFEST} says {written.sha256}"
+                )
+
+
+def begin(directory: Path) -> None:
+    """Makes the directory ready to be written, and refused by readers until `mark_stable`.
+
+    What an interrupted writer left is removed. Raises Conflict when a checkpoint is there already:
+    somebody may be reading it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    ours = [directory / name for name in (STABLE, MANIFEST, PROBE, INDEX)]
+    ours = [path for path in ours if path.exists()] + sorted(directory.glob("model*.safetensors"))
+    left = sorted(directory.glob(".*.tmp"))
+    unfinished = (directory / MANIFEST).exists() and not (directory / STABLE).exists()
+    if ours and not (unfinished or (directory / WRITING).exists()):
+        raise Conflict(
+            f"{directory} holds {ours[0].name} already: write every checkpoint to a new directory"
+        )
+    write_whole(directory / WRITING, b"")
+    for path in ours + left:
+        path.unlink(missing_ok=True)  # writing the marker may have taken the place of an old one
+    sync(directory)
+
+
+def write_manifest(directory: Path, tensors: Mapping[str, str] | None = None) -> Manifest:
+    """Records size and hash of every file that is not hidden, once all have reached the disk.
+
+    `tensors` are the digests of the tensors, by name: what readers must find in them.
+    """
+    files = {}
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and path.name not in (MANIFEST, STABLE) and path.name[0] != ".":
+            sync(path)
+            files[path.name] = Written(file_size(path), _sha256(path))
+    listed = {name: {"size": w.size, "sha256": w.sha256} for name, w in files.items()}
+    body = {"format": FORMAT, "files": listed} | ({"tensors": dict(tensors)} if tensors else {})
+    write_whole(directory / MANIFEST, json.dumps(body, indent=1).encode())
+    return Manifest(MappingProxyType(files), MappingProxyType(dict(tensors or {})))
+
+
+def mark_stable(directory: Path) -> None:
+    """Says that the checkpoint is complete; the last step of writing one.
+
+    Raises CheckpointError, and marks nothing, when the files are not those of the manifest.
+    """
+    manifest = Manifest.read(directory)
+    if manifest is not None:
+        manifest.check(directory)
+    # In this order: between the two, a manifest without STABLE still means unfinished.
+    (directory / WRITING).unlink(missing_ok=True)
+    write_whole(directory / STABLE, b"")
+
+
+def check_stable(directory: Path, manifest: Manifest | None) -> None:
+    """Raises CheckpointError for a directory whose writer has not finished, or died.
+
+    Without a manifest nothing is demanded: other trainers write neither.
+    """
+    if (directory / WRITING).exists():
+        raise CheckpointError(
+            f"{directory} is being written, {WRITING} is there: wait for {STABLE}, or write it anew"
+        )
+    if manifest is not None and not (directory / STABLE).exists():
+        raise CheckpointError(
+            f"{directory} has a {MANIFEST} but no {STABLE}: its writer has not finished, or died"
+        )
+
+
+def _written(name: str, raw: Any, path: Path) -> Written:
+    if Path(name).name != name:
+        raise CheckpointError(f"{path} names {name!r}, which is not a file beside it")
+    size, sha256 = (raw.get("size"), raw.get("sha256")) if isinstance(raw, dict) else (None, None)
+    if type(size) is not int or not isinstance(sha256, str):
+        raise CheckpointError(f"{path} gives no size and sha256 of {name!r}")
+    return Written(size, sha256)
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

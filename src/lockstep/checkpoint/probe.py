@@ -1,0 +1,216 @@
+"""The probe: what the trainer's own model says of some tokens, in a file beside its weights."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.tokens.errors import BadRequest, CheckpointError
+from lockstep.checkpoint import safetensors_file as tensor_file
+from lockstep.checkpoint.manifest import PROBE
+
+FORMAT = "lockstep-probe-1"
+LENGTHS = (160, 66) + (9,) * 24
+"""Of the built-in sequences: some hundred tokens in all, as some workers score them while paused.
+Long ones cross the blocks of 64 or 128 keys in which attention is summed. Short ones, with their
+many first positions, reach experts that tokens in a long context never do."""
+THOROUGH = LENGTHS + (128,) * 12
+"""Of those for workers that are not bit-exact: about two thousand tokens, for figures that hold."""
+MEASURED = "measured"
+"""The tolerance in a file whose workers are judged by their own agreement."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+SEED = 0
+Scores = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a comparison of logprobs says. `where` names the worst place, when it did not pass."""
+
+    passed: bool
+    max_difference: float
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Sequences, the logprob of each token after the first, and how far a worker may be off.
+
+    A `tolerance` of None says that this is measured: see `lockstep.fleet.update.judgement`. `previous` are
+    the logprobs under the weights before, NaN where they are not known; `dtype` is the type that
+    the model computed in, `adapter` names the adapter. Raises CheckpointError unless every logprob
+    is finite and every length fits.
+    """
+
+    sequences: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]
+    tolerance: float | None
+    adapter: str | None = None
+    version: str | None = None
+    previous: tuple[tuple[float, ...], ...] | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.sequences or min(map(len, self.sequences)) < 2:
+            raise CheckpointError(
+                f"a probe of sequences with {[len(s) for s in self.sequences]} tokens proves "
+                "nothing: each needs 2 or more"
+            )
+        if [len(row) + 1 for row in self.logprobs] != [len(ids) for ids in self.sequences]:
+            raise CheckpointError(
+                f"the probe has sequences of {[len(ids) for ids in self.sequences]} tokens, but "
+                f"{[len(row) for row in self.logprobs]} logprobs: one fewer is expected of each"
+            )
+        if min(map(min, self.sequences)) < 0:
+            raise CheckpointError(f"the probe has token id {min(map(min, self.sequences))}")
+        for at, row in enumerate(self.logprobs):
+            for token, value in enumerate(row, start=1):
+                if not (math.isfinite(value) and value <= 0.0):
+                    raise CheckpointError(
+                        f"the probe has logprob {value} for token {token} of sequence {at}: the "
+                        "model it was made from computes no probabilities there"
+                    )
+        tolerance = 0.0 if self.tolerance is None else self.tolerance
+        if not (math.isfinite(tolerance) and tolerance >= 0.0):
+            raise CheckpointError(f"the probe has tolerance {tolerance}: expected 0 or more")
+        if self.previous is not None:
+            counts = [len(row) for row in self.previous]
+            if counts != [len(row) for row in self.logprobs]:
+                raise CheckpointError(
+                    f"the probe has {counts} logprobs under the weights before: expected as many "
+                    "as under the new ones"
+                )
+
+    @classmethod
+    def beside(cls, directory: Path) -> Probe | None:
+        """The probe in a checkpoint's (or adapter's) directory, None where there is none."""
+        path = directory / PROBE
+        return cls.read(path) if path.exists() or path.is_symlink() else None
+
+    @classmethod
+    def read(cls, path: Path) -> Probe:
+        """The probe in a file. Raises CheckpointError when it is missing or not sound."""
+        file = tensor_file.TensorFile.read(path)
+        if file.metadata.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {file.metadata.get('format')!r}, expected {FORMAT!r}"
+            )
+        ids, lengths = _vector(file, "token_ids", "i"), _vector(file, "lengths", "i")
+        logprobs = _vector(file, "logprobs", "f")
+        if lengths.size == 0 or int(lengths.min()) < 2 or int(lengths.max()) > ids.size:
+            raise CheckpointError(f"{path} has lengths {lengths.tolist()[:8]}: expected 2 or more")
+        if int(lengths.sum()) != ids.size or ids.size - lengths.size != logprobs.size:
+            raise CheckpointError(
+                f"{path} has {lengths.size} sequences of {int(lengths.sum())} tokens together, but "
+                f"{ids.size} token ids and {logprobs.size} logprobs"
+            )
+        previous: npt.NDArray[np.generic] | None = None
+        if any(entry.name == "previous_logprobs" for entry in file.entries):
+            previous = _vector(file, "previous_logprobs", "f")
+            if previous.size != logprobs.size:
+                raise CheckpointError(
+                    f"{path} has {previous.size} previous_logprobs, expected {logprobs.size}"
+                )
+        spelled = file.metadata.get("tolerance", "none")
+        try:
+            tolerance = None if spelled == MEASURED else float(spelled)
+        except ValueError:
+            raise CheckpointError(f"{path} has no tolerance in its metadata") from None
+        return cls(
+            sequences=_rows(ids, lengths),
+            logprobs=_rows(logprobs, lengths - 1),
+            tolerance=tolerance,
+            adapter=file.metadata.get("adapter"),
+            version=file.metadata.get("version"),
+            previous=None if previous is None else _rows(previous, lengths - 1),
+            dtype=file.metadata.get("dtype"),
+        )
+
+    def write(self, path: Path) -> None:
+        """Puts the probe into a file, whole or not at all. Logprobs keep every bit."""
+        spelled = MEASURED if self.tolerance is None else repr(float(self.tolerance))
+        metadata = {"format": FORMAT, "tolerance": spelled}
+        metadata |= {"adapter": self.adapter} if self.adapter is not None else {}
+        metadata |= {"version": self.version} if self.version is not None else {}
+        metadata |= {"dtype": self.dtype} if self.dtype is not None else {}
+        arrays = {
+            "token_ids": np.array([i for ids in self.sequences for i in ids], dtype="<i8"),
+            "lengths": np.array([len(ids) for ids in self.sequences], dtype="<i8"),
+            "logprobs": np.array([p for row in self.logprobs for p in row], dtype="<f8"),
+        }
+        if self.previous is not None:
+            before = [p for row in self.previous for p in row]
+            arrays["previous_logprobs"] = np.array(before, dtype="<f8")
+        tensor_file.write(path, arrays, metadata)
+
+    def judge(self, scores: Scores) -> Verdict:
+        """Whether a worker's `scores` are within the tolerance of this probe.
+
+        Raises BadRequest where the tolerance is to be measured: one set of scores cannot tell it.
+        """
+        if self.tolerance is None:
+            raise BadRequest("this probe has no tolerance of its own: let a fleet judge it")
+        return compare(self.logprobs, scores, self.tolerance)
+
+
+def compare(expected: Scores, scores: Scores, tolerance: float) -> Verdict:
+    """Passes when every score is within `tolerance` of the expected one; NaN never is."""
+    counts, wanted = [len(row) for row in scores], [len(row) for row in expected]
+    if counts != wanted:
+        return Verdict(False, math.inf, f"logprobs per sequence: {counts} instead of {wanted}")
+    worst, where = 0.0, None
+    for at, (row, right) in enumerate(zip(scores, expected, strict=True)):
+        said, known = np.array(row, dtype=np.float64), np.array(right, dtype=np.float64)
+        with np.errstate(invalid="ignore"):
+            off = np.abs(said - known)
+        off[~np.isfinite(off)] = np.inf
+        if off.size and float(off.max()) > worst:
+            worst, token = float(off.max()), int(off.argmax())
+            where = f"token {token + 1} of sequence {at}: {said[token]} instead of {known[token]}"
+    passed = worst <= tolerance
+    return Verdict(passed, worst, None if passed else where)
+
+
+def builtin(
+    vocab_size: int, max_len: int, shape: Sequence[int] = LENGTHS
+) -> tuple[tuple[int, ...], ...]:
+    """The sequences to score when a trainer gave none, for a vocabulary and a context of that size.
+
+    `shape` are their lengths, LENGTHS or THOROUGH.
+    Always the same, spread evenly over the vocabulary and in no order: many rows of the embedding,
+    many positions and contexts take part. Whether each expert does depends on the model: a trainer
+    sees to that when it writes a probe of its own.
+    """
+    if vocab_size < 1:
+        raise BadRequest(f"vocab_size is {vocab_size}, expected 1 or more", param="vocab_size")
+    if max_len < 2:
+        raise BadRequest(
+            f"max_len is {max_len}: one logprob needs 2 tokens or more", param="max_len"
+        )
+    lengths = [min(length, max_len) for length in shape]
+    # Steps of the golden ratio never come close to where they have been.
+    ids = [int(vocab_size * ((at + 0.5) * GOLDEN % 1.0)) for at in range(sum(lengths))]
+    random.Random(SEED).shuffle(ids)
+    ends = [sum(lengths[: at + 1]) for at in range(len(lengths))]
+    return tuple(tuple(ids[end - length : end]) for end, length in zip(ends, lengths, strict=True))
+
+
+def _rows(values: npt.NDArray[np.generic], lengths: npt.NDArray[Any]) -> tuple[Any, ...]:
+    return tuple(tuple(part.tolist()) for part in np.split(values, np.cumsum(lengths)[:-1]))
+
+
+def _vector(file: tensor_file.TensorFile, name: str, kind: str) -> npt.NDArray[np.generic]:
+    array = file.array(name)
+    if array.ndim != 1 or array.dtype.kind != kind:
+        raise CheckpointError(
+            f"tensor {name!r} of {file.path} has shape {array.shape} and dtype {array.dtype}: "
+            f"expected one row of {'integers' if kind == 'i' else 'floats'}"
+        )
+    return array

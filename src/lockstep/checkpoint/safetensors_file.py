@@ -1,0 +1,161 @@
+"""The safetensors file format in plain Python and numpy: headers read strictly, small files whole.
+
+A file is 8 bytes of length, a JSON header, and the tensors end to end. Everything is checked that
+can be checked without reading the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.tokens.errors import CheckpointError
+from lockstep.checkpoint.files import file_size, parse_object, write_whole
+
+LARGEST_HEADER = 100_000_000
+SIZES: Mapping[str, int] = MappingProxyType(
+    {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8}
+    | {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
+)
+"""Bytes of one value, by the format's name of its type."""
+ARRAYS: Mapping[str, str] = MappingProxyType({"I64": "<i8", "F64": "<f8", "F32": "<f4"})
+"""The types that `array` and `write` know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: bytes [start, end) counted from the beginning of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFile:
+    """The header of a safetensors file; `entries` lie end to end, in this order, up to its end."""
+
+    path: Path
+    size: int
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> TensorFile:
+        """Raises CheckpointError when the file is cut, too long, or its header is not sound."""
+        size = file_size(path)
+        try:
+            with open(path, "rb") as file:
+                prefix = file.read(8)
+                if len(prefix) < 8:
+                    raise CheckpointError(f"{path} has {size} bytes: too short for a header")
+                (length,) = struct.unpack("<Q", prefix)
+                if length > min(LARGEST_HEADER, size - 8):
+                    raise CheckpointError(
+                        f"{path} says that its header has {length} bytes, but the file has {size} "
+                        f"and a header at most {LARGEST_HEADER}"
+                    )
+                text = file.read(length)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raw = parse_object(text, f"the header of {path}")
+        metadata = _metadata(raw.pop("__metadata__", {}), path)
+        entries = sorted(
+            (_entry(name, value, 8 + length, path) for name, value in raw.items()),
+            key=lambda entry: (entry.start, entry.end),
+        )
+        at = 8 + length
+        for entry in entries:
+            if entry.start != at:
+                raise CheckpointError(
+                    f"tensor {entry.name!r} of {path} starts at byte {entry.start}, expected {at}: "
+                    "tensors lie end to end"
+                )
+            at = entry.end
+        if at != size:
+            more = "cut" if at > size else "followed by something else"
+            raise CheckpointError(
+                f"{path} has {size} bytes, but its header describes {at}: the file is {more}"
+            )
+        return cls(path, size, tuple(entries), MappingProxyType(metadata))
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """One small tensor. Raises CheckpointError when it is missing, changed or of a wrong type.
+
+        Large ones are read in pieces by those who need them.
+        """
+        entry = next((entry for entry in self.entries if entry.name == name), None)
+        if entry is None or entry.dtype not in ARRAYS:
+            said = "is missing" if entry is None else f"has dtype {entry.dtype}"
+            raise CheckpointError(f"tensor {name!r} of {self.path} {said}")
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(entry.start)
+                data = file.read(entry.end - entry.start)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+        if len(data) != entry.end - entry.start:
+            raise CheckpointError(f"{self.path} became shorter while it was read")
+        return np.frombuffer(data, dtype=ARRAYS[entry.dtype]).reshape(entry.shape)
+
+
+def write(
+    path: Path, arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes a small file, whole or not at all. Arrays are of the types in ARRAYS."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    dtypes = {np.dtype(spelled): name for name, spelled in ARRAYS.items()}
+    parts: list[bytes] = []
+    at = 0
+    for name, array in arrays.items():
+        parts.append(np.ascontiguousarray(array).tobytes())
+        header[name] = {
+            "dtype": dtypes[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + len(parts[-1])],
+        }
+        at += len(parts[-1])
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # readers that map the file want aligned tensors
+    write_whole(path, b"".join([struct.pack("<Q", len(text)), text, *parts]))
+
+
+def _metadata(raw: Any, path: Path) -> dict[str, str]:
+    if not isinstance(raw, dict) or not all(isinstance(value, str) for value in raw.values()):
+        raise CheckpointError(f"__metadata__ in the header of {path} is not a map of strings")
+    return raw
+
+
+def _entry(name: str, raw: Any, base: int, path: Path) -> Entry:
+    where = f"tensor {name!r} in the header of {path}"
+    if not isinstance(raw, dict) or set(raw) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where} needs exactly dtype, shape and data_offsets")
+    dtype, shape, offsets = raw["dtype"], raw["shape"], raw["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in SIZES:
+        raise CheckpointError(f"{where} has dtype {dtype!r}: expected one of {', '.join(SIZES)}")
+    if not _counts(shape):
+        raise CheckpointError(f"{where} has shape {shape!r}: expected a list of sizes")
+    if not _counts(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{where} has data_offsets {offsets!r}: expected [start, end]")
+    start, end = offsets
+    needed = math.prod(shape) * SIZES[dtype]
+    if end - start != needed:
+        raise CheckpointError(
+            f"{where} has {end - start} bytes, but {dtype} of shape {shape} takes {needed}"
+        )
+    return Entry(name, dtype, tuple(shape), base + start, base + end)
+
+
+def _counts(raw: Any) -> bool:
+    return isinstance(raw, list) and all(type(value) is int and value >= 0 for value in raw)

@@ -1,0 +1,212 @@
+"""Two ways to compute one thing: `exact`, whose results do not depend on the batch, and `close`.
+
+Exact rests on how matrix products behave on CPUs: a row of a product does not depend on how many
+rows there are as long as that is a certain multiple, and a sum over keys does not depend on how
+many are hidden when their number is a good one. `lockstep.engine.numerics.block_shapes` finds both on the
+machine at hand, `lockstep.engine.numerics.selftest` proves them; nothing here promises them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.engine.numerics.block_shapes import LANES, attention_shapes
+from lockstep.tokens.numerics import ArithmeticName
+
+CLOSE_ROWS = 8
+"""Rows of a batch in close mode come in multiples of this: few shapes, none of them slow."""
+STRETCH = 64
+"""Queries of a prefill that are computed at once, over no more keys than they need."""
+SHARED_FROM = 32768
+"""Values from which torch shares an elementwise loop out to threads."""
+HIDDEN = float("-inf")
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+class Arithmetic(Protocol):
+    """How attention is computed, over slots of keys and values.
+
+    Keys that a query must not see are hidden by a bias of -inf on their scores.
+    """
+
+    name: ArithmeticName
+
+    def keys(self, count: int) -> int:
+        """How many keys decoding reads where `count` are needed; never more than `keys` of the
+        longest context, which is what a slot holds."""
+        ...
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        """One query per sequence: q (R, heads, d), k and v (R, kv_heads, T, d), bias (R, T).
+        Returns (R, heads * d)."""
+        ...
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+        """Causal queries of one sequence from position `start`: q (n, heads, d), k and v
+        (kv_heads, capacity, d), a whole slot. Returns (n, heads * d)."""
+        ...
+
+
+class Exact:
+    def __init__(self, dim: int, max_len: int, name: ArithmeticName = "exact") -> None:
+        self.name = name
+        self._shapes = attention_shapes(dim)
+        self._longest = max_len
+        # Row r hides all keys after `max_len` + r; a window that begins later hides fewer.
+        self._bias = torch.full((STRETCH, 2 * self.keys(max_len)), HIDDEN).triu_(max_len + 1)
+
+    def keys(self, count: int) -> int:
+        return self._shapes.keys(count)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        rows, kv_heads, keys, dim = k.shape
+        group = q.shape[1] // kv_heads
+        queries = q.view(rows, kv_heads, group, dim)
+        if padding := -group % self._shapes.queries:
+            queries = torch.constant_pad_nd(queries, (0, 0, 0, padding))
+        out = exact_attention(queries, k, v, bias.view(rows, 1, 1, keys), scale)
+        return out[:, :, :group].reshape(rows, -1)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+        kv_heads, _, dim = k.shape
+        count, heads, _ = q.shape
+        shape = kv_heads, heads // kv_heads, -1, dim
+        out = q.new_empty(count, *shape[:2], dim)
+        for at in range(0, count, STRETCH):
+            rows = min(STRETCH, count - at)
+            queries = q[at : at + rows].view(rows, *shape[:2], dim).permute(1, 2, 0, 3)
+            if padding := -rows % self._shapes.prefill:
+                queries = torch.constant_pad_nd(queries, (0, 0, 0, padding))
+            keys, shift = self.keys(start + at + rows), self._longest - start - at
+            done = exact_attention(
+                queries,
+                k[:, None, :keys].expand(shape),
+                v[:, None, :keys].expand(shape),
+                self._bias[: rows + padding, shift : shift + keys],
+                scale,
+            )
+            out[at : at + rows] = done[:, :, :rows].permute(2, 0, 1, 3)
+        return out.view(count, heads * dim)
+
+
+class Close:
+    name: ArithmeticName = "close"
+
+    def keys(self, count: int) -> int:
+        return round_up(count, STRETCH)
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        rows, kv_heads, keys, dim = k.shape
+        queries = q.view(rows, kv_heads, -1, dim)
+        out = F.scaled_dot_product_attention(
+            queries, k, v, attn_mask=bias.view(rows, 1, 1, keys), scale=scale
+        )
+        return out.reshape(rows, -1)
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
+        count, heads, dim = q.shape
+        keys = start + count
+        mask = None if start == 0 else ~causal_mask(count, keys, start, q.device)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], k[None, :, :keys], v[None, :, :keys],
+            attn_mask=mask, is_causal=start == 0, scale=scale, enable_gqa=True,
+        )  # fmt: skip
+        return out[0].transpose(0, 1).reshape(count, heads * dim)
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention of q (A, B, M, d) over k and v (A, B, T, d), M and T good numbers on this machine.
+
+    The same function serves decoding, prefill and the trainer: that is what makes them equal.
+    """
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+
+
+def causal_mask(rows: int, keys: int, start: int, device: torch.device) -> Tensor:
+    """(rows, keys), true where the key lies after the query at position `start` + row."""
+    positions = torch.arange(start, start + rows, device=device)
+    return torch.arange(keys, device=device)[None, :] > positions[:, None]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm in the order of operations that transformers uses, which a fused kernel is not."""
+    wide = x.float()
+    squares = torch.mul(wide, wide).sum(-1, keepdim=True)
+    width = _constant(x.shape[-1], x.device)
+    mean = torch.addcdiv(_constant(eps, x.device), squares, width)
+    normed = wide * mean.rsqrt_()
+    return (normed if wide is x else normed.to(x.dtype)).mul_(weight)
+
+
+@lru_cache
+def _constant(value: float, device: torch.device) -> Tensor:
+    """A number as a tensor: to wrap one takes as long as a small operation."""
+    return torch.tensor([value], dtype=torch.float32, device=device)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if gate.shape[-1] % LANES:
+        # A vector loop ends in scalars, whose exp has other bits: let it run over whole rows, as it
+        # does for a trainer, whose gate is a tensor of its own.
+        gate = gate.contiguous()
+    return silu(gate).mul_(up)
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU whose bits do not depend on the number of threads."""
+    return in_safe_pieces(F.silu, x)
+
+
+def in_safe_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of x (..., width), with the bits it has in one thread.
+
+    Torch shares long loops out to threads, by number and not by register. A share that does not end
+    with a whole register ends in scalars, whose exponential or cosine has other bits: then the rows
+    are taken in pieces that are too short to be shared.
+    """
+    count = x.numel()
+    shares = min(torch.get_num_threads(), -(-count // SHARED_FROM))
+    if shares <= 1 or -(-count // shares) % LANES == 0:
+        return function(x)
+    rows = x.reshape(-1, x.shape[-1])
+    whole = LANES // math.gcd(LANES, x.shape[-1])
+    size = max(SHARED_FROM // x.shape[-1] // whole, 1) * whole
+    return torch.cat([function(piece) for piece in rows.split(size)]).view(x.shape)
+
+
+def route(x: Tensor, router: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Weights and ids of the `k` experts of each row, both (rows, k)."""
+    probs = torch.softmax(F.linear(x, router), dim=-1, dtype=torch.float)
+    weights, ids = torch.topk(probs, k, dim=-1)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(x.dtype), ids
+
+
+def mix_experts(
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, multiple: int
+) -> Tensor:
+    """The weighted sum of each row's experts, always added in order of the expert's number.
+
+    The rows of each expert are padded to a multiple of `multiple`.
+    """
+    out = torch.zeros_like(x)
+    for expert in range(gate_up.shape[0]):
+        rows, choice = torch.where(ids == expert)
+        if not len(rows):
+            continue
+        chosen = F.pad(x[rows], (0, 0, 0, round_up(len(rows), multiple) - len(rows)))
+        done = F.linear(gated(F.linear(chosen, gate_up[expert])), down[expert])[: len(rows)]
+        out = out.index_add(0, rows, done * weights[rows, choice, None])
+    return out

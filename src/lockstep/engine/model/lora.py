@@ -1,0 +1,189 @@
+"""LoRA adapters: read from PEFT directories with every check, applied row by row."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from torch import Tensor
+
+from lockstep.engine.model.arithmetic import round_up
+from lockstep.engine.config import ModelConfig
+from lockstep.tokens.errors import AdapterError
+
+_uids = count()
+NAME = re.compile(
+    r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
+)
+REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out",
+           "lora_bias", "trainable_token_indices", "target_parameters")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One low-rank update, added to columns [start, start + out) of a packed module's output."""
+
+    a: Tensor
+    b: Tensor
+    start: int
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A loaded adapter. `uid` is unique to this load: caches are keyed by it, never by the name."""
+
+    name: str
+    path: Path
+    label: str
+    scaling: float
+    deltas: Mapping[tuple[int, str], tuple[Delta, ...]]
+    uid: int = field(default_factory=lambda: next(_uids))
+
+    @property
+    def rank(self) -> int:
+        """The rank of its updates, which is the same for all of them."""
+        deltas = next(iter(self.deltas.values()))
+        return int(deltas[0].a.shape[0])
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        path: Path,
+        config: ModelConfig,
+        *,
+        max_rank: int,
+        device: str,
+        dtype: torch.dtype,
+        label: str | None = None,
+    ) -> Adapter:
+        """The adapter in `path`. Raises AdapterError that says what does not fit this model.
+
+        Version spans name these contents by a hash of them, after `label` where one is given.
+        """
+        settings = _settings(path)
+        rank = _rank(settings, max_rank, path)
+        body = _read(path / "adapter_model.safetensors")
+        try:
+            tensors = load_safetensors(body)
+        except SafetensorError as error:
+            raise AdapterError(f"{path} holds no readable safetensors: {error}") from None
+        pairs: dict[tuple[int, str], dict[str, Tensor]] = {}
+        for key, tensor in tensors.items():
+            found = NAME.fullmatch(key)
+            if not found:
+                raise AdapterError(f"adapter tensor {key!r} is not a LoRA weight of this model")
+            if not bool(torch.isfinite(tensor).all()):
+                raise AdapterError(f"adapter tensor {key!r} has values that are NaN or infinite")
+            pairs.setdefault((int(found[1]), found[2]), {})[found[3]] = tensor
+        if not pairs:
+            raise AdapterError(f"{path} holds no LoRA tensors")
+        deltas: dict[tuple[int, str], list[Delta]] = {}
+        for (layer, module), pair in sorted(pairs.items()):
+            packed, start, size_in, size_out = _target(config, layer, module)
+            expected = {"A": (rank, size_in), "B": (size_out, rank)}
+            for side, shape in expected.items():
+                got = tuple(pair[side].shape) if side in pair else None
+                if got != shape:
+                    raise AdapterError(
+                        f"lora_{side} of {module} in layer {layer} has shape {got}, "
+                        f"expected {shape}"
+                    )
+            a, b = (pair[side].to(device=device, dtype=dtype).contiguous() for side in "AB")
+            deltas.setdefault((layer, packed), []).append(Delta(a, b, start))
+        alpha = settings.get("lora_alpha", rank)
+        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise AdapterError(f"{path / 'adapter_config.json'} has lora_alpha {alpha!r}")
+        scaling = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+        # The same tensors under another scaling are another adapter.
+        digest = hashlib.sha256(f"{scaling!r} ".encode() + body).hexdigest()[:12]
+        label = digest if label is None else f"{label}.{digest}"
+        return cls(name, path, label, scaling, {key: tuple(d) for key, d in deltas.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRows:
+    """The rows of a batch that run under one adapter, and the multiple to pad them to."""
+
+    adapter: Adapter
+    rows: Tensor
+    multiple: int
+
+    def add_to(self, out: Tensor, x: Tensor, layer: int, module: str) -> None:
+        """Adds the adapter's part of `module` to these rows of `out`, in place."""
+        deltas = self.adapter.deltas.get((layer, module))
+        if not deltas:
+            return
+        count = len(self.rows)
+        chosen = F.pad(x[self.rows], (0, 0, 0, round_up(count, self.multiple) - count))
+        for delta in deltas:
+            low = F.linear(chosen, delta.a)
+            part = F.linear(low, delta.b)[:count] * self.adapter.scaling
+            columns = slice(delta.start, delta.start + delta.b.shape[0])
+            out[self.rows, columns] = out[self.rows, columns] + part
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(_read(path / "adapter_config.json"))
+    except ValueError as error:
+        raise AdapterError(f"{path / 'adapter_config.json'} is not JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise AdapterError(f"{path / 'adapter_config.json'} does not hold a JSON object")
+    for name in REFUSED:
+        if settings.get(name):
+            raise AdapterError(f"adapter_config.json sets {name}, which is not supported")
+    if settings.get("bias", "none") != "none":
+        raise AdapterError(f"adapter_config.json sets bias {settings['bias']!r}, expected none")
+    return settings
+
+
+def _rank(settings: dict[str, Any], max_rank: int, path: Path) -> int:
+    rank = settings.get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise AdapterError(f"{path / 'adapter_config.json'} has rank {rank!r}, expected 1 or more")
+    if rank > max_rank:
+        raise AdapterError(f"LoRA rank {rank} is greater than max_lora_rank {max_rank}")
+    return rank
+
+
+def _target(config: ModelConfig, layer: int, module: str) -> tuple[str, int, int, int]:
+    """Packed module, first output column, input and output size. Raises AdapterError if unknown."""
+    if layer >= config.layers:
+        raise AdapterError(f"adapter names layer {layer}, but the model has {config.layers} layers")
+    targets = {
+        "q_proj": ("qkv", 0, config.hidden, config.q_size),
+        "k_proj": ("qkv", config.q_size, config.hidden, config.kv_size),
+        "v_proj": ("qkv", config.q_size + config.kv_size, config.hidden, config.kv_size),
+        "o_proj": ("out", 0, config.q_size, config.hidden),
+    }
+    if layer not in config.moe_layers:
+        width = config.intermediate
+        targets |= {
+            "gate_proj": ("gate_up", 0, config.hidden, width),
+            "up_proj": ("gate_up", width, config.hidden, width),
+            "down_proj": ("down", 0, width, config.hidden),
+        }
+    if module not in targets:
+        raise AdapterError(
+            f"adapter targets {module!r} in layer {layer}; supported are {', '.join(targets)}"
+        )
+    return targets[module]

@@ -1,0 +1,293 @@
+"""The forward pass: rows of many sequences in, hidden states out, keys and values into slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.engine.model.arithmetic import (
+    CLOSE_ROWS,
+    HIDDEN,
+    Arithmetic,
+    Close,
+    gated,
+    in_safe_pieces,
+    mix_experts,
+    rms_norm,
+    round_up,
+    route,
+)
+from lockstep.engine.numerics.block_shapes import MULTIPLES, row_multiple
+from lockstep.engine.kv.cache import SlotCache
+from lockstep.engine.config import ModelConfig
+from lockstep.engine.model.lora import Adapter, AdapterRows
+from lockstep.engine.model.rope import frequencies, rotate
+from lockstep.engine.weights.weights import Weights
+
+
+class Segment(NamedTuple):
+    """Tokens of one sequence to run: `tokens` at positions from `start`, into `slot`.
+
+    Of the last `outputs` tokens the hidden states are asked for.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    outputs: int
+    adapter: Adapter | None = None
+
+    @classmethod
+    def whole(
+        cls, slot: int, start: int, tokens: Sequence[int], adapter: Adapter | None = None
+    ) -> Segment:
+        """Tokens whose hidden states are all asked for."""
+        return cls(slot, start, tokens, len(tokens), adapter)
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """The segments of one token: all of them attend at once, over the first `width` slots.
+
+    `rows` is None where those are the first rows of the batch, slot by slot: the usual case.
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    positions: Tensor
+    width: int
+    keys: int
+    bias: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Segments as tensors, made once per step; rows are padded to a good number of them."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    count: int
+    decode: Decode | None
+    prefills: tuple[tuple[int, Segment], ...]
+    adapters: tuple[AdapterRows, ...]
+    tail: Tail | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What is left of a batch when the last layer has its keys and values: the rows asked for."""
+
+    rows: Tensor
+    batch: Batch
+
+
+class Model:
+    """The architecture's constants; weights and caches are given to each call."""
+
+    def __init__(self, config: ModelConfig, max_len: int, device: str, dtype: torch.dtype) -> None:
+        self.config = config
+        self.arithmetic: Arithmetic = Close()
+        self.device = torch.device(device)
+        self.scale = config.head_dim**-0.5
+        self.rows = CLOSE_ROWS
+        """Rows of a batch come in multiples of this."""
+        angles = torch.outer(torch.arange(max_len).float(), frequencies(config))
+        half_cos, half_sin = (in_safe_pieces(turn, angles) for turn in (torch.cos, torch.sin))
+        cos, sin = (torch.cat((half, half), -1) for half in (half_cos, half_sin))
+        self.rotation = cos.to(device), sin.to(device)
+        """Cosines and sines by position, each (max_len, head_dim), fp32."""
+        # For `rotate`: the sign that it puts on one half of a head is in the sines already.
+        signed = torch.cat((-half_sin, half_sin), -1)
+        self._turns = torch.stack((cos, signed), 1)[:, :, None].to(device=device, dtype=dtype)
+        # A window that begins `max_len` - p hides all keys after position p.
+        self.max_len = max_len
+        self._bias = torch.zeros(3 * max_len + 1024, device=device, dtype=dtype)
+        self._bias[max_len + 1 :] = HIDDEN
+
+    def batch(self, segments: Sequence[Segment]) -> Batch:
+        """The tensors for one step over `segments`, which lie in that order in its rows."""
+        singles = [len(segment.tokens) == 1 for segment in segments]
+        batch = self._batch(segments, singles)
+        if all(segment.outputs == len(segment.tokens) for segment in segments):
+            return batch
+        rows: list[int] = []
+        left: list[Segment] = []
+        end = 0
+        for segment in segments:
+            end += len(segment.tokens)
+            rows += range(end - segment.outputs, end)
+            cut = len(segment.tokens) - segment.outputs
+            left.append(segment._replace(start=segment.start + cut, tokens=segment.tokens[cut:]))
+        rows += [0] * (-len(rows) % self.rows)
+        return replace(batch, tail=Tail(self._tensor(rows), self._batch(left, singles)))
+
+    def _batch(self, segments: Sequence[Segment], singles: Sequence[bool]) -> Batch:
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        decodes: list[int] = []
+        prefills: list[tuple[int, Segment]] = []
+        by_adapter: dict[int, tuple[Adapter, list[int]]] = {}
+        for segment, single in zip(segments, singles, strict=True):
+            row, count = len(ids), len(segment.tokens)
+            if single:
+                decodes.append(row)
+            elif count:
+                prefills.append((row, segment))
+            ids += segment.tokens
+            positions += range(segment.start, segment.start + count)
+            slots += [segment.slot] * count
+            if segment.adapter is not None:
+                rows = by_adapter.setdefault(segment.adapter.uid, (segment.adapter, []))[1]
+                rows += range(row, row + count)
+        count, padding = len(ids), [0] * (-len(ids) % self.rows)
+        table = self._tensor([ids + padding, positions + padding, slots + padding])
+        return Batch(
+            ids=table[0],
+            positions=table[1],
+            slots=table[2, :count],
+            count=count,
+            decode=self._decode(decodes, positions, slots, table) if decodes else None,
+            prefills=tuple(prefills),
+            adapters=tuple(
+                AdapterRows(adapter, self._tensor(rows), self._adapter_rows(adapter))
+                for adapter, rows in by_adapter.values()
+                if rows
+            ),
+        )
+
+    def _decode(
+        self, rows: list[int], positions: list[int], slots: list[int], table: Tensor
+    ) -> Decode:
+        """What the given rows, of one token each, need to attend; `table` holds all of them."""
+        starts, into = [positions[row] for row in rows], [slots[row] for row in rows]
+        width, keys = max(into) + 1, self.arithmetic.keys(max(starts) + 1)
+        windows = [self.max_len] * width
+        for slot, start in zip(into, starts, strict=True):
+            windows[slot] -= start
+        if rows == into == list(range(width)):
+            chosen, at = table[:, :width], None
+        else:
+            at = self._tensor(rows)
+            chosen = table[:, at]
+        return Decode(
+            rows=at,
+            slots=chosen[2],
+            positions=chosen[1],
+            width=width,
+            keys=keys,
+            bias=self._bias.unfold(0, keys, 1).index_select(0, self._tensor(windows)),
+        )
+
+    def forward(self, weights: Weights, cache: SlotCache, batch: Batch) -> Tensor:
+        """Normed hidden states of the rows asked for; writes keys, values and routed experts of all
+        to their slots. Experts of the last layer are those of the rows asked for."""
+        c, decode = self.config, batch.decode
+        x = weights.embed.index_select(0, batch.ids)
+        cos, sin = self._turns.index_select(0, batch.positions).unbind(1)
+        places = None if decode is None else cache.places(decode.slots, decode.positions)
+        for i, layer in enumerate(weights.layers):
+            h = rms_norm(x, layer.input_norm, c.eps)
+            qkv = F.linear(h, layer.qkv, layer.qkv_bias)
+            self._adapt(batch, qkv, h, i, "qkv")
+            heads = qkv.view(qkv.shape[0], -1, c.head_dim)
+            qk = heads[:, : c.heads + c.kv_heads]
+            normed = qk if layer.qk_norm is None else rms_norm(qk, layer.qk_norm, c.eps)
+            rotate(normed, cos, sin, out=qk)
+            self._keep(cache, i, heads[:, c.heads :], batch, places)
+            q = heads[:, : c.heads]
+            if batch.tail is not None and i == c.layers - 1:
+                rows, batch = batch.tail.rows, batch.tail.batch
+                x, q = x.index_select(0, rows), q.index_select(0, rows)
+            attended = self._attend(q, *cache.layers[i], batch)
+            out = F.linear(attended, layer.out)
+            self._adapt(batch, out, attended, i, "out")
+            x = out.add_(x)
+            h = rms_norm(x, layer.post_norm, c.eps)
+            x = self._mlp(h, weights, cache, batch, i).add_(x)
+        return rms_norm(x, weights.norm, c.eps)
+
+    def logits(self, weights: Weights, hidden: Tensor, rows: Sequence[int]) -> Tensor:
+        """fp32 logits of the given rows, which ascend, (len(rows), vocab)."""
+        count, first = len(rows), rows[0]
+        padded = round_up(count, self.rows)
+        if rows[-1] - first == count - 1 and first + padded <= hidden.shape[0]:
+            chosen = hidden[first : first + padded]
+        else:
+            chosen = F.pad(hidden[list(rows)], (0, 0, 0, padded - count))
+        return F.linear(chosen, weights.head)[:count].float()
+
+    def _keep(
+        self, cache: SlotCache, layer: int, kv: Tensor, batch: Batch, places: Tensor | None
+    ) -> None:
+        """Writes the keys and values of all rows to their slots."""
+        if batch.decode is not None and places is not None:
+            rows = batch.decode.rows
+            cache.write(layer, places, kv[: batch.decode.width] if rows is None else kv[rows])
+        for row, segment in batch.prefills:
+            run = kv[row : row + len(segment.tokens)]
+            cache.write_run(layer, segment.slot, segment.start, run)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
+        decode, rows = batch.decode, q.shape[0]
+        if decode is not None and decode.rows is None and not batch.prefills:
+            out = self._attend_decode(q[: decode.width], keys, values, decode)
+            missing = rows - decode.width
+            return torch.constant_pad_nd(out, (0, 0, 0, missing)) if missing else out
+        out = q.new_zeros((rows, self.config.q_size))
+        if decode is not None and decode.rows is None:
+            out[: decode.width] = self._attend_decode(q[: decode.width], keys, values, decode)
+        elif decode is not None:
+            queries = q.new_zeros((decode.width, *q.shape[1:]))
+            queries[decode.slots] = q[decode.rows]
+            decoded = self._attend_decode(queries, keys, values, decode)
+            out[decode.rows] = decoded[decode.slots]
+        for row, segment in batch.prefills:
+            count = len(segment.tokens)
+            out[row : row + count] = self.arithmetic.prefill(
+                q[row : row + count], keys[segment.slot], values[segment.slot],
+                segment.start, self.scale,
+            )  # fmt: skip
+        return out
+
+    def _attend_decode(self, q: Tensor, keys: Tensor, values: Tensor, decode: Decode) -> Tensor:
+        """The attention of one query for each of the first slots."""
+        width, length = decode.width, decode.keys
+        return self.arithmetic.decode(
+            q, keys[:width, :, :length], values[:width, :, :length], decode.bias, self.scale
+        )
+
+    def _mlp(self, h: Tensor, weights: Weights, cache: SlotCache, batch: Batch, i: int) -> Tensor:
+        layer, c = weights.layers[i], self.config
+        if layer.router is None:
+            both = F.linear(h, layer.gate_up)
+            self._adapt(batch, both, h, i, "gate_up")
+            inner = gated(both)
+            out = F.linear(inner, layer.down)
+            self._adapt(batch, out, inner, i, "down")
+            return out
+        shares, ids = route(h, layer.router, c.experts_per_token, c.normalize_top_k)
+        if cache.experts is not None:
+            column = c.moe_layers.index(i)
+            chosen = ids[: batch.count].to(cache.experts.dtype)
+            cache.experts[batch.slots, batch.positions[: batch.count], column] = chosen
+        return mix_experts(h, ids, shares, layer.gate_up, layer.down, self.rows)
+
+    def _adapter_rows(self, adapter: Adapter) -> int:
+        """The multiple in which rows of an adapter come: low ranks may need a larger one."""
+        if self.arithmetic.name == "close":
+            return self.rows
+        return row_multiple(self.config.products.with_lora(adapter.rank)) or MULTIPLES[-1]
+
+    def _adapt(self, batch: Batch, out: Tensor, x: Tensor, layer: int, module: str) -> None:
+        for rows in batch.adapters:
+            rows.add_to(out, x, layer, module)
+
+    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)

@@ -1,0 +1,132 @@
+"""Does a sequence give the same bits however it is cut and batched? Asked when an engine starts."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.model.arithmetic import CLOSE_ROWS, Arithmetic, Close, Exact
+from lockstep.engine.numerics.block_shapes import row_multiple, steady_products, threads, why_unfit
+from lockstep.engine.kv.cache import SlotCache
+from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.model.model import Model, Segment
+from lockstep.engine.numerics.plan import why_not_portable
+from lockstep.engine.numerics.trainer_path import trainer_logits
+from lockstep.engine.weights.weights import Weights
+from lockstep.tokens.errors import EngineFailure
+from lockstep.tokens.numerics import ArithmeticName
+
+log = logging.getLogger(__name__)
+
+LENGTH = 150
+"""Long enough to cross two chunks of keys."""
+CUTS = ((150,), (7, 16, 40, 87), (64, 64, 14, *[1] * 8), (142, *[1] * 8))
+
+
+def fitting(config: ModelConfig, options: EngineOptions, max_len: int) -> tuple[Arithmetic, str]:
+    """The arithmetic that was asked for where device and type know it, and why not where not."""
+    if options.arithmetic == "close":
+        return Close(), "close was asked for"
+    if options.device != "cpu" or options.dtype != "float32":
+        return Close(), f"exact needs fp32 on a CPU, not {options.dtype} on {options.device}"
+    name: ArithmeticName = "portable" if options.arithmetic == "portable" else "exact"
+    return Exact(config.head_dim, max_len, name), ""
+
+
+def settle(model: Model, weights: Weights, cache: SlotCache, options: EngineOptions) -> str:
+    """Leaves the model with an arithmetic that was proved; says why it is not what was wanted.
+
+    Raises EngineFailure where exact or portable arithmetic was demanded and does not hold.
+    """
+    if problem := unproved(model, weights, cache):
+        if options.arithmetic in ("exact", "portable"):
+            raise EngineFailure(f"exact arithmetic does not hold on this CPU: {problem}")
+        log.warning("falling back to close arithmetic: %s", problem)
+        model.arithmetic, model.rows = Close(), CLOSE_ROWS
+        return f"the self-test failed: {problem}"
+    if options.arithmetic == "portable" and (problem := why_not_portable()):
+        log.warning("exact on this make of CPU only: %s", problem)
+        model.arithmetic.name = "exact"
+        return f"not portable here: {problem}"
+    return ""
+
+
+def unproved(model: Model, weights: Weights, cache: SlotCache) -> str | None:
+    """Why exact arithmetic does not hold for this model here; None where it does.
+
+    Sets the multiple in which its rows come.
+    """
+    if not isinstance(model.arithmetic, Exact):
+        return None
+    if problem := why_unfit(model.config.head_dim, model.config.products):
+        return problem
+    model.rows = row_multiple(model.config.products)
+    with steady_products(model.config.products):
+        return self_test(model, weights, cache) or unlike_trainer(model, weights, cache)
+
+
+def self_test(model: Model, weights: Weights, cache: SlotCache) -> str | None:
+    """None when a sequence gives the same bits however it is cut and batched, else what differs."""
+    ids = _ids(model)
+    alone: Tensor | None = None
+    for cut in CUTS:
+        for companions in (0, min(2, cache.slots - 1)):
+            with torch.inference_mode():
+                logits = _run(model, weights, cache, ids, cut, companions)
+            alone = logits if alone is None else alone
+            if not torch.equal(alone, logits):
+                worst = float((alone - logits).abs().max())
+                return (
+                    f"logits differ by up to {worst:.1e} between one pass of {len(ids)} tokens and "
+                    f"passes of {cut[:4]} with {companions} companions"
+                )
+    return None
+
+
+def unlike_trainer(model: Model, weights: Weights, cache: SlotCache) -> str | None:
+    """None when a trainer's forward pass gives the engine's bits, else what differs.
+
+    A trainer has its projections one by one, whole sequences in a batch, several threads, and
+    autograd. The pass is that of transformers, without the seconds that its import takes; the
+    module itself is tried by `lockstep.engine.numerics.selftest`.
+    """
+    ids = _ids(model)
+    with torch.inference_mode():
+        engine = _run(model, weights, cache, ids, (len(ids),), 0)
+    for autograd in (False, True):
+        for team in (1, 2):
+            with torch.set_grad_enabled(autograd), threads(team):
+                batch = trainer_logits(model, weights, [ids[::-1], ids])
+            logits = batch[1, : len(ids)][-8:].detach()
+            if not torch.equal(engine, logits):
+                worst = float((engine - logits).abs().max())
+                return (
+                    f"logits differ by up to {worst:.1e} between engine and trainer, with "
+                    f"{team} threads and autograd {'on' if autograd else 'off'}"
+                )
+    return None
+
+
+def _ids(model: Model) -> list[int]:
+    length, vocab = min(LENGTH, model.max_len - 1), model.config.vocab_size
+    return [(i * 2654435761 + 12345) % vocab for i in range(length)]
+
+
+def _run(
+    model: Model, weights: Weights, cache: SlotCache, ids: list[int], cut: tuple[int, ...],
+    companions: int,
+) -> Tensor:  # fmt: skip
+    """The logits of the last 8 positions, computed in pieces of `cut` beside other sequences."""
+    parts, at = [], 0
+    for size in cut:
+        tokens = ids[at : at + size]
+        if not tokens:
+            break
+        segments = [Segment.whole(0, at, tokens)]
+        segments += [Segment.whole(slot, at, tokens[::-1]) for slot in range(1, companions + 1)]
+        hidden = model.forward(weights, cache, model.batch(segments))
+        parts.append(model.logits(weights, hidden, range(len(tokens))))
+        at += size
+    return torch.cat(parts)[-8:]

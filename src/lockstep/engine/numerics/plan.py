@@ -1,0 +1,149 @@
+"""Reproducible arithmetic of this process, and the plan by which two processes compare theirs.
+
+    from lockstep.engine import numerics
+
+    numerics.make_reproducible()        # before the first matrix product of the process
+
+Workers, `lockstep train`, `lockstep demo` and `exact.prepare` do that by themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.engine.numerics import mkl
+from lockstep.engine.numerics.bf16 import VARIABLE as ONEDNN_ISA
+from lockstep.engine.numerics.bf16 import make_bf16_safe
+from lockstep.engine.numerics.block_shapes import threads
+from lockstep.engine.config import EngineOptions
+from lockstep.engine.numerics.mkl_choice import preferred_mode
+from lockstep.tokens.numerics import (
+    PORTABLE_ENVIRONMENT,
+    PORTABLE_MKL,
+    ArithmeticName,
+    NumericsPlan,
+)
+
+log = logging.getLogger(__name__)
+PORTABLE_FINGERPRINTS = {"2.13": "3832da0e5310e929"}
+"""By minor version of torch: what portable arithmetic computes where it was confirmed."""
+
+
+def make_reproducible(*, portable: bool = False) -> bool:
+    """Puts MKL into the mode in which results do not depend on the batch, here and in children.
+
+    With `portable` into the one that is the same on every make. A value of MKL_CBWR that is set
+    already is respected. Says whether the mode holds in this process: not so where it has computed
+    before, and then the mode is whatever it was.
+    """
+    if portable:
+        for name, value in PORTABLE_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+    wanted = os.environ.get(mkl.VARIABLE) or preferred_mode()
+    if wanted is None:
+        return True
+    os.environ.setdefault(mkl.VARIABLE, wanted)
+    if mkl.mode() in (mkl.ABSENT, wanted) or mkl.set_mode(wanted):
+        return True
+    log.info("MKL computes in mode %s already, %s comes too late", mkl.mode(), wanted)
+    return False
+
+
+def prepare_process(options: EngineOptions) -> None:
+    """Sees to it that this process can compute as an engine with these options must.
+
+    Raises EngineFailure where bf16 products end it.
+    """
+    if options.device != "cpu":
+        return
+    if options.dtype != "float32":
+        make_bf16_safe()
+    elif options.arithmetic != "close":
+        make_reproducible(portable=options.arithmetic == "portable")
+
+
+def plan(
+    arithmetic: ArithmeticName, *, device: str, dtype: str, rows: int, reason: str = ""
+) -> NumericsPlan:
+    """How this process computes one model, for a card or for a comparison."""
+    return NumericsPlan(
+        arithmetic=arithmetic,
+        device=device,
+        dtype=dtype,
+        rows=rows if arithmetic != "close" else 0,
+        mkl=mkl.mode(),
+        isa=isa(),
+        torch=str(torch.__version__),
+        onednn=os.environ.get(ONEDNN_ISA, "") if dtype != "float32" else "",
+        fingerprint=fingerprint() if arithmetic != "close" else "",
+        reason=reason,
+    )
+
+
+def why_not_portable() -> str | None:
+    """Why this process does not compute the bits that every make of x86 computes; None if it does.
+
+    It is asked of the bits: those of a fixed computation must be the ones that Lockstep ships.
+    """
+    if mkl.mode() != PORTABLE_MKL or isa() != "DEFAULT":
+        return (
+            f"MKL computes in mode {mkl.mode()} and torch with {isa()} instructions: set "
+            "MKL_CBWR=COMPATIBLE and ATEN_CPU_CAPABILITY=default before the process starts"
+        )
+    version = ".".join(torch.__version__.split(".")[:2])
+    known = PORTABLE_FINGERPRINTS.get(version)
+    if known is None:
+        return (
+            f"no portable bits are known for torch {version}, only for "
+            f"{', '.join(PORTABLE_FINGERPRINTS)}"
+        )
+    if fingerprint() != known:
+        return f"this CPU computes other bits: fingerprint {fingerprint()}, expected {known}"
+    return None
+
+
+@lru_cache
+def fingerprint() -> str:
+    """A digest of the bits of a fixed computation: all the functions that logprobs are made of.
+
+    Two processes with the same fingerprint give equal logprobs for equal weights, as far as both
+    found row multiples that hold. Row counts are multiples of all of those.
+    """
+    digest = hashlib.sha256()
+
+    def take(result: Tensor) -> None:
+        digest.update(result.contiguous().numpy().tobytes())
+
+    with torch.inference_mode(), threads(1):
+        for inputs, outputs in ((64, 64), (128, 768), (384, 128), (1024, 512), (3072, 192)):
+            take(F.linear(_numbers(64, inputs), _numbers(outputs, inputs)))
+        x = 8 * _numbers(64, 512)
+        for function in (torch.exp, F.silu, torch.cos, torch.sin):
+            take(function(x))
+        take(x.square().sum(-1, keepdim=True).rsqrt())
+        take(torch.softmax(x, dim=-1))
+        take(torch.log_softmax(x, dim=-1))
+        for dim in (32, 128):
+            q, k, v = (_numbers(length, dim)[None, None] for length in (64, 1024, 1024))
+            bias = torch.full((64, 1024), float("-inf")).triu_(961)
+            take(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
+    return digest.hexdigest()[:16]
+
+
+def _numbers(rows: int, columns: int) -> Tensor:
+    """Fixed values between -1 and 1, made of integers: no machine computes them otherwise."""
+    index = torch.arange(rows * columns, dtype=torch.int64)
+    mixed = (index * 2654435761 + 12345) % 65521
+    return ((mixed - 32760).float() / 32768).view(rows, columns)
+
+
+def isa() -> str:
+    """The vector instructions that torch itself uses: DEFAULT, AVX2 or AVX512."""
+    return str(torch.backends.cpu.get_cpu_capability())

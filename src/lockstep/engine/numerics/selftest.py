@@ -1,0 +1,127 @@
+"""Does exactness hold here, from the engine to the trainer? One answer, for start-up and doctor.
+
+    report = selftest.run("tiny")
+    for check in report.checks: print(check.name, check.ok, check.detail)
+
+A worker runs the same checks when it starts, except that the trainer is transformers' forward pass
+on the engine's own weights and not its module, whose import takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.engine import exact
+from lockstep.engine.numerics.block_shapes import steady_products, threads
+from lockstep.engine.config import EngineOptions
+from lockstep.engine.core import Core
+from lockstep.models import bundled
+from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.numerics import NumericsPlan
+
+LENGTHS = (5, 64, 65, 150, 300)
+"""Of the sequences that are compared: below, at and above the steps of attention."""
+THREADS = (1, 2, 3, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was tried; `detail` says what was found."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found on this machine for one model."""
+
+    plan: NumericsPlan
+    checks: tuple[Check, ...]
+
+    @property
+    def exact(self) -> bool:
+        """Whether trainer and engine agree bit for bit here."""
+        return self.plan.is_exact and all(check.ok for check in self.checks)
+
+    @property
+    def problem(self) -> str:
+        """The first thing that did not hold; empty where all did."""
+        return next((check.detail for check in self.checks if not check.ok), "")
+
+
+def run(
+    model: str | Path = "tiny", options: EngineOptions | None = None, *, module: bool = True
+) -> Report:
+    """Compares an engine in pieces and batches with a trainer, bit for bit.
+
+    With `module` the trainer is also the transformers module after `exact.prepare`: with and
+    without autograd, alone and in a batch, in one and in several threads. Call it before the
+    process has computed anything. Raises what an engine that cannot load the model raises.
+    """
+    directory = bundled(str(model)) or Path(model)
+    wanted = options or EngineOptions(max_seqs=4)
+    lenient = replace(wanted, arithmetic="auto") if wanted.arithmetic == "exact" else wanted
+    with threads(wanted.threads):
+        core = Core(directory, lenient)
+    detail = core.arithmetic_note or (
+        f"a sequence has the same bits in any batch, with rows in multiples of {core.model.rows}"
+    )
+    checks = [Check("engine", core.plan.is_exact, detail)]
+    if module and core.plan.is_exact:
+        checks += _module_checks(core, directory, portable=core.plan.arithmetic == "portable")
+    return Report(core.plan, tuple(checks))
+
+
+def _module_checks(core: Core, directory: Path, *, portable: bool) -> Iterator[Check]:
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    try:
+        exact.prepare(module, portable=portable)
+        exact.check_plan(core.plan, exact.own_plan(directory, portable=portable))
+    except LockstepError as error:
+        yield Check("trainer", False, error.message)
+        return
+    vocab = core.config.vocab_size
+    lengths = sorted({min(length, core.max_len) for length in LENGTHS})
+    sequences = [
+        [(i * 2654435761 + 97 * length) % vocab for i in range(length)] for length in lengths
+    ]
+    with threads(core.options.threads), steady_products(core.config.products):
+        expected = core.score_all(sequences)
+    for team in THREADS:
+        for autograd in (False, True):
+            with threads(team), torch.set_grad_enabled(autograd):
+                alone = [_scored(module, [ids])[0] for ids in sequences]
+                together = _scored(module, sequences)
+            yield _compared(
+                f"trainer, {team} threads, autograd {'on' if autograd else 'off'}",
+                expected, (alone, together),
+            )  # fmt: skip
+
+
+def _scored(module: Any, sequences: list[list[int]]) -> list[list[float]]:
+    return [found.tolist() for found in exact.token_logprobs(module, sequences)]
+
+
+def _compared(name: str, expected: list[list[float]], found: Sequence[list[list[float]]]) -> Check:
+    total = sum(map(len, expected))
+    gaps = [
+        abs(a - b)
+        for scores in found
+        for ours, theirs in zip(expected, scores, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+        if a != b
+    ]
+    if not gaps:
+        return Check(name, True, f"{total} logprobs equal, alone and in a batch")
+    return Check(
+        name, False, f"{len(gaps)} of {2 * total} logprobs differ, by up to {max(gaps):.1e}"
+    )

@@ -1,0 +1,97 @@
+"""A trainer's forward pass over an engine's weights, operation by operation as transformers has it.
+
+Only for comparing: whole sequences, projections one by one, no cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.engine.model.arithmetic import (
+    HIDDEN,
+    exact_attention,
+    mix_experts,
+    round_up,
+    route,
+    silu,
+)
+from lockstep.engine.numerics.block_shapes import attention_shapes
+from lockstep.engine.model.model import Model
+from lockstep.engine.weights.weights import Layer, Weights
+
+
+def trainer_logits(model: Model, weights: Weights, sequences: list[list[int]]) -> Tensor:
+    """Logits (sequences, padded length, vocabulary), with a graph where gradients are enabled."""
+    config = model.config
+    width = round_up(max(map(len, sequences)), model.rows)
+    ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in sequences])
+    positions = torch.arange(width).clamp(max=model.max_len - 1)
+    cos, sin = (table[positions] for table in model.rotation)
+    x = F.embedding(ids, weights.embed).requires_grad_(torch.is_grad_enabled())
+    for layer in weights.layers:
+        h = _norm(x, layer.input_norm, config.eps)
+        x = x + _attention(model, layer, h, cos, sin)
+        x = x + _mlp(model, layer, _norm(x, layer.post_norm, config.eps))
+    return F.linear(_norm(x, weights.norm, config.eps), weights.head)
+
+
+def exact_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of query (batch, heads, length, d) over key and value (batch, kv_heads,
+    length, d), in the shapes that keep the bits. Returns (batch, length, heads, d)."""
+    batch, heads, length, dim = query.shape
+    kv_heads = key.shape[1]
+    good = attention_shapes(dim)
+    group, padded, keys = heads // kv_heads, round_up(length, good.prefill), good.keys(length)
+    grouped = query.reshape(batch * kv_heads, group, length, dim)
+    shape = batch * kv_heads, group, keys, dim
+    out = exact_attention(
+        F.pad(grouped, (0, 0, 0, padded - length)),
+        F.pad(key, (0, 0, 0, keys - length)).reshape(-1, 1, keys, dim).expand(shape),
+        F.pad(value, (0, 0, 0, keys - length)).reshape(-1, 1, keys, dim).expand(shape),
+        torch.full((padded, keys), HIDDEN, device=query.device).triu_(1),
+        scale,
+    )
+    out = out[:, :, :length].reshape(batch, heads, length, dim)
+    return out.transpose(1, 2).contiguous()
+
+
+def _attention(model: Model, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    config = model.config
+    batch, length, _ = h.shape
+    sizes = [config.q_size, config.kv_size, config.kv_size]
+    none = (None, None, None)
+    biases = none if layer.qkv_bias is None else layer.qkv_bias.split(sizes)
+    q, k, v = (
+        F.linear(h, weight, bias).view(batch, length, -1, config.head_dim)
+        for weight, bias in zip(layer.qkv.split(sizes), biases, strict=True)
+    )
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = _norm(q, layer.q_norm, config.eps), _norm(k, layer.k_norm, config.eps)
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    q, k = (part * cos + _half_turned(part) * sin for part in (q, k))
+    out = exact_causal(q, k, v, model.scale).reshape(batch, length, -1)
+    return F.linear(out, layer.out)
+
+
+def _mlp(model: Model, layer: Layer, h: Tensor) -> Tensor:
+    config = model.config
+    if layer.router is not None:
+        rows = h.reshape(-1, h.shape[-1])
+        shares, ids = route(rows, layer.router, config.experts_per_token, config.normalize_top_k)
+        mixed = mix_experts(rows, ids, shares, layer.gate_up, layer.down, model.rows)
+        return mixed.view(h.shape)
+    gate, up = layer.gate_up.chunk(2)
+    return F.linear(silu(F.linear(h, gate)) * F.linear(h, up), layer.down)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    variance = wide.pow(2).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
+def _half_turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

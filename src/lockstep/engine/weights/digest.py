@@ -1,0 +1,67 @@
+"""Digests of tensors while they are loaded, computed beside the loading."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.digest import tensor_digest
+
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Types as safetensors names them."""
+THREADS, PENDING = 4, 8
+"""Hashing releases the interpreter's lock. Few tensors wait at once: they are held in memory."""
+
+
+def digest_of(tensor: Tensor) -> str:
+    """The digest of a tensor's type, shape and bytes, as a checkpoint file would have it."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    name = NAMES.get(tensor.dtype, str(tensor.dtype))
+    return tensor_digest(name, tensor.shape, [flat.numpy().data])
+
+
+class Digester:
+    """Collects digests by name, in threads of its own, for the time of a block of code.
+
+    A tensor must not change between `add` and the end of the block.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
+        self._pending: deque[tuple[str, Future[str]]] = deque()
+        self._found: dict[str, str] = {}
+
+    def __enter__(self) -> Digester:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        while len(self._pending) >= PENDING:
+            self._collect()
+        self._pending.append((name, self._pool.submit(digest_of, tensor)))
+
+    def digests(self) -> dict[str, str]:
+        """All that were added; waits for them."""
+        while self._pending:
+            self._collect()
+        return self._found
+
+    def _collect(self) -> None:
+        name, future = self._pending.popleft()
+        self._found[name] = future.result()

@@ -1,0 +1,287 @@
+"""A model's weights: read from disk with every check, packed for the forward pass, swapped whole.
+
+Fused modules (q, k, v; gate and up; all experts of a layer) are one packed tensor each, and a tied
+head is the embedding itself: no update can leave half of one behind.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lockstep.engine.config import ModelConfig
+from lockstep.engine.weights.digest import Digester
+from lockstep.tokens.errors import CheckpointError
+from lockstep.checkpoint.digest import combined
+
+_epochs = count()
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+EMBEDDING = "model.embed_tokens.weight"
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one named tensor lives: rows [start, end) of a packed tensor, of one expert if any."""
+
+    packed: str
+    start: int
+    shape: tuple[int, ...]
+    expert: int | None = None
+
+    def view(self, packed: Tensor) -> Tensor:
+        target = packed if self.expert is None else packed[self.expert]
+        return target[self.start : self.start + self.shape[0]]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The packed tensors of one transformer layer."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    out: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    router: Tensor | None = None
+    qk_norm: Tensor | None = field(init=False, default=None)
+    """q_norm for each head of the queries, then k_norm for each head of the keys."""
+
+    def join_norms(self, heads: int, kv_heads: int) -> None:
+        if self.q_norm is not None and self.k_norm is not None:
+            parts = self.q_norm.expand(heads, -1), self.k_norm.expand(kv_heads, -1)
+            object.__setattr__(self, "qk_norm", torch.cat(parts))
+
+
+class Layout:
+    """The map from checkpoint names to packed tensors, for one architecture."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.places: dict[str, Place] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        c = config
+        self._add(EMBEDDING, "embed", (c.vocab_size, c.hidden))
+        self._add("model.norm.weight", "norm", (c.hidden,))
+        if not c.tied:
+            self._add(TIED_HEAD, "head", (c.vocab_size, c.hidden))
+        for i in range(c.layers):
+            self._add_layer(i)
+
+    def _add(self, name: str, packed: str, shape: tuple[int, ...]) -> None:
+        self.shapes[packed] = shape
+        self.places[name] = Place(packed, 0, shape)
+
+    def _fuse(self, packed: str, parts: list[tuple[str, int]], *tail: int) -> None:
+        start = 0
+        for name, rows in parts:
+            self.places[name] = Place(packed, start, (rows, *tail))
+            start += rows
+        self.shapes[packed] = (start, *tail)
+
+    def _add_layer(self, i: int) -> None:
+        c, at, to = self.config, f"model.layers.{i}.", f"layers.{i}."
+        attn, mlp = at + "self_attn.", at + "mlp."
+        self._add(at + "input_layernorm.weight", to + "input_norm", (c.hidden,))
+        self._add(at + "post_attention_layernorm.weight", to + "post_norm", (c.hidden,))
+        heads = [("q_proj", c.q_size), ("k_proj", c.kv_size), ("v_proj", c.kv_size)]
+        self._fuse(to + "qkv", [(f"{attn}{n}.weight", rows) for n, rows in heads], c.hidden)
+        if c.qkv_bias:
+            self._fuse(to + "qkv_bias", [(f"{attn}{n}.bias", rows) for n, rows in heads])
+        if c.qk_norm:
+            self._add(attn + "q_norm.weight", to + "q_norm", (c.head_dim,))
+            self._add(attn + "k_norm.weight", to + "k_norm", (c.head_dim,))
+        self._add(attn + "o_proj.weight", to + "out", (c.hidden, c.q_size))
+        if i not in c.moe_layers:
+            width = c.intermediate
+            both = [(mlp + "gate_proj.weight", width), (mlp + "up_proj.weight", width)]
+            self._fuse(to + "gate_up", both, c.hidden)
+            self._add(mlp + "down_proj.weight", to + "down", (c.hidden, width))
+            return
+        width = c.expert_intermediate
+        self._add(mlp + "gate.weight", to + "router", (c.experts, c.hidden))
+        self.shapes[to + "gate_up"] = (c.experts, 2 * width, c.hidden)
+        self.shapes[to + "down"] = (c.experts, c.hidden, width)
+        for e in range(c.experts):
+            expert = f"{mlp}experts.{e}."
+            up, down = (width, c.hidden), (c.hidden, width)
+            self.places[expert + "gate_proj.weight"] = Place(to + "gate_up", 0, up, e)
+            self.places[expert + "up_proj.weight"] = Place(to + "gate_up", width, up, e)
+            self.places[expert + "down_proj.weight"] = Place(to + "down", 0, down, e)
+
+    def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
+        """The place of a named tensor. Raises CheckpointError when it does not fit the model."""
+        place = self.places.get(name)
+        if place is None:
+            raise CheckpointError(f"tensor {name!r} is not part of this {self.config.family} model")
+        if shape != place.shape:
+            raise CheckpointError(f"tensor {name!r} has shape {shape}, expected {place.shape}")
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise CheckpointError(f"tensor {name!r} has dtype {dtype}, expected a 16-bit float up")
+        return place
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One complete set of weights under a version label.
+
+    `epoch` is unique to these contents: caches are keyed by it, never by the label, so that two
+    sets under one label can not be confused. `digests` identify the tensors of the checkpoint they
+    were loaded from, by name; None for weights that came in parts.
+    """
+
+    layout: Layout
+    packed: Mapping[str, Tensor]
+    version: str
+    epoch: int = field(default_factory=lambda: next(_epochs))
+    digests: Mapping[str, str] | None = None
+    layers: tuple[Layer, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in Layer.__dataclass_fields__.values() if f.init]
+        layers = tuple(
+            Layer(
+                **{n: self.packed[key] for n in names if (key := f"layers.{i}.{n}") in self.packed}
+            )
+            for i in range(self.layout.config.layers)
+        )
+        for layer in layers:
+            layer.join_norms(self.layout.config.heads, self.layout.config.kv_heads)
+        object.__setattr__(self, "layers", layers)
+
+    @property
+    def embed(self) -> Tensor:
+        return self.packed["embed"]
+
+    @property
+    def norm(self) -> Tensor:
+        return self.packed["norm"]
+
+    @property
+    def head(self) -> Tensor:
+        return self.packed["embed" if self.layout.config.tied else "head"]
+
+    @property
+    def digest(self) -> str | None:
+        """What identifies their contents, as the checkpoint's own digest does; None if unknown."""
+        return None if self.digests is None else combined(self.digests)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.packed.values())
+
+    @classmethod
+    def load(
+        cls, directory: Path, layout: Layout, version: str, *, device: str, dtype: torch.dtype
+    ) -> Weights:
+        """The checkpoint in `directory`. Raises CheckpointError unless it is whole and fits."""
+        packed = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.shapes.items()}
+        missing = set(layout.places)
+        tied_head: Tensor | None = None
+        with Digester() as digester:
+            for name, load in _tensors(directory):
+                if layout.config.tied and name == TIED_HEAD:
+                    tied_head = load()
+                    digester.add(name, tied_head)
+                elif not name.endswith(IGNORED_SUFFIX):
+                    if name not in missing and name in layout.places:
+                        raise CheckpointError(f"tensor {name!r} is in {directory} twice")
+                    tensor = load()
+                    held = _fill(layout, packed, name, tensor)
+                    # What will serve is the better evidence, where its bytes are comparable.
+                    digester.add(name, held if held.dtype == tensor.dtype else tensor)
+                    missing.discard(name)
+            digests = digester.digests()
+        if missing:
+            raise CheckpointError(_missing(missing, directory))
+        if tied_head is not None and not torch.equal(tied_head.to(dtype), packed["embed"]):
+            raise CheckpointError(
+                f"{TIED_HEAD} differs from the embedding, but config.json ties them: save the "
+                "model with tie_word_embeddings false, or leave the head out"
+            )
+        held_there = {name: t.to(device) for name, t in packed.items()}
+        return cls(layout, held_there, version, digests=digests)
+
+    def updated(self, tensors: Iterable[tuple[str, Tensor]], version: str) -> Weights:
+        """A new set with the named tensors replaced; packed neighbours keep their contents.
+
+        Raises CheckpointError, and leaves this set as it is, when a tensor does not fit.
+        """
+        packed = dict(self.packed)
+        fresh: set[str] = set()
+        filled: set[str] = set()
+        for given, tensor in tensors:
+            tied = self.layout.config.tied and given == TIED_HEAD
+            name = EMBEDDING if tied else given
+            place = self.layout.check(name, tuple(tensor.shape), tensor.dtype)
+            if place.packed not in fresh:
+                packed[place.packed] = packed[place.packed].clone()
+                fresh.add(place.packed)
+            before = place.view(packed[place.packed]).clone() if name in filled else None
+            _fill(self.layout, packed, name, tensor)
+            if before is not None and not torch.equal(before, place.view(packed[place.packed])):
+                raise CheckpointError(f"tensor {given!r} came twice, with different contents")
+            filled.add(name)
+        if not fresh:
+            raise CheckpointError("an update without tensors changes nothing: name at least one")
+        return Weights(self.layout, packed, version)
+
+
+def _fill(layout: Layout, packed: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
+    """Copies a tensor to its place, and returns the copy there."""
+    place = layout.check(name, tuple(tensor.shape), tensor.dtype)
+    target = place.view(packed[place.packed])
+    target.copy_(tensor)
+    # Asked of the copy: a value may be too large for the narrower type it is served in.
+    if not bool(torch.isfinite(target).all()):
+        bad = int((~torch.isfinite(target)).sum())
+        raise CheckpointError(
+            f"tensor {name!r} has {bad} values that are NaN or infinite as {target.dtype}"
+        )
+    return target
+
+
+def _missing(names: set[str], directory: Path) -> str:
+    first = ", ".join(sorted(names)[:3])
+    return f"{len(names)} tensors are missing in {directory}: {first}{' ...' * (len(names) > 3)}"
+
+
+def _files(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a directory")
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return [directory / "model.safetensors"]
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is not a safetensors index: {error}") from None
+    if outside:
+        raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file beside it")
+    return [directory / name for name in names]
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Names and loaders of all tensors. Raises CheckpointError for missing or broken files."""
+    for path in _files(directory):
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist: the checkpoint is not complete")
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118
+                    yield name, partial(file.get_tensor, name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None

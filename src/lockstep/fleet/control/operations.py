@@ -1,0 +1,133 @@
+"""Every change of the fleet is an operation: one at a time, recorded, and done once per key."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from time import time
+
+from lockstep.fleet.control.desired import StateStore
+from lockstep.tokens.errors import BY_CODE, Busy, Conflict, LockstepError
+from lockstep.tokens.operation import Operation
+
+log = logging.getLogger(__name__)
+audit = logging.getLogger("lockstep.audit")
+Work = Callable[[Operation], Awaitable[None]]
+QUEUE = 64
+"""Operations that may wait for their turn."""
+
+
+def error_of(operation: Operation) -> LockstepError:
+    """The error that a failed operation ended with, carrying the operation.
+
+    It is made from the record: the same for who waited and for who comes later with its key.
+    """
+    message = operation.error or f"{operation.kind} failed"
+    kind = BY_CODE.get(operation.code or "", LockstepError)
+    if kind.fields:  # the record keeps no more than every error has
+        kind = LockstepError
+    return kind(message, param=operation.param, operation=operation)
+
+
+class Operations:
+    """Runs operations one after the other. They go on when the caller goes away."""
+
+    def __init__(self, store: StateStore) -> None:
+        store.cut_off()
+        self._store = store
+        self.lock = asyncio.Lock()
+        self._asking = asyncio.Lock()
+        self._running: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
+
+    @property
+    def running(self) -> list[Operation]:
+        return [operation for operation, _ in self._running.values()]
+
+    async def run(
+        self, kind: str, request: Mapping[str, str | None], work: Work, *, key: str | None = None
+    ) -> Operation:
+        """Does the work, or gives the outcome of the one with the same key.
+
+        Raises the error that stopped it, with the operation as its `operation`; Conflict for a
+        key that meant another request, Busy when too many wait.
+        """
+        async with self._asking:  # or two of one key would both find that there is none
+            operation = None if key is None else await self._known(kind, dict(request), key)
+            if operation is None:
+                operation = self._begin(kind, dict(request), work, key)
+        return await self._outcome(operation)
+
+    async def _known(self, kind: str, request: dict[str, str | None], key: str) -> Operation | None:
+        found = next((one for one in self.running if one.key == key), None)
+        found = found or await asyncio.to_thread(self._store.by_key, key)
+        if found is not None and (found.kind, found.request) != (kind, request):
+            raise Conflict(
+                f"the idempotency key {key!r} was used for {found.kind} with {found.request}: a "
+                "new request needs a new key",
+                param="Idempotency-Key",
+            )
+        # One that was cut off by the end of its process has no outcome to give: it runs again.
+        return None if found is None or found.status == "lost" else found
+
+    def _begin(
+        self, kind: str, request: dict[str, str | None], work: Work, key: str | None
+    ) -> Operation:
+        if len(self._running) >= QUEUE:
+            raise Busy(f"{len(self._running)} operations are waiting already: try again later")
+        operation = Operation(secrets.token_hex(8), kind, request, key, started=time(), workers={})
+        task = asyncio.create_task(self._do(operation, work), name=f"{kind} {operation.id}")
+        self._running[operation.id] = operation, task
+        return operation
+
+    async def get(self, operation_id: str) -> Operation | None:
+        if operation_id in self._running:
+            return self._running[operation_id][0]
+        return await asyncio.to_thread(self._store.operation, operation_id)
+
+    def latest(self, count: int) -> list[Operation]:
+        """The last ones, newest first."""
+        return self._store.latest(count)
+
+    async def close(self, seconds: float) -> None:
+        """Waits for what runs, then cuts it off."""
+        tasks = [task for _, task in self._running.values()]
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _outcome(self, operation: Operation) -> Operation:
+        if operation.id in self._running:
+            operation, task = self._running[operation.id]
+            await asyncio.shield(task)
+        if operation.status == "failed":
+            raise error_of(operation)
+        return operation
+
+    async def _do(self, operation: Operation, work: Work) -> None:
+        try:
+            async with self.lock:
+                await asyncio.to_thread(self._store.record, operation)
+                try:
+                    await work(operation)
+                except LockstepError as error:
+                    operation.status, operation.error = "failed", error.message
+                    operation.code, operation.http_status = error.code, error.status
+                    operation.param = error.param
+                except Exception as error:
+                    log.exception("%s failed", operation.kind)
+                    operation.status, operation.error = "failed", f"internal error: {error!r}"
+                    operation.code, operation.http_status = "internal_error", 500
+                else:
+                    operation.status = "done"
+                operation.ended = time()
+                await asyncio.to_thread(self._store.record, operation)
+                audit.info(
+                    "%s %s %s %s: %s", operation.kind, operation.id, operation.request,
+                    operation.status, operation.error or operation.version,
+                )  # fmt: skip
+        finally:
+            self._running.pop(operation.id, None)

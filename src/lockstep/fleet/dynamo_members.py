@@ -1,0 +1,105 @@
+"""Keeps a fleet in step with a Dynamo deployment: its workers join and leave as discovery says.
+
+Data goes through the frontend, but each request to the worker that the fleet chose for it: left to
+itself, the frontend would also ask workers that hold no proved weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
+
+from lockstep.backends.dynamo.discovery import Change, Discovery, Found, until_ready, watch
+from lockstep.backends.dynamo.transport import pinned
+from lockstep.fleet.fleet import Fleet
+from lockstep.backends.dynamo.frontend_probe import ProvingAdmin
+from lockstep.tokens.errors import BadRequest, LockstepError, NotFound
+
+log = logging.getLogger(__name__)
+LOOK_SECONDS = 1.0
+LEAVE_SECONDS = 5.0
+"""How long a worker that Dynamo has forgotten may still work on what it has."""
+
+
+@asynccontextmanager
+async def following(
+    fleet: Fleet,
+    discovery: Discovery,
+    *,
+    token: str | None = None,
+    wait_seconds: float = 60.0,
+    look_seconds: float = LOOK_SECONDS,
+    **options: Any,
+) -> AsyncIterator[None]:
+    """The workers that `discovery` finds are the fleet's while the block runs.
+
+    Begins when the first of them serves. `options` are those of the pool. Raises
+    DeadlineExceeded or Unavailable when none does within `wait_seconds`.
+    """
+    if options.get("api_key") is not None:
+        raise BadRequest(
+            "LOCKSTEP_WORKER_API_KEY is set, but Dynamo's frontend knows no keys: unset it",
+            param="api_key",
+        )
+    if options.setdefault("transport", "dynamo") != "dynamo":
+        raise BadRequest(
+            f"transport is {options['transport']!r}: workers behind a frontend are pinned, which "
+            "only `dynamo` can do; leave it out",
+            param="transport",
+        )
+    found = await until_ready(discovery, 1, seconds=wait_seconds)
+    follower = _Follower(fleet, token, options)
+    await follower.apply(Change(found, found, frozenset()))
+    await fleet.pool.wait_ready(1, wait_seconds)
+    task = asyncio.create_task(follower.run(discovery, look_seconds), name="follow Dynamo")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(task, return_exceptions=True)
+
+
+class _Follower:
+    def __init__(self, fleet: Fleet, token: str | None, options: dict[str, Any]) -> None:
+        self._fleet = fleet
+        self._token = token
+        self._options = options
+        self._joined: dict[str, Found] = {}
+
+    async def run(self, discovery: Discovery, seconds: float) -> None:
+        async with aclosing(watch(discovery, seconds)) as changes:
+            async for change in changes:
+                await self.apply(change)
+
+    async def apply(self, change: Change) -> None:
+        """Lets those go that are gone, and takes in those that came; one that fails is logged, and
+        tried again when discovery tells something new about it."""
+        ready = {one.id: one for one in change.now if one.ready}
+        for name, known in list(self._joined.items()):
+            if ready.get(name) != known:
+                del self._joined[name]
+                await self._leave(name)
+        new = [one for name, one in ready.items() if name not in self._joined]
+        await asyncio.gather(*map(self._join, new))
+
+    async def _join(self, found: Found) -> None:
+        url = pinned(found.data_url or "", found.id)
+        admin = ProvingAdmin(found, token=self._token)
+        try:
+            await self._fleet.add(url, admin, worker_id=found.id, **self._options)
+        except LockstepError as error:
+            log.warning("worker %s could not join: %s", found.id, error.message)
+            await admin.close()
+        else:
+            self._joined[found.id] = found
+
+    async def _leave(self, name: str) -> None:
+        log.warning("worker %s has left the deployment", name)
+        # An operation that is under way counts on its members, and deals with those that die.
+        async with self._fleet.operations.lock:
+            with suppress(NotFound):  # an operator may have removed it
+                await self._fleet.remove(name, drain_seconds=LEAVE_SECONDS)

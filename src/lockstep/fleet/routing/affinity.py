@@ -1,0 +1,61 @@
+"""What decides which worker gets a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from lockstep.protocol.common.lazy_ids import LazyIds
+
+BLOCK = 64
+"""Leading tokens come in blocks of this many; what is shorter has no prefix to share."""
+BLOCKS = 4
+MOST = BLOCK * BLOCKS
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Affinity of a request: its session first, else the blocks its prompt starts with.
+
+    `worker` pins it to one worker by id, whatever else holds.
+    """
+
+    session: str | None = None
+    prefix: bytes = b""
+    worker: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        *,
+        session: str | None = None,
+        salt: str | None = None,
+        adapter: str | None = None,
+        worker: str | None = None,
+    ) -> Route:
+        """The route of a prompt. Requests that could share a cached prefix get the same one."""
+        if session is not None:
+            return cls(session=session, worker=worker)
+        named = f"{adapter}\0{salt}\0".encode()
+        digest = blake2b(named + _whole_blocks(prompt_ids), digest_size=8).digest()
+        return cls(prefix=digest, worker=worker)
+
+    @property
+    def key(self) -> bytes:
+        """What the rendezvous hash is made of."""
+        return self.session.encode() if self.session is not None else self.prefix
+
+
+def _whole_blocks(prompt_ids: Sequence[int]) -> bytes:
+    """The blocks that a prompt starts with, as text; all of it when it has no whole block."""
+    if isinstance(prompt_ids, LazyIds):
+        leading = prompt_ids.leading_json(MOST)
+        if leading is not None:
+            return leading
+    head = list(prompt_ids[:MOST])
+    whole = len(head) // BLOCK * BLOCK
+    return msgspec.json.encode(head[: whole or MOST])[1:-1]

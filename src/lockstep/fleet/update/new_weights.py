@@ -1,0 +1,88 @@
+"""New weights for a fleet: found, checked once for all workers, and under a label of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.backends.admin import Source
+from lockstep.checkpoint.validate import Checkpoint, Signature, resolve
+from lockstep.fleet.control.desired import Desired
+from lockstep.fleet.update.proof import Proof, reference_of
+from lockstep.tokens.errors import BadRequest, Conflict, LockstepError
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """What to load and how it is proved. `path` and `digest` are those of a checkpoint."""
+
+    source: Source
+    proof: Proof
+    path: str | None = None
+    digest: str | None = None
+
+
+class Weights:
+    """Reads what an update asks for. `model_dir` is where the first weights are, if known."""
+
+    def __init__(self, roots: Sequence[Path], model_dir: Path | None) -> None:
+        self._roots = roots
+        self._model_dir = model_dir
+        self._signature: Signature | None = None
+        self._first: str | None = None
+
+    async def read(
+        self, weight_dir: str | None, source: Source | None, version: str, desired: Desired
+    ) -> NewWeights | None:
+        """The new weights, or None when exactly these are served under that label already.
+
+        Raises Conflict for a label that means other weights, and what is wrong with a checkpoint.
+        """
+        if weight_dir is None:
+            if source is None:
+                raise BadRequest("there is no source of weights", param="weight_dir")
+            if version in desired.agreed:
+                raise _taken(version)
+            return NewWeights(source, Proof())
+        path = resolve(weight_dir, self._roots)
+        found = await asyncio.to_thread(
+            Checkpoint.validate, path, await self._served(desired), roots=self._roots
+        )
+        if version in desired.agreed:
+            if desired.digests.get(version) != found.digest:
+                raise _taken(version)
+            if version == desired.version:
+                return None
+        now = await self._digest(desired)
+        proof = Proof(reference_of(found.probe), tensors=found.tensors, same=found.digest == now)
+        return NewWeights(Source(directory=path), proof, str(path), found.digest)
+
+    async def _served(self, desired: Desired) -> Signature | None:
+        """What the weights of the served model look like, where that is known."""
+        where = self._model_dir or desired.checkpoint
+        if self._signature is None and where is not None:
+            with suppress(LockstepError):  # the workers themselves check too
+                self._signature = await asyncio.to_thread(Signature.of, Path(where))
+        return self._signature
+
+    async def _digest(self, desired: Desired) -> str | None:
+        """What identifies the served weights, where that is known."""
+        if len(desired.agreed) == 1 and self._first is None and self._model_dir is not None:
+            here = self._model_dir.resolve()
+            with suppress(LockstepError):
+                first = await asyncio.to_thread(Checkpoint.validate, here, roots=(here,))
+                self._first = first.digest
+        if len(desired.agreed) == 1 and desired.checkpoint is None:
+            return self._first
+        return desired.digests.get(desired.version or "")
+
+
+def _taken(version: str) -> Conflict:
+    return Conflict(
+        f"version {version!r} has been served with other weights, or with weights of which nobody "
+        "can tell: other weights need another label",
+        param="version",
+    )

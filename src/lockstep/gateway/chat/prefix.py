@@ -1,0 +1,209 @@
+"""Prompts that must start with ids the caller kept: NeMo-RL's prefix, NeMo-Gym's messages.
+
+Both say: these ids are the conversation up to the last assistant turn. What follows them comes
+from the bridge, and ids that cannot be of these messages are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from lockstep.render import Renderer, plain_messages, plain_tools
+from lockstep.render.messages import Plain
+from lockstep.tokens.errors import BadRequest, BadTokenId, PrefixBreak
+from lockstep.tokens.ids import check_ids
+from lockstep.protocol.openai.chat_request import ChatRequest
+
+PROMPT, SAMPLED, LOGPROBS = "prompt_token_ids", "generation_token_ids", "generation_log_probs"
+PLACES = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The ids of a turn as its caller kept them; `field` is where they came from."""
+
+    field: str
+    prompt_ids: list[int]
+    completion_ids: list[int]
+
+
+def bare_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages without the ids that some of them carry: those are for nobody to read."""
+    if not _any_kept(messages):
+        return list(messages)
+    kept = (PROMPT, SAMPLED, LOGPROBS)
+    return [
+        {key: value for key, value in message.items() if key not in kept}
+        if SAMPLED in message or PROMPT in message
+        else message
+        for message in messages
+    ]
+
+
+def _any_kept(messages: Sequence[dict[str, Any]]) -> bool:
+    return any(
+        SAMPLED in message or PROMPT in message or LOGPROBS in message for message in messages
+    )
+
+
+def kept_by_messages(messages: Sequence[dict[str, Any]]) -> Kept | None:
+    """The ids on the last assistant message, each turn's checked against those before it.
+
+    Raises BadRequest when only a part is there, when lengths differ, or when a turn's prompt does
+    not start with the ids of the turn before.
+    """
+    if not _any_kept(messages):
+        return None
+    last: Kept | None = None
+    for at, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        here = _kept_by(message, f"messages[{at}]")
+        if here is None:
+            if last is not None:
+                raise BadRequest(
+                    f"messages[{at}] carries no token ids, but an assistant message before it "
+                    f"does: send {PROMPT}, {SAMPLED} and {LOGPROBS} with the last one",
+                    param=f"messages[{at}]",
+                )
+            continue
+        if last is not None:
+            before = last.prompt_ids + last.completion_ids
+            if here.prompt_ids[: len(before)] != before:
+                raise BadRequest(
+                    f"{here.field}.{PROMPT} does not start with the {len(before)} ids of the turn "
+                    "before it: these are not turns of one conversation",
+                    param=f"{here.field}.{PROMPT}",
+                )
+        last = here
+    return last
+
+
+def _kept_by(message: dict[str, Any], where: str) -> Kept | None:
+    given = {key: message.get(key) for key in (PROMPT, SAMPLED, LOGPROBS)}
+    missing = [key for key, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise BadRequest(
+            f"{where}.{missing[0]} is missing: {PROMPT}, {SAMPLED} and {LOGPROBS} come together",
+            param=f"{where}.{missing[0]}",
+        )
+    prompt, sampled = _ids(given[PROMPT], where, PROMPT), _ids(given[SAMPLED], where, SAMPLED)
+    scores = given[LOGPROBS]
+    if not isinstance(scores, list) or len(scores) != len(sampled):
+        raise BadRequest(
+            f"{where}.{LOGPROBS} does not have one entry for each of {len(sampled)} ids in "
+            f"{SAMPLED}",
+            param=f"{where}.{LOGPROBS}",
+        )
+    check_ids(prompt, PLACES, f"{where}.{PROMPT}")
+    if sampled:
+        check_ids(sampled, PLACES, f"{where}.{SAMPLED}")
+    return Kept(where, prompt, sampled)
+
+
+def _ids(value: Any, where: str, key: str) -> list[int]:
+    try:
+        return msgspec.convert(value, list[int])
+    except msgspec.ValidationError as error:
+        raise BadTokenId(f"{where}.{key}: {error}", param=f"{where}.{key}") from None
+
+
+def prefixed(asked: ChatRequest, kept: Kept | None, renderer: Renderer) -> list[int]:
+    """The kept ids and what follows them.
+
+    Raises BadRequest when they cannot be of these messages, PrefixBreak when the chat format has
+    no exact way on from them.
+    """
+    messages, tools = plain_messages(bare_messages(asked.messages)), plain_tools(asked.tools)
+    turn = max(
+        (at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1
+    )
+    required = asked.required_prefix_token_ids
+    if turn < 0 or turn + 1 == len(messages):
+        field = "required_prefix_token_ids" if kept is None else kept.field
+        raise BadRequest(
+            f"{field}: the ids end with an assistant turn, so the messages must hold one, and new "
+            "messages after it",
+            param=field,
+        )
+    if kept is None:
+        kept = _split(required or [], messages, turn, tools, renderer)
+    elif required is not None and required != kept.prompt_ids + kept.completion_ids:
+        raise BadRequest(
+            f"required_prefix_token_ids are not the ids that {kept.field} carries: send one of "
+            "them",
+            param="required_prefix_token_ids",
+        )
+    _check_fits(kept, messages, turn, tools, renderer)
+    after_tool = any(message["role"] == "tool" for message in messages[:turn])
+    extension = renderer.extend(
+        kept.prompt_ids, kept.completion_ids, messages[turn + 1 :], tools, after_tool=after_tool
+    )
+    if extension is None:
+        raise PrefixBreak(
+            "the chat format gives no exact way from these ids to the new messages",
+            cause="no_bridge",
+            param=kept.field,
+        )
+    return [*kept.prompt_ids, *kept.completion_ids, *extension]
+
+
+def _split(
+    ids: list[int], messages: list[Plain], turn: int, tools: list[Plain] | None, renderer: Renderer
+) -> Kept:
+    """Where the last assistant turn begins: after the last place that opens one."""
+    before = messages[:turn] or [{"role": "user", "content": ""}]
+    closed = renderer.render_plain(before, tools, ask=False)
+    opening = renderer.render_plain(before, tools, ask=True)[len(closed) :]
+    for at in range(len(ids) - len(opening), -1, -1):
+        if opening and ids[at : at + len(opening)] == opening:
+            cut = at + len(opening)
+            return Kept("required_prefix_token_ids", ids[:cut], ids[cut:])
+    raise BadRequest(
+        f"required_prefix_token_ids hold no assistant turn: {renderer.decode(opening)!r} opens one",
+        param="required_prefix_token_ids",
+    )
+
+
+def _check_fits(
+    kept: Kept, messages: list[Plain], turn: int, tools: list[Plain] | None, renderer: Renderer
+) -> None:
+    """Raises BadRequest when the ids do not say what the messages say.
+
+    The opening of a conversation is always the template's; what was sampled need not be.
+    """
+    first = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
+    if first:
+        opening = renderer.render_plain(messages[:first], tools, ask=True)
+        if kept.prompt_ids[: len(opening)] != opening:
+            raise BadRequest(
+                f"{kept.field}: the ids do not start with the {len(opening)} ids of the messages "
+                "before the first assistant turn (or the tools are others)",
+                param=kept.field,
+            )
+    written = renderer.decode(kept.prompt_ids)
+    for at, message in enumerate(messages[:turn]):
+        said = (message.get("content") or "").strip()
+        if message["role"] == "user" and said not in written:
+            raise _misfit(kept, at, "content")
+    sampled, answer = renderer.decode(kept.completion_ids), messages[turn]
+    content = (answer.get("content") or "").rpartition("</think>")[2].strip()
+    if content not in sampled:
+        raise _misfit(kept, turn, "content")
+    for call in answer.get("tool_calls", ()):
+        if call["function"]["name"] not in sampled:
+            raise _misfit(kept, turn, "tool_calls")
+
+
+def _misfit(kept: Kept, at: int, what: str) -> BadRequest:
+    return BadRequest(
+        f"{kept.field}: the ids do not hold the {what} of messages[{at}], so they are not of these "
+        "messages",
+        param=kept.field,
+    )

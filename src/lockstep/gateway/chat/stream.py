@@ -1,0 +1,199 @@
+"""A streamed chat answer: chunks that add up to the whole one, token for token.
+
+Text that may still turn out to be a tag or a tool call is held back, and its tokens and logprobs
+with it. The last chunk of each choice comes after the turn was stored in its session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from time import time
+from typing import Any
+
+from lockstep.fleet.routing.pool import Pool, Worker
+from lockstep.gateway.chat.turn import ChatTurn, said
+from lockstep.http import sse
+from lockstep.render.streaming_parser import Part, Unfolding
+from lockstep.tokens import Completion
+from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
+from lockstep.protocol.openai import chat_response as wire
+from lockstep.protocol.common.response import Delta
+from lockstep.protocol.vllm.generate_response import usage_of
+from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.dynamo.nvext import Extension
+
+
+class _Progress:
+    """How far one choice is: what came, what was sent."""
+
+    def __init__(self, unfolding: Unfolding) -> None:
+        self.unfolding = unfolding
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.sent = 0
+        self.scored = 0
+        self.calls = 0
+
+    def add(self, delta: Delta) -> Part:
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        return self.unfolding.feed(delta.token_ids)
+
+    def complete(self, done: Completion) -> None:
+        """Takes the finished choice over. Raises Misaligned when it is not what was streamed."""
+        count = len(self.token_ids)
+        if done.token_ids[:count] != self.token_ids or (
+            len(self.logprobs) == count and done.logprobs[:count] != self.logprobs
+        ):
+            raise Misaligned(
+                f"choice {done.index}: the {count} tokens that were streamed are not those the "
+                "finished answer begins with"
+            )
+        self.token_ids, self.logprobs = done.token_ids, done.logprobs
+
+
+class ChatStream:
+    """The events of one turn: `start` waits for the first tokens, `events` brings them all."""
+
+    def __init__(self, turn: ChatTurn, pool: Pool) -> None:
+        self._turn = turn
+        self._shape = turn.shape
+        self._worker: str | None = None
+        self._items: AsyncGenerator[Delta | Completion, None] = pool.stream(turn.route, self._open)
+        self._first: Delta | Completion | None = None
+        self._first_at: float | None = None
+        self._choices = [_Progress(turn.unfolding()) for _ in range(turn.ask.sampling.n)]
+
+    def _open(self, worker: Worker) -> AsyncIterator[Delta | Completion]:
+        self._worker = worker.id
+        return worker.stream(self._turn.ask)
+
+    async def start(self) -> None:
+        """Returns when there is something to send; raises what kept the worker from it."""
+        self._first = await anext(self._items, None)
+        self._first_at = time()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        async with aclosing(self._items):
+            for index in range(len(self._choices)):
+                yield sse.event(self._opening(index))
+            done: list[Completion] = []
+            item = self._first
+            while item is not None:
+                if isinstance(item, Completion):
+                    done.append(item)
+                elif part := self._progress(item).add(item):
+                    yield sse.event(self._chunk(item.index, part))
+                item = await anext(self._items, None)
+        for chunk in await self._ended(done):
+            yield sse.event(chunk)
+
+    def _progress(self, delta: Delta) -> _Progress:
+        if not 0 <= delta.index < len(self._choices):
+            raise ContractError(
+                f"{len(self._choices)} choices were asked for, but tokens of choice {delta.index} "
+                "came"
+            )
+        return self._choices[delta.index]
+
+    async def _ended(self, done: list[Completion]) -> list[wire.Body]:
+        """The last chunks: what was held back, how each choice ended, and the usage."""
+        if sorted(one.index for one in done) != list(range(len(self._choices))):
+            raise MissingFinish(
+                f"the stream ended with {len(done)} of {len(self._choices)} choices finished"
+            )
+        turns, rest = [], {}
+        for one in done:
+            choice = self._choices[one.index]
+            choice.complete(one)
+            answer, rest[one.index] = choice.unfolding.finish(one.token_ids)
+            turns.append(said(one, answer))
+        chunks = [
+            self._chunk(each.completion.index, rest[each.completion.index], each)
+            for each in await self._turn.commit(turns)
+        ]
+        if self._turn.asked.include_usage:
+            tokens = sum(len(choice.token_ids) for choice in self._choices)
+            chunk = self._body([])
+            chunk.usage = usage_of(len(self._turn.ask.prompt_ids), tokens)
+            chunks.append(chunk)
+        return chunks
+
+    def _opening(self, index: int) -> wire.Body:
+        delta = wire.Message(role="assistant", content="")
+        chunk = self._body([wire.Choice(index=index, delta=delta)])
+        if self._shape.token_ids and index == 0:
+            chunk.prompt_token_ids = as_list(self._turn.ask.prompt_ids)
+        return chunk
+
+    def _chunk(self, index: int, part: Part, end: wire.Said | None = None) -> wire.Body:
+        """What is new in a choice: its text, and every token since the chunk before."""
+        shape, choice = self._shape, self._choices[index]
+        new_ids = choice.token_ids[choice.sent :]
+        choice.sent = len(choice.token_ids)
+        item = wire.Choice(
+            index=index, delta=self._delta(choice, part), logprobs=self._scores(choice, end)
+        )
+        if shape.token_ids:
+            item.token_ids = new_ids
+        chunk = self._body([item])
+        if end is not None:
+            wire.ending(shape, item, end)
+            done = end.completion
+            chunk.system_fingerprint = wire.fingerprint(done)
+            if shape.prompt_logprobs and index == 0:
+                chunk.prompt_logprobs = wire.prompt_entries(shape, done.prompt_logprobs)
+            if shape.wanted:
+                timing = self._turn.timing(self._first_at)
+                chunk.nvext = wire.extension(
+                    shape, done, new_ids, worker=self._worker, timing=timing
+                )
+        elif "completion_token_ids" in shape.wanted:
+            chunk.nvext = Extension(completion_token_ids=new_ids)
+        return chunk
+
+    def _scores(self, choice: _Progress, end: wire.Said | None) -> wire.Logprobs | None:
+        """Entries for the tokens that have none yet. Alternatives are only known at the end."""
+        shape = self._shape
+        early = not shape.top and len(choice.logprobs) == len(choice.token_ids)
+        if not shape.logprobs or (end is None and not early):
+            return None
+        start, choice.scored = choice.scored, len(choice.token_ids)
+        tops = None if end is None else end.completion.top_logprobs
+        return wire.entries(
+            shape,
+            choice.token_ids[start:],
+            choice.logprobs[start:],
+            None if tops is None else tops[start:],
+        )
+
+    def _delta(self, choice: _Progress, part: Part) -> wire.Message:
+        delta = wire.Message()
+        if part.content:
+            delta.content = part.content
+        if part.reasoning and self._shape.reasoning:
+            delta.reasoning = delta.reasoning_content = part.reasoning
+        if part.calls:
+            calls: list[Any] = [
+                {
+                    "index": choice.calls + at,
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for at, call in enumerate(part.calls)
+            ]
+            choice.calls += len(calls)
+            delta.tool_calls = calls
+        return delta
+
+    def _body(self, choices: list[wire.Choice]) -> wire.Body:
+        shape = self._shape
+        return wire.Body(
+            id=shape.id,
+            object="chat.completion.chunk",
+            created=shape.created,
+            model=shape.model,
+            choices=choices,
+        )

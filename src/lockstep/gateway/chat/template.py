@@ -1,0 +1,127 @@
+"""Renderers with the template variables of a request, each made once and kept while it is used."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from typing import Any
+
+from lockstep.gateway.models import Book
+from lockstep.render import Renderer
+from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.protocol.openai.chat_request import ChatRequest
+
+KEPT = 32
+"""Variants in memory; callers choose the values, so there must be an end to them."""
+OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
+RESERVED = ("messages", "conversation", "tools", "documents", "chat_template", "tokenize",
+            "return_dict", "return_tensors", "padding", "truncation", "max_length")  # fmt: skip
+
+
+class Variants:
+    """The model's renderer, and those that differ from it in template variables."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self._made: OrderedDict[str, Renderer] = OrderedDict()
+
+    async def of(self, asked: ChatRequest) -> Renderer:
+        """The renderer for a request.
+
+        Raises BadRequest for variables that contradict a field, UnsupportedField for those that
+        the model's template does not have.
+        """
+        base = await self._book.renderer()
+        if not asked.chat_template_kwargs and asked.reasoning_effort is None:
+            return base
+        kwargs = variables(asked, base.template.source)
+        if not kwargs:
+            return base
+        key = json.dumps(kwargs, sort_keys=True)
+        found = self._made.get(key)
+        if found is None:
+            found = await base.offload(_variant, base, kwargs)
+            self._made[key] = found
+            if len(self._made) > KEPT:
+                self._made.popitem(last=False)
+        self._made.move_to_end(key)
+        return found
+
+
+def variables(asked: ChatRequest, source: str) -> dict[str, Any]:
+    """The template variables that a request sets."""
+    kwargs = dict(asked.chat_template_kwargs or {})
+    for name in OWN_FIELDS:
+        if name not in kwargs:
+            continue
+        given, field = kwargs.pop(name), getattr(asked, name)
+        if name == "add_generation_prompt":
+            field = field is not False
+        elif name == "continue_final_message":
+            field = bool(field)
+        elif field is None:
+            # A template variable by its own right, if no field says otherwise.
+            kwargs[name] = field = given
+        if given != field:
+            raise BadRequest(
+                f"chat_template_kwargs.{name} is {given!r}, but the field {name} is {field!r}: "
+                "give it in one place",
+                param=f"chat_template_kwargs.{name}",
+            )
+    if asked.reasoning_effort is not None:
+        kwargs |= _effort(asked.reasoning_effort, kwargs, source)
+    for name in kwargs:
+        if name in RESERVED:
+            raise BadRequest(
+                f"chat_template_kwargs.{name} is not a template variable that may be set: use the "
+                "field of the request",
+                param=f"chat_template_kwargs.{name}",
+            )
+        if not _mentions(source, name):
+            raise UnsupportedField(
+                f"chat_template_kwargs.{name} has no effect: the chat template of this model has "
+                "no such variable; leave it out",
+                param=f"chat_template_kwargs.{name}",
+            )
+    return kwargs
+
+
+def _effort(effort: str, kwargs: dict[str, Any], source: str) -> dict[str, Any]:
+    """The variables that stand for a reasoning effort in this template."""
+    if _mentions(source, "reasoning_effort"):
+        return {"reasoning_effort": effort}
+    if effort == "none" and _mentions(source, "enable_thinking"):
+        if kwargs.get("enable_thinking", False) is not False:
+            raise BadRequest(
+                "reasoning_effort is 'none', but chat_template_kwargs.enable_thinking is "
+                f"{kwargs['enable_thinking']!r}",
+                param="reasoning_effort",
+            )
+        return {"enable_thinking": False}
+    raise UnsupportedField(
+        f"reasoning_effort is {effort!r}, but the chat template of this model cannot be told how "
+        "much to think: leave it out",
+        param="reasoning_effort",
+    )
+
+
+def _mentions(source: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", source) is not None
+
+
+def _variant(base: Renderer, kwargs: dict[str, Any]) -> Renderer:
+    try:
+        return Renderer(
+            base.tokenizer,
+            thinking=base.thinking,
+            family=base.family,
+            template_kwargs={**base.template.kwargs, **kwargs},
+            stop_token_ids=base.stop_token_ids,
+        )
+    except ValueError as error:
+        # The chat format knows the variable, and that it cannot have this value.
+        why = " ".join(line.strip() for line in str(error).splitlines()[:3])
+        raise BadRequest(
+            f"chat_template_kwargs cannot be used: {why}", param="chat_template_kwargs"
+        ) from error

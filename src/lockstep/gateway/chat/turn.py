@@ -1,0 +1,90 @@
+"""One chat request on its way: what was asked, where it goes, and how its answer is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import time
+from typing import Any
+from urllib.parse import quote
+
+from lockstep.fleet.routing.affinity import Route
+from lockstep.gateway.sessions.sessions import Session
+from lockstep.render import Answer, Plan, Renderer
+from lockstep.render.streaming_parser import Unfolding
+from lockstep.render.reading import read_completion_async
+from lockstep.tokens import Completion
+from lockstep.tokens.errors import Misaligned
+from lockstep.protocol.common.request import Ask
+from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.protocol.openai.chat_response import Said, Shape
+from lockstep.protocol.dynamo.nvext import Timing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTurn:
+    """A request that is ready to be sent. `headers` are those of its response."""
+
+    asked: ChatRequest
+    ask: Ask
+    route: Route
+    renderer: Renderer
+    session: Session | None
+    plan: Plan | None
+    shape: Shape
+    received: float
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.plan is not None:
+            self.headers["x-lockstep-bridged"] = "true" if self.plan.bridged else "false"
+            if self.plan.cause is not None:
+                self.headers["x-lockstep-break"] = self.plan.cause
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """The tools whose calls are read out of the answer."""
+        return self.asked.tools if self.asked.calls_tools else None
+
+    def unfolding(self) -> Unfolding:
+        return Unfolding(
+            self.renderer, self.tools, self.ask.prompt_ids, verbatim=self.asked.continues
+        )
+
+    async def read(self, done: Completion) -> Said:
+        """What a completion says. Raises Misaligned when it is of another prompt."""
+        if done.prompt_ids is not self.ask.prompt_ids and done.prompt_ids != self.ask.prompt_ids:
+            raise Misaligned("the completion is of another prompt than the one that was sent")
+        answer = await read_completion_async(
+            self.renderer,
+            done.token_ids,
+            self.tools,
+            self.ask.prompt_ids,
+            verbatim=self.asked.continues,
+        )
+        return said(done, answer)
+
+    async def commit(self, choices: Sequence[Said]) -> list[Said]:
+        """Stores the turn in its session, before anybody sees it; the choices by index."""
+        ordered = sorted(choices, key=lambda each: each.completion.index)
+        if self.session is not None and self.plan is not None:
+            answers = [(each.completion, each.message) for each in ordered]
+            await self.session.commit(self.plan, answers)
+        versions = [span.version for each in ordered for span in each.completion.versions]
+        if versions:
+            self.headers["x-lockstep-versions"] = ",".join(
+                quote(version, safe="-._~:/@+=") for version in dict.fromkeys(versions)
+            )
+        return ordered
+
+    def timing(self, first: float | None) -> Timing:
+        """How long it took, in milliseconds; `first` is when the first token came."""
+        return Timing(
+            request_received_ms=int(self.received * 1000),
+            ttft_ms=None if first is None else (first - self.received) * 1000,
+            total_time_ms=(time() - self.received) * 1000,
+        )
+
+
+def said(done: Completion, answer: Answer) -> Said:
+    return Said(completion=done, message=answer.message(), finish=answer.finish(done.finish))

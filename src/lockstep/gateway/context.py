@@ -1,0 +1,58 @@
+"""What every face of the gateway stands on."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from lockstep.fleet.routing.pool import Pool
+from lockstep.gateway.models import Book
+from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.tokens.errors import BadRequest
+
+SESSION_ID = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """The fleet's workers, the models they serve, and the sessions that requests may join."""
+
+    pool: Pool
+    book: Book
+    sessions: Sessions
+    body_limit: int = 64 << 20
+
+
+def session_id(http: Request) -> str | None:
+    """The session a request joins: the header X-Session-ID, or the path /sessions/{session}/...
+
+    Raises BadRequest when both are given and differ, or when it cannot be an id.
+    """
+    header, path = http.headers.get("x-session-id"), http.path_params.get("session")
+    if header is not None and path is not None and header != path:
+        raise BadRequest(
+            f"X-Session-ID is {header!r}, but the path names session {path!r}: send one of them",
+            param="x-session-id",
+        )
+    given = path if header is None else header
+    if given is not None and not SESSION_ID.fullmatch(given):
+        raise BadRequest(
+            f"session id {given!r} is not valid: 1 to 200 letters, digits or ._:@=+-",
+            param="x-session-id",
+        )
+    return given
+
+
+def request_id(http: Request, given: str | None = None) -> str:
+    """The id of a request: the header X-Request-Id, else the body's, else a new one.
+
+    It is also put where error answers find it.
+    """
+    state = http.scope.setdefault("state", {})
+    known = state.get("request_id")
+    chosen: str = http.headers.get("x-request-id") or given or known or secrets.token_hex(12)
+    state["request_id"] = chosen
+    return chosen

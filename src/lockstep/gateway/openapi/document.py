@@ -1,0 +1,183 @@
+"""GET /openapi.json and GET /docs: every route and field, generated from the wire types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from lockstep.gateway.routes import completions
+from lockstep.gateway.openapi import page as docs_page
+from lockstep.gateway.routes import tokenize as text
+from lockstep.gateway.openapi.route_doc import Operation
+from lockstep.gateway.openapi.schemas import schemas_of
+from lockstep.http.handlers import json_response
+from lockstep.protocol.openai import chat_response as chat_answer
+from lockstep.protocol.vllm import generate_response as generate_answer
+from lockstep.protocol.vllm.abort import AbortRequest
+from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.protocol.vllm.generate_request import GenerateRequest
+
+__all__ = ["OPERATIONS", "OpenApiFace", "Operation", "describe"]
+
+TITLE = "Lockstep gateway"
+SESSION = "X-Session-ID"
+
+
+class Aborted(msgspec.Struct):
+    status: str
+    aborted: int
+
+
+class Health(msgspec.Struct):
+    status: str
+    workers: int
+    serving: int
+
+
+class ModelCard(msgspec.Struct):
+    """A served model, or an adapter whose `parent` is its base model."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int | None
+    weight_version: str | None
+    numerics: dict[str, Any] | None
+    permission: list[Any]
+
+
+class ModelList(msgspec.Struct):
+    object: str
+    data: list[ModelCard]
+
+
+class FaultDetail(msgspec.Struct):
+    """What went wrong. `code` is the HTTP status, `reason` a stable name, `param` the field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+    reason: str
+    request_id: str | None
+
+
+class Fault(msgspec.Struct):
+    error: FaultDetail
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation(
+        "POST", "/inference/v1/generate", GenerateRequest, generate_answer.Answer,
+        "Token ids in, token ids and logprobs out: vLLM's dialect.", streams=True, sessions=False,
+    ),
+    Operation(
+        "POST", "/inference/v1/abort_requests", AbortRequest, Aborted,
+        "Stops requests by id; says how many it stopped.", sessions=False,
+    ),
+    Operation(
+        "POST", "/v1/chat/completions", ChatRequest, chat_answer.Body,
+        "OpenAI's chat, with the extras of vLLM, Dynamo and NeMo.", streams=True,
+    ),
+    Operation(
+        "POST", "/v1/chat/completions/tokens", ChatRequest, chat_answer.Body,
+        "The same for a prompt that is ids, in `tokens`.", streams=True,
+    ),
+    *completions.OPERATIONS,
+    *text.OPERATIONS,
+    Operation("GET", "/v1/models", None, ModelList, "The base model, and its adapters."),
+    Operation("GET", "/v1/models/{model}", None, ModelCard, "One of them."),
+    Operation("GET", "/health", None, Health, "Whether any worker serves."),
+    Operation("GET", "/metrics", None, None, "Prometheus metrics.", sessions=False),
+)  # fmt: skip
+
+
+class OpenApiFace:
+    """The description of the data plane, made once from what it is given."""
+
+    def __init__(self, operations: Sequence[Operation] = OPERATIONS) -> None:
+        document = describe(operations)
+        self._json = msgspec.json.encode(document)
+        self._page = docs_page.page(document)
+        self.routes = [
+            Route("/openapi.json", self.description, methods=["GET"]),
+            Route("/docs", self.docs, methods=["GET"]),
+        ]
+
+    async def description(self, _: Request) -> Response:
+        return json_response(self._json)
+
+    async def docs(self, _: Request) -> Response:
+        return HTMLResponse(self._page)
+
+
+def describe(operations: Iterable[Operation]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of these routes."""
+    listed = list(operations)
+    structs = [each for one in listed for each in (one.request, one.response) if each is not None]
+    references, components = schemas_of([*structs, Fault])
+    paths: dict[str, Any] = {}
+    for one in listed:
+        for prefix in ("", "/sessions/{session}") if one.sessions else ("",):
+            method = paths.setdefault(prefix + one.path, {})
+            method[one.method.lower()] = _operation(one, prefix, references)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": TITLE, "version": _version()},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        # Either without a key, or with one where the gateway was given keys.
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(one: Operation, prefix: str, references: dict[Any, Any]) -> dict[str, Any]:
+    names = re.findall(r"{(\w+)}", prefix + one.path)
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in names
+    ]
+    if one.request is not None:
+        headers = ["X-Request-Id"] if prefix else ["X-Request-Id", SESSION]
+        parameters += [
+            {"name": name, "in": "header", "schema": {"type": "string"}} for name in headers
+        ]
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if one.response is not None:
+        content = {"application/json": {"schema": references[one.response]}}
+    if one.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    fault = {"application/json": {"schema": references[Fault]}}
+    found: dict[str, Any] = {
+        "summary": one.summary,
+        "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{prefix}{one.path}").strip("_"),
+        "parameters": parameters,
+        "responses": {
+            "200": {"description": "The answer.", "content": content},
+            "default": {"description": "What went wrong, and the way out.", "content": fault},
+        },
+    }
+    if one.request is not None:
+        body = {"application/json": {"schema": references[one.request]}}
+        found["requestBody"] = {"required": True, "content": body}
+    return found
+
+
+def _version() -> str:
+    try:
+        return version("lockstep-rl")
+    except PackageNotFoundError:
+        return "0"

@@ -1,0 +1,62 @@
+"""What is served, and whether it is: GET /health and GET /v1/models."""
+
+from __future__ import annotations
+
+from time import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lockstep.gateway.context import Gateway
+from lockstep.http.handlers import json_response
+from lockstep.tokens.errors import NotFound, Unavailable
+
+
+class StatusFace:
+    """Health of the fleet, and its models in OpenAI's and vLLM's shape."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._started = int(time())
+        self.routes = [
+            Route("/health", self.health),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+        ]
+
+    async def health(self, _: Request) -> Response:
+        states = [worker.state for worker in self._gateway.pool.workers]
+        if "serving" not in states:
+            raise Unavailable(f"none of {len(states)} workers is serving")
+        return json_response(
+            {"status": "ok", "workers": len(states), "serving": states.count("serving")}
+        )
+
+    async def models(self, _: Request) -> Response:
+        """The base model, then its adapters with their parent."""
+        cards = await self._cards()
+        return json_response({"object": "list", "data": list(cards.values())})
+
+    async def model(self, http: Request) -> Response:
+        name, cards = http.path_params["model"], await self._cards()
+        if name not in cards:
+            raise NotFound(f"the model {name!r} does not exist; served are {', '.join(cards)}")
+        return json_response(cards[name])
+
+    async def _cards(self) -> dict[str, dict[str, object]]:
+        return {
+            card.id: {
+                "id": card.id,
+                "object": "model",
+                "created": self._started,
+                "owned_by": "lockstep",
+                "root": card.id,
+                "parent": card.parent,
+                "max_model_len": card.max_model_len,
+                "weight_version": card.weight_version,
+                "numerics": None if card.numerics is None else card.numerics.to_json(),
+                "permission": [],
+            }
+            for card in await self._gateway.book.cards(fresh=True)
+        }

@@ -1,0 +1,162 @@
+"""The legacy shape of a completion: its text, and logprobs keyed by token strings.
+
+Strings can lose what ids keep. Here they do not: bytes that are no whole character are spelled
+out, and of two tokens with one string the second is named by its id.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from lockstep.render import Renderer
+from lockstep.tokens import PromptLogprob, Ranked
+from lockstep.tokens.errors import BadTokenId
+from lockstep.protocol.common.response import TOKEN_PREFIX
+from lockstep.protocol.openai.completions import LegacyLogprobs
+from lockstep.protocol.vllm.generate_response import PromptEntry, PromptLogprobs
+
+
+class Spelling:
+    """How token ids are written: as text, or as `token_id:N`; special tokens kept or left out."""
+
+    def __init__(self, renderer: Renderer, *, as_ids: bool, keep_special: bool) -> None:
+        self._renderer = renderer
+        self._as_ids = as_ids
+        self._silent = frozenset() if keep_special else special_ids(renderer)
+
+    def name(self, token: int) -> str:
+        """The string of a token; ids that only pad the vocabulary have none and keep their id."""
+        if self._as_ids:
+            return f"{TOKEN_PREFIX}{token}"
+        return self.decoded(token) or f"{TOKEN_PREFIX}{token}"
+
+    def decoded(self, token: int) -> str | None:
+        try:
+            return self._renderer.pieces.piece(token).text
+        except BadTokenId:
+            return None
+
+    def data(self, token: int) -> bytes:
+        """What a sampled token adds to the text."""
+        return b"" if token in self._silent else self._bytes(token)
+
+    def prompt_data(self, ids: Sequence[int], text: str | None) -> list[bytes]:
+        """What each prompt token adds to the echo; nothing, if the tokenizer put it there itself.
+
+        `text` is the prompt where it came as text.
+        """
+        written = [self._bytes(token) for token in ids]
+        if text is None or b"".join(written).decode(errors="replace") == text:
+            return written
+        plain = self._renderer.encode(text)
+        for start in range(len(ids) - len(plain) + 1):
+            if list(ids[start : start + len(plain)]) == plain:
+                end = start + len(plain)
+                return [data if start <= at < end else b"" for at, data in enumerate(written)]
+        return written
+
+    def tops(self, own: tuple[int, float], others: Iterable[Ranked]) -> dict[str, float]:
+        """The token itself and its alternatives."""
+        found = {self.name(own[0]): own[1]}
+        for other in others:
+            if other.token_id == own[0]:
+                continue
+            name = self.name(other.token_id)
+            if name in found:
+                name = f"{TOKEN_PREFIX}{other.token_id}"
+            found[name] = other.logprob
+        return found
+
+    def prompt_field(self, prompt: Sequence[PromptLogprob | None] | None) -> PromptLogprobs | None:
+        """vLLM's `prompt_logprobs`: the prompt token's own entry first, then the alternatives."""
+        if prompt is None:
+            return None
+        result: PromptLogprobs = []
+        for entry in prompt:
+            if entry is None:
+                result.append(None)
+                continue
+            place = {str(entry.token_id): self._prompt_entry(entry)}
+            for other in entry.top:
+                place.setdefault(str(other.token_id), self._prompt_entry(other))
+            result.append(place)
+        return result
+
+    def _bytes(self, token: int) -> bytes:
+        try:
+            return self._renderer.pieces.data(token)
+        except BadTokenId:
+            # An id that only pads the vocabulary: the engine takes it, and it says nothing.
+            return b""
+
+    def _prompt_entry(self, entry: PromptLogprob | Ranked) -> PromptEntry:
+        return PromptEntry(entry.logprob, entry.rank, self.decoded(entry.token_id))
+
+
+class LegacyText:
+    """The text of one choice as it grows, and where in it each token begins."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        self._spelling = spelling
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._length = 0
+        self._fresh: list[str] = []
+        self._logprobs = LegacyLogprobs([], [], [], [])
+
+    def add_prompt(
+        self,
+        ids: Sequence[int],
+        written: Sequence[bytes],
+        logprobs: Sequence[PromptLogprob | None] | None,
+    ) -> None:
+        """The echo of a prompt. Its first token has no logprob."""
+        entries = logprobs if logprobs is not None else [None] * len(ids)
+        for token, data, entry in zip(ids, written, entries, strict=True):
+            if entry is None:
+                self._add(token, data, None, None)
+            else:
+                own = (entry.token_id, entry.logprob)
+                self._add(token, data, entry.logprob, self._spelling.tops(own, entry.top))
+
+    def add(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        tops: Sequence[tuple[Ranked, ...]] | None = None,
+    ) -> None:
+        for at, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+            others = tops[at] if tops is not None else ()
+            named = self._spelling.tops((token, logprob), others)
+            self._add(token, self._spelling.data(token), logprob, named)
+
+    def take(self, *, last: bool = False) -> tuple[str, LegacyLogprobs]:
+        """What is new since the last time; a character whose bytes are not all in waits."""
+        if last:
+            self._emit(self._decoder.decode(b"", True))
+        text, logprobs = "".join(self._fresh), self._logprobs
+        self._fresh, self._logprobs = [], LegacyLogprobs([], [], [], [])
+        return text, logprobs
+
+    def _add(
+        self, token: int, data: bytes, logprob: float | None, tops: dict[str, float] | None
+    ) -> None:
+        new = self._logprobs
+        new.text_offset.append(self._length)
+        new.token_logprobs.append(logprob)
+        new.tokens.append(self._spelling.name(token))
+        new.top_logprobs.append(tops)
+        self._emit(self._decoder.decode(data))
+
+    def _emit(self, text: str) -> None:
+        self._length += len(text)
+        self._fresh.append(text)
+
+
+@lru_cache(maxsize=64)
+def special_ids(renderer: Renderer) -> frozenset[int]:
+    """The tokens that mark up a prompt and are no part of what is said."""
+    added = getattr(renderer.tokenizer, "added_tokens_decoder", {})
+    marked = (int(at) for at, token in added.items() if getattr(token, "special", True))
+    return frozenset((*marked, *getattr(renderer.tokenizer, "all_special_ids", ())))

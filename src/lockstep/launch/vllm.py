@@ -1,0 +1,203 @@
+"""vLLM servers as child processes: one that says when it is ready, and a supervisor of several.
+
+`python -m lockstep.launch.vllm PARENT PYTHON MODEL PORT [vLLM options]` runs one server,
+unpatched, with the flags and environment that Lockstep needs, and ends with it or with PARENT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from asyncio.subprocess import Process
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from lockstep.launch.workers import Child, Supervisor
+from lockstep.http.server import say_ready
+from lockstep.models import bundled
+from lockstep.tokens.errors import BadRequest
+from lockstep.launch.parent_death import PR_SET_PDEATHSIG, hold
+
+HEALTH_SECONDS = 180.0
+"""Most of a start is three processes that import torch, one after the other."""
+POLL_SECONDS = 0.25
+KILL_SECONDS = 10.0
+EXTENSION = "lockstep.backends.vllm.extension.worker.LockstepWorker"
+TRANSFER = '{"backend": "lockstep"}'
+OURS = ("--host", "--port", "--model", "--weight-transfer-config")
+
+
+class VllmServers(Supervisor):
+    """`count` vLLM servers of `model`. `arguments` are vLLM's own, added to each command."""
+
+    def __init__(
+        self, model: str, count: int, *, python: Path, arguments: Sequence[str] = (), **how: object
+    ) -> None:
+        check_arguments(arguments)
+        super().__init__(model, count, admin_token="", arguments=arguments, **how)  # type: ignore[arg-type]
+        self._python = python
+
+    async def _spawn(self, child: Child) -> Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "lockstep.launch.vllm", str(os.getpid()),
+            str(self._python), self._model, child.url.rpartition(":")[2], *self._arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def find_python(given: str | None, near: Path | None = None) -> Path:
+    """The interpreter of the environment that has vLLM: the one given (LOCKSTEP_VLLM_PYTHON), or
+    that of .venv-vllm in this directory. Raises BadRequest when there is none."""
+    path = Path(given) if given else (near or Path.cwd()) / ".venv-vllm/bin/python"
+    found = shutil.which(path)
+    if found is None:
+        raise BadRequest(
+            f"there is no vLLM at {path}: run scripts/install-vllm.sh, or set LOCKSTEP_VLLM_PYTHON "
+            "to the python of an environment that has vllm and lockstep-rl",
+            param="LOCKSTEP_VLLM_PYTHON",
+        )
+    return Path(found)
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raises BadRequest for an option that Lockstep sets itself."""
+    for one in arguments:
+        name = one.partition("=")[0]
+        if name in OURS:
+            raise BadRequest(f"{name} is set by lockstep: leave it out", param=name)
+
+
+def command(
+    python: str, model: str, port: str, arguments: Sequence[str], *, cpu: bool
+) -> list[str]:
+    """How the server is started. Options in `arguments` come last, and so beat the defaults."""
+    path = bundled(model) or Path(model)
+    return [
+        python, "-m", "vllm.entrypoints.openai.api_server",
+        "--host", "127.0.0.1", "--port", port,
+        "--model", str(path.resolve() if path.is_dir() else model),
+        "--served-model-name", path.name if path.is_dir() else model,
+        "--enable-scale-out",
+        "--worker-extension-cls", EXTENSION,
+        "--weight-transfer-config", TRANSFER,
+        *(("--enforce-eager",) if cpu else ()),  # see TORCHDYNAMO_DISABLE
+        *arguments,
+    ]  # fmt: skip
+
+
+def environment(base: Mapping[str, str], arguments: Sequence[str], *, cpu: bool) -> dict[str, str]:
+    """What the server needs in its environment; what is set already stays."""
+    needed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if "--enable-lora" in arguments:
+        needed["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if cpu:
+        # Without the first, the first request with logprobs waits for a compiler; a model that is
+        # to be compiled does not start with it, so that is switched off too. Without the second,
+        # vLLM would take most of the machine's memory.
+        needed |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return {**needed, **base}
+
+
+def is_for_cpu(python: str) -> bool:
+    """Whether the vLLM of that environment is the build for CPUs."""
+    ask = "import importlib.metadata as m; m.version('vllm-cpu')"
+    return not subprocess.run([python, "-c", ask], capture_output=True, check=False).returncode
+
+
+class Server:
+    """One vLLM server, with the processes it starts itself."""
+
+    def __init__(
+        self,
+        python: str,
+        model: str,
+        port: str,
+        arguments: Sequence[str],
+        *,
+        environ: Mapping[str, str] = os.environ,
+        log: IO[str] | None = None,
+    ) -> None:
+        check_arguments(arguments)
+        self.url = f"http://127.0.0.1:{port}"
+        cpu = is_for_cpu(python)
+        self.process = subprocess.Popen(
+            command(python, model, port, arguments, cpu=cpu),
+            env=environment(environ, arguments, cpu=cpu),
+            stdin=subprocess.DEVNULL,
+            stdout=log or sys.stderr,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+
+    def wait_healthy(self, seconds: float = HEALTH_SECONDS) -> bool:
+        """True when it serves; False when it ended, or takes longer."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None and time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return True
+            except (urllib.error.URLError, TimeoutError, ConnectionError):
+                time.sleep(POLL_SECONDS)
+        return False
+
+    def stop(self, seconds: float = KILL_SECONDS) -> int:
+        """Asks it to end, and kills what is left of it after `seconds`."""
+        self.process.terminate()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+        finally:
+            self.kill()
+        return self.process.wait()
+
+    def kill(self) -> None:
+        """Ends every process of the server, also those that outlived the first."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # all have ended by themselves
+
+
+def _end_with_parent() -> None:
+    # SIGTERM, not SIGKILL: the server then ends the processes that it has started.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parent, python, model, port, *more = arguments
+    hold(int(parent))
+    server = Server(python, model, port, more)
+
+    def stop(*_: object) -> None:
+        server.process.terminate()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides when it ends
+    try:
+        if not server.wait_healthy():
+            code = server.stop()
+            sys.stderr.write(
+                f"vLLM was not healthy after {HEALTH_SECONDS:g} s, or ended (code {code})\n"
+            )
+            return 1
+        say_ready(url=server.url)
+        return server.process.wait()
+    finally:
+        server.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

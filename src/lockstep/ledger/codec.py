@@ -1,0 +1,165 @@
+"""The turns of a session as bytes and back, for database rows."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from lockstep.render.messages import Message
+from lockstep.ledger.tree import IDS, LOGPROBS, Node
+from lockstep.tokens import Finish, LogprobMode, RoutedExperts, VersionSpan
+from lockstep.tokens.errors import BadRequest
+
+
+class _Experts(msgspec.Struct, array_like=True):
+    data: bytes
+    shape: tuple[int, int, int]
+    dtype: str
+    start: int
+
+
+class _Turn(msgspec.Struct, array_like=True):
+    """A node; `twin` is an earlier one with the same request, whose prompt is not repeated."""
+
+    parent: int | None
+    twin: int | None
+    given: tuple[Message, ...]
+    answer: Message
+    tools: bytes
+    prompt: bytes
+    sampled: bytes
+    logprobs: bytes
+    versions: list[tuple[str, int, int]]
+    finish: Finish
+    logprob_mode: LogprobMode
+    temperature: float
+    worker: str | None
+    adapter: str | None
+    request_id: str
+    experts: _Experts | None
+    continues: bool
+    after_tool: bool
+    thought: bool
+    breaks: tuple[str, ...]
+
+
+_TURN = msgspec.msgpack.Decoder(_Turn)
+
+
+def dump_turn(node: Node, siblings: Sequence[Node]) -> bytes:
+    """One turn for a row of its own; `siblings` are all turns with its parent, itself included."""
+    owner = next((each for each in siblings if each.prompt is node.prompt), node)
+    return msgspec.msgpack.encode(_turn(node, None if owner is node else owner.index))
+
+
+def load_turns(rows: Iterable[bytes]) -> list[tuple[Node, Node | None]]:
+    """The nodes of turns stored one by one, in order, each with the one it shares its prompt with.
+
+    Raises BadRequest when they are not the turns of a session.
+    """
+    try:
+        return _linked(_TURN.decode(row) for row in rows)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise BadRequest(f"a row is not a stored turn: {error}") from error
+
+
+def _linked(turns: Iterable[_Turn]) -> list[tuple[Node, Node | None]]:
+    nodes: list[tuple[Node, Node | None]] = []
+    for turn in turns:
+        for name, index in (("parent", turn.parent), ("twin", turn.twin)):
+            if index is not None and not 0 <= index < len(nodes):
+                raise BadRequest(
+                    f"turn {len(nodes)} of the stored session has {name} {index}, "
+                    "expected an earlier turn"
+                )
+        parent = nodes[turn.parent][0] if turn.parent is not None else None
+        twin = nodes[turn.twin][0] if turn.twin is not None else None
+        nodes.append((_node(len(nodes), turn, parent, twin), twin))
+    return nodes
+
+
+def _turn(node: Node, twin: int | None) -> _Turn:
+    experts = node.experts
+    return _Turn(
+        parent=node.parent.index if node.parent is not None else None,
+        twin=twin,
+        given=() if twin is not None else node.given,
+        answer=node.answer,
+        tools=b"" if twin is not None else node.tools,
+        prompt=b"" if twin is not None else _pack(node.prompt),
+        sampled=_pack(node.sampled),
+        logprobs=_pack(node.logprobs),
+        versions=[(span.version, span.start, span.end) for span in node.versions],
+        finish=node.finish,
+        logprob_mode=node.logprob_mode,
+        temperature=node.temperature,
+        worker=node.worker,
+        adapter=node.adapter,
+        request_id=node.request_id,
+        experts=None
+        if experts is None
+        else _Experts(bytes(experts.data), experts.shape, experts.dtype, experts.start),
+        continues=node.continues,
+        after_tool=node.after_tool,
+        thought=node.thought,
+        breaks=node.breaks,
+    )
+
+
+def _node(index: int, turn: _Turn, parent: Node | None, twin: Node | None) -> Node:
+    experts = turn.experts
+    sampled: array[int] = array(IDS)
+    logprobs: array[float] = array(LOGPROBS)
+    _unpack(sampled, turn.sampled)
+    _unpack(logprobs, turn.logprobs)
+    prompt = twin.prompt if twin is not None else array(IDS)
+    if twin is None:
+        _unpack(prompt, turn.prompt)
+    if len(sampled) != len(logprobs):
+        raise BadRequest(
+            f"turn {index} of the stored session has {len(sampled)} ids "
+            f"and {len(logprobs)} logprobs"
+        )
+    return Node(
+        index=index,
+        parent=parent,
+        start=parent.end if parent is not None else 0,
+        given=twin.given if twin is not None else turn.given,
+        answer=turn.answer,
+        tools=twin.tools if twin is not None else turn.tools,
+        prompt=prompt,
+        sampled=sampled,
+        logprobs=logprobs,
+        versions=tuple(VersionSpan(*span) for span in turn.versions),
+        finish=turn.finish,
+        logprob_mode=turn.logprob_mode,
+        temperature=turn.temperature,
+        worker=turn.worker,
+        adapter=turn.adapter,
+        request_id=turn.request_id,
+        experts=None
+        if experts is None
+        else RoutedExperts(experts.data, experts.shape, experts.dtype, experts.start),
+        continues=turn.continues,
+        after_tool=turn.after_tool,
+        thought=turn.thought,
+        breaks=turn.breaks,
+    )
+
+
+def _pack(values: array[int] | array[float]) -> bytes:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def _unpack(into: array[int] | array[float], data: bytes) -> None:
+    if len(data) % into.itemsize:
+        raise BadRequest(f"a stored array has {len(data)} bytes, expected whole {into.itemsize}s")
+    into.frombytes(data)
+    if sys.byteorder == "big":
+        into.byteswap()

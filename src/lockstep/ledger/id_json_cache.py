@@ -1,0 +1,74 @@
+"""The ids of a conversation as JSON that only grows: a turn costs its own ids, not all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import overload
+
+import msgspec
+
+from lockstep.ledger.tree import Node
+from lockstep.protocol.common.lazy_ids import LazyIds
+
+ENCODER = msgspec.json.Encoder()
+
+
+class PlannedIds(LazyIds):
+    """The ids of a prompt: JSON as a whole, and as a list those that follow the turn before."""
+
+    __slots__ = ("added", "start")
+
+    def __init__(self, json: bytes, start: int, added: list[int]) -> None:
+        super().__init__(json)
+        self.start = start
+        self.added = added
+
+    def __len__(self) -> int:
+        return self.start + len(self.added)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.decoded())
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice) and at.step is None:
+            first, last, _ = at.indices(len(self))
+            if first >= self.start:
+                return self.added[first - self.start : max(last - self.start, 0)]
+        return self.decoded()[at]
+
+
+class Written:
+    """The JSON of one branch, the one that was asked for last, without the closing bracket."""
+
+    __slots__ = ("_json", "_node")
+
+    def __init__(self) -> None:
+        self._node: Node | None = None
+        self._json = b""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._json)
+
+    def prompt(self, node: Node, added: list[int]) -> PlannedIds:
+        """The ids of all turns up to this one, and then those of `added`."""
+        json = b"".join((self._upto(node), b",", ENCODER.encode(added)[1:]))
+        return PlannedIds(json, node.end, added)
+
+    def _upto(self, node: Node) -> bytes:
+        new: list[Node] = []
+        at: Node | None = node
+        while at is not None and at is not self._node:
+            new.append(at)
+            at = at.parent
+        # A branch that leaves the kept one, or begins anew, is written from its first id on.
+        parts = [self._json if at is not None else b""]
+        for each in reversed(new):
+            parts += (ENCODER.encode(ids.tolist())[1:-1] for ids in (each.prompt, each.sampled))
+        joined = b",".join(filter(None, parts))
+        self._node, self._json = node, joined if joined.startswith(b"[") else b"[" + joined
+        return self._json

@@ -1,0 +1,314 @@
+"""The ledger of a session: the next prompt starts with the exact ids before it, or says why not.
+
+`plan` finds the longest stored history of a request and gives its ids and the bridge to the new
+messages. `commit` stores the turn that was sampled, whole or not at all. No HTTP, no engine: the
+client and the gateway both stand on it.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from lockstep.ledger import codec as store
+from lockstep.ledger.branch_sample import branch_sample, own_experts
+from lockstep.ledger.breaks import CLIENT_BREAKS, Breaks, check_breaks
+from lockstep.render.messages import Message, canonical, plain_messages
+from lockstep.ledger.matching import (
+    EXPLAINED,
+    Cause,
+    Plan,
+    Prompt,
+    Request,
+    find_prompt,
+    light_prompt,
+    read_request,
+)
+from lockstep.render.renderer import Renderer
+from lockstep.ledger.tree import IDS, LOGPROBS, Node, cost, leaves
+from lockstep.ledger.id_json_cache import Written
+from lockstep.tokens import Completion, Sample
+from lockstep.tokens.errors import BadRequest, Conflict, Misaligned, PrefixBreak
+
+log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """The turns of one session.
+
+    `breaks="strict"` raises PrefixBreak where append only is impossible, "fork" starts a new
+    branch. Either way the break is counted in `break_counts`, once, and logged once; `on_break`
+    is told its key and cause. `nbytes` is about what the session holds in memory.
+    """
+
+    def __init__(self, renderer: Renderer, *, breaks: Breaks = CLIENT_BREAKS) -> None:
+        self.renderer = renderer
+        self.breaks = check_breaks(breaks)
+        self.break_counts: Counter[str] = Counter()
+        self.nodes: list[Node] = []
+        self.roots: list[Node] = []
+        self.nbytes = 0
+        self.on_break: Callable[[tuple[bytes, Cause]], object] | None = None
+        self.written = Written()
+        self._recorded: set[bytes] = set()
+
+    def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> Plan:
+        """The prompt for these messages.
+
+        Raises BadRequest for messages that cannot be read or ask nothing new, and, with
+        breaks="strict", PrefixBreak with its cause.
+        """
+        request = read_request(self.roots, messages, tools)
+        return self._settle(request, find_prompt(request, self.roots, self.renderer), self.breaks)
+
+    async def plan_async(
+        self,
+        messages: Iterable[Any],
+        tools: Iterable[Any] | None = None,
+        *,
+        renderer: Renderer | None = None,
+        breaks: Breaks | None = None,
+        raw: bool = False,
+    ) -> Plan:
+        """`plan`, with tokenizing that takes long off the event loop; it raises the same.
+
+        `renderer` and `breaks` take the place of the ledger's own for this one request. With
+        `raw` the ids may come undecoded (LazyIds), for who only hands them on.
+        """
+        renderer = renderer or self.renderer
+        request = read_request(self.roots, messages, tools)
+        prompt = light_prompt(request, renderer)
+        if prompt is None:
+            # A copy: turns may be committed while the threads work, and count from the next plan.
+            prompt = await renderer.offload(find_prompt, request, self.roots[:], renderer)
+        return self._settle(request, prompt, breaks or self.breaks, raw=raw)
+
+    def continue_(self, node: Node) -> Plan:
+        """The prompt that goes on, token for token, where an aborted turn stopped.
+
+        Raises Conflict when the turn was not aborted.
+        """
+        self._check_mine(node)
+        if node.finish != "abort":
+            raise Conflict(f"turn {node.index} ended with {node.finish!r}, only 'abort' continues")
+        partial = list(node.sampled)
+        opened = node
+        while opened.continues and opened.parent is not None:
+            opened = opened.parent
+            partial = [*opened.sampled, *partial]
+        return Plan(
+            prompt_ids=node.ids().tolist(),
+            parent=node,
+            given=(),
+            tools=node.tools,
+            breaks=node.breaks,
+            continues=True,
+            partial=tuple(partial),
+        )
+
+    def commit(self, plan: Plan, completion: Completion, message: Any) -> Node:
+        """Stores the sampled turn with the assistant message that was handed on for it.
+
+        Nothing is stored unless everything fits. Raises Misaligned when the completion is not of
+        this plan's prompt, BadExperts when its rows do not cover the turn.
+        """
+        (node,) = self.commit_all(plan, [(completion, message)])
+        return node
+
+    def commit_all(self, plan: Plan, answers: Iterable[tuple[Completion, Any]]) -> list[Node]:
+        """Stores the choices of one request as sibling branches: all of them, or none.
+
+        Raises what `commit` raises.
+        """
+        made: list[tuple[Node, Node | None]] = []
+        for completion, message in answers:
+            made.append(self._turn(plan, completion, message, made))
+        for node, twin in made:
+            self._add(node, twin)
+        return [node for node, _ in made]
+
+    def _turn(
+        self,
+        plan: Plan,
+        completion: Completion,
+        message: Any,
+        made: Sequence[tuple[Node, Node | None]],
+    ) -> tuple[Node, Node | None]:
+        """The node of an answer after those already made, and the one it shares its prompt with."""
+        parent = plan.parent
+        if parent is not None:
+            self._check_mine(parent)
+        _check_prompt(plan.prompt_ids, completion.prompt_ids)
+        (read,) = plain_messages([message])
+        if read["role"] != "assistant":
+            raise BadRequest(
+                f"message.role is {read['role']!r}, expected 'assistant'", param="message.role"
+            )
+        answer = canonical(read)
+        start = parent.end if parent is not None else 0
+        prompt = array(IDS, plan.prompt_ids[start:])
+        if made:
+            twin: Node | None = made[0][1] or made[0][0]
+        else:
+            siblings = self.siblings(parent)
+            twin = next((each for each in siblings if _is_twin(each, plan, prompt)), None)
+        node = Node(
+            index=len(self.nodes) + len(made),
+            parent=parent,
+            start=start,
+            given=twin.given if twin else plan.given,
+            answer=answer,
+            tools=twin.tools if twin else parent.tools if parent is not None else plan.tools,
+            prompt=twin.prompt if twin else prompt,
+            sampled=array(IDS, completion.token_ids),
+            logprobs=array(LOGPROBS, completion.logprobs),
+            versions=completion.versions,
+            finish=completion.finish,
+            logprob_mode=completion.logprob_mode,
+            temperature=completion.temperature,
+            worker=completion.worker,
+            adapter=completion.adapter,
+            request_id=completion.request_id,
+            experts=own_experts(parent, completion.experts, start),
+            continues=plan.continues,
+            after_tool=_after_tool(parent, plan.given),
+            thought=answer.reasoning is not None or self.renderer.thinks(completion.token_ids),
+            breaks=plan.breaks,
+        )
+        return node, twin
+
+    def siblings(self, parent: Node | None) -> list[Node]:
+        """The turns that follow this one; for None those that open the session."""
+        return parent.children if parent is not None else self.roots
+
+    def samples(self, *, train_aborted: bool = False) -> list[Sample]:
+        """A sample for every branch, in the order in which the branches ended.
+
+        Tokens of an aborted turn that nobody continued are masked out, unless `train_aborted`.
+        Raises Conflict for a branch that mixes logprob modes, temperatures or adapters.
+        """
+        return [self.sample(leaf, train_aborted=train_aborted) for leaf in leaves(self.nodes)]
+
+    def sample(self, node: Node, *, train_aborted: bool = False) -> Sample:
+        """The sample of the branch that ends with this turn. Raises Conflict like `samples`."""
+        self._check_mine(node)
+        return branch_sample(node.path(), train_aborted=train_aborted)
+
+    @classmethod
+    def from_turns(
+        cls, turns: Iterable[bytes], recorded: Iterable[tuple[bytes, str]], renderer: Renderer
+    ) -> Ledger:
+        """The session of turns stored one by one (`turn_bytes`) and the breaks of `on_break`.
+
+        Raises BadRequest when they are not the turns of a session.
+        """
+        known = list(recorded)
+        ledger = cls(renderer)
+        ledger._restore(
+            store.load_turns(turns), Counter(cause for _, cause in known), {key for key, _ in known}
+        )
+        return ledger
+
+    def turn_bytes(self, node: Node) -> bytes:
+        """One turn as msgpack, without what an earlier one asked in the same words."""
+        return store.dump_turn(node, self.siblings(node.parent))
+
+    def _restore(
+        self,
+        nodes: Iterable[tuple[Node, Node | None]],
+        counts: dict[str, int],
+        recorded: set[bytes],
+    ) -> None:
+        self.break_counts.update(counts)
+        self._recorded = recorded
+        for node, twin in nodes:
+            self._add(node, twin)
+
+    def _add(self, node: Node, twin: Node | None) -> None:
+        self.nbytes += cost(node, twin)
+        self.nodes.append(node)
+        self.siblings(node.parent).append(node)
+
+    def _settle(
+        self, request: Request, prompt: Prompt, breaks: Breaks, *, raw: bool = False
+    ) -> Plan:
+        """The plan of a prompt; a break is recorded here, on the caller's thread."""
+        node, cause = prompt.anchor.node, prompt.cause
+        before = node.breaks if node is not None else ()
+        if cause is None:
+            return Plan(
+                prompt_ids=self._whole(prompt, raw),
+                parent=node,
+                given=request.read[prompt.anchor.length :],
+                tools=request.tools_key,
+                breaks=before,
+            )
+        self._record(cause, request, node)
+        if breaks == "strict":
+            raise PrefixBreak(
+                f"{EXPLAINED[cause]} ({prompt.anchor.length} of {len(request.read)} messages are "
+                "a stored history); send it unchanged, or allow new branches with breaks='fork'",
+                cause=cause,
+                param="tools" if cause == "tools_changed" else "messages",
+            )
+        return Plan(
+            prompt_ids=prompt.ids,
+            parent=None,
+            given=request.read,
+            tools=request.tools_key,
+            cause=cause,
+            breaks=(*before, cause),
+        )
+
+    def _whole(self, prompt: Prompt, raw: bool) -> Sequence[int]:
+        node = prompt.anchor.node
+        if node is None or not prompt.extends:
+            return prompt.ids
+        if raw and prompt.ids:
+            return self.written.prompt(node, prompt.ids)
+        return [*node.ids(), *prompt.ids]
+
+    def _record(self, cause: Cause, request: Request, node: Node | None) -> None:
+        """Counts and logs a break once, however often the same request is tried."""
+        basis = repr((cause, node.index if node is not None else -1, request.read))
+        key = blake2b(basis.encode(errors="surrogatepass"), digest_size=16).digest()
+        if key not in self._recorded:
+            self._recorded.add(key)
+            self.break_counts[cause] += 1
+            if self.on_break is not None:
+                self.on_break((key, cause))
+            log.warning("prefix break: %s: %s", cause, EXPLAINED[cause])
+
+    def _check_mine(self, node: Node) -> None:
+        if node.index >= len(self.nodes) or self.nodes[node.index] is not node:
+            raise Conflict(f"turn {node.index} is not of this session")
+
+
+def _check_prompt(planned: Sequence[int], sent: Sequence[int]) -> None:
+    if planned is sent or planned == sent:
+        return
+    pairs = enumerate(zip(planned, sent, strict=False))
+    at = next((at for at, (mine, theirs) in pairs if mine != theirs), min(len(planned), len(sent)))
+    raise Misaligned(
+        f"the completion is of another prompt: {len(planned)} ids were planned and {len(sent)} "
+        f"sent, first different at position {at}"
+    )
+
+
+def _is_twin(node: Node, plan: Plan, prompt: array[int]) -> bool:
+    """Whether the turn answers the same request, so that what asked it need be kept once."""
+    return (
+        node.continues == plan.continues
+        and node.tools == plan.tools
+        and node.prompt == prompt
+        and node.given == plan.given
+    )
+
+
+def _after_tool(parent: Node | None, given: Sequence[Message]) -> bool:
+    before = parent is not None and parent.after_tool
+    return before or any(message.role == "tool" for message in given)

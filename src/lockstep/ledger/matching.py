@@ -1,0 +1,188 @@
+"""The next prompt: the stored ids of the longest known history and a bridge, or why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lockstep.render.messages import (
+    Message,
+    Plain,
+    canonical,
+    canonical_tools,
+    has_assistant,
+    plain_messages,
+    plain_tools,
+    starts_with,
+)
+from lockstep.render.renderer import Renderer
+from lockstep.ledger.tree import Match, Node, longest, text_size
+from lockstep.tokens.errors import BadRequest
+
+LIGHT = 2000
+"""Characters up to which new messages are tokenized at once: a fraction of a millisecond."""
+
+Cause = Literal["edited_history", "tools_changed", "thinking_dropped", "truncated", "no_bridge"]
+
+EXPLAINED: dict[Cause, str] = {
+    "edited_history": "the history holds an assistant turn that was not sampled in this session",
+    "tools_changed": "the tools are not those of the turns before",
+    "thinking_dropped": "the chat template drops thinking of earlier turns",
+    "truncated": "the turn before was cut, and its format cannot close it",
+    "no_bridge": "the chat template gives no exact way from the turn before to the new messages",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A prompt to send, and where its turn will be stored.
+
+    `cause` is the prefix break that made a new branch, if one did; `breaks` are all those before
+    it. `partial` holds what an aborted turn had sampled already: the whole answer of the turn is
+    `partial + completion.token_ids`.
+    """
+
+    prompt_ids: Sequence[int]
+    parent: Node | None
+    given: tuple[Message, ...]
+    tools: bytes
+    cause: Cause | None = None
+    breaks: tuple[str, ...] = ()
+    continues: bool = False
+    partial: tuple[int, ...] = ()
+
+    @property
+    def bridged(self) -> bool:
+        """Whether the prompt starts with every id of the turns before it."""
+        return self.parent is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as read: to render, to compare, and the stored history it begins with."""
+
+    messages: list[Plain]
+    tools: list[Plain] | None
+    read: tuple[Message, ...]
+    tools_key: bytes
+    match: Match
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The ids of a request, the turn they extend (or broke from), and the cause of a break.
+
+    With `extends`, they are only those that follow the ids of that turn.
+    """
+
+    ids: list[int]
+    anchor: Match
+    cause: Cause | None = None
+    extends: bool = False
+
+
+def read_request(
+    roots: Sequence[Node], messages: Iterable[Any], tools: Iterable[Any] | None
+) -> Request:
+    """Raises BadRequest for messages that cannot be read, or that ask nothing new."""
+    plain, specs = plain_messages(messages), plain_tools(tools)
+    read, key = tuple(map(canonical, plain)), canonical_tools(specs)
+    match = longest((root for root in roots if root.tools == key), read)
+    if match.length == len(read):
+        raise BadRequest(
+            "messages end with an answer of this session and ask nothing new; append a message, "
+            "or continue an aborted turn with continue_",
+            param="messages",
+        )
+    return Request(plain, specs, read, key, match)
+
+
+def find_prompt(request: Request, roots: Sequence[Node], renderer: Renderer) -> Prompt:
+    """The prompt of a request. Raises BadRequest when the template refuses the messages."""
+    cause, anchor = _claims(request, roots)
+    if cause is None and anchor.node is not None:
+        ids, cause = _extended(request, anchor.node, renderer)
+        if ids is not None:
+            return Prompt(ids, anchor, extends=True)
+    return Prompt(renderer.render_plain(request.messages, request.tools), anchor, cause)
+
+
+def light_prompt(request: Request, renderer: Renderer) -> Prompt | None:
+    """The prompt of a turn that only goes on, where that is done in no time; None otherwise.
+
+    It is what `find_prompt` finds, without the wait for a thread, which takes longer than this.
+    """
+    match = request.match
+    new = request.read[match.length :]
+    if match.node is None or renderer.thinking == "template" or has_assistant(new):
+        return None
+    if sum(map(text_size, new)) > LIGHT:
+        return None
+    ids, _ = _extended(request, match.node, renderer)
+    return None if ids is None else Prompt(ids, match, extends=True)
+
+
+def _claims(request: Request, roots: Sequence[Node]) -> tuple[Cause | None, Match]:
+    """Whether the request claims turns that this session did not sample, or not that way."""
+    match = request.match
+    if not has_assistant(request.read[match.length :]):
+        return None, match
+    if _imported(request.read, roots):
+        return None, Match()
+    other = longest((root for root in roots if root.tools != request.tools_key), request.read)
+    if other.length > match.length:
+        return "tools_changed", other
+    return "edited_history", match
+
+
+def _imported(read: Sequence[Message], roots: Sequence[Node]) -> bool:
+    """Whether its assistant turns came from outside: examples that open a conversation.
+
+    They did when nothing is stored yet, and when a conversation was opened with the same before.
+    """
+    last = max(at for at, message in enumerate(read) if message.role == "assistant")
+    opening = read[: last + 1]
+    return not roots or any(
+        not root.breaks and len(root.given) > last and starts_with(root.given, opening)
+        for root in roots
+    )
+
+
+def _extended(
+    request: Request, node: Node, renderer: Renderer
+) -> tuple[list[int] | None, Cause | None]:
+    """What follows the stored ids, or the cause that there is no such thing."""
+    dropped = False
+    if renderer.thinking == "template":
+        ids = node.ids().tolist()
+        whole = renderer.render_plain(_restored(request, node), request.tools)
+        if whole[: len(ids)] == ids:
+            return whole[len(ids) :], None
+        dropped = any(turn.thought for turn in node.path())
+    opened = node
+    while opened.continues and opened.parent is not None:
+        opened = opened.parent
+    extension = renderer.extend(
+        opened.prompt.tolist(),
+        (node.sampled if opened is node else node.ids()[opened.asked :]).tolist(),
+        request.messages[request.match.length :],
+        request.tools,
+        after_tool=node.after_tool,
+        # Only a family knows whether its template still keeps this thinking.
+        family_only=dropped,
+    )
+    if extension is not None:
+        return extension, None
+    if dropped:
+        return None, "thinking_dropped"
+    return None, "truncated" if node.finish in ("length", "abort") else "no_bridge"
+
+
+def _restored(request: Request, node: Node) -> list[Plain]:
+    """The messages with the reasoning that the client did not send back."""
+    restored = list(request.messages)
+    for at, stored in enumerate(node.messages()):
+        if stored.reasoning and "reasoning_content" not in restored[at]:
+            restored[at] = {**restored[at], "reasoning_content": stored.reasoning}
+    return restored

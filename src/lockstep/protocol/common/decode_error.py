@@ -1,0 +1,136 @@
+"""Errors that servers state, in the shape of any dialect, as the typed errors of Lockstep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from lockstep.tokens import errors
+from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.operation import Operation
+
+BY_STATUS: dict[int, type[LockstepError]] = {
+    400: errors.BadRequest,
+    401: errors.Unauthorized,
+    403: errors.Forbidden,
+    404: errors.UnknownModel,
+    405: errors.NotFound,
+    408: errors.DeadlineExceeded,
+    409: errors.Conflict,
+    413: errors.BadRequest,
+    422: errors.BadRequest,
+    429: errors.Busy,
+    500: errors.EngineFailure,
+    501: errors.UnsupportedField,
+    502: errors.Unavailable,
+    503: errors.Unavailable,
+    504: errors.DeadlineExceeded,
+}
+NO_ROUTE = re.compile(
+    r"^(?:not found|route .*not found|no route)\b|^Route not found", re.IGNORECASE
+)
+TOO_LONG = re.compile(
+    r"longer than the maximum model length|maximum context length|longer than the model's context"
+)
+BAD_ID = re.compile(r"[Tt]oken id \S+ is out of vocabulary|token_ids must not contain negative")
+SHOWN = 500
+NO_ERROR = msgspec.Raw()
+"""What the `error` field of an answer holds when there is none."""
+
+
+def error_of(status: int, body: bytes | bytearray) -> LockstepError:
+    """The typed error for an HTTP answer with `status`; keeps the server's own message.
+
+    What a server of Lockstep wrote (`lockstep.protocol.common.error_body`) comes back as the class it was there,
+    with its fields.
+    """
+    whole = _object(body)
+    fields = _fields(whole)
+    message = _message(fields, body, status)
+    return stated_error(fields, message, whole.get("operation")) or _kind(status, message)(
+        message, param=_text(fields, "param")
+    )
+
+
+def stated_error(
+    fields: Mapping[str, Any], message: str, operation: object = None
+) -> LockstepError | None:
+    """The error whose code `reason` names, with the fields it has; None when it names none."""
+    kind = errors.BY_CODE.get(str(fields.get("reason")))
+    if kind is None:
+        return None
+    own = {name: text for name in kind.fields if (text := _text(fields, name)) is not None}
+    if len(own) < len(kind.fields):
+        return None  # not all of it was written: its status says what can be said
+    after = fields.get("retry_after")
+    return kind(
+        message,
+        param=_text(fields, "param"),
+        retry_after=float(after) if isinstance(after, int | float) else None,
+        operation=_operation(operation),
+        **own,
+    )
+
+
+def _operation(record: object) -> Operation | None:
+    try:
+        return None if record is None else msgspec.convert(record, Operation)
+    except msgspec.ValidationError:
+        return None  # of another release; the error itself is still the right one
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str | None:
+    value = fields.get(name)
+    return value if isinstance(value, str) else None
+
+
+def raise_stated(error: msgspec.Raw) -> None:
+    """Raises the error that an answer or event with HTTP status 200 states, if it states one."""
+    body = bytes(error)
+    if body in (b"", b"null"):
+        return
+    code = _fields(_object(body)).get("code")
+    raise error_of(int(code) if code and str(code).isdigit() else 500, body)
+
+
+def _kind(status: int, message: str) -> type[LockstepError]:
+    if status in (400, 413, 422):
+        if TOO_LONG.search(message):
+            return errors.PromptTooLong
+        if BAD_ID.search(message):
+            return errors.BadTokenId
+    if status == 404 and NO_ROUTE.search(message):
+        return errors.NotFound
+    if status in BY_STATUS:
+        return BY_STATUS[status]
+    return errors.BadRequest if 400 <= status < 500 else errors.EngineFailure
+
+
+def _object(body: bytes | bytearray) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _fields(whole: dict[str, Any]) -> dict[str, Any]:
+    """The fields of {"error": {...}} (vLLM, SGLang, Lockstep) or of the flat form (Dynamo)."""
+    inner = whole.get("error")
+    return inner if isinstance(inner, dict) else whole
+
+
+def _message(fields: dict[str, Any], body: bytes | bytearray, status: int) -> str:
+    for name in ("message", "detail", "error"):
+        if fields.get(name):
+            value = fields[name]
+            return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    text = bytes(body[:SHOWN]).decode("utf-8", "replace").strip()
+    if text:
+        return f"the server answered {status}: {text}"
+    if status == 404:
+        return "the server answered 404 with an empty body: no model is registered there yet"
+    return f"the server answered {status} with an empty body"

@@ -1,0 +1,112 @@
+"""One question to an engine, whatever its dialect; checked when made, before it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from lockstep.tokens import Sampling
+from lockstep.tokens.errors import BadRequest, BadTokenId
+from lockstep.tokens.versions import check_label
+from lockstep.protocol.common.lazy_ids import LazyIds
+
+MAX_SALT = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Token ids in, with how to sample. Raises BadTokenId or BadRequest that names the field.
+
+    `priority` has vLLM's sign everywhere: lower is sooner; each dialect turns it into its own.
+    `experts_start` asks for routed experts from that position on; None does not ask for them.
+    `weight_version` demands one version, `min_weight_version` a floor. `stop` are stop strings,
+    `nvext` is merged into Dynamo's extension, `features` carries vLLM's multimodal payload.
+    `timeout` is in seconds over the whole call. `allow_nonfinite` keeps NaN and sentinel logprobs
+    on the completion, instead of refusing the answer.
+    """
+
+    prompt_ids: Sequence[int]
+    sampling: Sampling = field(default_factory=Sampling)
+    model: str | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+    experts_start: int | None = None
+    weight_version: str | None = None
+    min_weight_version: str | None = None
+    stop: tuple[str, ...] = ()
+    nvext: Mapping[str, Any] | None = None
+    features: Any = None
+    headers: Mapping[str, str] | None = None
+    timeout: float | None = None
+    allow_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        check_prompt(self.prompt_ids)
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT:
+            raise BadRequest(
+                f"cache_salt has {len(self.cache_salt)} characters: expected 1 to {MAX_SALT}, "
+                "or None",
+                param="cache_salt",
+            )
+        if not -(2**63) <= self.priority < 2**63:
+            raise BadRequest(f"priority is {self.priority}: it must fit 64 bits", param="priority")
+        start = self.experts_start
+        if start is not None and not 0 <= start <= len(self.prompt_ids):
+            raise BadRequest(
+                f"experts_start is {start}: expected a position of the prompt, "
+                f"0 to {len(self.prompt_ids)}",
+                param="experts_start",
+            )
+        for name in ("weight_version", "min_weight_version"):
+            if (label := getattr(self, name)) is not None:
+                check_label(label, name)
+        if self.timeout is not None and self.timeout <= 0:
+            raise BadRequest(f"timeout is {self.timeout}: expected seconds > 0", param="timeout")
+
+    def alone(self, index: int) -> Ask:
+        """This ask for choice `index` only, for dialects that are asked n times.
+
+        Seeds differ per choice, as vLLM's do, or all n choices would be the same.
+        """
+        if self.sampling.n == 1:
+            return self
+        seed = self.sampling.seed
+        return replace(
+            self,
+            sampling=replace(self.sampling, n=1, seed=None if seed is None else seed + index),
+            request_id=None if self.request_id is None else f"{self.request_id}-{index}",
+        )
+
+
+def check_prompt(ids: Sequence[int]) -> None:
+    """Raises BadTokenId that names the first id that is no plain non-negative integer."""
+    if isinstance(ids, LazyIds):
+        return  # that is what they are
+    if not isinstance(ids, list):
+        raise BadTokenId(
+            f"prompt_ids is a {type(ids).__name__}: expected a list of token ids",
+            param="prompt_ids",
+        )
+    if not ids:
+        raise BadTokenId("prompt_ids is empty: at least one token id is needed", param="prompt_ids")
+    if _only_digits(ids):
+        return
+    for at, token in enumerate(ids):
+        if type(token) is not int or token < 0:
+            raise BadTokenId(
+                f"prompt_ids[{at}] is {token!r} ({type(token).__name__}): token ids are plain "
+                "integers >= 0 (an array becomes a list of them with .tolist())",
+                param=f"prompt_ids[{at}]",
+            )
+
+
+def _only_digits(ids: list[int]) -> bool:
+    """Whether the ids are plain integers, told from their JSON: cheaper than a look at each."""
+    try:
+        return not msgspec.json.encode(ids)[1:-1].translate(None, b"0123456789,")
+    except (TypeError, OverflowError, msgspec.MsgspecError):
+        return False

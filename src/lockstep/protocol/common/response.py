@@ -1,0 +1,287 @@
+"""What the answers of all dialects share: strict decoding, logprob entries, finish reasons."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from lockstep.tokens import Finish, LogprobMode, Ranked, VersionSpan
+from lockstep.tokens.errors import (
+    BadLogprob,
+    ContractError,
+    EngineFailure,
+    Misaligned,
+    MissingFinish,
+    MissingTokenIds,
+)
+from lockstep.protocol.common.request import Ask
+from lockstep.protocol.common.prompt_logprobs import most_likely
+
+T = TypeVar("T")
+UNKNOWN_VERSION = "unknown"
+"""The version of tokens whose server does not tell one and for which the caller named none."""
+TOKEN_PREFIX = "token_id:"
+SEPARATOR = f"\n{TOKEN_PREFIX}".encode()
+NONFINITE = re.compile(rb"\b(?:NaN|Infinity)\b")
+FINISH: dict[str, Finish] = {
+    "stop": "stop",
+    "eos": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "abort": "abort",
+    "cancelled": "abort",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a reader must know beside the answer: the ask, and what the server does not repeat."""
+
+    ask: Ask
+    logprob_mode: LogprobMode = "raw"
+    version: str = UNKNOWN_VERSION
+    worker: str | None = None
+    adapter: str | None = None
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that a stream has just brought for choice `index`, with their logprobs."""
+
+    index: int
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class Alternative(msgspec.Struct, gc=False):
+    token_id: int | None = None
+    token: str | None = None
+    logprob: float | None = None
+    rank: int | None = None
+
+
+class LeanEntry(msgspec.Struct, gc=False):
+    """One sampled token of a server that writes `token_id`: its text is not even decoded."""
+
+    token_id: int | None = None
+    logprob: float | None = None
+    rank: int | None = None
+
+
+class Entry(LeanEntry, gc=False):
+    """One sampled token. Its id stands in `token_id`, or in `token` as `token_id:N`, or in both."""
+
+    token: str | None = None
+
+
+class RankedEntry(Entry, gc=False):
+    """The same with its alternatives, for callers who asked for them; others need not pay."""
+
+    top_logprobs: list[Alternative] | None = None
+
+
+def decode_answer(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
+    """The typed answer. Raises ContractError when it is not JSON or of another shape."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise ContractError(f"the answer has an unexpected shape: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # Some servers write NaN, which is no JSON: read it the slow way, so that the error can
+        # name the position, and callers who opted in can keep it.
+        if NONFINITE.search(body) is None:
+            raise ContractError(f"the answer is not JSON: {error}") from None
+    try:
+        return msgspec.convert(json.loads(bytes(body)), decoder.type)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise ContractError(f"the answer is not JSON of the expected shape: {error}") from None
+
+
+def ids_of(token_ids: list[int] | None, where: str) -> list[int]:
+    """The ids, which may be empty but not absent. Raises MissingTokenIds."""
+    if token_ids is None:
+        raise MissingTokenIds(
+            f"{where} has no token ids: they are never made from text; ask a server that "
+            "returns the ids it sampled"
+        )
+    return token_ids
+
+
+def logprobs_of(
+    token_ids: list[int], content: Sequence[LeanEntry | None] | None, *, nulls: bool = False
+) -> list[float]:
+    """The logprob of each sampled token. The list is never shortened, nor a gap filled.
+
+    Raises BadLogprob for a null or missing entry, Misaligned when the lengths differ or an entry
+    names another token, each with the position. `nulls` reads a null as NaN, for callers who
+    opted in to keep such values.
+    """
+    if content is None:
+        if not token_ids:
+            return []
+        raise BadLogprob(f"the answer has {len(token_ids)} token ids but no logprobs")
+    if len(content) != len(token_ids):
+        raise Misaligned(f"{len(token_ids)} token ids but {len(content)} logprobs")
+    try:
+        values = [entry.logprob for entry in content]  # type: ignore[union-attr]
+    except AttributeError:
+        present(content)
+        raise
+    check_named(token_ids, content)  # type: ignore[arg-type]  # None was ruled out above
+    return numbers(values, nulls=nulls)
+
+
+def numbers(values: list[float | None], *, nulls: bool) -> list[float]:
+    """The values, none of them null. Raises BadLogprob with the position of the first that is."""
+    try:
+        sum(values)  # type: ignore[arg-type]  # an order cheaper than a comparison per value
+    except TypeError:
+        if not nulls:
+            raise BadLogprob(f"logprob at position {values.index(None)} is null") from None
+        return [float("nan") if value is None else value for value in values]
+    return values  # type: ignore[return-value]  # None was ruled out above
+
+
+def present(content: Sequence[LeanEntry | None]) -> Sequence[LeanEntry]:
+    """The entries, none of them null. Raises BadLogprob with the position of the first that is."""
+    for at, entry in enumerate(content):
+        if entry is None:
+            raise BadLogprob(f"logprob at position {at} is null")
+    return content  # type: ignore[return-value]  # None was ruled out above
+
+
+def check_named(token_ids: list[int], entries: Sequence[LeanEntry]) -> None:
+    """Raises Misaligned at the first entry that names another token than the id at its place.
+
+    An entry that names its token only as text names no id, and so proves nothing: Misaligned too.
+    """
+    if not entries or _named(entries, token_ids):
+        return
+    for at, (token, entry) in enumerate(zip(token_ids, entries, strict=True)):
+        if token_named(entry) != token:
+            shown = entry.token_id
+            if shown is None and isinstance(entry, Entry):
+                raise Misaligned(
+                    f"the logprob at position {at} names token {entry.token!r}, "
+                    f"but the id there is {token}"
+                )
+            raise Misaligned(
+                f"the logprob at position {at} names token {shown}, but the id there is {token}"
+            )
+
+
+def _named(entries: Sequence[LeanEntry], token_ids: list[int]) -> bool:
+    """Whether all entries name the ids at their places, if all spell them the same way."""
+    if entries[0].token_id is not None:
+        return [entry.token_id for entry in entries] == token_ids
+    if not isinstance(entries[0], Entry):
+        return False
+    try:
+        names = "\n".join([entry.token for entry in entries])  # type: ignore[attr-defined]
+    except (TypeError, AttributeError):  # some are named otherwise than the first
+        return False
+    # One comparison of joined text is several times cheaper than an int() per token, and as
+    # exact: there are as many line breaks as there are names, so no name can hold one.
+    expected = msgspec.json.encode(token_ids)[1:-1].replace(b",", SEPARATOR).decode()
+    return names == TOKEN_PREFIX + expected
+
+
+def token_named(entry: LeanEntry | Alternative) -> int | None:
+    """The id an entry names, or None when it only has text."""
+    if entry.token_id is not None:
+        return entry.token_id
+    text = (entry.token if isinstance(entry, Entry | Alternative) else None) or ""
+    digits = text.removeprefix(TOKEN_PREFIX)
+    return int(digits) if digits != text and digits.isdecimal() else None
+
+
+def ranks_of(content: Sequence[LeanEntry | None] | None) -> list[int] | None:
+    """The rank of each sampled token, where the server tells all of them."""
+    if not content or content[0] is None or content[0].rank is None:
+        return None
+    ranks = [entry.rank for entry in content if entry is not None]
+    try:
+        sum(ranks)  # type: ignore[arg-type]  # an order cheaper than a comparison per rank
+    except TypeError:
+        return None
+    return ranks  # type: ignore[return-value]  # None was ruled out above
+
+
+def tops_of(
+    content: Sequence[LeanEntry | None] | None, asked: int
+) -> list[tuple[Ranked, ...]] | None:
+    """The `asked` most likely tokens at each position, or None when none were asked for."""
+    if not asked or content is None:
+        return None
+    result = []
+    for at, entry in enumerate(content):
+        listed = entry.top_logprobs if isinstance(entry, RankedEntry) else None
+        result.append(most_likely((_ranked(one, at) for one in listed or ()), asked))
+    return result
+
+
+def _ranked(one: Alternative, at: int) -> Ranked:
+    token = token_named(one)
+    if token is None:
+        raise MissingTokenIds(
+            f"an alternative at position {at} is only named by its text {one.token!r}: "
+            "ids are never made from text"
+        )
+    if one.logprob is None:
+        raise BadLogprob(f"the alternative {token} at position {at} has no logprob")
+    return Ranked(token, one.logprob, one.rank)
+
+
+def finish_of(reason: str | None) -> Finish:
+    """The finish reason. Raises MissingFinish without one, EngineFailure for `error`."""
+    if reason is not None and reason.split(":")[0] == "error":
+        raise EngineFailure(f"the engine ended the generation with {reason!r}")
+    if reason not in FINISH:
+        raise MissingFinish(
+            f"the answer ends with finish reason {reason!r}, expected one of {', '.join(FINISH)}"
+        )
+    return FINISH[reason]
+
+
+def spans_of(
+    spans: Sequence[VersionSpan] | None, version: str, tokens: int
+) -> tuple[VersionSpan, ...]:
+    """The server's spans, or one span of `version` over all tokens where it told none."""
+    if not tokens:
+        return ()
+    if spans is None:
+        return (VersionSpan(version, 0, tokens),)
+    return tuple(spans)
+
+
+def stop_token_of(named: object, finish: Finish, ids: list[int], ask: Ask) -> int | None:
+    """The token that ended the turn: the one the server names, else a stop id that came last."""
+    if isinstance(named, int):
+        return named
+    ended = finish == "stop" and bool(ids) and ids[-1] in ask.sampling.stop_token_ids
+    return ids[-1] if ended else None
+
+
+def check_indices(indices: Iterable[int], n: int) -> None:
+    """Raises ContractError unless each of the choices 0..n-1 came exactly once."""
+    came = sorted(indices)
+    if came != list(range(n)):
+        raise ContractError(f"{n} choices were asked for, but the answer has choices {came}")
+
+
+def check_echo(asked: Sequence[int], echoed: list[int] | None) -> None:
+    """Raises Misaligned when the server says it used another prompt than the ids it was sent."""
+    if echoed is None or asked == echoed:
+        return
+    pairs = zip(asked, echoed, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(echoed)))
+    raise Misaligned(
+        f"the server used another prompt: {len(asked)} ids were sent, it reports {len(echoed)}, "
+        f"and they differ from position {at} on"
+    )

@@ -1,0 +1,230 @@
+"""Answers in Dynamo's chat dialect: token data in `nvext`, of which engine_data is the best source.
+
+What the engine said in engine_data wins over what the frontend echoes in the chat answer. The
+frontend turns an engine's `abort` into `stop`; engine_data.finish_reason, or a stop without any
+of the stop tokens that were asked for, gives it away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lockstep.tokens import Completion, Finish, VersionSpan
+from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
+from lockstep.protocol.common.response import (
+    Delta,
+    RankedEntry,
+    Reading,
+    check_echo,
+    check_indices,
+    check_named,
+    decode_answer,
+    finish_of,
+    ids_of,
+    logprobs_of,
+    numbers,
+    present,
+    spans_of,
+    stop_token_of,
+    tops_of,
+)
+from lockstep.protocol.common.request import Ask
+from lockstep.protocol.common.routed_experts import ExpertsField, read_experts
+from lockstep.protocol.common.decode_error import NO_ERROR, raise_stated
+from lockstep.protocol.common.prompt_logprobs import PromptField
+from lockstep.protocol.vllm.decode_generate import prompt_of
+from lockstep.protocol.common.base64_extract import Spliced, splice
+
+
+class Logprobs(msgspec.Struct):
+    content: list[RankedEntry | None] | None = None
+
+
+class Choice(msgspec.Struct):
+    index: int = 0
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+
+
+class EngineData(msgspec.Struct):
+    """What the worker itself says; Lockstep's adds finish_reason, versions, mode, temperature."""
+
+    completion_token_ids: list[int] | None = None
+    completion_logprobs: list[float | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptField | None = None
+    routed_experts: ExpertsField = None
+    finish_reason: str | None = None
+    stop_reason: Any = None
+    weight_version: str | int | None = None
+    weight_versions: list[VersionSpan] | None = None
+    logprob_mode: Any = None
+    temperature: float | None = None
+    adapter: str | None = None
+
+
+class WorkerId(msgspec.Struct):
+    decode_worker_id: int | None = None
+
+
+class Extension(msgspec.Struct):
+    engine_data: EngineData | None = None
+    completion_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptField | None = None
+    routed_experts: ExpertsField = None
+    worker_id: WorkerId | None = None
+
+
+class Answer(msgspec.Struct):
+    """Both the whole answer and one streamed event."""
+
+    id: str | None = None
+    choices: list[Choice] = []
+    nvext: Extension | None = None
+    prompt_logprobs: PromptField | None = None
+    error: msgspec.Raw = NO_ERROR
+
+
+DECODER = msgspec.json.Decoder(Answer)
+
+
+def read_dynamo(body: bytes | bytearray | Spliced, reading: Reading) -> Completion:
+    """The completion of a whole answer to an ask for one choice.
+
+    Raises a ContractError that names the position wherever the answer breaks the token contract.
+    """
+    spliced = splice(body, most=2)
+    return _completion(_decode(spliced), spliced, reading)
+
+
+class DynamoStream:
+    """Collects the events of one stream; frontend ids are deltas, engine_data comes at the end."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._whole = Answer(nvext=Extension())
+        self._spliced = Spliced(b"", ())
+
+    def feed(self, event: bytes | bytearray) -> list[Delta]:
+        """The tokens that this event brought. Raises what the server states as an error."""
+        spliced = splice(event, most=2)
+        chunk = _decode(spliced)
+        whole, extension = self._whole, self._whole.nvext or Extension()
+        whole.id = chunk.id or whole.id
+        whole.prompt_logprobs = chunk.prompt_logprobs or whole.prompt_logprobs
+        ids: list[int] | None = None
+        if chunk.nvext is not None:
+            ids, chunk.nvext.completion_token_ids = chunk.nvext.completion_token_ids, None
+            for field in Extension.__struct_fields__:
+                if (value := getattr(chunk.nvext, field)) is not None:
+                    setattr(extension, field, value)
+            if spliced.values:
+                self._spliced = spliced
+        if ids is not None:
+            if extension.completion_token_ids is None:
+                extension.completion_token_ids = []
+            extension.completion_token_ids += ids
+        return [self._add(choice, ids) for choice in chunk.choices]
+
+    def _add(self, new: Choice, ids: list[int] | None) -> Delta:
+        content = None if new.logprobs is None else new.logprobs.content
+        known = list(ids or ())
+        values = [entry.logprob for entry in content or () if entry and entry.logprob is not None]
+        delta = Delta(new.index, known, values if len(values) == len(known) else [])
+        if not self._whole.choices:
+            self._whole.choices.append(new)
+            return delta
+        old = self._whole.choices[0]
+        check_indices([new.index], 1)
+        old.finish_reason = new.finish_reason or old.finish_reason
+        if old.logprobs is None or old.logprobs.content is None:
+            old.logprobs = new.logprobs
+        elif content:
+            old.logprobs.content += content
+        return delta
+
+    def finish(self) -> list[Completion]:
+        """The completion. Raises MissingFinish when the stream ended before the choice did."""
+        if not self._whole.choices or self._whole.choices[0].finish_reason is None:
+            raise MissingFinish("the stream ended without a finish reason")
+        return [_completion(self._whole, self._spliced, self._reading)]
+
+
+def _decode(spliced: Spliced) -> Answer:
+    answer = decode_answer(DECODER, spliced.json)
+    raise_stated(answer.error)
+    return answer
+
+
+def _completion(answer: Answer, spliced: Spliced, reading: Reading) -> Completion:
+    ask = reading.ask
+    check_indices((choice.index for choice in answer.choices), 1)
+    choice = answer.choices[0]
+    extension = answer.nvext or Extension()
+    engine = extension.engine_data or EngineData()
+    stated = finish_of(choice.finish_reason)
+    ids = _first(engine.completion_token_ids, extension.completion_token_ids)
+    ids = ids_of(ids, "nvext of the answer")
+    content = None if choice.logprobs is None else choice.logprobs.content
+    check_echo(ask.prompt_ids, _first(engine.prompt_token_ids, extension.prompt_token_ids))
+    finish = finish_of(engine.finish_reason) if engine.finish_reason else _doubted(stated, ids, ask)
+    version = reading.version if engine.weight_version is None else str(engine.weight_version)
+    mode = engine.logprob_mode or reading.logprob_mode
+    if mode not in ("raw", "processed"):
+        raise ContractError(f"engine_data.logprob_mode is {mode!r}, expected raw or processed")
+    prompt = _first(engine.prompt_logprobs, extension.prompt_logprobs, answer.prompt_logprobs)
+    worker = extension.worker_id.decode_worker_id if extension.worker_id else None
+    return Completion(
+        token_ids=ids,
+        logprobs=_logprobs(ids, engine, content, ask),
+        prompt_ids=ask.prompt_ids,
+        finish=finish,
+        versions=spans_of(engine.weight_versions, version, len(ids)),
+        logprob_mode=mode,
+        # What Dynamo forwards has 32 bits: the engine knows what it sampled with.
+        temperature=_first(engine.temperature, ask.sampling.temperature),
+        index=reading.index,
+        request_id=ask.request_id or answer.id or "",
+        stop_token=stop_token_of(engine.stop_reason, finish, ids, ask),
+        top_logprobs=tops_of(content, ask.sampling.logprobs),
+        prompt_logprobs=prompt_of(prompt, reading),
+        worker=reading.worker if worker is None else str(worker),
+        adapter=engine.adapter or reading.adapter,
+        experts=read_experts(
+            _first(engine.routed_experts, extension.routed_experts),
+            spliced,
+            total=len(ask.prompt_ids) + len(ids),
+            asked=ask.experts_start,
+        ),
+        allow_nonfinite=ask.allow_nonfinite,
+    )
+
+
+def _logprobs(
+    ids: list[int], engine: EngineData, content: list[RankedEntry | None] | None, ask: Ask
+) -> list[float]:
+    """The engine's own float64 numbers, else the frontend's float32 echo of them."""
+    values = engine.completion_logprobs
+    if values is None:
+        return logprobs_of(ids, content, nulls=ask.allow_nonfinite)
+    if len(values) != len(ids):
+        raise Misaligned(f"{len(ids)} token ids but {len(values)} logprobs")
+    if content:
+        # The frontend may cut its echo at an EOS; as far as it goes it must name the same ids.
+        check_named(ids[: len(content)], present(content)[: len(ids)])
+    return numbers(values, nulls=ask.allow_nonfinite)
+
+
+def _doubted(stated: Finish, ids: list[int], ask: Ask) -> Finish:
+    """`stop` only counts with one of the asked stop tokens at the end: else it hides an abort."""
+    stops = ask.sampling.stop_token_ids
+    hidden = stated == "stop" and stops and (not ids or ids[-1] not in stops)
+    return "abort" if hidden else stated
+
+
+def _first(*candidates: Any) -> Any:
+    """The first that is there; an empty list is there."""
+    return next((one for one in candidates if one is not None), None)

@@ -1,0 +1,187 @@
+"""Dynamo's extension of chat requests, `nvext`: what a caller may ask, and what is answered there.
+
+Every key of Dynamo 1.6 is known. One that cannot be honoured here is accepted at its neutral value
+and refused by name otherwise; Dynamo itself ignores some of them without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from lockstep.tokens import Completion, VersionSpan
+from lockstep.tokens.errors import BadRequest, UnknownField
+from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
+from lockstep.protocol.vllm.generate_response import Experts, PromptLogprobs
+from lockstep.protocol.common.lazy_ids import as_list
+
+EXTRA_FIELDS = (
+    "engine_data",
+    "completion_token_ids",
+    "prompt_token_ids",
+    "prompt_logprobs",
+    "routed_experts",
+    "worker_id",
+    "timing",
+)
+ONE_CHOICE = frozenset({"engine_data", "completion_token_ids", "routed_experts", "worker_id"})
+"""Fields that Dynamo's shape has room for once only: with n > 1 the others would be lost."""
+
+
+class AgentHints(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Hints of an agent. Only `priority` has an effect here: higher is sooner, unlike vLLM's."""
+
+    priority: int | None = None
+    osl: int | None = None
+    latency_sensitivity: float | None = None
+    speculative_prefill: bool | None = None
+
+
+class NvExt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The request's extension. Fields below the line are refused unless neutral."""
+
+    token_data: list[int] | None = None
+    extra_fields: list[str] | None = None
+    cache_salt: str | None = None
+    agent_hints: AgentHints | None = None
+    backend_instance_id: int | str | None = None
+    decode_worker_id: int | str | None = None
+    request_timestamp_ms: float | None = None
+
+    annotations: list[str] | None = None
+    dp_rank: int | None = None
+    greed_sampling: bool | None = None
+    max_thinking_tokens: int | None = None
+    metadata_upload: Any = None
+    prefill_dp_rank: int | None = None
+    prefill_worker_id: int | None = None
+    router: Any = None
+    routing_constraints: Any = None
+    use_raw_prompt: bool | None = None
+
+    @property
+    def wanted(self) -> frozenset[str]:
+        """The extra fields to answer."""
+        return frozenset(self.extra_fields or ())
+
+    @property
+    def pinned(self) -> str | None:
+        """The worker that must serve this, by its id."""
+        given = self.backend_instance_id
+        given = self.decode_worker_id if given is None else given
+        return None if given is None else str(given)
+
+    @property
+    def priority(self) -> int | None:
+        """The priority in vLLM's sign, or None when there is none."""
+        hints = self.agent_hints
+        return None if hints is None or hints.priority is None else -hints.priority
+
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "annotations": ([],),
+    "dp_rank": (0,),
+    "greed_sampling": (False,),
+    "max_thinking_tokens": (),
+    "metadata_upload": ({},),
+    "prefill_dp_rank": (0,),
+    "prefill_worker_id": (),
+    "router": ({},),
+    "routing_constraints": ({},),
+    "use_raw_prompt": (False,),
+}
+
+
+def check_nvext(asked: NvExt, n: int) -> None:
+    """Raises BadRequest, UnknownField or UnsupportedField that names the key."""
+    refuse_unless_neutral(asked, NEUTRAL, "nvext.")
+    if asked.agent_hints is not None:
+        refuse_unless_neutral(
+            asked.agent_hints, {"speculative_prefill": (False,)}, "nvext.agent_hints."
+        )
+    if unknown := sorted(asked.wanted - set(EXTRA_FIELDS)):
+        raise UnknownField(
+            f"nvext.extra_fields has {unknown[0]!r}: expected some of {', '.join(EXTRA_FIELDS)}",
+            param="nvext.extra_fields",
+        )
+    if n > 1 and (lost := sorted(asked.wanted & ONE_CHOICE)):
+        raise BadRequest(
+            f"nvext.extra_fields has {lost[0]!r}, which has room for one choice, but n is {n}: "
+            "ask with n=1, or use return_token_ids, which is per choice",
+            param="nvext.extra_fields",
+        )
+    both = (asked.backend_instance_id, asked.decode_worker_id)
+    if None not in both and both[0] != both[1]:
+        raise BadRequest(
+            f"nvext.backend_instance_id is {both[0]!r}, but nvext.decode_worker_id is {both[1]!r}: "
+            "name one worker",
+            param="nvext.backend_instance_id",
+        )
+
+
+class EngineData(msgspec.Struct, kw_only=True):
+    """What the engine said, whole and in its own precision."""
+
+    prompt_token_ids: list[int]
+    completion_token_ids: list[int]
+    completion_logprobs: list[float]
+    finished: bool
+    finish_reason: str
+    weight_version: str | None
+    weight_versions: Sequence[VersionSpan]
+    logprob_mode: str
+    adapter: str | None
+
+    @classmethod
+    def of(cls, done: Completion) -> EngineData:
+        return cls(
+            prompt_token_ids=as_list(done.prompt_ids),
+            completion_token_ids=done.token_ids,
+            completion_logprobs=done.logprobs,
+            finished=True,
+            finish_reason=done.finish,
+            weight_version=done.versions[-1].version if done.versions else None,
+            weight_versions=done.versions,
+            logprob_mode=done.logprob_mode,
+            adapter=done.adapter,
+        )
+
+
+class WorkerId(msgspec.Struct):
+    prefill_worker_id: int
+    decode_worker_id: int
+
+
+class Timing(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Milliseconds that this server knows; `ttft_ms` only where tokens came one by one."""
+
+    request_received_ms: int
+    ttft_ms: float | None = None
+    total_time_ms: float
+
+
+class Extension(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The answer's extension: what was asked for with extra_fields, and nothing else."""
+
+    worker_id: WorkerId | None = None
+    completion_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    timing: Timing | None = None
+    routed_experts: Experts | str | None = None
+    engine_data: EngineData | None = None
+
+
+def worker_id(worker: str | None) -> WorkerId | None:
+    """Dynamo's pair of ids, which are integers there and so here."""
+    return None if worker is None else WorkerId(instance_id(worker), instance_id(worker))
+
+
+def instance_id(worker: str) -> int:
+    """The integer that stands for a worker's id; small enough for readers that use floats."""
+    if worker.isdecimal():
+        return int(worker)
+    return int.from_bytes(blake2b(worker.encode(), digest_size=6).digest(), "big")

@@ -1,0 +1,227 @@
+"""Which chat requests are taken: strict decoding, and refusals that name the field.
+
+A field that cannot be honoured is accepted at its neutral value and refused otherwise, so that
+stock clients work and nothing is quietly ignored.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.ids import check_ids
+from lockstep.tokens.sampling import MAX_LOGPROBS
+from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
+from lockstep.protocol.dynamo.nvext import check_nvext
+from lockstep.protocol.common.strict import decode
+
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+PLACES = 2**31
+"""Ids are only checked to be ids here; which of them exist is the engine's to say."""
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "moderation": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "bad_words": ([],),
+    "watermarking": (False,),
+    "logprob_token_ids": (),
+    "echo": (False,),
+    "add_special_tokens": (False,),
+    "documents": ([],),
+    "chat_template": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "return_mm_kwargs": (True, False),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+}
+MESSAGE_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "role": ((str,), "text"),
+    "content": ((str, list), "text or a list of parts"),
+    "tool_calls": ((list,), "a list of calls"),
+    "tool_call_id": ((str,), "text"),
+    "name": ((str,), "text"),
+    "reasoning": ((str,), "text"),
+    "reasoning_content": ((str,), "text"),
+}
+"""What the keys of a message hold; templates may know more keys than these."""
+BARE = {"role", "content"}
+NEUTRAL_STREAM: dict[str, tuple[object, ...]] = {
+    "continuous_usage_stats": (False,),
+    "include_obfuscation": (False,),
+}
+DECODER = msgspec.json.Decoder(ChatRequest)
+
+
+def decode_chat(body: bytes) -> ChatRequest:
+    """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
+    asked = decode(DECODER, body)
+    refuse_unless_neutral(asked, NEUTRAL)
+    if asked.nvext is not None:
+        check_nvext(asked.nvext, asked.choices)
+    _check_request_id(asked)
+    _check_stream(asked)
+    _check_stop(asked)
+    _check_lengths_and_logprobs(asked)
+    _check_messages(asked)
+    _check_tools(asked)
+    _check_prompt(asked)
+    _check_places(asked)
+    return asked
+
+
+def _check_places(asked: ChatRequest) -> None:
+    """A value may come in vLLM's place or in Dynamo's; in both only if they say the same."""
+    salt, hints = asked.extension.cache_salt, asked.extension.agent_hints
+    if asked.cache_salt is not None and salt is not None and salt != asked.cache_salt:
+        raise BadRequest(
+            f"nvext.cache_salt is {salt!r}, but cache_salt is {asked.cache_salt!r}: give it in one "
+            "place",
+            param="nvext.cache_salt",
+        )
+    theirs = None if hints is None else hints.priority
+    if asked.priority is not None and theirs is not None and theirs != -asked.priority:
+        raise BadRequest(
+            f"nvext.agent_hints.priority is {theirs} (higher is sooner), but priority is "
+            f"{asked.priority} (lower is sooner): give it in one place",
+            param="nvext.agent_hints.priority",
+        )
+
+
+def _check_request_id(asked: ChatRequest) -> None:
+    given = asked.request_id
+    if given is not None and not REQUEST_ID.fullmatch(given):
+        # It goes into headers, where a line break would end one.
+        raise BadRequest(
+            f"request_id is {given!r}: expected 1 to 256 printable ASCII characters without spaces",
+            param="request_id",
+        )
+
+
+def _check_stream(asked: ChatRequest) -> None:
+    if asked.stream_options is None:
+        return
+    if not asked.stream:
+        raise BadRequest(
+            "stream_options is given, but stream is not true: set it too", param="stream_options"
+        )
+    refuse_unless_neutral(asked.stream_options, NEUTRAL_STREAM, "stream_options.")
+
+
+def _check_stop(asked: ChatRequest) -> None:
+    if asked.stop not in (None, "", []):
+        raise UnsupportedField(
+            f"stop is {asked.stop!r}: text cannot end a turn token-exactly here; name the ids of "
+            "the tokens to stop at in stop_token_ids",
+            param="stop",
+        )
+
+
+def _check_lengths_and_logprobs(asked: ChatRequest) -> None:
+    both = (asked.max_tokens, asked.max_completion_tokens)
+    if None not in both and both[0] != both[1]:
+        raise BadRequest(
+            f"max_tokens is {both[0]}, but max_completion_tokens is {both[1]}: give one of them",
+            param="max_tokens",
+        )
+    for field in ("max_completion_tokens", "max_tokens"):
+        if (value := getattr(asked, field)) is not None and value < 1:
+            raise BadRequest(f"{field} is {value}: expected at least 1", param=field)
+    top = asked.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise BadRequest(
+            f"top_logprobs is {top}: expected 0 to {MAX_LOGPROBS}", param="top_logprobs"
+        )
+    if top and not asked.logprobs:
+        raise BadRequest(
+            f"top_logprobs is {top}, but logprobs is not true: set it too", param="top_logprobs"
+        )
+
+
+def _check_messages(asked: ChatRequest) -> None:
+    for at, message in enumerate(asked.messages):
+        if message.keys() == BARE and type(message["role"]) is type(message["content"]) is str:
+            continue  # most messages of a long history, all of which comes with every turn
+        for key, (kinds, expected) in MESSAGE_KINDS.items():
+            value = message.get(key)
+            if value is not None and not isinstance(value, kinds):
+                raise BadRequest(
+                    f"messages[{at}].{key} is a {type(value).__name__}: expected {expected}",
+                    param=f"messages[{at}].{key}",
+                )
+
+
+def _check_tools(asked: ChatRequest) -> None:
+    for at, tool in enumerate(asked.tools or ()):
+        function = tool.get("function")
+        if tool.get("type") != "function":
+            raise UnsupportedField(
+                f"tools[{at}].type is {tool.get('type')!r}: only functions can be called here",
+                param=f"tools[{at}].type",
+            )
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequest(
+                f"tools[{at}].function has no name: expected an object with `name`",
+                param=f"tools[{at}].function",
+            )
+    if asked.tool_choice not in (None, "auto", "none"):
+        raise UnsupportedField(
+            f"tool_choice is {msgspec.json.encode(asked.tool_choice).decode()}: this engine cannot "
+            "force a tool call, only 'auto' and 'none' can be promised",
+            param="tool_choice",
+        )
+    if asked.parallel_tool_calls is False and asked.calls_tools:
+        raise UnsupportedField(
+            "parallel_tool_calls is false: this engine cannot hold the model to one call; leave it "
+            "out, and carry out the first call only",
+            param="parallel_tool_calls",
+        )
+
+
+def _check_prompt(asked: ChatRequest) -> None:
+    if asked.continues and asked.add_generation_prompt is not False:
+        raise BadRequest(
+            "continue_final_message needs add_generation_prompt=false: either the last message "
+            "goes on, or a new one is opened",
+            param="continue_final_message",
+        )
+    ids = {
+        "tokens": asked.tokens,
+        "nvext.token_data": asked.extension.token_data,
+        "required_prefix_token_ids": asked.required_prefix_token_ids,
+    }
+    given = {field: value for field, value in ids.items() if value is not None}
+    for field, value in given.items():
+        check_ids(value, PLACES, field)
+    if len(given) > 1:
+        raise BadRequest(
+            f"the prompt is given twice, in {' and in '.join(given)}: send one of them",
+            param=next(iter(given)),
+        )
+    if not asked.messages and asked.given_prompt() is None:
+        raise BadRequest("messages is empty: expected at least one message", param="messages")

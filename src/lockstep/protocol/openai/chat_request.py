@@ -1,0 +1,212 @@
+"""OpenAI's chat dialect, POST /v1/chat/completions: requests, with the extras of vLLM and others.
+
+All fields of OpenAI, vLLM, Dynamo and NeMo are known here; chat_decode says which are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lockstep.tokens import LogprobMode, Sampling
+from lockstep.protocol.dynamo.nvext import NvExt
+from lockstep.protocol.common.strict import read_biases
+
+NOTHING = NvExt()
+SHOWS_PROMPT = frozenset({"prompt_token_ids", "prompt_logprobs", "engine_data"})
+"""What can be wanted under nvext that holds the prompt."""
+
+
+class ChatStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """How to stream. `include_obfuscation` is OpenAI's padding against eavesdroppers."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The request body: OpenAI's fields, vLLM's, NeMo's, ours; last, those refused unless neutral.
+
+    `user`, `metadata`, `store`, `service_tier`, `safety_identifier` and the prompt_cache_* fields
+    have no effect on the answer and need none.
+    """
+
+    messages: list[dict[str, Any]] = []
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: ChatStreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    logit_bias: dict[str, float] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    routed_experts_prompt_start: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    session_id: str | None = None
+    tokens: list[int] | None = None
+
+    nvext: NvExt | None = None
+    required_prefix_token_ids: list[int] | None = None
+    return_token_id_information: bool | None = None
+    return_routed_experts: bool | None = None
+    logprob_mode: LogprobMode | None = None
+    weight_version: str | None = None
+    min_weight_version: str | None = None
+
+    response_format: dict[str, Any] | None = None
+    stop: str | list[str] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    audio: Any = None
+    modalities: list[str] | None = None
+    prediction: Any = None
+    function_call: Any = None
+    functions: Any = None
+    moderation: Any = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    bad_words: list[str] | None = None
+    watermarking: Any = None
+    logprob_token_ids: list[int] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    documents: list[Any] | None = None
+    chat_template: str | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    structured_outputs: Any = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    stream_interval: int | None = None
+    return_token_offsets: bool | None = None
+    return_prompt_text: bool | None = None
+    return_mm_kwargs: bool | None = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: dict[str, Any] | None = None
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def extension(self) -> NvExt:
+        return NOTHING if self.nvext is None else self.nvext
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether tool calls are read out of the answer; otherwise they are text like any other."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def continues(self) -> bool:
+        return bool(self.continue_final_message)
+
+    @property
+    def salt(self) -> str | None:
+        return self.cache_salt if self.cache_salt is not None else self.extension.cache_salt
+
+    @property
+    def rank(self) -> int:
+        """The priority from whichever place it was given in, in vLLM's sign: lower is sooner."""
+        given = self.extension.priority if self.priority is None else self.priority
+        return 0 if given is None else given
+
+    @property
+    def experts_start(self) -> int | None:
+        """The first row of routed experts to return, or None when they were not asked for."""
+        wanted = self.return_routed_experts or "routed_experts" in self.extension.wanted
+        return (self.routed_experts_prompt_start or 0) if wanted else None
+
+    @property
+    def shows_prompt(self) -> bool:
+        """Whether the answer says something of each id of the prompt."""
+        if self.return_token_ids or self.return_token_id_information:
+            return True
+        return self.prompt_logprobs is not None or not SHOWS_PROMPT.isdisjoint(
+            self.extension.wanted
+        )
+
+    def given_prompt(self) -> tuple[str, list[int]] | None:
+        """The field that brings the whole prompt as ids, and the ids; None for messages."""
+        if self.tokens is not None:
+            return "tokens", self.tokens
+        if self.extension.token_data is not None:
+            return "nvext.token_data", self.extension.token_data
+        return None
+
+    def sampling(self, stop_token_ids: tuple[int, ...]) -> Sampling:
+        """The options as a value; `stop_token_ids` end a turn of this model, unless ignore_eos.
+
+        Raises BadRequest that names the field.
+        """
+        own = tuple(self.stop_token_ids or ())
+        limit = self.max_completion_tokens
+        wanted = self.prompt_logprobs
+        if wanted is None and "prompt_logprobs" in self.extension.wanted:
+            wanted = 0
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+            max_tokens=self.max_tokens if limit is None else limit,
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=own if self.ignore_eos else tuple(dict.fromkeys(own + stop_token_ids)),
+            ignore_eos=bool(self.ignore_eos),
+            n=self.choices,
+            allowed_token_ids=(
+                None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+            ),
+            logit_bias=read_biases(self.logit_bias),
+            logprobs=self.top_logprobs or 0,
+            prompt_logprobs=wanted,
+            logprob_mode=self.logprob_mode,
+        )

@@ -1,0 +1,280 @@
+"""OpenAI's legacy dialect, POST /v1/completions, with vLLM's extras: requests and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from lockstep.tokens import Sampling, VersionSpan
+from lockstep.tokens.errors import BadRequest, BadTokenId, UnsupportedField
+from lockstep.tokens.ids import check_ids
+from lockstep.tokens.sampling import MAX_LOGPROBS
+from lockstep.protocol.vllm.generate_request import StreamOptions, refuse_unless_neutral
+from lockstep.protocol.vllm.generate_response import Experts, PromptLogprobs, Usage
+from lockstep.protocol.common.strict import decode, read_biases
+
+ID_PREFIX = "cmpl-"
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 1024
+PLACES = 2**31
+"""Ids are only checked to be ids here; which of them exist is the engine's to say."""
+
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "bad_words": ([],),
+    "watermarking": (False,),
+    "logprob_token_ids": (),
+    "prompt_embeds": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+    "vllm_xargs": ({},),
+}
+
+
+class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The request body: OpenAI's fields, vLLM's, ours; last, those refused unless neutral.
+
+    `prompt` is a text, its token ids, or a list of either. `max_tokens` 0 scores the prompt and
+    needs `echo`; null leaves the length to the model.
+    """
+
+    prompt: str | list[str | int | list[int]]
+    model: str | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    n: int | None = None
+    best_of: int | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    routed_experts_prompt_start: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    request_id: str | None = None
+
+    return_routed_experts: bool | None = None
+    routed_experts_format: Literal["raw", "npy"] = "raw"
+    weight_version: str | None = None
+    min_weight_version: str | None = None
+
+    stop: str | list[str] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    suffix: str | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    bad_words: list[str] | None = None
+    watermarking: Any = None
+    logprob_token_ids: list[int] | None = None
+    prompt_embeds: Any = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: Any = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    stream_interval: int | None = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: dict[str, Any] | None = None
+
+    @property
+    def choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def scores(self) -> bool:
+        """Whether only the prompt is asked about: nothing that was sampled is returned."""
+        return self.max_tokens == 0
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def prompt_tops(self) -> int | None:
+        """Alternatives to ask for beside prompt tokens; None when their logprobs are not needed."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
+
+    @property
+    def experts_start(self) -> int | None:
+        start = self.routed_experts_prompt_start
+        return 0 if start is None and self.return_routed_experts else start
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or ids. Raises BadRequest or BadTokenId that names the first
+        one that does not fit."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        kinds = {type(each) for each in given}
+        if kinds == {int}:
+            ids: list[int] = given  # type: ignore[assignment]
+            check_ids(ids, PLACES, "prompt")
+            return [ids]
+        if len(kinds) > 1:
+            kind = type(given[0])
+            at = next(at for at, each in enumerate(given) if type(each) is not kind)
+            raise BadRequest(
+                f"prompt[{at}] is a {type(given[at]).__name__}, but prompt[0] a {kind.__name__}: "
+                "prompts of one request are all texts, or all lists of ids",
+                param=f"prompt[{at}]",
+            )
+        if not 1 <= len(given) <= MAX_PROMPTS:
+            raise BadTokenId(
+                f"prompt has {len(given)} entries: expected 1 to {MAX_PROMPTS}", param="prompt"
+            )
+        for at, each in enumerate(given):
+            if isinstance(each, list):
+                check_ids(each, PLACES, f"prompt[{at}]")
+        return list(given)  # type: ignore[arg-type]
+
+    def sampling(self) -> Sampling:
+        """The options as a value. Raises BadRequest that names the field."""
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
+            min_p=self.min_p or 0.0,
+            seed=self.seed,
+            # No engine samples nothing; the one token of a scoring request is not handed on.
+            max_tokens=1 if self.scores else self.max_tokens,
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            n=self.choices,
+            allowed_token_ids=(
+                None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
+            ),
+            logit_bias=read_biases(self.logit_bias),
+            logprobs=self.logprobs or 0,
+            prompt_logprobs=self.prompt_tops,
+        )
+
+
+class LegacyLogprobs(msgspec.Struct):
+    """One entry per token; the first token of a prompt has no logprob: nothing precedes it."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    """One choice, or what a chunk of a stream adds to it. The last block is Lockstep's own.
+
+    `weight_versions` cover the sampled tokens; `scored_version` is that of a prompt only scored.
+    """
+
+    index: int
+    text: str
+    logprobs: LegacyLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+    routed_experts: Experts | str | None = None
+    weight_versions: Sequence[VersionSpan] | None = None
+    scored_version: str | None = None
+    logprob_mode: str | None = None
+    temperature: float | None = None
+    worker: str | None = None
+    adapter: str | None = None
+
+
+class CompletionAnswer(msgspec.Struct, kw_only=True):
+    """The answer, or one chunk of it. Choices of prompt p start at index p * n."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    service_tier: None = None
+    system_fingerprint: None = None
+
+
+DECODER = msgspec.json.Decoder(CompletionRequest)
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
+    asked = decode(DECODER, body)
+    refuse_unless_neutral(asked, NEUTRAL)
+    if asked.stop not in (None, "", []):
+        raise UnsupportedField(
+            f"stop is {asked.stop!r}: text cannot end a turn token-exactly here; name the ids of "
+            "the tokens to stop at in stop_token_ids",
+            param="stop",
+        )
+    if asked.best_of not in (None, asked.choices):
+        raise UnsupportedField(
+            f"best_of is {asked.best_of}, but n is {asked.choices}: choices are not ranked here; "
+            "ask for all of them with n",
+            param="best_of",
+        )
+    for field in ("logprobs", "prompt_logprobs"):
+        value = getattr(asked, field)
+        if value is not None and not 0 <= value <= MAX_LOGPROBS:
+            raise BadRequest(f"{field} is {value}: expected 0 to {MAX_LOGPROBS}", param=field)
+    _check_scoring(asked)
+    return asked
+
+
+def _check_scoring(asked: CompletionRequest) -> None:
+    if not asked.scores:
+        return
+    if not asked.echo:
+        raise BadRequest(
+            "max_tokens is 0: that asks for nothing, unless echo is true to score the prompt",
+            param="max_tokens",
+        )
+    neutral = {"n": 1, "min_tokens": 0, "return_routed_experts": False,
+               "routed_experts_prompt_start": None}  # fmt: skip
+    for field, allowed in neutral.items():
+        if getattr(asked, field) not in (None, allowed):
+            raise BadRequest(
+                f"{field} is {getattr(asked, field)}, but max_tokens 0 only scores the prompt: "
+                f"leave {field} out",
+                param=field,
+            )

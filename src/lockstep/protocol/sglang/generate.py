@@ -1,0 +1,272 @@
+"""SGLang's native dialect, POST /generate: asks, and answers whole and streamed.
+
+Ids and logprobs both come from meta_info, where each entry is [logprob, id, text]. Streamed
+events are cumulative: the last one is the whole answer.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from lockstep.tokens import Completion, LogprobMode, PromptLogprob, Ranked, RoutedExperts
+from lockstep.tokens.completion import usable
+from lockstep.tokens.errors import (
+    BadExperts,
+    BadLogprob,
+    BadRequest,
+    Misaligned,
+    MissingFinish,
+    MissingTokenIds,
+    UnsupportedField,
+)
+from lockstep.protocol.common.response import Delta, Reading, decode_answer, finish_of, spans_of, stop_token_of
+from lockstep.protocol.common.request import Ask
+from lockstep.protocol.vllm.encode_generate import biases, refuse_mode, refuse_versions
+from lockstep.protocol.common.routed_experts import EncodedExperts, decoded_size, trim
+from lockstep.protocol.common.decode_error import NO_ERROR, error_of, raise_stated
+from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.common.base64_extract import Spliced, splice
+
+ENCODER = msgspec.json.Encoder()
+Layout = tuple[int, int]
+"""(layers, top_k): SGLang sends routed experts as bare int32 without their shape."""
+ITEM = 4
+
+
+def encode_sglang(
+    ask: Ask, *, mode: LogprobMode, max_new_tokens: int, adapter: str | None, stream: bool = False
+) -> bytes:
+    """The body for one choice; `max_new_tokens` is explicit, as SGLang's default is only 128.
+
+    Raises UnsupportedField for what SGLang cannot do: versions, allowed_token_ids, other modes.
+    """
+    sampling = ask.sampling
+    refuse_versions(ask, "SGLang")
+    refuse_mode(ask, mode)
+    if sampling.allowed_token_ids is not None or sampling.n != 1 or ask.stop:
+        field = "n" if sampling.n != 1 else "stop" if ask.stop else "allowed_token_ids"
+        raise UnsupportedField(f"{field} is not supported by the SGLang transport", param=field)
+    if ask.features is not None:
+        raise NotImplementedError("multimodal prompts need the `vllm` transport, not `sglang`")
+    params: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": sampling.min_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "no_stop_trim": True,
+        "skip_special_tokens": False,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    if sampling.logit_bias:
+        params["logit_bias"] = biases(sampling)
+    body: dict[str, Any] = {
+        "input_ids": as_list(ask.prompt_ids),
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": -1 if sampling.prompt_logprobs is None else 0,
+        "top_logprobs_num": max(sampling.logprobs, sampling.prompt_logprobs or 0),
+        "stream": stream,
+    }
+    optional = {
+        "rid": ask.request_id,
+        "lora_path": adapter,
+        "extra_key": ask.cache_salt,  # SGLang's name for what isolates prefix-cache entries
+        "priority": -ask.priority or None,  # higher is sooner there
+        "return_routed_experts": None if ask.experts_start is None else True,
+        "routed_experts_start_len": ask.experts_start or None,
+    }
+    body |= {name: value for name, value in optional.items() if value is not None}
+    return ENCODER.encode(body)
+
+
+def check_layout(ask: Ask, layout: Layout | None) -> None:
+    """Raises BadRequest when experts are asked for but their shape is not known."""
+    if ask.experts_start is not None and layout is None:
+        raise BadRequest(
+            "routed experts from SGLang come without a shape: tell the transport "
+            "experts_layout=(layers, top_k) of the model",
+            param="experts_start",
+        )
+
+
+LogprobItem = tuple[float | None, int, Any]
+
+
+class FinishReason(msgspec.Struct):
+    type: str
+    matched: int | str | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class Meta(msgspec.Struct):
+    id: str | None = None
+    finish_reason: FinishReason | str | None = None
+    completion_tokens: int | None = None
+    weight_version: str | int | None = None
+    output_token_logprobs: list[LogprobItem | None] | None = None
+    output_top_logprobs: list[list[LogprobItem] | None] | None = None
+    input_token_logprobs: list[LogprobItem | None] | None = None
+    input_top_logprobs: list[list[LogprobItem] | None] | None = None
+    routed_experts: str | None = None
+
+
+class Answer(msgspec.Struct):
+    meta_info: Meta | None = None
+    output_ids: list[int] | None = None
+    error: msgspec.Raw = NO_ERROR
+
+
+DECODER = msgspec.json.Decoder(Answer)
+
+
+def read_sglang(
+    body: bytes | bytearray | Spliced, reading: Reading, layout: Layout | None = None
+) -> Completion:
+    """The completion of a whole answer, or of a stream's last event, to an ask for one choice."""
+    spliced = splice(body)
+    answer = decode_answer(DECODER, spliced.json)
+    raise_stated(answer.error)
+    ask, meta = reading.ask, answer.meta_info or Meta()
+    reason = meta.finish_reason
+    kind = reason.type if isinstance(reason, FinishReason) else reason
+    if isinstance(reason, FinishReason) and reason.status_code is not None:
+        raise error_of(reason.status_code, ENCODER.encode({"message": reason.message}))
+    finish = finish_of(kind)
+    ids, logprobs = sampled(answer, ask, stopped=finish == "stop")
+    version = reading.version if meta.weight_version is None else str(meta.weight_version)
+    named = reason.matched if isinstance(reason, FinishReason) else None
+    return Completion(
+        token_ids=ids,
+        logprobs=logprobs,
+        prompt_ids=ask.prompt_ids,
+        finish=finish,
+        versions=spans_of(None, version, len(ids)),
+        logprob_mode=reading.logprob_mode,
+        temperature=ask.sampling.temperature,
+        index=reading.index,
+        request_id=ask.request_id or meta.id or "",
+        stop_token=stop_token_of(named, finish, ids, ask),
+        top_logprobs=_tops(meta.output_top_logprobs, ask.sampling.logprobs),
+        prompt_logprobs=_prompt(meta, ask),
+        worker=reading.worker,
+        adapter=reading.adapter,
+        experts=_experts(meta.routed_experts, spliced, layout, ask, len(ids)),
+        allow_nonfinite=ask.allow_nonfinite,
+    )
+
+
+class SglangStream:
+    """Follows a stream of cumulative events; the last one is read as the whole answer."""
+
+    def __init__(self, reading: Reading, layout: Layout | None = None) -> None:
+        self._reading, self._layout = reading, layout
+        self._seen = 0
+        self._last: bytes | bytearray = b""
+
+    def feed(self, event: bytes | bytearray) -> list[Delta]:
+        answer = decode_answer(DECODER, splice(event).json)
+        raise_stated(answer.error)
+        ids, logprobs = sampled(answer, self._reading.ask, stopped=True)
+        if len(ids) < self._seen:
+            raise Misaligned(
+                f"a streamed event has {len(ids)} tokens after one with {self._seen}: expected "
+                "cumulative events (the server must not stream incremental output)"
+            )
+        delta = Delta(self._reading.index, ids[self._seen :], logprobs[self._seen :])
+        self._seen, self._last = len(ids), event
+        return [delta]
+
+    def finish(self) -> list[Completion]:
+        if not self._last:
+            raise MissingFinish("the stream ended without a single event")
+        return [read_sglang(self._last, self._reading, self._layout)]
+
+
+def sampled(answer: Answer, ask: Ask, *, stopped: bool) -> tuple[list[int], list[float]]:
+    """Ids and logprobs from meta_info, checked against the ids at the top level of the answer."""
+    meta = answer.meta_info or Meta()
+    entries, echo = meta.output_token_logprobs, answer.output_ids
+    if entries is None:
+        if echo == [] or (echo is None and meta.completion_tokens == 0):
+            return [], []
+        if echo is None:
+            raise MissingTokenIds("meta_info has no output_token_logprobs, and there are no ids")
+        raise BadLogprob(f"the answer has {len(echo)} token ids but no logprobs")
+    for at, entry in enumerate(entries):
+        if entry is None or (entry[0] is None and not ask.allow_nonfinite):
+            raise BadLogprob(f"logprob at position {at} is null")
+    pairs = [entry for entry in entries if entry is not None]
+    ids = [entry[1] for entry in pairs]
+    if meta.completion_tokens is not None and meta.completion_tokens != len(ids):
+        raise Misaligned(f"{meta.completion_tokens} completion tokens but {len(ids)} logprobs")
+    # A server that trims the matched stop token does so in output_ids only.
+    if echo is not None and echo != ids and not (stopped and echo == ids[:-1]):
+        raise Misaligned(f"output_ids has {len(echo)} ids that are not the {len(ids)} of meta_info")
+    return ids, [math.nan if entry[0] is None else entry[0] for entry in pairs]
+
+
+def _tops(
+    listed: list[list[LogprobItem] | None] | None, asked: int
+) -> list[tuple[Ranked, ...]] | None:
+    if not asked or listed is None:
+        return None
+    return [_ranked(items or [], asked) for items in listed]
+
+
+def _ranked(items: list[LogprobItem], asked: int) -> tuple[Ranked, ...]:
+    known = [Ranked(token, value) for value, token, _ in items if value is not None]
+    known.sort(key=lambda one: -one.logprob)
+    return tuple(Ranked(one.token_id, one.logprob, at) for at, one in enumerate(known[:asked], 1))
+
+
+def _prompt(meta: Meta, ask: Ask) -> list[PromptLogprob | None] | None:
+    top = ask.sampling.prompt_logprobs
+    if top is None:
+        return None
+    entries = meta.input_token_logprobs
+    if entries is None or len(entries) != len(ask.prompt_ids):
+        count = 0 if entries is None else len(entries)
+        raise Misaligned(f"{len(ask.prompt_ids)} prompt ids but {count} prompt logprobs")
+    result: list[PromptLogprob | None] = [None]
+    for at in range(1, len(entries)):
+        value, token = (entries[at] or (None, None))[:2]
+        if token is not None and token != ask.prompt_ids[at]:
+            raise Misaligned(
+                f"the prompt logprob at position {at} names token {token}, but the id there is "
+                f"{ask.prompt_ids[at]}"
+            )
+        if value is None or not (ask.allow_nonfinite or usable(value)):
+            raise BadLogprob(f"prompt logprob at position {at} is {value}, expected a number")
+        listed = meta.input_top_logprobs
+        others = _ranked((listed[at] if listed and at < len(listed) else None) or [], top)
+        result.append(PromptLogprob(ask.prompt_ids[at], value, None, others if top else ()))
+    return result
+
+
+def _experts(
+    field: str | None, spliced: Spliced, layout: Layout | None, ask: Ask, tokens: int
+) -> RoutedExperts | None:
+    if ask.experts_start is None or layout is None:
+        return None
+    if field is None:
+        raise BadExperts(
+            "routed experts were asked for, but the answer has none: start the server with "
+            "--enable-return-routed-experts"
+        )
+    text = spliced.text(field)
+    rows, rest = divmod(decoded_size(text), layout[0] * layout[1] * ITEM)
+    if rest:
+        raise BadExperts(f"routed experts do not divide into rows of (layers, top_k) {layout}")
+    total = len(ask.prompt_ids) + tokens
+    start = ask.experts_start if rows == max(total - 1 - ask.experts_start, 0) else 0
+    experts = EncodedExperts(text, (rows, *layout), "int32", start)
+    return trim(experts, total=total, asked=ask.experts_start)

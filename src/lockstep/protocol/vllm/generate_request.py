@@ -1,0 +1,256 @@
+"""vLLM's token-in/token-out dialect, POST /inference/v1/generate: requests.
+
+All of vLLM 0.32's fields are known here. One that cannot be honoured is accepted at its neutral
+value and refused by name otherwise, so that stock clients work and nothing is quietly ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from lockstep.tokens import Sampling
+from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.versions import check_label
+from lockstep.protocol.common.lazy_ids import LazyIds
+from lockstep.protocol.common.strict import decode, read_biases
+
+
+class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """vLLM's SamplingParams. Fields below the line are refused unless neutral."""
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    routed_experts_prompt_start: int | None = None
+    logprob_mode: Literal["raw", "processed"] | None = None
+
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | list[str] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
+    watermarking: Any = None
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: int | None = None
+    logprob_token_ids: Any = None
+    flat_logprobs: bool | None = None
+    stream_interval: int | None = None
+    structured_outputs: Any = None
+    extra_args: Any = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    trace_decode_token_ids: Any = None
+    detokenize: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    output_kind: int | None = None
+    skip_clone: bool | None = None
+
+
+NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "stop": ("", []),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "watermarking": (False,),
+    "prompt_logprob_token_ids": ([],),
+    "prompt_logprob_start": (0,),
+    "logprob_token_ids": ([],),
+    "flat_logprobs": (False,),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "extra_args": ({},),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "trace_decode_token_ids": ([],),
+}
+"""Fields that are refused at any other value; those that only shape text are free."""
+
+NEUTRAL_REQUEST: dict[str, tuple[object, ...]] = {
+    "token_offsets": ([],),
+    "features": ([], {}),
+    "content_parts": ([],),
+    "reasoning_ended": (False,),
+    "reasoning_parser_kwargs": ({},),
+    "output_mode": ("tokens",),
+    "kv_transfer_params": ({},),
+    "ec_transfer_params": ({},),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an answer holds and how: `flat` logprobs are bare numbers, `npy` is vLLM's string."""
+
+    logprobs: Literal["entries", "flat"] | None = "entries"
+    prompt_ids: bool = False
+    experts: Literal["raw", "npy"] = "raw"
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """A request body without its ids. The last block is Lockstep's own: versions demanded, experts
+    asked for."""
+
+    sampling_params: SamplingParams
+    request_id: str | None = None
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    priority: int = 0
+
+    token_offsets: Any = None
+    features: Any = None
+    content_parts: Any = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    output_mode: str = "tokens"
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+
+    return_routed_experts: bool | None = None
+    routed_experts_format: Literal["raw", "npy"] = "raw"
+    logprobs_format: Literal["entries", "flat"] = "entries"
+    weight_version: str | None = None
+    min_weight_version: str | None = None
+
+    @property
+    def experts_start(self) -> int | None:
+        """The first row of routed experts to return, or None when they were not asked for."""
+        start = self.sampling_params.routed_experts_prompt_start
+        return 0 if start is None and self.return_routed_experts else start
+
+    @property
+    def form(self) -> Form:
+        """How the answer is to be written."""
+        return Form(
+            logprobs=None if self.sampling_params.logprobs is None else self.logprobs_format,
+            prompt_ids=bool(self.return_token_ids),
+            experts=self.routed_experts_format,
+        )
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self) -> Sampling:
+        """The options as a value. Raises BadRequest or UnsupportedField that names the field."""
+        params = self.sampling_params
+        return Sampling(
+            temperature=1.0 if params.temperature is None else params.temperature,
+            top_p=1.0 if params.top_p is None else params.top_p,
+            top_k=0 if params.top_k in (None, -1) else params.top_k,
+            min_p=params.min_p or 0.0,
+            seed=params.seed,
+            max_tokens=params.max_tokens,
+            min_tokens=params.min_tokens or 0,
+            stop_token_ids=tuple(params.stop_token_ids or ()),
+            ignore_eos=bool(params.ignore_eos),
+            n=params.n,
+            allowed_token_ids=(
+                None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
+            ),
+            logit_bias=read_biases(params.logit_bias, "sampling_params.logit_bias"),
+            logprobs=params.logprobs or 0,
+            prompt_logprobs=params.prompt_logprobs,
+            logprob_mode=params.logprob_mode,
+        )
+
+
+class GenerateRequest(GenerateFields, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The request body."""
+
+    token_ids: list[int]
+
+
+class RelayedRequest(GenerateFields, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """The same for those who hand it on: the ids, most of its bytes, stay JSON."""
+
+    token_ids: msgspec.Raw
+
+
+DECODER = msgspec.json.Decoder(GenerateRequest)
+RELAYED = msgspec.json.Decoder(RelayedRequest)
+
+
+def decode_request(body: bytes) -> GenerateRequest:
+    """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
+    request: GenerateRequest = decode(DECODER, body)
+    _check(request, request.token_ids)
+    return request
+
+
+def decode_relayed(body: bytes) -> tuple[GenerateFields, Sequence[int]]:
+    """`decode_request`, and the ids apart from it: decoded only if somebody looks at them."""
+    relayed: RelayedRequest = decode(RELAYED, body)
+    ids = LazyIds.of(relayed.token_ids)
+    if ids is None:  # no such ids: the strict decoder knows what is wrong with them
+        request = decode_request(body)
+        return request, request.token_ids
+    _check(relayed, ids)
+    return relayed, ids
+
+
+def _check(request: GenerateFields, ids: Sequence[int]) -> None:
+    refuse_unless_neutral(request, NEUTRAL_REQUEST)
+    refuse_unless_neutral(request.sampling_params, NEUTRAL_SAMPLING, "sampling_params.")
+    if request.logprobs_format == "flat" and request.sampling_params.logprobs:
+        raise BadRequest(
+            "logprobs_format flat has no place for alternatives: send sampling_params.logprobs 0",
+            param="logprobs_format",
+        )
+    if request.cache_salt is not None and not 1 <= len(request.cache_salt) <= 1024:
+        raise BadRequest(
+            "cache_salt must be a string of 1 to 1024 characters, or left out", param="cache_salt"
+        )
+    if not -(2**63) <= request.priority < 2**63:
+        raise BadRequest(f"priority is {request.priority}: it must fit 64 bits", param="priority")
+    for name in ("weight_version", "min_weight_version"):
+        if (label := getattr(request, name)) is not None:
+            check_label(label, name)
+    start = request.experts_start
+    if start is not None and not 0 <= start <= len(ids):
+        raise BadRequest(
+            f"sampling_params.routed_experts_prompt_start is {start}: expected a position of the "
+            f"prompt, 0 to {len(ids)}",
+            param="sampling_params.routed_experts_prompt_start",
+        )
+
+
+def refuse_unless_neutral(
+    struct: msgspec.Struct, neutral: dict[str, tuple[object, ...]], prefix: str = ""
+) -> None:
+    """Raises UnsupportedField for the first field that is set to something we cannot honour."""
+    for field, allowed in neutral.items():
+        value = getattr(struct, field)
+        if value is not None and value not in allowed:
+            options = ", ".join(["null", *(msgspec.json.encode(v).decode() for v in allowed)])
+            raise UnsupportedField(
+                f"{prefix}{field} is not supported by this engine: leave it out, or send {options}",
+                param=prefix + field,
+            )

@@ -1,0 +1,278 @@
+"""vLLM's token-in/token-out dialect, POST /inference/v1/generate: answers, whole and streamed.
+
+Each logprob entry carries both spellings of its token, `"token": "token_id:N"` and `"token_id": N`.
+`top_logprobs` starts with the sampled token, followed by the most likely others. Who asks for
+`logprobs_format: "flat"` gets bare numbers instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, RoutedExperts, VersionSpan
+from lockstep.protocol.vllm.generate_request import Form
+from lockstep.protocol.common.lazy_ids import as_list
+
+REQUEST_ID_PREFIX = "generate-tokens-"
+
+
+class Alternative(msgspec.Struct):
+    token: str
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+class Entry(msgspec.Struct):
+    token: str
+    token_id: int
+    logprob: float
+    rank: int | None
+    top_logprobs: list[Alternative]
+
+
+class Logprobs(msgspec.Struct):
+    content: list[Entry]
+
+
+class FlatLogprobs(msgspec.Struct):
+    """One number per token of `token_ids`, and its rank: the same record without its names."""
+
+    values: list[float]
+    ranks: list[int] | None
+
+
+class PromptEntry(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None = None
+
+
+class Experts(msgspec.Struct):
+    data: str
+    shape: tuple[int, int, int]
+    dtype: str
+    start: int
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    index: int
+    finish_reason: Finish | None
+    stop_reason: int | None
+    token_ids: list[int]
+    routed_experts: Experts | str | None = None
+    sampling_mask: None = None
+    weight_versions: Sequence[VersionSpan] | None = None
+    logprobs: Logprobs | FlatLogprobs | None = None
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: dict[str, int] | None = None
+    completion_tokens_details: dict[str, int] | None = None
+
+
+PromptLogprobs = list[dict[str, PromptEntry] | None]
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """The unary answer. The last block is Lockstep's own: how the numbers were made, by whom."""
+
+    request_id: str
+    model: str
+    created: int
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_id_logprobs: None = None
+    prompt_token_ids: list[int] | None
+    mm_placeholders: None = None
+    metrics: None = None
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    output_mode: Literal["tokens"] = "tokens"
+    choices: list[Choice]
+    logprob_mode: str
+    temperature: float
+    worker: str | None
+    adapter: str | None
+
+
+class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One streamed event; versions, experts and how it was made come with the last token."""
+
+    request_id: str
+    usage: Usage | None
+    output_mode: str
+    choices: list[Choice]
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    logprob_mode: str | None = None
+    temperature: float | None = None
+    worker: str | None = None
+    adapter: str | None = None
+
+
+def logprobs_field(
+    form: Form,
+    token_ids: Sequence[int],
+    logprobs: list[float],
+    ranks: list[int] | None,
+    tops: Sequence[tuple[Ranked, ...]] | None,
+) -> Logprobs | FlatLogprobs | None:
+    if form.logprobs is None:
+        return None
+    if form.logprobs == "flat":
+        return FlatLogprobs(logprobs, ranks)
+    return entries(token_ids, logprobs, ranks, tops)
+
+
+def entries(
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    ranks: Sequence[int] | None,
+    tops: Sequence[tuple[Ranked, ...]] | None,
+) -> Logprobs:
+    content = []
+    for at, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+        rank = ranks[at] if ranks is not None else None
+        name = f"token_id:{token}"
+        top = [Alternative(name, token, logprob, rank)]
+        if tops is not None:
+            top += [
+                Alternative(f"token_id:{t.token_id}", t.token_id, t.logprob, t.rank)
+                for t in tops[at]
+                if t.token_id != token
+            ]
+        content.append(Entry(name, token, logprob, rank, top))
+    return Logprobs(content)
+
+
+def prompt_entries(prompt: list[PromptLogprob | None] | None) -> PromptLogprobs | None:
+    if prompt is None:
+        return None
+    result: PromptLogprobs = []
+    for entry in prompt:
+        if entry is None:
+            result.append(None)
+            continue
+        at_position = {str(entry.token_id): PromptEntry(entry.logprob, entry.rank)}
+        for top in entry.top:
+            at_position.setdefault(str(top.token_id), PromptEntry(top.logprob, top.rank))
+        result.append(at_position)
+    return result
+
+
+def experts_field(experts: RoutedExperts | None, form: str) -> Experts | str | None:
+    """`raw`: {data, shape, dtype, start}; `npy`: vLLM's base64 string of an .npy file."""
+    if experts is None:
+        return None
+    if form == "npy":
+        file = io.BytesIO()
+        np.save(file, experts.numpy(), allow_pickle=False)
+        return base64.b64encode(file.getbuffer()).decode()
+    data = base64.b64encode(experts.data).decode()
+    return Experts(data, experts.shape, experts.dtype, experts.start)
+
+
+def choice_of(done: Completion, form: Form) -> Choice:
+    return Choice(
+        index=done.index,
+        finish_reason=done.finish,
+        stop_reason=done.stop_token,
+        token_ids=done.token_ids,
+        routed_experts=experts_field(done.experts, form.experts),
+        weight_versions=done.versions,
+        logprobs=logprobs_field(form, done.token_ids, done.logprobs, done.ranks, done.top_logprobs),
+    )
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached: int | None = None) -> Usage:
+    details = None if cached is None else {"cached_tokens": cached}
+    return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details)
+
+
+def answer(
+    completions: Sequence[Completion],
+    *,
+    request_id: str,
+    model: str,
+    created: int,
+    form: Form,
+) -> bytes:
+    """The whole answer for the choices of one request, in order of their index."""
+    first = completions[0]
+    body = Answer(
+        request_id=request_id,
+        model=model,
+        created=created,
+        usage=usage_of(len(first.prompt_ids), sum(len(done.token_ids) for done in completions)),
+        prompt_logprobs=prompt_entries(first.prompt_logprobs),
+        prompt_token_ids=as_list(first.prompt_ids) if form.prompt_ids else None,
+        choices=[choice_of(done, form) for done in completions],
+        logprob_mode=first.logprob_mode,
+        temperature=first.temperature,
+        worker=first.worker,
+        adapter=first.adapter,
+    )
+    return msgspec.json.encode(body)
+
+
+class Stream:
+    """Makes the chunks of one streamed answer, and counts what its usage must say."""
+
+    def __init__(self, request_id: str, prompt_ids: Sequence[int], form: Form) -> None:
+        self._request_id = request_id
+        self._prompt_ids = prompt_ids
+        self._form = form
+        self._started = False
+        self._tokens = 0
+
+    def chunk(
+        self,
+        index: int,
+        token_ids: list[int],
+        logprobs: list[float],
+        ranks: list[int] | None,
+        tops: Sequence[tuple[Ranked, ...]] | None,
+        done: Completion | None,
+    ) -> Chunk:
+        """The new tokens of one choice, with its ending when `done` is its completion."""
+        self._tokens += len(token_ids)
+        choice = Choice(
+            index=index,
+            finish_reason=None if done is None else done.finish,
+            stop_reason=None if done is None else done.stop_token,
+            token_ids=token_ids,
+            logprobs=logprobs_field(self._form, token_ids, logprobs, ranks, tops),
+        )
+        first, self._started = not self._started, True
+        chunk = Chunk(
+            request_id=self._request_id,
+            usage=None,
+            output_mode="tokens",
+            choices=[choice],
+            prompt_token_ids=(
+                as_list(self._prompt_ids) if first and self._form.prompt_ids else None
+            ),
+        )
+        if done is not None:
+            choice.routed_experts = experts_field(done.experts, self._form.experts)
+            choice.weight_versions = done.versions
+            chunk.prompt_logprobs = prompt_entries(done.prompt_logprobs)
+            chunk.logprob_mode = done.logprob_mode
+            chunk.temperature = done.temperature
+            chunk.worker = done.worker
+            chunk.adapter = done.adapter
+        return chunk
+
+    def usage(self) -> Chunk:
+        usage = usage_of(len(self._prompt_ids), self._tokens)
+        return Chunk(request_id=self._request_id, usage=usage, output_mode="tokens", choices=[])

@@ -1,0 +1,136 @@
+"""vLLM's POST /tokenize and /detokenize: requests in two forms, and answers.
+
+Where vLLM lets one form win over the other, or an unknown id become an empty text, the request is
+refused here: a client that gets numbers must know which question they answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.ids import check_ids
+from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
+from lockstep.protocol.common.strict import decode
+
+CHAT_ONLY = (
+    "add_generation_prompt", "continue_final_message", "tools", "chat_template",
+    "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs", "required_prefix_token_ids",
+)  # fmt: skip
+NEUTRAL: dict[str, tuple[object, ...]] = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}
+PLACES = 2**31
+"""Ids are only checked to be ids here; which of them exist is the tokenizer's to say."""
+
+
+class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Text to encode (`prompt`), or a conversation to render (`messages`), not both.
+
+    `add_special_tokens` is on by default for a prompt and off for a chat, whose template writes
+    its own. `required_prefix_token_ids` is NeMo-RL's: the ids start with exactly these, followed
+    by what the messages after the last assistant turn add.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    return_token_bytes: bool | None = None
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    required_prefix_token_ids: list[int] | None = None
+
+    chat_template: str | None = None
+    media_io_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+    @property
+    def special(self) -> bool:
+        """Whether the tokenizer adds what it puts around a text."""
+        given = self.add_special_tokens
+        return self.messages is None if given is None else given
+
+
+class Tokens(msgspec.Struct, kw_only=True):
+    """The answer. `token_strs` are the vocabulary's own strings, which lose nothing."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+    token_bytes: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
+
+
+class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+    return_token_bytes: bool | None = None
+
+
+class Text(msgspec.Struct, kw_only=True):
+    """The answer, special tokens included. Bytes that are no UTF-8 are replaced in `prompt`."""
+
+    prompt: str
+    token_bytes: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
+
+
+TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+def decode_tokenize(body: bytes) -> TokenizeRequest:
+    """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
+    asked = decode(TOKENIZE, body)
+    if (asked.prompt is None) == (asked.messages is None):
+        both = "both prompt and messages are" if asked.prompt is not None else "neither is"
+        raise BadRequest(
+            f"{both} given: send prompt to encode a text, or messages to render a chat",
+            param="prompt",
+        )
+    if asked.prompt is not None:
+        for field in CHAT_ONLY:
+            if getattr(asked, field) is not None:
+                raise BadRequest(
+                    f"{field} belongs to the form with messages, but prompt is given: send one",
+                    param=field,
+                )
+        return asked
+    _check_chat(asked)
+    return asked
+
+
+def decode_detokenize(body: bytes) -> DetokenizeRequest:
+    """The request in `body`. Raises BadRequest, UnknownField or BadTokenId."""
+    asked = decode(DETOKENIZE, body)
+    if asked.tokens:
+        check_ids(asked.tokens, PLACES, "tokens")
+    return asked
+
+
+def _check_chat(asked: TokenizeRequest) -> None:
+    refuse_unless_neutral(asked, NEUTRAL)
+    if asked.chat_template is not None:
+        raise UnsupportedField(
+            "chat_template is not taken from requests: a template is a program; serve the model "
+            "with the one you want",
+            param="chat_template",
+        )
+    if asked.continue_final_message and asked.add_generation_prompt is not False:
+        raise BadRequest(
+            "continue_final_message needs add_generation_prompt=false: either the last message "
+            "goes on, or a new one is opened",
+            param="continue_final_message",
+        )
+    if asked.required_prefix_token_ids is not None:
+        check_ids(asked.required_prefix_token_ids, PLACES, "required_prefix_token_ids")
+        if asked.special:
+            raise BadRequest(
+                "add_special_tokens does not go with required_prefix_token_ids: nothing is put "
+                "before them",
+                param="add_special_tokens",
+            )

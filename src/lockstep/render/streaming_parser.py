@@ -1,0 +1,231 @@
+"""An answer while it is being sampled: what can be said already, never to be taken back.
+
+The renderer's own parser is the only judge of what an answer says. Between the marks that may
+change its verdict, text flows on as it comes; at a mark the parser is asked again, and what is
+still open (half a tag, half a character, a tool call that is being written) is held back. The
+end is the parser's verdict on the whole answer, and the parts add up to it.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from lockstep.render.parsed_message import Answer, Call
+from lockstep.render.reading import read_completion
+from lockstep.render.renderer import Renderer
+from lockstep.tokens.errors import ContractError
+
+Channel = Literal["content", "reasoning"]
+OPENING = "<"
+THINKING = ("<think>", "</think>")
+PROBE = "a , b . c 's d ?"
+STAND_IN = "\ufffd"
+LONGEST_MARK = 40
+"""Characters after which an opened `<` can be no mark of any format."""
+CHANNELLED = frozenset({"gpt-oss", "gemma4", "inkling", "hy3", "deepseek-v4"})
+"""Families whose text between marks may be structure: said when they are whole."""
+BARE_CALLS = frozenset({"llama-3"})
+"""Families whose tool calls are JSON without any mark: an answer that opens so is held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What came out since the last part; `calls` are whole."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+NOTHING = Part()
+
+
+class Unfolding:
+    """One answer, token by token: `feed` as they come, then `finish` once with all of them."""
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        tools: Sequence[Any] | None,
+        prompt_ids: Sequence[int],
+        *,
+        verbatim: bool = False,
+    ) -> None:
+        self._renderer = renderer
+        self._tools = tools
+        self._prompt_ids = prompt_ids
+        self._verbatim = verbatim
+        self._marks = _marks(renderer)
+        self._stops = frozenset(renderer.stop_token_ids)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._ids: list[int] = []
+        self._said: dict[Channel, list[str]] = {"content": [], "reasoning": []}
+        self._calls: tuple[Call, ...] = ()
+        self._flow = ""
+        """Text of the current channel that was not said yet."""
+        self._calling = False
+        self._channel: Channel = "content"
+        self._held = not verbatim and _holds(renderer)
+        if not verbatim and not self._held and self._parse().reasoning_complete is False:
+            self._channel = "reasoning"
+
+    def feed(self, token_ids: Sequence[int]) -> Part:
+        """What these tokens let be said."""
+        parts = [self._take(token) for token in token_ids]
+        return Part(
+            "".join(part.content for part in parts),
+            "".join(part.reasoning for part in parts),
+            tuple(call for part in parts for call in part.calls),
+        )
+
+    def finish(self, token_ids: Sequence[int]) -> tuple[Answer, Part]:
+        """The whole answer, and what of it was not said yet.
+
+        Raises ContractError when what was said is no part of it: nothing can be taken back.
+        """
+        answer = read_completion(
+            self._renderer, token_ids, self._tools, self._prompt_ids, verbatim=self._verbatim
+        )
+        said = str(answer.message()["content"])
+        return answer, self._advance(said, answer.reasoning or "", answer.tool_calls)
+
+    def _take(self, token: int) -> Part:
+        self._ids.append(token)
+        if self._held:
+            return NOTHING
+        if token in self._stops:
+            # Parsers read up to here. What follows, if anything does, is for the end to judge.
+            self._held = True
+            return NOTHING
+        text = self._decoder.decode(self._renderer.pieces.data(token))
+        if self._verbatim:
+            self._said["content"].append(text)
+            return Part(content=text)
+        if self._calling:
+            # A call closes with a mark, or with text that ends in a bracket of some kind.
+            closes = token in self._marks or text.rstrip().endswith((">", "]", "}"))
+            return self._look() if closes else NOTHING
+        if token in self._marks:
+            return self._look(text)
+        self._flow += text
+        if self._renderer.family in BARE_CALLS and self._opens_bare_call():
+            self._held = True
+            return NOTHING
+        opened = self._flow.find(OPENING)
+        if opened < 0:
+            return self._say(len(self._flow))
+        if ">" in self._flow[opened:]:
+            return self._look()
+        if len(self._flow) - opened > LONGEST_MARK:
+            opened = _opening(self._flow, len(self._flow) - LONGEST_MARK)
+        return self._say(opened)
+
+    def _opens_bare_call(self) -> bool:
+        return not any(self._said["content"]) and self._flow.lstrip().startswith("{")
+
+    def _say(self, end: int) -> Part:
+        """Says the flow up to `end`; space at its end waits for what follows."""
+        start = 0
+        if not any(self._said[self._channel]):
+            start = len(self._flow) - len(self._flow.lstrip())
+        text = self._flow[start:end].rstrip()
+        if not text:
+            return NOTHING
+        self._flow = self._flow[start + len(text) :]
+        self._said[self._channel].append(text)
+        return Part(content=text) if self._channel == "content" else Part(reasoning=text)
+
+    def _look(self, mark: str = "") -> Part:
+        """Asks the parser where the answer stands now; `mark` is the text of a mark just read."""
+        answer = self._parse()
+        # A mark that the parser took out opens something; what follows may not be meant to be read.
+        opens = bool(mark) and mark not in THINKING and not _shown(answer).endswith(mark)
+        if answer.calls or opens or self._calling:
+            # A call in the middle of thinking stops being one if the thinking still ends properly,
+            # and without tools nothing is a call.
+            self._held = self._channel == "reasoning" or not self._tools
+            if self._held:
+                return NOTHING
+            self._calling = True
+            reasoning = (answer.reasoning or "").strip()
+            return self._advance(answer.content.strip(), reasoning, answer.tool_calls)
+        self._channel = "reasoning" if answer.reasoning_complete is False else "content"
+        content, reasoning = answer.content, answer.reasoning or ""
+        if self._channel == "reasoning":
+            reasoning = self._settled(reasoning)
+        else:
+            content = self._settled(content)
+        return self._advance(content.strip(), reasoning.strip(), ())
+
+    def _settled(self, text: str) -> str:
+        """The channel's text without what may still become something else; that is the flow."""
+        written = self._renderer.decode(self._ids)
+        if self._decoder.getstate()[0]:
+            # Half a character: the parser shows a stand-in for it.
+            text, written = text.removesuffix(STAND_IN), written.removesuffix(STAND_IN)
+        bare = text.rstrip()
+        space = text[len(bare) :] or written[len(written.rstrip()) :]
+        opened = _opening(bare, max(len(bare) - LONGEST_MARK, 0))
+        kept = bare[:opened].rstrip()
+        self._flow = (bare + space)[len(kept) :] if bare else ""
+        return kept
+
+    def _advance(self, content: str, reasoning: str, calls: tuple[Call, ...]) -> Part:
+        """What is new in a reading of the answer, which must begin with what was said."""
+        fresh: dict[Channel, str] = {}
+        whole_of: dict[Channel, str] = {"content": content, "reasoning": reasoning}
+        for channel, whole in whole_of.items():
+            before = "".join(self._said[channel])
+            if not whole.startswith(before):
+                raise ContractError(
+                    f"the {channel} that was streamed is no beginning of what the whole answer "
+                    f"says: {before[-80:]!r} was sent; ask without stream"
+                )
+            fresh[channel] = whole[len(before) :]
+            self._said[channel] = [whole]
+        if calls[: len(self._calls)] != self._calls:
+            raise ContractError(
+                f"{len(self._calls)} tool calls were streamed that the whole answer does not "
+                "begin with; ask without stream"
+            )
+        part = Part(fresh["content"], fresh["reasoning"], calls[len(self._calls) :])
+        self._calls = calls
+        return part
+
+    def _parse(self) -> Answer:
+        return self._renderer.parse(self._ids, self._tools, prompt_ids=self._prompt_ids)
+
+
+def _shown(answer: Answer) -> str:
+    return (answer.reasoning if answer.reasoning_complete is False else answer.content) or ""
+
+
+def _opening(text: str, start: int) -> int:
+    """Where a mark may have been opened that is not closed, from `start` on; else the end."""
+    at = text.find(OPENING, max(start, text.rfind(">") + 1))
+    return at if at >= 0 else len(text)
+
+
+@lru_cache(maxsize=32)
+def _holds(renderer: Renderer) -> bool:
+    """Whether text between marks cannot be trusted to be what it looks like.
+
+    Some tokenizers tidy up the spaces of what they decode, which parsers then read.
+    """
+    ids = renderer.encode(PROBE)
+    tidies = renderer.tokenizer.decode(ids, skip_special_tokens=False) != renderer.decode(ids)
+    return renderer.family in CHANNELLED or tidies
+
+
+@lru_cache(maxsize=32)
+def _marks(renderer: Renderer) -> frozenset[int]:
+    """The tokens that are no plain text: each may change what the text around it is."""
+    added = getattr(renderer.tokenizer, "added_tokens_decoder", {})
+    return frozenset(int(token) for token in added)

@@ -1,0 +1,226 @@
+"""A run directory as values: its steps, samples and events, and what they come to."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lockstep.tokens.errors import BadRequest, NotFound
+from lockstep.train.records.run_dir import EVENTS, METRICS, RUN, SAMPLES
+
+Row = dict[str, Any]
+
+HONEST = (
+    "The starting checkpoint was first trained to solve this task, then trained for a while to "
+    "show a bad habit instead. Reinforcement learning re-selects a behaviour that was suppressed "
+    "on purpose. The curve shows that the machinery works from end to end; it does not show the "
+    "discovery of a new skill."
+)
+"""What a reader must know of the bundled models before they believe a curve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run came to. Counts are over all steps; seconds are medians, where not said else."""
+
+    reward_before: float | None
+    reward_after: float | None
+    mismatch_kl: float
+    """The largest of any step."""
+    max_difference: float
+    """The furthest that a logprob of the trainer was from the engine's, in any step."""
+    close_bound: float | None
+    """How far it may be, of a run in close mode; None of one that was to be exact."""
+    close_reason: str
+    masked: float
+    """The largest share of masked tokens of any step."""
+    breaks: int
+    aborts: int
+    skipped: int
+    """Steps that had no token to learn from."""
+    versions: dict[str, str]
+    """The weights each worker served at the end."""
+    pause_seconds: float
+    longest_pause: float
+    step_seconds: float
+    tokens: int
+    seconds: float
+
+    @property
+    def agreed(self) -> bool:
+        """Whether there are workers, and all of them serve one version."""
+        return len(set(self.versions.values())) == 1
+
+    @property
+    def kept(self) -> bool:
+        """Whether trainer and engine stayed in lockstep: nothing differed, broke or was masked.
+
+        In close mode logprobs may differ, within the bound of `lockstep.train.learning.exactness`.
+        """
+        return self.near and self.masked == 0 and self.breaks == 0 and self.agreed
+
+    @property
+    def near(self) -> bool:
+        """Whether the trainer's logprobs were the engine's: bit for bit, or within the bound."""
+        if self.close_bound is None:
+            return self.mismatch_kl == 0
+        return self.max_difference <= self.close_bound
+
+    @property
+    def mismatch(self) -> str:
+        """How trainer and engine compare, in words that never call a small number zero."""
+        if self.close_bound is not None:
+            return f"close: max |Δ| {self.max_difference:.1e} because {self.close_reason}"
+        return "exactly 0, bit for bit" if self.mismatch_kl == 0 else figure(self.mismatch_kl)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The files of a run directory, read."""
+
+    about: Row
+    steps: list[Row]
+    samples: list[Row]
+    events: list[Row]
+
+    @classmethod
+    def read(cls, directory: str | Path) -> Run:
+        """Raises NotFound when there is no run, BadRequest for a line that is not JSON."""
+        directory = Path(directory)
+        if not (directory / METRICS).is_file():
+            raise NotFound(
+                f"{directory} has no {METRICS}: expected the directory that a training run wrote"
+            )
+        about = directory / RUN
+        return cls(
+            about=json.loads(about.read_text("utf-8")) if about.is_file() else {},
+            steps=_lines(directory / METRICS),
+            samples=_lines(directory / SAMPLES),
+            events=sorted(_lines(directory / EVENTS), key=lambda event: float(event["time"])),
+        )
+
+    @property
+    def start(self) -> float:
+        """When it began, in seconds of the epoch; 0 when nobody wrote it down."""
+        first = self.events[0]["time"] if self.events else 0.0
+        return float(self.about.get("started") or first)
+
+    def ends(self) -> list[float]:
+        """When each step ended, in seconds after the start. Its update is its end."""
+        updates = {
+            event["step"]: float(event["time"]) - self.start
+            for event in self.events
+            if event["kind"] == "update"
+        }
+        at, ends = 0.0, []
+        for step in self.steps:
+            at = updates.get(step["step"], at + float(step["time/step"]))
+            ends.append(at)
+        return ends
+
+    def summary(self) -> Summary:
+        """Raises BadRequest for a run without a step."""
+        if not self.steps:
+            raise BadRequest("this run has no steps yet: a report needs at least one")
+        steps, ended = self.steps, self.about.get("ended")
+        before, after = self.about.get("before") or {}, self.about.get("after") or {}
+        numerics = self.about.get("numerics") or {}
+        pauses = [float(step["pause_seconds"]) for step in steps]
+        return Summary(
+            reward_before=before.get("reward"),
+            reward_after=after.get("reward"),
+            mismatch_kl=max(float(step["mismatch_kl"]) for step in steps),
+            max_difference=max(float(step.get("mismatch_max", 0.0)) for step in steps),
+            close_bound=float(numerics["bound"]) if numerics.get("mode") == "close" else None,
+            close_reason=str(numerics.get("reason", "")),
+            masked=max(float(step["is_masked"]) for step in steps),
+            breaks=sum(int(step["breaks"]) for step in steps),
+            aborts=sum(int(step["aborts"]) for step in steps),
+            skipped=sum(int(step.get("skipped", 0)) for step in steps),
+            versions=self.about.get("versions")
+            or {worker["id"]: worker["version"] for worker in steps[-1].get("workers", ())},
+            pause_seconds=median(pauses),
+            longest_pause=max(pauses),
+            step_seconds=median(float(step["time/step"]) for step in steps),
+            tokens=sum(int(step["tokens"]) for step in steps),
+            seconds=self.ends()[-1] if ended is None else float(ended) - self.start,
+        )
+
+
+def describe(event: Row) -> str:
+    """An event in words."""
+    worker, version = event.get("worker"), event.get("version")
+    match event["kind"]:
+        case "worker_killed":
+            return f"worker {worker} is killed (SIGKILL to process {event.get('pid')})"
+        case "worker_lost":
+            return f"worker {worker} gets no more requests: it does not answer"
+        case "worker_back":
+            return f"worker {worker} is back, proved at version {version}"
+        case "numerics" if event["mode"] == "exact":
+            return "exact: trainer and workers compute the same bits"
+        case "numerics":
+            return f"close: logprobs may differ in their last bits, because {event['reason']}"
+        case "skipped":
+            return f"step {event['step']} is skipped: {event['reason']}"
+        case "eval":
+            how = f"reward {event['reward']:.3f}, solved {event['solved']:.0%}"
+            return f"{event['prompts']} held-out prompts after step {event['step']}: {how}"
+    rest = {key: value for key, value in event.items() if key not in ("time", "kind")}
+    said = ", ".join(f"{key} {value}" for key, value in rest.items() if value is not None)
+    return f"{event['kind'].replace('_', ' ')}{': ' if said else ''}{said}"
+
+
+def figure(value: float) -> str:
+    """A number as people read it: 0 is exactly 0, and nothing small looks like it."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    if abs(value) < 1e-3:
+        return f"{value:.2e}"
+    return f"{value:.3g}" if abs(value) < 1e3 else f"{value:,.0f}"
+
+
+def lanes(run: Run) -> list[Row]:
+    """For each worker its spans of time, in seconds after the start: serving, or down."""
+    ids = {worker["id"] for step in run.steps for worker in step.get("workers", ())}
+    last = [float(event["time"]) - run.start for event in run.events[-1:]]
+    until = max([run.summary().seconds, *run.ends(), *last])
+    rows = []
+    for worker in sorted(ids | {event["worker"] for event in run.events if "worker" in event}):
+        marks = [(0.0, "serving")]
+        for event in run.events:
+            if event.get("worker") == worker:
+                at = float(event["time"]) - run.start
+                if event["kind"] in ("worker_killed", "worker_lost", "worker_back"):
+                    state = "serving" if event["kind"] == "worker_back" else "down"
+                    if state != marks[-1][1]:  # a death is seen twice: killed, then missed
+                        marks.append((at, state))
+        spans = [
+            {"from": begin, "to": end, "state": state}
+            for (begin, state), (end, _) in pairwise([*marks, (until, "")])
+            if end > begin
+        ]
+        rows.append({"id": worker, "spans": spans})
+    return rows
+
+
+def _lines(path: Path) -> list[Row]:
+    """The objects of a JSONL file; none if it is missing.
+
+    A last line without its end is what a killed trainer leaves, and is not part of the run.
+    """
+    if not path.is_file():
+        return []
+    rows = []
+    text = path.read_text("utf-8")
+    for number, line in enumerate(text[: text.rfind("\n") + 1].split("\n")[:-1], start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise BadRequest(f"line {number} of {path} is not JSON: {error}") from None
+    return rows

@@ -1,0 +1,121 @@
+"""What an environment is: tasks to play, and a reward for how a policy played one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from lockstep.client.chat import Chat
+from lockstep.client.policy import Policy
+from lockstep.ledger.breaks import TRAINER_BREAKS
+from lockstep.tokens import Sample
+from lockstep.tokens.errors import BadRequest
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do: the messages that open it, its tools, and what its judge must know."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """How well it went: `value` is what is learnt from, `solved` what people ask for."""
+
+    value: float
+    solved: bool
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Player:
+    """A policy for one rollout: it hands out conversations, and remembers them for the trainer."""
+
+    def __init__(self, policy: Policy, **options: Any) -> None:
+        """`options` hold for every turn: seed, temperature, max_tokens and the like."""
+        self.policy = policy
+        self.chats: list[Chat] = []
+        self._options = options
+
+    def chat(self, task: Task | None = None, **options: Any) -> Chat:
+        """A new conversation that will be learnt from, by default with the tools of the task."""
+        merged = {**self._options, **options}
+        if merged.get("seed") is not None:
+            # Turns count up from the seed: a second conversation must not repeat the first's draws.
+            merged["seed"] += 1_000_003 * len(self.chats)
+        tools = list(task.tools) if task is not None and task.tools else None
+        chat = self.policy.chat(**{"tools": tools, "breaks": TRAINER_BREAKS, **merged})
+        self.chats.append(chat)
+        return chat
+
+    def samples(self, *, train_aborted: bool) -> list[Sample]:
+        """One for every branch of every conversation that had an answer."""
+        return [
+            sample for chat in self.chats for sample in chat.samples(train_aborted=train_aborted)
+        ]
+
+    @property
+    def breaks(self) -> int:
+        return sum(sum(chat.break_counts.values()) for chat in self.chats)
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Two methods. Instances are made with the options of the config's [env.options]."""
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """Tasks without end, always the same for a seed; no task of "eval" is one of "train"."""
+        ...
+
+    async def play(self, task: Task, player: Player) -> Reward:
+        """Has the conversation and judges it. Raises what the policy raises: it is retried."""
+        ...
+
+
+def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment:
+    """The environment of that name, made with `options`. Raises BadRequest that says what is wrong.
+
+    A name is one of the bundled ones, "verifiers:NAME", or an import path "package.module:Class".
+    """
+    from lockstep.train.envs.bundled import BUNDLED
+
+    given = dict(options or {})
+    if name.startswith("verifiers:"):
+        from lockstep.train.envs.verifiers import VerifiersEnvironment
+
+        return VerifiersEnvironment(name.partition(":")[2], **given)
+    made = BUNDLED.get(name) or _imported(name, sorted(BUNDLED))
+    try:
+        environment = made(**given)
+    except TypeError as error:
+        raise BadRequest(
+            f"env {name!r} does not take {given}: {error}", param="env.options"
+        ) from None
+    if not isinstance(environment, Environment):
+        raise BadRequest(
+            f"env {name!r} made a {type(environment).__name__} without tasks and play",
+            param="env.name",
+        )
+    return environment
+
+
+def _imported(name: str, bundled: Sequence[str]) -> Any:
+    module, found, attribute = name.partition(":")
+    if not found:
+        raise BadRequest(
+            f"env {name!r} is not known: expected one of {', '.join(bundled)}, verifiers:NAME, or "
+            "an import path like package.module:Class",
+            param="env.name",
+        )
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        raise BadRequest(f"env {name!r}: {error}", param="env.name") from None
+    except AttributeError:
+        raise BadRequest(f"env {name!r}: {module} has no {attribute!r}", param="env.name") from None

@@ -1,0 +1,74 @@
+"""Groups played ahead of the trainer: as many as staleness allows, in the order they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+
+from lockstep.train.learning.batch import Group
+from lockstep.train.envs.environment import Task
+
+Play = Callable[[int, Task], Awaitable[Group]]
+
+
+class GroupQueue:
+    """Plays tasks while the block runs, never more than `ahead` that were not released yet."""
+
+    def __init__(self, tasks: Iterator[tuple[int, Task]], play: Play, *, ahead: int) -> None:
+        self._tasks = tasks
+        self._play = play
+        self._room = asyncio.Semaphore(ahead)
+        self._done: asyncio.Queue[asyncio.Task[Group] | BaseException | None] = asyncio.Queue()
+        self._running: set[asyncio.Task[Group]] = set()
+
+    async def __aenter__(self) -> GroupQueue:
+        self._feeder = asyncio.create_task(self._feed(), name="rollouts")
+        self._feeder.add_done_callback(self._fed)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        every = [self._feeder, *self._running]
+        for task in every:
+            task.cancel()
+        for task in every:
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+    async def take(self) -> Group | None:
+        """The next group; None when the tasks have ended and all of them were taken.
+
+        Raises the error of a group that failed for good, and that of the task source.
+        """
+        played = await self._done.get()
+        if isinstance(played, BaseException):
+            raise played
+        return None if played is None else played.result()
+
+    def release(self, count: int) -> None:
+        """Lets so many more be played: called once the weights that learnt from them are served."""
+        for _ in range(count):
+            self._room.release()
+
+    async def _feed(self) -> None:
+        for number, task in self._tasks:
+            await self._room.acquire()
+            playing = asyncio.ensure_future(self._play(number, task))
+            self._running.add(playing)
+            playing.add_done_callback(self._ended)
+
+    def _ended(self, playing: asyncio.Task[Group]) -> None:
+        self._running.discard(playing)
+        if not playing.cancelled():
+            self._done.put_nowait(playing)
+        self._tell_end()
+
+    def _fed(self, feeder: asyncio.Task[None]) -> None:
+        if not feeder.cancelled() and (error := feeder.exception()) is not None:
+            self._done.put_nowait(error)
+        self._tell_end()
+
+    def _tell_end(self) -> None:
+        """Without it whoever takes would wait for ever on a source that gives nothing more."""
+        if self._feeder.done() and not self._running:
+            self._done.put_nowait(None)

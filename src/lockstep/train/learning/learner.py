@@ -1,0 +1,255 @@
+"""The model that learns: one optimizer step over a batch, and all it takes to go on after a crash.
+
+Where the engine computes exactly, so does this: forward passes are padded as the engine pads them,
+and the logprobs of equal weights are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.engine import exact
+from lockstep.engine.numerics import plan as numerics
+from lockstep.engine.model.arithmetic import round_up
+from lockstep.engine.numerics.bf16 import make_bf16_safe
+from lockstep.engine.numerics.block_shapes import row_multiple
+from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.probe import save_checkpoint, write_probe
+from lockstep.models import bundled
+from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
+from lockstep.tokens.numerics import NumericsPlan
+from lockstep.train.learning.batch import Batch, Item
+from lockstep.train.config import TrainConfig
+from lockstep.train.learning.distill import distill_loss, reverse_kl
+from lockstep.train.learning.loss import Ratio, Tally, masks, policy_loss
+from lockstep.train.learning.expert_replay import ExpertReplay
+from lockstep.checkpoint.manifest import begin, mark_stable, write_manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a step did; `logprobs` are the trainer's own, of the items in their order."""
+
+    metrics: dict[str, float]
+    logprobs: list[list[float]]
+
+
+class Learner:
+    """A transformers causal LM under AdamW, trained whole or through LoRA.
+
+    `weights` is the directory to start from: by default the config's model, after a crash the
+    checkpoint. `exact` has it compute as the engine does: see `lockstep.train.learning.exactness`. Raises
+    BadRequest when the model cannot be loaded.
+    """
+
+    def __init__(self, config: TrainConfig, *, exact: bool, weights: Path | None = None):
+        self._config = config
+        learner = config.learner
+        if learner.device == "cpu" and learner.dtype != "float32":
+            make_bf16_safe()
+        torch.set_num_threads(learner.threads)
+        torch.manual_seed(config.seed)
+        self.exact = exact
+        self.model = self._load(weights)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            trained, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay
+        )
+        self._trained = trained
+        self._replay = ExpertReplay(self.model) if _is_moe(self.model) else None
+
+    def _load(self, weights: Path | None) -> Any:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # one bar per saved step would bury the run's own
+        learner = self._config.learner
+        base = _model_directory(self._config)
+        if weights is not None and not learner.lora_rank:
+            base = weights
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, learner.dtype))
+        model = model.to(learner.device).train()
+        if self.exact:
+            exact.prepare(model)
+        if learner.lora_rank:
+            model = self._with_adapter(model, weights)
+        return model
+
+    def _with_adapter(self, model: Any, weights: Path | None) -> Any:
+        from peft import LoraConfig, PeftModel, get_peft_model
+
+        learner = self._config.learner
+        if weights is not None:
+            return PeftModel.from_pretrained(model, weights, is_trainable=True)
+        adapter = LoraConfig(
+            r=learner.lora_rank,
+            lora_alpha=learner.lora_alpha,
+            target_modules=list(learner.lora_targets),
+            task_type="CAUSAL_LM",
+        )
+        return get_peft_model(model, adapter)
+
+    # One step
+
+    def step(self, batch: Batch, number: int) -> Learnt:
+        """Learns from the batch. Raises Conflict when there is no token to learn from."""
+        total = batch.learnt_tokens
+        if not total:
+            raise Conflict(
+                f"step {number} has no token to learn from: {batch.dropped} samples were dropped "
+                f"({batch.aborts} aborts, {batch.mixed} of mixed versions)"
+            )
+        lr = self._rate(number)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.zero_grad(set_to_none=True)
+        tally, loss_sum = Tally(), 0.0
+        logprobs: list[list[float]] = [[] for _ in batch.items]
+        # By length, so that a micro-batch has little padding.
+        lengths = [len(item.sample.token_ids) for item in batch.items]
+        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        size = self._config.learner.micro_batch
+        for start in range(0, len(order), size):
+            chosen = order[start : start + size]
+            items = [batch.items[at] for at in chosen]
+            loss, trainer_BT = self._micro(items, tally)
+            (loss / total).backward()
+            loss_sum += float(loss.detach())
+            for row, at in enumerate(chosen):
+                logprobs[at] = [0.0, *trainer_BT[row, : lengths[at] - 1].tolist()]
+        norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.learner.max_grad_norm)
+        if not bool(torch.isfinite(norm)):
+            raise Conflict(f"the gradient of step {number} is {float(norm)}: nothing was learnt")
+        self._optimizer.step()
+        metrics = {**tally.means(), "loss": loss_sum / total, "grad_norm": float(norm), "lr": lr}
+        return Learnt(metrics, logprobs)
+
+    def _micro(self, items: list[Item], tally: Tally) -> tuple[Tensor, Tensor]:
+        """The summed loss of some items, and the trainer's logprobs of their tokens."""
+        longest = max(len(item.sample.token_ids) for item in items)
+        width = round_up(longest, exact.rows_of(self.model))
+        device = self.model.device
+        ids_BT = _padded([item.sample.token_ids for item in items], width, np.int64, device)
+        engine_BT = _padded([item.sample.logprobs for item in items], width, np.float32, device)
+        learn_BT = _padded([item.learn_T for item in items], width, np.bool_, device)
+        # Logits at a position are of the next token: all that follows is about tokens 1 to T.
+        engine_BT, learn_BT = engine_BT[:, 1:], learn_BT[:, 1:]
+        trainer_BT, entropy_BT = self._forward(items, ids_BT)
+        ratio = Ratio.of(trainer_BT, engine_BT)
+        config = self._config.loss
+        more = {"entropy": entropy_BT}
+        if config.kind == "distill":
+            rows = [item.teacher or [] for item in items]
+            teacher_BT = _padded(rows, width, np.float32, device)[:, 1:]
+            loss, masked, advantage_BT = distill_loss(
+                ratio, trainer_BT, teacher_BT, learn_BT, config
+            )
+            more["ref_kl"] = reverse_kl(trainer_BT, teacher_BT)
+        else:
+            advantage = torch.tensor([item.advantage for item in items], device=device)
+            advantage_BT = advantage[:, None].expand_as(trainer_BT)
+            masked = masks(ratio, advantage_BT, config)
+            loss = policy_loss(ratio, masked, advantage_BT, learn_BT, config)
+        tally.add(ratio, masked, advantage_BT, learn_BT, **more)
+        return loss, trainer_BT.detach()
+
+    def _forward(self, items: list[Item], ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Logprobs of tokens 1 to T given those before, and the entropy where they were drawn."""
+        replays = self._replay is not None and self._config.learner.replay_experts
+        context = (
+            self._replay.of([item.sample for item in items], ids_BT.shape[1], ids_BT.device)
+            if replays and self._replay is not None
+            else nullcontext()
+        )
+        with context:
+            logits_BTV = self.model(input_ids=ids_BT, use_cache=False).logits.float()
+        if self._config.rollout.logprobs == "processed" and self._config.rollout.temperature != 1.0:
+            logits_BTV = logits_BTV / self._config.rollout.temperature
+        logprobs_BTV = torch.log_softmax(logits_BTV[:, :-1], dim=-1)
+        chosen_BT = logprobs_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
+        with torch.no_grad():
+            entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+        return chosen_BT, entropy_BT
+
+    def _rate(self, number: int) -> float:
+        learner = self._config.learner
+        return learner.lr * min(1.0, number / max(learner.warmup_steps, 1))
+
+    def base_logprobs(self, token_ids: list[int]) -> list[float]:
+        """What the model under the adapter says of these tokens after the first."""
+        with torch.no_grad(), self.model.disable_adapter():
+            (found,) = exact.token_logprobs(self.model, [token_ids])
+        logprobs: list[float] = found.tolist()
+        return logprobs
+
+    # What survives
+
+    def save(self, directory: Path, version: str) -> None:
+        """A checkpoint with a probe, or the adapter with one; stable when this returns."""
+        learner = self._config.learner
+        if not learner.lora_rank:
+            save_checkpoint(
+                self.model, directory, version=version, tolerance=learner.probe_tolerance
+            )
+            return
+        begin(directory)
+        self.model.save_pretrained(directory)
+        write_probe(self.model, directory, tolerance=learner.probe_tolerance, version=version,
+                    adapter=learner.lora_name)  # fmt: skip
+        write_manifest(directory)
+        mark_stable(directory)
+
+    def state(self) -> dict[str, Any]:
+        """What the weights do not hold: the optimizer and the random state."""
+        return {"optimizer": self._optimizer.state_dict(), "rng": torch.get_rng_state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+
+
+def own_plan(config: TrainConfig) -> NumericsPlan:
+    """How this process computes with the run's model; the process is prepared for it first.
+
+    Raises BadRequest when there is no model, EngineFailure where bf16 ends this process.
+    """
+    directory, learner = _model_directory(config), config.learner
+    close = partial(numerics.plan, "close", device=learner.device, dtype=learner.dtype, rows=0)
+    numerics.prepare_process(EngineOptions(device=learner.device, dtype=learner.dtype))
+    try:
+        plan = exact.own_plan(directory, device=learner.device, dtype=learner.dtype)
+        products = ModelConfig.read(directory).products
+    except CheckpointError as error:  # a model that the embedded engine does not have
+        return close(reason=error.message)
+    rank = learner.lora_rank
+    if plan.is_exact and rank and not row_multiple(products.with_lora(rank)):
+        return close(reason=f"the products of an adapter of rank {rank} depend on the batch")
+    return plan
+
+
+def _model_directory(config: TrainConfig) -> Path:
+    found = bundled(config.model) or Path(config.model)
+    if not found.is_dir():
+        raise BadRequest(
+            f"model is {config.model!r}: expected a bundled name or a directory", param="model"
+        )
+    return found
+
+
+def _padded(rows: list[Any], width: int, dtype: Any, device: torch.device) -> Tensor:
+    out = np.zeros((len(rows), width), dtype=dtype)
+    for at, row in enumerate(rows):
+        out[at, : len(row)] = row
+    return torch.from_numpy(out).to(device)
+
+
+def _is_moe(model: Any) -> bool:
+    return bool(getattr(model.config.get_text_config(), "num_experts", 0))

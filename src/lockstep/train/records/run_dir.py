@@ -1,0 +1,135 @@
+"""The run directory: metrics, samples, events, and what a crash leaves to go on from.
+
+run.json  metrics.jsonl  samples.jsonl  events.jsonl
+checkpoints/step-N/     weights or adapter, probe, manifest, STABLE
+state/step-N.pt         what the trainer needs besides the weights; there before STABLE is
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from time import time
+from typing import Any
+
+import torch
+
+from lockstep.tokens.errors import CheckpointError, Conflict
+from lockstep.checkpoint.files import write_whole
+from lockstep.checkpoint.manifest import Manifest, check_stable
+
+METRICS, SAMPLES, EVENTS, RUN = "metrics.jsonl", "samples.jsonl", "events.jsonl", "run.json"
+_STEP = re.compile(r"step-(\d+)")
+
+
+class RunDirectory:
+    """One run's files. Lines are written whole and at once."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).resolve()
+        self.checkpoints = self.path / "checkpoints"
+        self._states = self.path / "state"
+
+    def start(self) -> None:
+        """Raises Conflict when a run is here already: nobody's results are overwritten."""
+        if (self.path / RUN).exists() or (self.path / METRICS).exists():
+            raise Conflict(
+                f"{self.path} holds a run already: resume it (--resume), or choose another run_dir",
+                param="run_dir",
+            )
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self._states.mkdir(exist_ok=True)
+
+    # Lines
+
+    def metrics(self, line: dict[str, Any]) -> None:
+        self._append(METRICS, line)
+
+    def samples(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            self._append(SAMPLES, line)
+
+    def event(self, kind: str, **more: Any) -> None:
+        self._append(EVENTS, {"time": time(), "kind": kind, **more})
+
+    def write_run(self, **more: Any) -> None:
+        """Adds to run.json."""
+        write_whole(self.path / RUN, json.dumps({**self.run(), **more}, indent=1).encode())
+
+    def run(self) -> dict[str, Any]:
+        path = self.path / RUN
+        found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        return found
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with open(self.path / name, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    # Going on
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step}"
+
+    def save_state(self, step: int, state: dict[str, Any]) -> None:
+        """Before the checkpoint of that step is stable, or a crash between would lose it."""
+        scratch = self._states / f".step-{step}.tmp"
+        torch.save(state, scratch)
+        scratch.replace(self._states / f"step-{step}.pt")
+
+    def load_state(self, step: int) -> dict[str, Any]:
+        path = self._states / f"step-{step}.pt"
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        return state
+
+    def last_step(self) -> int | None:
+        """The newest step with a stable checkpoint and its state; None when there is none."""
+        for step in sorted(self._steps(), reverse=True):
+            directory = self.checkpoint(step)
+            try:
+                manifest = Manifest.read(directory)
+                check_stable(directory, manifest)
+            except CheckpointError:
+                continue
+            if manifest is not None and (self._states / f"step-{step}.pt").exists():
+                return step
+        return None
+
+    def rewind(self, step: int) -> bool:
+        """Forgets what was written after `step`; returns whether its own metrics are there."""
+        kept = self._cut(METRICS, step)
+        self._cut(SAMPLES, step)
+        for later in self._steps():
+            if later > step:
+                shutil.rmtree(self.checkpoint(later))
+                (self._states / f"step-{later}.pt").unlink(missing_ok=True)
+        return step in kept
+
+    def _cut(self, name: str, step: int) -> set[int]:
+        """Drops the lines after `step`, and a last one that a crash cut off."""
+        path = self.path / name
+        kept, steps = [], set()
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                at = int(json.loads(line)["step"])
+            except (ValueError, KeyError):
+                continue
+            if at <= step:
+                kept.append(line)
+                steps.add(at)
+        if path.exists():
+            write_whole(path, "".join(line + "\n" for line in kept).encode())
+        return steps
+
+    def prune(self, keep: int) -> None:
+        """Deletes all but the newest `keep` checkpoints."""
+        for step in sorted(self._steps())[:-keep]:
+            shutil.rmtree(self.checkpoint(step))
+            (self._states / f"step-{step}.pt").unlink(missing_ok=True)
+
+    def _steps(self) -> list[int]:
+        if not self.checkpoints.is_dir():
+            return []
+        found = (_STEP.fullmatch(path.name) for path in self.checkpoints.iterdir())
+        return [int(match[1]) for match in found if match]

@@ -1,0 +1,131 @@
+"""What a worker sends back to Dynamo's frontend: tokens in chunks, and at the end how they came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from lockstep.engine.sampler import Sampled
+from lockstep.engine.sequence import Piece
+from lockstep.tokens import Completion
+from lockstep.protocol.vllm.generate_response import experts_field, prompt_entries
+
+Chunk = dict[str, Any]
+SECONDS = 0.03
+"""How long tokens are collected: each chunk costs the frontend about as much as 30 tokens in it."""
+MOST = 64
+FINISH = {"stop": "stop", "length": "length", "tool_calls": "stop", "abort": "cancelled"}
+"""Dynamo's word for abort reaches the client as `stop`: only engine_data tells them apart."""
+
+
+async def collected(
+    pieces: AsyncIterator[Piece], seconds: float = SECONDS, most: int = MOST
+) -> AsyncGenerator[list[Piece], None]:
+    """The pieces in lists: all that came within `seconds`, or `most`. Closed early, it stops them.
+
+    An end token and the record of its choice are one piece, so they stay together: the frontend
+    ends a choice at its end token, and would not wait for more.
+    """
+    waiting: list[Piece] = []
+    came = asyncio.Event()
+
+    async def pump() -> None:
+        try:
+            async for piece in pieces:
+                waiting.append(piece)
+                came.set()
+        finally:
+            came.set()
+
+    task = asyncio.create_task(pump())
+    loop = asyncio.get_running_loop()
+    try:
+        while True:
+            await came.wait()
+            due = loop.time() + seconds
+            while not task.done() and len(waiting) < most and (rest := due - loop.time()) > 0:
+                came.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(rest):
+                        await came.wait()
+            came.clear()
+            if waiting:
+                ready, waiting[:] = list(waiting), []
+                yield ready
+            if task.done() and not waiting:
+                await task  # raises what ended it
+                return
+            if waiting or task.done():
+                came.set()
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def chunks_of(pieces: list[Piece], *, engine_data: bool) -> list[Chunk]:
+    """One chunk for each choice that has something new."""
+    indices = dict.fromkeys(piece.index for piece in pieces)
+    return [
+        _chunk(index, [p for p in pieces if p.index == index], engine_data) for index in indices
+    ]
+
+
+def _chunk(index: int, pieces: list[Piece], engine_data: bool) -> Chunk:
+    tokens = [piece.sampled for piece in pieces if piece.sampled is not None]
+    chunk: Chunk = {
+        "index": index,
+        "token_ids": [token.token_id for token in tokens],
+        "log_probs": [token.logprob for token in tokens],
+    }
+    if any(token.top for token in tokens):
+        chunk["top_logprobs"] = [_tops(token) for token in tokens]
+    done = next((piece.completion for piece in pieces if piece.completion is not None), None)
+    if done is not None:
+        chunk["finish_reason"] = FINISH[done.finish]
+        prompt, sampled = len(done.prompt_ids), len(done.token_ids)
+        chunk["completion_usage"] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
+        if engine_data:
+            chunk["engine_data"] = engine_data_of(done)
+    return chunk
+
+
+def _tops(token: Sampled) -> list[Chunk]:
+    return [
+        {"token_id": one.token_id, "logprob": one.logprob, "rank": one.rank} for one in token.top
+    ]
+
+
+def engine_data_of(done: Completion) -> Chunk:
+    """The record of one choice: Dynamo's names, and what only Lockstep tells.
+
+    `finished` is false for an aborted one. Keys of prompt logprobs are strings, as the frontend
+    demands.
+    """
+    data: Chunk = {
+        "prompt_token_ids": done.prompt_ids,
+        "completion_token_ids": done.token_ids,
+        "completion_logprobs": done.logprobs,
+        "finished": done.finish != "abort",
+        "finish_reason": done.finish,
+        "stop_reason": done.stop_token,
+        "weight_version": done.versions[-1].version if done.versions else None,
+        "weight_versions": msgspec.to_builtins(list(done.versions)),
+        "logprob_mode": done.logprob_mode,
+        "temperature": done.temperature,
+        "adapter": done.adapter,
+        "worker": done.worker,
+    }
+    if done.prompt_logprobs is not None:
+        data["prompt_logprobs"] = msgspec.to_builtins(prompt_entries(done.prompt_logprobs))
+    if done.experts is not None:
+        data["routed_experts"] = msgspec.to_builtins(experts_field(done.experts, "raw"))
+    return data

@@ -1,0 +1,92 @@
+"""The worker's control methods as Dynamo's /engine routes; adapters become models of the frontend.
+
+Dynamo's system server has no password, calls a route on GET too, and turns an exception into a
+bare 500. So it listens on loopback unless told otherwise, and errors are answered, not raised:
+{"status": "error", "message": ..., "reason": ..., "code": ...} with Lockstep's stable code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from lockstep.tokens.errors import EngineFailure, LockstepError
+from lockstep.protocol.common.error_body import fault
+from lockstep.protocol.common.strict import decode
+from lockstep.worker.system import SystemPlane
+
+log = logging.getLogger(__name__)
+Answer = dict[str, Any]
+Route = Callable[[Any], Awaitable[Answer]]
+LOAD, UNLOAD = "load_lora_adapter", "unload_lora_adapter"
+
+
+class Models(Protocol):
+    """Makes names known to Dynamo's frontends as models of this worker."""
+
+    async def add(self, name: str) -> None: ...
+
+    async def remove(self, name: str) -> None: ...
+
+
+def engine_routes(system: SystemPlane, models: Models) -> dict[str, Route]:
+    """A callback for every method of the system port."""
+    routes = {name: _route(system, name) for name in system.methods}
+    routes[LOAD] = _answered(LOAD, _load(system, models))
+    routes[UNLOAD] = _answered(UNLOAD, _unload(system, models))
+    return routes
+
+
+def _route(system: SystemPlane, name: str) -> Route:
+    return _answered(name, lambda body: _call(system, name, body))
+
+
+async def _call(system: SystemPlane, name: str, body: Any) -> Answer:
+    decoder, run = system.methods[name]
+    return await run(decode(decoder, msgspec.json.encode(body)))
+
+
+def _load(system: SystemPlane, models: Models) -> Route:
+    async def load(body: Any) -> Answer:
+        answer = await _call(system, LOAD, body)
+        if not answer["hot_swap"]:
+            try:
+                await models.add(answer["lora_name"])
+            except EngineFailure:
+                # Loaded but not to be found is worse than not loaded: it could not be unloaded.
+                await system.engine.unload_adapter(answer["lora_name"])
+                raise
+        return answer
+
+    return load
+
+
+def _unload(system: SystemPlane, models: Models) -> Route:
+    async def unload(body: Any) -> Answer:
+        answer = await _call(system, UNLOAD, body)
+        await models.remove(answer["lora_name"])
+        return answer
+
+    return unload
+
+
+def _answered(name: str, run: Route) -> Route:
+    async def route(body: Any) -> Answer:
+        try:
+            return {"status": "ok", **await run({} if body is None else body)}
+        except LockstepError as error:
+            return _failed(error)
+        except Exception as error:
+            log.exception("/engine/%s failed", name)
+            return _failed(EngineFailure(f"{name} failed: {error!r}"))
+
+    return route
+
+
+def _failed(error: LockstepError) -> Answer:
+    """The fields of an error answer, flat: Dynamo's clients look for `message` at the top."""
+    fields = fault(error)["error"]
+    return {"status": "error", **(fields if isinstance(fields, dict) else {})}

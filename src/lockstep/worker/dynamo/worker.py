@@ -1,0 +1,215 @@
+"""The embedded engine as a worker of an NVIDIA Dynamo deployment: its start, drain and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from lockstep.engine import Engine
+from lockstep.http.server import run, say_ready, stop_event
+from lockstep.models import bundled
+from lockstep.tokens.errors import BadRequest, EngineFailure, UnsupportedField
+from lockstep.protocol.dynamo import environment as dynamo_env
+from lockstep.worker.dynamo.routes import engine_routes
+from lockstep.worker.serve import WorkerOptions, drain
+from lockstep.worker.system import SystemPlane
+
+log = logging.getLogger(__name__)
+COMPONENT = "backend"
+BLOCK = 16
+READY_SECONDS = 60.0
+GENERATE_ROUTE = "vllm_inference_v1_generate"
+"""A worker that sets this lets the frontend serve POST /inference/v1/generate from it."""
+
+
+def run_dynamo_worker(options: WorkerOptions) -> None:
+    """Serves until SIGTERM or SIGINT; prints one JSON line on stdout when a frontend may find it.
+
+    The environment decides where (see `dynamo_env`): what is not set there is set for one machine.
+    Raises UnsupportedField in a Python without Dynamo.
+    """
+    if options.port or options.host != "127.0.0.1":
+        raise BadRequest(
+            f"--host {options.host} --port {options.port}: a Dynamo worker has no data port of its "
+            "own; requests come through the frontend, and DYN_TCP_RPC_HOST says where it listens",
+            param="port",
+        )
+    environ = dynamo_env.complete(os.environ)
+    if options.system_port or dynamo_env.SYSTEM_PORT not in environ:
+        environ[dynamo_env.SYSTEM_PORT] = str(options.system_port)
+    os.environ.update(environ)  # Dynamo's runtime reads it there, in this process
+    try:
+        import dynamo.llm
+        import dynamo.runtime  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedField(
+            f"--runtime dynamo needs Dynamo in this Python ({error}): install it with "
+            "scripts/install-dynamo.sh and run .venv-dynamo/bin/lockstep",
+            param="runtime",
+        ) from None
+    run(_serve(options))
+
+
+async def _serve(options: WorkerOptions) -> None:
+    from dynamo.common.rl import RLRouteRegistry, register_rl_routes
+    from dynamo.runtime import DistributedRuntime
+
+    from lockstep.worker.dynamo.data import DynamoData
+
+    name = options.served_name or Path(options.model).name
+    root = bundled(options.model) or Path(options.model)
+    runtime = DistributedRuntime(
+        asyncio.get_running_loop(),
+        os.environ[dynamo_env.DISCOVERY],
+        os.environ.get(dynamo_env.REQUEST_PLANE, "tcp"),
+    )
+    place = f"{os.environ.get(dynamo_env.NAMESPACE, 'dynamo')}.{COMPONENT}"
+    generate, rl = runtime.endpoint(f"{place}.generate"), runtime.endpoint(f"{place}.rl")
+    # The id that the frontend knows this worker by, so that completions name it alike.
+    worker = options.engine.worker or str(generate.connection_id())
+    engine = Engine(options.model, replace(options.engine, worker=worker))
+    data = DynamoData(engine, name, root)
+    models = _Models(generate, root, engine.max_model_len)
+    system = SystemPlane(engine, "", options.checkpoint_roots)
+    registry = RLRouteRegistry(runtime, world_size=1)
+    register_rl_routes(runtime, registry, engine_routes(system, models), enable_dispatch=True)
+    async with engine:
+        stop = stop_event()
+        await models.register(name)
+        async with _endpoints(runtime, generate.serve_endpoint(data.serve, graceful_shutdown=True),
+                              rl.serve_endpoint(registry.dispatch_stream)):  # fmt: skip
+            runtime.set_health_status(True)
+            system_url = runtime.system_status_server_url()
+            await _until_ready(system_url)
+            say_ready(
+                runtime="dynamo",
+                system_url=system_url,
+                model=name,
+                pid=os.getpid(),
+                instance_id=str(generate.connection_id()),
+                store=os.environ.get(dynamo_env.STORE),
+                version=engine.version,
+                arithmetic=engine.arithmetic,
+                numerics=engine.plan.to_json(),
+            )
+            await stop.wait()
+            # Frontends first forget it, or they would still send what it must refuse.
+            await models.leave()
+            await drain(engine, data, options.drain_seconds)
+
+
+@contextlib.asynccontextmanager
+async def _endpoints(runtime: Any, *serving: Any) -> AsyncIterator[None]:
+    """Serves while the block runs; an endpoint that ends before that is an EngineFailure."""
+    tasks = [asyncio.ensure_future(each) for each in serving]
+    body = asyncio.current_task()
+    failed: list[BaseException] = []
+
+    def ended(task: asyncio.Future[Any]) -> None:
+        if not leaving and body is not None:
+            error = None if task.cancelled() else task.exception()
+            failed.append(error or EngineFailure("it ended by itself"))
+            body.cancel()
+
+    leaving = False
+    for task in tasks:
+        task.add_done_callback(ended)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if failed:
+            raise EngineFailure(f"an endpoint of Dynamo ended: {failed[0]!r}") from None
+        raise
+    finally:
+        leaving = True
+        runtime.shutdown()
+        await asyncio.wait(tasks, timeout=5.0)
+
+
+class _Models:
+    """What this worker serves, as Dynamo's discovery lists it."""
+
+    def __init__(self, endpoint: Any, root: Path, context_length: int) -> None:
+        self._endpoint = endpoint
+        self._root = str(root)
+        self._context_length = context_length
+        self._adapters: set[str] = set()
+
+    async def register(self, name: str, **more: Any) -> None:
+        from dynamo.llm import (
+            ModelInput,
+            ModelRuntimeConfig,
+            ModelType,
+            WorkerType,
+            register_model,
+        )
+
+        config = ModelRuntimeConfig()
+        config.context_length = self._context_length
+        config.set_engine_specific(GENERATE_ROUTE, json.dumps(True))
+        await register_model(
+            ModelInput.Tokens,
+            ModelType.Chat | ModelType.Completions,
+            self._endpoint,
+            self._root,
+            name,
+            worker_type=WorkerType.Aggregated,
+            kv_cache_block_size=BLOCK,
+            runtime_config=config,
+            **more,
+        )
+
+    async def add(self, name: str) -> None:
+        """Raises EngineFailure when Dynamo refuses the name."""
+        try:
+            await self.register(name, lora_name=name, base_model_path=self._root)
+        except Exception as error:
+            raise EngineFailure(f"Dynamo did not take the model {name!r}: {error}") from error
+        self._adapters.add(name)
+
+    async def remove(self, name: str) -> None:
+        """Raises EngineFailure; then the name is still listed, and answered with 404."""
+        from dynamo.llm import unregister_model
+
+        self._adapters.discard(name)
+        try:
+            await unregister_model(self._endpoint, lora_name=name)
+        except Exception as error:
+            raise EngineFailure(f"Dynamo did not let go of the model {name!r}: {error}") from error
+
+    async def leave(self) -> None:
+        """Takes back the base model and every adapter."""
+        from dynamo.llm import unregister_model
+
+        for name in [*self._adapters]:
+            await self.remove(name)
+        await unregister_model(self._endpoint)
+
+
+async def _until_ready(system_url: str) -> None:
+    """Returns when the runtime says that both endpoints listen. Raises EngineFailure if late."""
+    said = "nothing"
+    try:
+        async with asyncio.timeout(READY_SECONDS), aiohttp.ClientSession() as session:
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.get(f"{system_url}/health") as answer:
+                        said = await answer.text()
+                        states = json.loads(said).get("endpoints", {})
+                        if [states.get(n) for n in ("generate", "rl")] == ["ready", "ready"]:
+                            return
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise EngineFailure(
+            f"Dynamo's endpoints were not ready after {READY_SECONDS:g} s: {system_url}/health "
+            f"says {said}"
+        ) from None

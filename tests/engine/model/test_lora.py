@@ -1,0 +1,230 @@
+"""LoRA: adapters side by side in one batch, swapped while serving, and never a quiet stand-in."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lockstep.engine.model.lora import Adapter
+from lockstep.tokens.errors import AdapterError, Busy, UnknownModel
+from tests.engine import checkpoints
+from tests.engine.rig import Rig, ids
+
+PROMPT = ids(1, 40)
+
+
+@pytest.fixture
+def rig(tiny: Path, lora_a: Path, lora_b: Path) -> Rig:
+    rig = Rig(tiny, weight_version="v1", max_seqs=6, max_batch_tokens=64)
+    rig.adopt("a", lora_a, "1")
+    rig.adopt("b", lora_b, "1")
+    return rig
+
+
+@pytest.fixture
+def copy(lora_a: Path, tmp_path: Path) -> Path:
+    """An adapter that a test may spoil."""
+    return shutil.copytree(lora_a, tmp_path / "copy")
+
+
+def test_adapters_and_base_in_one_batch_each_answer_as_if_alone(rig: Rig) -> None:
+    names = [None, "a", "b", None, "a", "b"]
+    alone = [rig.generate(ids(i, 20 + 9 * i), adapter=n, seed=i) for i, n in enumerate(names)]
+    rig.forget_prefixes()
+    together = [rig.submit(ids(i, 20 + 9 * i), adapter=n, seed=i) for i, n in enumerate(names)]
+    rig.run()
+    assert [answer.one for answer in together] == alone
+    same_prompt = {n: tuple(rig.generate(PROMPT, adapter=n).logprobs) for n in (None, "a", "b")}
+    assert len(set(same_prompt.values())) == 3
+
+
+def test_tokens_say_which_adapter_made_them(rig: Rig) -> None:
+    done = rig.generate(PROMPT, adapter="a")
+    label = rig.core.policy.adapter("a").label
+    assert label.startswith("1.")
+    assert (done.adapter, done.versions[0].version) == ("a", f"v1+a@{label}")
+    assert rig.generate(PROMPT).versions[0].version == "v1"
+
+
+@pytest.mark.failure_mode("F31")
+def test_an_unknown_or_unloaded_adapter_is_an_error_not_the_base_model(rig: Rig) -> None:
+    with pytest.raises(UnknownModel, match="'nobody' is not loaded"):
+        rig.submit(PROMPT, adapter="nobody")
+    with pytest.raises(UnknownModel, match="'nobody'"):
+        rig.core.score(PROMPT, adapter="nobody")
+    rig.core.policy.remove_adapter("a")
+    with pytest.raises(UnknownModel, match="'a' is not loaded"):
+        rig.submit(PROMPT, adapter="a")
+    with pytest.raises(UnknownModel, match="'a' is not loaded"):
+        rig.core.policy.remove_adapter("a")
+
+
+@pytest.mark.failure_mode("F31")
+def test_an_adapter_unloaded_before_its_request_starts_is_an_error(rig: Rig) -> None:
+    rig.pause("keep")
+    answer = rig.submit(PROMPT, adapter="a", n=2)
+    rig.core.policy.remove_adapter("a")
+    rig.core.resume()
+    rig.run()
+    assert isinstance(answer.error, UnknownModel)
+    assert rig.idle
+
+
+@pytest.mark.failure_mode("F30")
+def test_a_path_reloaded_with_new_contents_serves_the_new_contents(
+    rig: Rig, tiny: Path, copy: Path, lora_b: Path
+) -> None:
+    rig.adopt("hot", copy)
+    first = rig.generate(PROMPT, adapter="hot")
+    for file in lora_b.iterdir():
+        shutil.copy(file, copy)
+    assert rig.adopt("hot", copy) is True
+    second = rig.generate(PROMPT, adapter="hot")
+    assert second.logprobs == rig.generate(PROMPT, adapter="b").logprobs
+    assert second.logprobs != first.logprobs
+    assert second.versions[0].version != first.versions[0].version
+
+
+@pytest.mark.failure_mode("F30")
+def test_a_hot_swap_under_the_same_label_reuses_no_keys(rig: Rig, lora_b: Path) -> None:
+    rig.generate(PROMPT, adapter="a")
+    hits = rig.core.prefixes.hits
+    rig.adopt("a", lora_b, "1")
+    done = rig.generate(PROMPT, adapter="a")
+    assert rig.core.prefixes.hits == hits
+    assert done.logprobs == rig.generate(PROMPT, adapter="b").logprobs
+
+
+def test_requests_in_flight_end_under_the_adapter_they_began_with(rig: Rig, lora_b: Path) -> None:
+    alone = rig.submit(PROMPT, adapter="a", n=9, max_tokens=12)
+    rig.run()
+    rig.forget_prefixes()
+    flying = rig.submit(PROMPT, adapter="a", n=9, max_tokens=12)
+    rig.run(4)
+    rig.adopt("a", lora_b, "2")
+    fresh = rig.submit(PROMPT, adapter="a", max_tokens=12)
+    rig.run(2)
+    rig.core.policy.remove_adapter("a")
+    rig.run()
+    assert flying.completions == alone.completions
+    assert isinstance(fresh.error, UnknownModel) or "a@2." in fresh.one.versions[0].version
+
+
+def test_a_weight_swap_keeps_the_adapter(rig: Rig, tiny2: Path) -> None:
+    answer = rig.submit(PROMPT, adapter="b", max_tokens=16)
+    rig.run(5)
+    rig.load(tiny2, "v2")
+    rig.run()
+    label = rig.core.policy.adapter("b").label
+    assert [s.version for s in answer.one.versions] == [f"v1+b@{label}", f"v2+b@{label}"]
+    cut = answer.one.versions[1].start
+    scored = rig.core.score(PROMPT + answer.one.token_ids, adapter="b")[-16:]
+    assert answer.one.logprobs[cut:] == scored[cut:]
+    assert answer.one.logprobs[:cut] != scored[:cut]
+
+
+@pytest.mark.failure_mode("F29")
+def test_a_swap_to_a_broken_adapter_leaves_the_old_one_served(rig: Rig, copy: Path) -> None:
+    before = rig.generate(PROMPT, adapter="a")
+    (copy / "adapter_model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(AdapterError, match="no readable safetensors"):
+        rig.adopt("a", copy)
+    rig.forget_prefixes()
+    assert rig.generate(PROMPT, adapter="a") == before
+
+
+@pytest.mark.failure_mode("F32")
+def test_ten_thousand_names_leave_nothing_behind(rig: Rig, tiny: Path) -> None:
+    policy, loaded = rig.core.policy, rig.core.policy.adapter("a")
+    for i in range(10_000):
+        policy.add_adapter(Adapter(f"n{i}", loaded.path, "x", loaded.scaling, loaded.deltas))
+        if i % 500 == 0:
+            rig.generate(PROMPT, adapter=f"n{i}", max_tokens=1)
+        policy.remove_adapter(f"n{i}")
+    assert sorted(policy.adapters) == ["a", "b"]
+    assert rig.idle
+    assert len(rig.core.prefixes) <= rig.core.prefixes.capacity
+
+
+def test_one_adapter_too_many_is_refused_but_a_swap_is_not(tiny: Path, lora_a: Path) -> None:
+    rig = Rig(tiny, max_adapters=2)
+    assert [rig.adopt(name, lora_a) for name in ("x", "y", "x")] == [False, False, True]
+    with pytest.raises(Busy, match="2 adapters are loaded, which is the limit"):
+        rig.adopt("z", lora_a)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"r": 65}, "rank 65 is greater than max_lora_rank 64"),
+        ({"r": 0}, "rank 0"),
+        ({"r": "4"}, "rank '4'"),
+        ({"r": 5}, r"has shape \(4, 128\), expected \(5, 128\)"),
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias 'all'"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"lora_alpha": None}, "lora_alpha None"),
+    ],
+)
+def test_settings_that_are_not_supported_are_refused(
+    rig: Rig, copy: Path, settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(AdapterError, match=says):
+        rig.adopt("x", checkpoints.edit_adapter(copy, **settings))
+    assert "x" not in rig.core.policy.adapters
+
+
+def test_tensors_that_do_not_fit_are_refused(rig: Rig, lora_a: Path, copy: Path) -> None:
+    file = "adapter_model.safetensors"
+    good = load_file(lora_a / file)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    cases = {
+        "names layer 9": {name.replace("layers.0", "layers.9"): good[name]},
+        "targets 'x_proj'": {name.replace("q_proj", "x_proj"): good[name]},
+        "is not a LoRA weight": {"base_model.model.lm_head.lora_A.weight": good[name]},
+        "lora_B of q_proj in layer 0 has shape None": {name: good[name]},
+        "NaN or infinite": good | {name: good[name] * torch.nan},
+        "holds no LoRA tensors": {},
+        "expected \\(4, 128\\)": good | {name: good[name][:, :-1].contiguous()},
+    }
+    for says, tensors in cases.items():
+        save_file(tensors, copy / file)
+        with pytest.raises(AdapterError, match=says):
+            rig.adopt("x", copy)
+
+
+def test_a_directory_that_is_no_adapter_is_refused(rig: Rig, copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(AdapterError, match="cannot be read"):
+        rig.adopt("x", tmp_path)
+    (copy / "adapter_config.json").write_text("{")
+    with pytest.raises(AdapterError, match="is not JSON"):
+        rig.adopt("x", copy)
+
+
+def test_experts_cannot_be_targeted(moe: Path, copy: Path) -> None:
+    rig = Rig(moe)
+    file = copy / "adapter_model.safetensors"
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+    save_file({name: torch.zeros(4, 128)}, file)
+    with pytest.raises(AdapterError, match="targets 'up_proj' in layer 0"):
+        rig.adopt("x", copy)
+
+
+def test_the_label_is_of_the_contents_and_their_scaling(rig: Rig, lora_a: Path, copy: Path) -> None:
+    def label(path: Path) -> str:
+        return rig.core.policy.load_adapter("x", path).label
+
+    assert label(lora_a) == label(copy)
+    assert label(lora_a) != label(checkpoints.edit_adapter(copy, lora_alpha=9))
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_scaling_is_that_of_peft(rig: Rig, copy: Path, rslora: bool) -> None:
+    checkpoints.edit_adapter(copy, use_rslora=rslora, lora_alpha=6)
+    assert rig.core.policy.load_adapter("x", copy).scaling == (6 / 2 if rslora else 6 / 4)

@@ -1,0 +1,72 @@
+"""bf16 on a CPU that lists more than it allows: no process of ours dies of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from lockstep.engine.numerics import bf16
+from lockstep.tokens.errors import EngineFailure
+from tests.engine.machine import child
+
+CORE = """
+import os
+from lockstep.engine.config import EngineOptions
+from lockstep.engine.core import Core
+from lockstep.models import bundled
+core = Core(bundled("tiny"), EngineOptions(dtype="bfloat16", max_model_len=64, max_seqs=2))
+print(len(core.score(list(range(20)))), repr(core.plan.onednn), core.plan.arithmetic)
+"""
+
+
+def test_an_engine_in_bf16_survives_and_its_plan_says_what_it_took() -> None:
+    done = child(CORE)
+    assert done.returncode == 0, done.stderr
+    count, limit, arithmetic = done.stdout.split()
+    assert (count, arithmetic) == ("19", "close")
+    assert limit == "''" or "oneDNN is held to" in done.stderr
+
+
+def test_a_limit_that_was_tried_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bf16.VARIABLE, "AVX2")
+    monkeypatch.setenv(bf16.CHECKED, "AVX2")
+    monkeypatch.setattr(bf16, "_tried", lambda _: pytest.fail("tried again"))
+    assert bf16.make_bf16_safe() == "AVX2"
+
+
+def test_a_cpu_without_bf16_instructions_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(bf16.CHECKED, raising=False)
+    monkeypatch.delenv(bf16.VARIABLE, raising=False)
+    monkeypatch.setattr(bf16, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
+    monkeypatch.setattr(bf16, "_tried", lambda _: pytest.fail("tried"))
+    assert bf16.make_bf16_safe() == ""
+
+
+def test_a_limit_is_set_for_this_process_and_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(bf16.VARIABLE, "ALL")
+    monkeypatch.setenv(bf16.CHECKED, "")
+    monkeypatch.setattr(bf16, "cpu_flags", lambda: frozenset({"amx_tile"}))
+    monkeypatch.setattr(bf16, "_tried", lambda _: "AVX512_CORE")
+    monkeypatch.setattr(bf16, "survives", lambda: True)
+    assert bf16.make_bf16_safe() == "AVX512_CORE"
+    assert os.environ[bf16.VARIABLE] == os.environ[bf16.CHECKED] == "AVX512_CORE"
+
+
+@pytest.mark.parametrize("found", [None, "AVX2"])
+def test_where_nothing_helps_or_it_is_too_late_it_is_refused(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(bf16.VARIABLE, "ALL")
+    monkeypatch.setenv(bf16.CHECKED, "")
+    monkeypatch.setattr(bf16, "cpu_flags", lambda: None)
+    monkeypatch.setattr(bf16, "_tried", lambda _: found)
+    monkeypatch.setattr(bf16, "survives", lambda: False)
+    with pytest.raises(EngineFailure, match="float32"):
+        bf16.make_bf16_safe()
+
+
+def test_a_fork_tells_whether_a_product_survives() -> None:
+    done = child("from lockstep.engine import bf16; print(bf16.survives())",
+                 ONEDNN_MAX_CPU_ISA="AVX2")  # fmt: skip
+    assert done.stdout.strip() == "True", done.stderr

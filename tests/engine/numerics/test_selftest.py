@@ -1,0 +1,94 @@
+"""Exactness is asked of the machine, never assumed: what fails the test is not called exact."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.engine.model import arithmetic
+from lockstep.engine.numerics import trainer_path
+from lockstep.tokens.errors import BadRequest, EngineFailure
+from tests.engine.rig import Rig, ids
+
+
+@pytest.fixture(params=["keys summed in one go", "rows not padded"])
+def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arithmetic whose bits depend on the batch, as on a CPU that does not keep the bargain."""
+    right = arithmetic.exact_attention
+
+    def noisy(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        # Stands for kernels that pick their order of summation by the shape of the product.
+        wrong = k.shape[2] if request.param == "keys summed in one go" else q.shape[2]
+        return right(q, k, v, bias, scale) * (1 + wrong * 2.0**-22)
+
+    monkeypatch.setattr(arithmetic, "exact_attention", noisy)
+
+
+@pytest.mark.usefixtures("broken")
+def test_auto_falls_back_to_close_and_says_so(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        rig = Rig(tiny, arithmetic="auto")
+    assert rig.core.model.arithmetic.name == "close"
+    assert "self-test failed" in rig.core.arithmetic_note
+    assert "falling back to close" in caplog.text
+    assert len(rig.generate(ids(1, 20)).token_ids) == 8
+
+
+@pytest.mark.usefixtures("broken")
+def test_exact_refuses_to_start(tiny: Path) -> None:
+    with pytest.raises(EngineFailure, match="does not hold on this CPU"):
+        Rig(tiny, arithmetic="exact")
+
+
+@pytest.mark.usefixtures("requires_exact")
+def test_auto_is_exact_where_the_test_passes(tiny: Path, moe: Path) -> None:
+    for directory in (tiny, moe):
+        rig = Rig(directory, arithmetic="auto")
+        assert rig.core.model.arithmetic.name == "exact"
+        assert rig.core.arithmetic_note == ""
+
+
+@pytest.mark.usefixtures("requires_exact")
+def test_the_self_test_works_in_a_short_context_and_with_one_slot(tiny: Path) -> None:
+    rig = Rig(tiny, arithmetic="exact", max_model_len=16, max_seqs=1)
+    assert len(rig.generate(ids(1, 15)).token_ids) == 1
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"device": "cuda"}])
+def test_exact_is_refused_where_it_is_not_defined(tiny: Path, options: dict[str, str]) -> None:
+    with pytest.raises(BadRequest, match="exact arithmetic needs"):
+        Rig(tiny, arithmetic="exact", **options)
+
+
+def test_auto_in_bfloat16_is_close_and_says_why(tiny: Path) -> None:
+    rig = Rig(tiny, arithmetic="auto", dtype="bfloat16", max_model_len=64)
+    assert rig.core.model.arithmetic.name == "close"
+    assert "bfloat16" in rig.core.arithmetic_note
+    assert len(rig.generate(ids(1, 20)).logprobs) == 8
+
+
+@pytest.mark.parametrize("width", [24, 72, 100, 384])
+def test_gating_has_the_bits_of_a_gate_that_is_a_tensor_of_its_own(width: int) -> None:
+    rows = torch.randn(16, 2 * width)
+    gate, up = (half.contiguous() for half in rows.chunk(2, dim=-1))
+    assert torch.equal(arithmetic.gated(rows), torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.failure_mode("F65")
+def test_a_trainer_with_other_bits_is_found_at_start_up(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine agrees with itself here; only the trainer's order of operations differs."""
+    right = trainer_path.exact_causal
+
+    def other(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return right(q, k, v, scale) * (1 + 2.0**-20)
+
+    monkeypatch.setattr(trainer_path, "exact_causal", other)
+    rig = Rig(tiny, arithmetic="auto")
+    assert rig.core.plan.arithmetic == "close"
+    assert "between engine and trainer" in rig.core.plan.reason

@@ -1,0 +1,266 @@
+"""Operations: one at a time, once per key, over nobody never; pauses with a lease; adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+from tests.simulator.workers import write_checkpoint
+
+from lockstep.backends.admin import Source
+from lockstep.fleet.control.desired import StateStore
+from lockstep.fleet.control.operations import Operations
+from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound
+from lockstep.tokens.operation import Operation
+from tests.fleet.fakes import until
+from tests.simulator.fleet import simulated
+
+
+@pytest.mark.failure_mode("F22")
+async def test_over_no_workers_every_operation_fails_with_503(tmp_path: Path) -> None:
+    adapter = str(write_checkpoint(tmp_path / "adapter", 5))
+    async with simulated(tmp_path, 0) as found:
+        fleet = found.fleet
+        calls = [
+            fleet.update_weights(found.checkpoint("a")),
+            fleet.update_weights(source=Source(shared="block"), version="a"),
+            fleet.pause(),
+            fleet.resume(),
+            fleet.flush(),
+            fleet.load_adapter("x", adapter),
+            fleet.unload_adapter("x"),
+            fleet.init_broadcaster("127.0.0.1", 1),
+        ]
+        for call in calls:
+            with pytest.raises(LockstepError) as failed:
+                await call
+            assert (failed.value.status, failed.value.code) == (503, "unavailable")
+        assert fleet.desired == StateStore().desired()
+
+
+@pytest.mark.failure_mode("F22")
+async def test_over_workers_of_which_none_serves_it_fails_as_well(tmp_path: Path) -> None:
+    async with simulated(tmp_path, 2) as fleet:
+        await fleet.update("a")
+        for worker in fleet.workers:
+            worker.kill()
+        with pytest.raises(LockstepError):
+            await fleet.fleet.pause()
+        before = fleet.fleet.desired
+        with pytest.raises(LockstepError, match="none of 2 workers is serving"):
+            await fleet.update("a")  # even though it is the version that was served
+        assert fleet.fleet.desired == before
+
+
+@pytest.mark.failure_mode("F25")
+async def test_two_callers_with_one_key_share_one_operation(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        calls = [fleet.fleet.flush(key="k") for _ in range(8)]
+        done = await asyncio.gather(*calls)
+        assert len({operation.id for operation in done}) == 1
+        assert fleet.workers[0].calls["flush"] == 1
+
+
+@pytest.mark.failure_mode("F25")
+async def test_a_key_never_answers_for_another_request_not_even_while_that_runs(
+    tmp_path: Path,
+) -> None:
+    async with simulated(tmp_path) as fleet:
+        fleet.workers[0].strike("flush", "delay")
+        running = asyncio.create_task(fleet.fleet.flush(key="k"))
+        await until(lambda: bool(fleet.fleet.operations.running))
+        with pytest.raises(Conflict, match="was used for flush_cache"):
+            await fleet.fleet.resume(key="k")
+        await running
+        with pytest.raises(Conflict, match="was used for flush_cache"):
+            await fleet.fleet.resume(key="k")
+
+
+@pytest.mark.failure_mode("F25")
+async def test_what_a_killed_gateway_left_running_is_shown_as_lost_and_can_be_run_again(
+    tmp_path: Path,
+) -> None:
+    store = StateStore(str(tmp_path / "state.sqlite"))
+    store.record(Operation("1", "flush_cache", {}, "k", started=1.0))
+    async with simulated(tmp_path, store=store) as fleet:
+        found = await fleet.fleet.operations.get("1")
+        assert found is not None
+        assert (found.status, found.error) == ("lost", "the gateway ended before it did")
+        again = await fleet.fleet.flush(key="k")
+        assert (again.id != "1", again.status) == (True, "done")
+        assert (await fleet.fleet.flush(key="k")).id == again.id
+
+
+async def test_the_store_is_used_from_many_threads_at_once(tmp_path: Path) -> None:
+    store = StateStore(str(tmp_path / "state.sqlite"))
+    errors: list[sqlite3.Error] = []
+
+    def write(number: int) -> None:
+        try:
+            for turn in range(20):
+                store.record(Operation(f"{number}.{turn}", "flush_cache", {}, f"k{number}"))
+                store.save(store.desired())
+                assert store.by_key(f"k{number}") is not None
+        except sqlite3.Error as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    assert errors == []
+    assert len(store.latest(1000)) == 160
+    assert Operations(store).latest(1)[0].status == "lost"
+
+
+@pytest.mark.failure_mode("F37")
+async def test_a_lease_that_ends_while_no_worker_serves_pauses_nobody_who_returns(
+    tmp_path: Path,
+) -> None:
+    async with simulated(tmp_path) as fleet:
+        await fleet.fleet.pause("keep", lease_seconds=0.05)
+        for worker in fleet.workers:
+            fleet.fleet.quarantine(fleet.fleet.member(worker.name), "it is lost")
+        await until(lambda: fleet.fleet.desired.paused is None)
+        await fleet.pool.look()
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F37")
+async def test_a_lease_that_ended_while_its_renewal_waited_does_not_end_the_renewed_pause(
+    tmp_path: Path,
+) -> None:
+    async with simulated(tmp_path) as fleet:
+        await fleet.fleet.pause("keep", lease_seconds=0.1)
+        until_then = fleet.fleet.desired.lease_until
+        assert until_then is not None
+        async with fleet.fleet.operations.lock:  # something long is under way
+            renewal = asyncio.create_task(fleet.fleet.pause("keep", lease_seconds=60))
+            kinds: list[str] = []
+            await until(lambda: "end_of_lease" in [o.kind for o in fleet.fleet.operations.running])
+            kinds = [operation.kind for operation in fleet.fleet.operations.running]
+        assert kinds == ["pause", "end_of_lease"]
+        await renewal
+        await until(lambda: not fleet.fleet.operations.running)
+        assert fleet.fleet.desired.paused == "keep"
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F37")
+async def test_a_lease_goes_on_in_the_next_gateway(tmp_path: Path) -> None:
+    where = str(tmp_path / "state.sqlite")
+    async with simulated(tmp_path, store=StateStore(where)) as fleet:
+        await fleet.fleet.pause("keep", lease_seconds=0.3)
+    async with simulated(tmp_path, store=StateStore(where)) as fleet:
+        assert fleet.fleet.desired.paused == "keep"
+        await until(lambda: fleet.fleet.desired.paused is None)
+        await until(lambda: not fleet.fleet.operations.running)
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F36")
+async def test_a_pause_that_no_worker_takes_leaves_nobody_paused(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        for worker in fleet.workers:
+            worker.strike("pause", "hang after")
+        with pytest.raises(LockstepError, match="pause failed on all 3 workers"):
+            await fleet.fleet.pause("keep")
+        assert fleet.fleet.desired.paused is None
+        await fleet.pool.look()
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+async def test_a_lease_must_end_some_time(tmp_path: Path, seconds: float) -> None:
+    async with simulated(tmp_path, 1) as fleet:
+        with pytest.raises(BadRequest, match="lease_seconds"):
+            await fleet.fleet.pause(lease_seconds=seconds)
+
+
+async def test_a_removal_that_is_broken_off_leaves_no_half_of_a_worker(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+
+        async def stuck(worker_id: str, *, drain_seconds: float = 0.0) -> None:
+            del fleet.pool.routed[worker_id]
+            await asyncio.Event().wait()
+
+        fleet.pool.remove = stuck  # type: ignore[method-assign]
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await fleet.fleet.remove("w1")
+        with pytest.raises(NotFound):
+            fleet.fleet.member("w1")
+        await fleet.add(fleet.workers[1])
+        assert len(fleet.serving()) == 3
+
+
+@pytest.mark.failure_mode("F29")
+async def test_an_adapter_load_whose_answers_were_all_lost_is_served_by_nobody_who_may_hold_it(
+    tmp_path: Path,
+) -> None:
+    first = str(write_checkpoint(tmp_path / "one", 31))
+    second = str(write_checkpoint(tmp_path / "two", 32))
+    async with simulated(tmp_path) as fleet:
+        await fleet.fleet.load_adapter("x", first)
+        for worker, kind in zip(fleet.workers, ("swallow", "drop", "swallow"), strict=True):
+            worker.strike("load", kind)  # type: ignore[arg-type]
+        with pytest.raises(LockstepError):
+            await fleet.fleet.load_adapter("x", second)
+        fleet.check()
+        await fleet.pool.look()
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F29")
+async def test_the_first_worker_is_not_believed_more_than_the_others(tmp_path: Path) -> None:
+    path = str(write_checkpoint(tmp_path / "one", 31))
+    async with simulated(tmp_path) as fleet:
+        fleet.workers[0].strike("probe", "corrupt")
+        done = await fleet.fleet.load_adapter("x", path)
+        assert {n: r.status for n, r in done.workers.items()} == {
+            "w0": "quarantined", "w1": "ok", "w2": "ok"
+        }  # fmt: skip
+        await fleet.pool.look()
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F30")
+async def test_an_adapter_reloaded_from_the_same_path_has_the_new_contents_everywhere(
+    tmp_path: Path,
+) -> None:
+    path = write_checkpoint(tmp_path / "one", 31)
+    async with simulated(tmp_path) as fleet:
+        first = await fleet.fleet.load_adapter("x", str(path))
+        write_checkpoint(path, 32)
+        fleet.workers[1].kill()
+        fleet.workers[1].start()
+        await fleet.pool.look()
+        # It can only load what is there now, which nobody agreed on: it has to wait.
+        assert fleet.state(fleet.workers[1]) == "quarantined"
+        second = await fleet.fleet.load_adapter("x", str(path))
+        assert first.version != second.version
+        await fleet.pool.look()
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F32")
+async def test_hundreds_of_adapter_names_leave_nothing_behind(tmp_path: Path) -> None:
+    path = str(write_checkpoint(tmp_path / "one", 31))
+    async with simulated(tmp_path, 1) as fleet:
+        before = fleet.fleet.desired
+        for number in range(600):
+            await fleet.fleet.load_adapter(f"name-{number}", path)
+            await fleet.fleet.unload_adapter(f"name-{number}")
+        assert fleet.fleet.desired == before
+        assert fleet.workers[0].adapters == {}
+        assert fleet.fleet.operations.running == []
+        assert len(fleet.fleet.operations.latest(10_000)) == 1000

@@ -1,0 +1,48 @@
+"""The file of the desired state: one process at a time, one model, and nothing else's file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.fleet.control.desired import StateStore
+from lockstep.tokens.errors import BadRequest
+
+
+def test_a_state_file_that_another_process_holds_is_refused_with_its_pid(tmp_path: Path) -> None:
+    where = str(tmp_path / "state.sqlite")
+    code = (
+        "import sys, time\nfrom lockstep.fleet.control.desired import StateStore\n"
+        "store = StateStore(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, where], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(BadRequest, match=rf"process {holder.pid}: stop it, or .*--state-dir"):
+            StateStore(where)
+    finally:
+        holder.kill()
+        holder.communicate()
+    StateStore(where).close()  # a holder that was killed holds it no more
+
+
+def test_a_state_file_belongs_to_one_model(tmp_path: Path) -> None:
+    where = str(tmp_path / "state.sqlite")
+    StateStore(where, model="tiny (1a2b)").close()
+    StateStore(where, model="tiny (1a2b)").close()
+    with pytest.raises(BadRequest, match=r"state of tiny \(1a2b\), and tiny-moe .*--fresh"):
+        StateStore(where, model="tiny-moe (3c4d)")
+    StateStore(where, model="tiny (1a2b)").close()  # the refusal let go of the lock
+
+
+def test_a_file_that_is_no_state_is_refused_with_its_name(tmp_path: Path) -> None:
+    where = tmp_path / "state.sqlite"
+    where.write_bytes(b"not a database" * 100)
+    with pytest.raises(BadRequest, match=r"state\.sqlite cannot be used .*--state-dir"):
+        StateStore(str(where))

@@ -1,0 +1,32 @@
+"""Requests that could share a cached prefix get the same route, however their ids came."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from lockstep.fleet.routing.affinity import Route
+from lockstep.protocol.common.lazy_ids import LazyIds
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", ":")])
+@pytest.mark.parametrize("count", [1, 63, 64, 255, 256, 257, 3000])
+@pytest.mark.parametrize("step", [1, 10**8])
+def test_ids_route_alike_decoded_or_not(count: int, step: int, separators: tuple[str, str]) -> None:
+    ids = [step * at for at in range(count)]
+    raw = LazyIds.of(msgspec.Raw(json.dumps(ids, separators=separators).encode()))
+    assert raw is not None
+    assert Route.of(raw) == Route.of(ids)
+
+
+def test_what_follows_the_first_blocks_does_not_matter_and_what_is_in_them_does() -> None:
+    ids = list(range(300))
+    raw = LazyIds.of(msgspec.Raw(msgspec.json.encode([*ids[:256], 7, 8, 9])))
+    assert raw is not None
+    assert Route.of(ids) == Route.of(raw) == Route.of([*ids[:256], 1])
+    assert Route.of(ids) != Route.of([*ids[:255], 0, *ids[256:]])
+    assert Route.of(ids) != Route.of(ids, salt="other") != Route.of(ids, adapter="lora")
+    assert Route.of([1, 2]) != Route.of([1, 2, 3])
+    assert Route.of(ids[:64]) == Route.of(ids[:70])

@@ -1,0 +1,84 @@
+"""A worker that joins or returns is brought to what was agreed on, whatever it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.simulator.workers import SimulatedWorker, write_checkpoint
+
+from tests.simulator.fleet import simulated
+
+
+@pytest.mark.failure_mode("F26")
+async def test_a_joiner_gets_version_adapters_and_pause_and_is_proved(tmp_path: Path) -> None:
+    adapter = str(write_checkpoint(tmp_path / "adapter", 40))
+    async with simulated(tmp_path, 2) as fleet:
+        await fleet.update("a")
+        await fleet.fleet.load_adapter("x", adapter)
+        await fleet.fleet.pause("keep")
+        joiner = SimulatedWorker("new", fleet.meaning["default"])
+        joiner.adapters["left over"] = "from another fleet"
+        await fleet.add(joiner)
+        assert "new" in fleet.serving()
+        assert (joiner.version, joiner.paused, list(joiner.adapters)) == ("a", True, ["x"])
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F26")
+async def test_a_joiner_that_says_the_right_version_is_believed_only_by_its_answers(
+    tmp_path: Path,
+) -> None:
+    async with simulated(tmp_path, 2) as fleet:
+        await fleet.update("a")
+        liar = SimulatedWorker("liar", "other weights")
+        liar.version = "a"
+        await fleet.add(liar)
+        assert liar.calls["stage"] == 1  # its label is right, its weights are replaced
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F28")
+async def test_weights_nobody_has_a_checkpoint_of_keep_out_who_answers_otherwise(
+    tmp_path: Path,
+) -> None:
+    async with simulated(tmp_path, 2) as fleet:
+        await fleet.add(SimulatedWorker("other", "other weights"))
+        assert sorted(fleet.serving()) == ["w0", "w1"]
+        reason = fleet.fleet.member("other").reason
+        assert reason is not None
+        assert "its logprobs are off by" in reason
+
+
+@pytest.mark.failure_mode("F24")
+async def test_a_commit_that_was_undone_everywhere_else_is_undone_on_who_returns(
+    tmp_path: Path,
+) -> None:
+    """There is no checkpoint of the first weights: what it committed it can only take back."""
+    async with simulated(tmp_path, ahead=False) as fleet:
+        fleet.workers[0].strike("commit", "swallow")
+        fleet.workers[1].strike("probe", "corrupt", 2)
+        with pytest.raises(Exception, match="was undone"):
+            await fleet.update("a")
+        assert fleet.workers[0].version == "a"
+        fleet.check()
+        await fleet.pool.look()
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+async def test_a_removal_while_it_is_brought_up_ends_that(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        await fleet.update("a")
+        fleet.workers[0].kill()
+        fleet.workers[0].start()
+        fleet.workers[0].strike("stage", "delay")
+        looking = asyncio.create_task(fleet.pool.look())
+        while not fleet.workers[0].struck:
+            await asyncio.sleep(0)
+        await fleet.fleet.remove("w0")
+        await looking
+        assert sorted(fleet.serving()) == ["w1", "w2"]
+        assert list(fleet.fleet.members) == ["w1", "w2"]
+        fleet.check()

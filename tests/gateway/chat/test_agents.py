@@ -1,0 +1,234 @@
+"""Unmodified agents with a session, and trainers that keep the ids themselves: append only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from lockstep.render import Renderer
+from tests.gateway.chat.test_route import CHAT, REVERSE, SUM, TOOL, Served, chat_server
+from tests.processes import WorkerProcess
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    process = WorkerProcess("--max-model-len", "1024", "--max-num-seqs", "16")
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def served(worker: WorkerProcess) -> AsyncIterator[Served]:
+    async with chat_server(worker.url) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer.load("tiny")
+
+
+async def calling_seed(served: Served) -> int:
+    """A seed with which the model calls the tool."""
+    for seed in range(16):
+        answer = await served.post(messages=SUM, tools=[TOOL], seed=seed, max_tokens=64)
+        if answer["choices"][0]["finish_reason"] == "tool_calls":
+            return seed
+    raise AssertionError("the model never called the tool")
+
+
+@pytest.mark.failure_mode("F01")
+@pytest.mark.failure_mode("F19")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tool_agent_of_three_turns_stays_bridged_with_the_sdk_s_own_objects(
+    served: Served, stream: bool
+) -> None:
+    seed = await calling_seed(served)
+    client = served.openai.with_options(default_headers={"X-Session-ID": f"agent-{stream}"})
+    messages: list[Any] = list(SUM)
+    bridged = []
+    for turn in range(3):
+        asked: dict[str, Any] = {
+            "model": "tiny", "messages": messages, "tools": [TOOL], "seed": seed, "max_tokens": 64,
+        }  # fmt: skip
+        if stream:
+            async with client.chat.completions.stream(**asked) as events:
+                bridged.append(events._response.headers["x-lockstep-bridged"])
+                answer = await events.get_final_completion()
+        else:
+            raw = await client.chat.completions.with_raw_response.create(**asked)
+            bridged.append(raw.headers["x-lockstep-bridged"])
+            assert raw.headers["x-lockstep-versions"]
+            answer = raw.parse()
+        message = answer.choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or ():
+            assert json.loads(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "503"})
+        if turn == 0:
+            assert message.tool_calls
+        if not message.tool_calls:
+            messages.append({"role": "user", "content": "And 1 + 1?"})
+    assert bridged == ["false", "true", "true"]
+    (sample,) = await served.sessions.samples(f"agent-{stream}")
+    assert sample.breaks == ()
+    assert any(sample.sampled_mask)
+
+
+async def test_the_session_may_be_in_the_base_url(served: Served) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{served.url}/sessions/by-path/v1", api_key="none")
+    answer = await client.chat.completions.create(model="tiny", messages=REVERSE, max_tokens=16)
+    said = answer.choices[0].message
+    more = [*REVERSE, said, {"role": "user", "content": "Reverse: 12"}]
+    raw = await client.chat.completions.with_raw_response.create(
+        model="tiny", messages=more, max_tokens=16, extra_body={"return_token_ids": True}
+    )
+    assert raw.headers["x-lockstep-bridged"] == "true"
+    (sample,) = await served.sessions.samples("by-path")
+    prompt = raw.parse().prompt_token_ids  # type: ignore[attr-defined]
+    assert sample.token_ids[: len(prompt)] == prompt
+    await client.close()
+
+
+@pytest.mark.failure_mode("F02")
+async def test_an_edited_history_forks_or_is_refused_as_the_caller_chose(served: Served) -> None:
+    session = {"x-session-id": "edited"}
+    await served.post(messages=REVERSE, max_tokens=8, headers=session)
+    edited = [*REVERSE, {"role": "assistant", "content": "never said"}, *REVERSE]
+    error = await served.refusal(
+        status=409, messages=edited, headers={**session, "x-session-breaks": "strict"}
+    )
+    assert error["reason"] == "prefix_break"
+    answer = await served.http.post(
+        CHAT, json={"messages": edited, "max_tokens": 8}, headers=session
+    )
+    assert answer.headers["x-lockstep-bridged"] == "false"
+    assert answer.headers["x-lockstep-break"] == "edited_history"
+    assert len(await served.sessions.samples("edited")) == 2
+    error = await served.refusal(messages=REVERSE, headers={"x-session-breaks": "sometimes"})
+    assert error["param"] == "x-session-breaks"
+
+
+@pytest.mark.failure_mode("F21")
+async def test_a_turn_that_was_cut_is_closed_with_tokens_nobody_sampled(
+    served: Served, renderer: Renderer
+) -> None:
+    session = {"x-session-id": "cut"}
+    cut = await served.post(
+        messages=REVERSE, max_tokens=2, min_tokens=2, headers=session, return_token_ids=True
+    )
+    choice = cut["choices"][0]
+    assert choice["finish_reason"] == "length"
+    more = [*REVERSE, choice["message"], {"role": "user", "content": "Go on."}]
+    after = await served.post(messages=more, max_tokens=4, headers=session, return_token_ids=True)
+    before = cut["prompt_token_ids"] + choice["token_ids"]
+    assert after["prompt_token_ids"][: len(before)] == before
+    closing = after["prompt_token_ids"][len(before)]
+    assert closing in renderer.stop_token_ids
+    (sample,) = await served.sessions.samples("cut")
+    assert sample.sampled_mask[len(before)] is False
+
+
+async def test_all_choices_of_a_turn_are_branches_of_the_session(served: Served) -> None:
+    session = {"x-session-id": "branches"}
+    answer = await served.post(messages=REVERSE, n=3, max_tokens=8, headers=session)
+    more = [*REVERSE, answer["choices"][2]["message"], *REVERSE]
+    chunks = await served.chunks(messages=more, max_tokens=8, headers=session)
+    assert chunks[-1]["choices"][0]["finish_reason"]
+    assert len(await served.sessions.samples("branches")) == 3
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tokens": [1, 2]},
+        {"nvext": {"token_data": [1, 2]}},
+        {"required_prefix_token_ids": [1, 2]},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ],
+)
+async def test_a_session_makes_the_prompt_itself(served: Served, more: dict[str, Any]) -> None:
+    error = await served.refusal(messages=REVERSE, headers={"x-session-id": "own"}, **more)
+    assert "session" in error["message"]
+
+
+async def first_turn(served: Served) -> dict[str, Any]:
+    answer = await served.post(
+        messages=REVERSE, temperature=0, max_tokens=16, return_token_id_information=True
+    )
+    message: dict[str, Any] = answer["choices"][0]["message"]
+    return message
+
+
+async def test_ids_on_messages_are_the_beginning_of_the_next_prompt(
+    served: Served, renderer: Renderer
+) -> None:
+    said = await first_turn(served)
+    before = said["prompt_token_ids"] + said["generation_token_ids"]
+    assert len(said["generation_log_probs"]) == len(said["generation_token_ids"])
+    more = [*REVERSE, said, {"role": "user", "content": "Reverse: 12"}]
+    by_message = await served.post(messages=more, max_tokens=1, return_token_ids=True)
+    bare = [*REVERSE, {"role": "assistant", "content": said["content"]}, more[-1]]
+    by_prefix = await served.post(
+        messages=bare, required_prefix_token_ids=before, max_tokens=1, return_token_ids=True
+    )
+    prompt = by_message["prompt_token_ids"]
+    assert prompt[: len(before)] == before
+    assert by_prefix["prompt_token_ids"] == prompt
+    assert renderer.decode(prompt[len(before) :]) == (
+        "\n<|im_start|>user\nReverse: 12<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_ids_that_are_not_of_the_messages_are_refused(served: Served) -> None:
+    said = await first_turn(served)
+    before = said["prompt_token_ids"] + said["generation_token_ids"]
+    asked = {"role": "user", "content": "Reverse: 12"}
+    edited = {**said, "content": "99999"}
+    other = [{"role": "user", "content": "Reverse: 77"}]
+    short = {**said, "generation_log_probs": []}
+    half = {key: value for key, value in said.items() if key != "generation_log_probs"}
+    bare = {"role": "assistant", "content": said["content"]}
+    for messages, more in (
+        ([*REVERSE, edited, asked], {}),
+        ([*other, said, asked], {}),
+        ([*REVERSE, short, asked], {}),
+        ([*REVERSE, half, asked], {}),
+        ([*REVERSE, said], {}),
+        ([*REVERSE, said, asked, bare, asked], {}),
+        ([*REVERSE, said, asked], {"required_prefix_token_ids": before[:-1]}),
+        ([*REVERSE, bare, asked], {"required_prefix_token_ids": [5, 6, 7]}),
+        ([*other, bare, asked], {"required_prefix_token_ids": before}),
+        (REVERSE, {"required_prefix_token_ids": before}),
+    ):
+        await served.refusal(messages=messages, **more)
+
+
+async def test_the_sdk_reads_logprobs_and_usage(served: Served) -> None:
+    answer = await served.openai.chat.completions.create(
+        model="tiny", messages=REVERSE, logprobs=True, top_logprobs=2, temperature=0, n=2
+    )
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
+    stream = await served.openai.chat.completions.create(
+        model="tiny",
+        messages=REVERSE,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == answer.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+        await served.openai.chat.completions.create(
+            model="tiny", messages=SUM, tools=[TOOL], tool_choice="required"
+        )

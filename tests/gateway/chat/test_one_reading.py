@@ -1,0 +1,70 @@
+"""Client and gateway read the same ids alike: space, thinking, and calls with and without tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.client.turn import Turn
+from lockstep.render import Renderer
+from tests.gateway.chat.test_route import TOOL, joined
+from tests.gateway.chat.test_faults import answering, choice
+
+ASK = [{"role": "user", "content": "What is 417 + 86?"}]
+CALL = '<tool_call>\n{"name": "calc", "arguments": {"expression": "417 + 86"}}\n</tool_call>'
+TEXTS = [
+    "503",
+    "  503\n\n",
+    "",
+    "   ",
+    "<think>\nlet me see\n</think>\n\n 503 ",
+    CALL,
+    f"I will ask.\n{CALL}",
+    f"{CALL}\n{CALL}",
+    "<tool_call>\n{not json}\n</tool_call>",
+    CALL.replace("calc", "other"),
+    "<tool_call>\n{",
+]
+
+
+def shown(message: dict[str, Any]) -> tuple[Any, ...]:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return message["content"] or "", message.get("reasoning_content") or None, calls
+
+
+def of_turn(turn: Turn) -> tuple[Any, ...]:
+    return *shown(turn.message), turn.finish
+
+
+@pytest.mark.parametrize("tools", [None, [TOOL]], ids=["without tools", "with tools"])
+@pytest.mark.parametrize("text", TEXTS)
+async def test_every_reader_says_the_same_of_the_same_ids(
+    text: str, tools: list[Any] | None
+) -> None:
+    renderer = Renderer.load("tiny")
+    ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
+    extra = {} if tools is None else {"tools": tools}
+    async with answering(*[choice(ids)] * 4) as (served, server):
+        answer = (await served.post(model="m", messages=ASK, **extra))["choices"][0]
+        (streamed,) = joined(await served.chunks(model="m", messages=ASK, **extra))
+        async with lockstep.connect(server.url, "m", tokenizer="tiny", transport="vllm") as policy:
+            turn = await policy.chat(tools=tools).send(ASK)
+            (single,) = await policy.generate(ASK, tools=tools)
+    whole = (*shown(answer["message"]), answer["finish_reason"])
+    assert of_turn(turn) == of_turn(single) == whole
+    assert streamed["content"] == whole[0]
+    assert (streamed["reasoning"] or None) == whole[1]
+    if tools is None:
+        assert (turn.tool_calls, turn.finish) == ((), "stop")
+
+
+async def test_tools_that_are_only_read_are_not_in_the_prompt() -> None:
+    renderer = Renderer.load("tiny")
+    ids = [*renderer.encode(CALL), renderer.stop_token_ids[0]]
+    async with answering(choice(ids)) as (_, server):
+        async with lockstep.connect(server.url, "m", tokenizer="tiny", transport="vllm") as policy:
+            turn = await policy.chat(call_tools=[TOOL]).send(ASK)
+    assert [call.name for call in turn.tool_calls] == ["calc"]
+    assert turn.prompt_ids == renderer.render(ASK)

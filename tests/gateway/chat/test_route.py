@@ -1,0 +1,427 @@
+"""Chat over HTTP, in front of a real worker: OpenAI's contract, and every token of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute, Mount
+
+from lockstep.backends import open_transport
+from lockstep.fleet.routing.pool import Pool
+from lockstep.gateway.models import Book
+from lockstep.gateway.chat.route import ChatFace
+from lockstep.gateway.context import Gateway
+from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.http.handlers import EXCEPTION_HANDLERS
+from lockstep.http.server import listen, serving, url_of
+from lockstep.render import Renderer
+from lockstep.tokens import Completion, Ranked, Sampling
+from lockstep.protocol.common.request import Ask
+from lockstep.protocol.dynamo.nvext import instance_id
+from tests.processes import WorkerProcess
+
+CHAT = "/v1/chat/completions"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calc",
+        "description": "Evaluates an arithmetic expression.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
+    },
+}
+SUM = [{"role": "user", "content": "What is 417 + 86?"}]
+REVERSE = [{"role": "user", "content": "Reverse: 40213"}]
+
+
+class Served:
+    """A gateway with only the chat face, and clients of it."""
+
+    def __init__(self, url: str, sessions: Sessions, pool: Pool) -> None:
+        self.url, self.sessions, self.pool = url, sessions, pool
+        self.http = httpx.AsyncClient(base_url=url, timeout=60)
+        self.openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    async def post(
+        self, path: str = CHAT, headers: dict[str, str] | None = None, **body: Any
+    ) -> Any:
+        """The answer to a request that must succeed."""
+        answer = await self.http.post(path, json={"model": "tiny", **body}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def refusal(self, path: str = CHAT, status: int = 400, **body: Any) -> Any:
+        """The error of a request that must not succeed."""
+        headers = body.pop("headers", None)
+        answer = await self.http.post(path, json={"model": "tiny", **body}, headers=headers)
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert error["code"] == status
+        assert error["request_id"]
+        return error
+
+    async def chunks(self, headers: dict[str, str] | None = None, **body: Any) -> list[Any]:
+        """The decoded events of a streamed answer, [DONE] left out."""
+        asked = {"model": "tiny", "stream": True, **body}
+        answer = await self.http.post(CHAT, json=asked, headers=headers)
+        assert answer.status_code == 200, answer.text
+        lines = [line for line in answer.text.splitlines() if line]
+        assert lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@asynccontextmanager
+async def chat_server(*workers: str, tokenizer: str = "tiny") -> AsyncIterator[Served]:
+    async with Pool() as pool, Sessions() as sessions:
+        for url in workers:
+            await pool.add(url)
+        gateway = Gateway(pool=pool, book=Book(pool.models, tokenizer), sessions=sessions)
+        routes: list[BaseRoute] = list(ChatFace(gateway).routes)
+        app = Starlette(
+            routes=[*routes, Mount("/sessions/{session}", routes=routes)],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+        with listen("127.0.0.1", 0) as sock:
+            async with serving([(app, sock)]):
+                served = Served(url_of(sock), sessions, pool)
+                try:
+                    yield served
+                finally:
+                    await served.http.aclose()
+                    await served.openai.close()
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    process = WorkerProcess("--max-model-len", "1024", "--max-num-seqs", "16")
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def served(worker: WorkerProcess) -> AsyncIterator[Served]:
+    async with chat_server(worker.url) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer.load("tiny")
+
+
+def joined(chunks: list[Any], n: int = 1) -> list[Any]:
+    """The choices that a stream adds up to, in the shape of a whole answer's."""
+    choices = [
+        {"content": "", "reasoning": "", "calls": [], "ids": [], "entries": [], "nvext": []}
+        for _ in range(n)
+    ]
+    for chunk in chunks:
+        for item in chunk["choices"]:
+            choice, delta = choices[item["index"]], item["delta"]
+            choice["content"] += delta.get("content") or ""
+            choice["reasoning"] += delta.get("reasoning_content") or ""
+            for call in delta.get("tool_calls", ()):
+                assert call.pop("index") == len(choice["calls"])
+                choice["calls"].append(call)
+            choice["ids"] += item.get("token_ids") or []
+            choice["entries"] += (item["logprobs"] or {}).get("content", [])
+            choice["nvext"] += chunk.get("nvext", {}).get("completion_token_ids", [])
+            choice["finish"] = item["finish_reason"]
+    return choices
+
+
+async def test_an_answer_has_openai_s_shape_and_the_engine_s_tokens(
+    served: Served, renderer: Renderer
+) -> None:
+    answer = await served.post(
+        messages=REVERSE, temperature=0, return_token_ids=True, logprobs=True
+    )
+    (choice,) = answer["choices"]
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    assert answer["prompt_token_ids"] == renderer.render(REVERSE)
+    assert choice["message"]["role"] == "assistant"
+    assert choice["finish_reason"] == "stop"
+    entries = choice["logprobs"]["content"]
+    assert [entry["token_id"] for entry in entries] == choice["token_ids"]
+    text = b"".join(bytes(entry["bytes"]) for entry in entries).decode()
+    assert text == choice["message"]["content"] + "<|im_end|>"
+    assert answer["usage"]["prompt_tokens"] == len(answer["prompt_token_ids"])
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"])
+    assert choice["weight_versions"][0]["end"] == len(choice["token_ids"])
+
+
+@pytest.mark.failure_mode("F44")
+async def test_logprobs_are_bit_identical_to_the_worker_s_own(
+    served: Served, worker: WorkerProcess, renderer: Renderer
+) -> None:
+    prompt = renderer.render(REVERSE)
+    _, direct = await worker.generate(prompt, seed=5, max_tokens=24, logprobs=3)
+    theirs = direct["choices"][0]
+    options = {"seed": 5, "max_tokens": 24, "logprobs": True, "return_token_ids": True}
+    whole = await served.post(messages=REVERSE, top_logprobs=3, **options)
+    parts = joined(await served.chunks(messages=REVERSE, top_logprobs=3, **options))
+    mine = whole["choices"][0]
+    expected = [entry["logprob"] for entry in theirs["logprobs"]["content"]]
+    assert mine["token_ids"] == parts[0]["ids"] == theirs["token_ids"]
+    assert [entry["logprob"] for entry in mine["logprobs"]["content"]] == expected
+    assert parts[0]["entries"] == mine["logprobs"]["content"]
+    assert all(len(entry["top_logprobs"]) == 3 for entry in parts[0]["entries"])
+    dynamo = await served.post(
+        messages=REVERSE, seed=5, max_tokens=24, nvext={"extra_fields": ["engine_data"]}
+    )
+    assert dynamo["nvext"]["engine_data"]["completion_logprobs"] == expected
+
+
+@pytest.mark.failure_mode("F44")
+@pytest.mark.failure_mode("F46")
+async def test_a_client_of_dynamo_gets_the_same_completion(
+    served: Served, worker: WorkerProcess, renderer: Renderer
+) -> None:
+    ask = Ask(
+        prompt_ids=renderer.render(REVERSE),
+        sampling=Sampling(
+            seed=5,
+            max_tokens=24,
+            logprobs=2,
+            prompt_logprobs=1,
+            stop_token_ids=renderer.stop_token_ids,
+        ),
+        model="tiny",
+        cache_salt="salt",
+        priority=-2,
+    )
+    direct = await open_transport(worker.url)
+    dynamo = await open_transport(served.url, "dynamo")
+    try:
+        (expected,) = await direct.generate(ask)
+        (whole,) = await dynamo.generate(ask)
+        *deltas, streamed = [item async for item in dynamo.stream(ask)]
+    finally:
+        await direct.close()
+        await dynamo.close()
+    assert isinstance(streamed, Completion)
+    assert deltas
+    for done in (whole, streamed):
+        for field in ("token_ids", "logprobs", "prompt_ids", "finish", "versions", "top_logprobs",
+                      "prompt_logprobs", "logprob_mode", "stop_token"):  # fmt: skip
+            assert _plain(getattr(done, field)) == _plain(getattr(expected, field)), field
+
+
+def _plain(value: Any) -> Any:
+    """Without ranks: Dynamo's dialect has no place for those of alternatives."""
+    if isinstance(value, Ranked):
+        return value.token_id, value.logprob
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value
+
+
+@pytest.mark.failure_mode("F11")
+async def test_every_choice_has_its_own_tokens(served: Served) -> None:
+    options = {"messages": SUM, "n": 4, "seed": 3, "return_token_ids": True, "logprobs": True}
+    answer = await served.post(**options)
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert len({tuple(choice["token_ids"]) for choice in choices}) > 1
+    for choice, part in zip(choices, joined(await served.chunks(**options), 4), strict=True):
+        assert part["ids"] == choice["token_ids"]
+        assert part["entries"] == choice["logprobs"]["content"]
+    error = await served.refusal(
+        messages=SUM, n=2, nvext={"extra_fields": ["completion_token_ids"]}
+    )
+    assert "n is 2" in error["message"]
+
+
+@pytest.mark.failure_mode("F19")
+async def test_tool_calls_are_parsed_out_and_no_token_with_them(
+    served: Served, renderer: Renderer
+) -> None:
+    options = {
+        "messages": SUM, "tools": [TOOL], "n": 8, "seed": 1, "return_token_ids": True,
+        "logprobs": True, "max_tokens": 64,
+    }  # fmt: skip
+    answer = await served.post(**options)
+    parts = joined(await served.chunks(**options), 8)
+    called = [c for c in answer["choices"] if c["finish_reason"] == "tool_calls"]
+    assert called, "the model calls the tool in about half of its answers"
+    for choice, part in zip(answer["choices"], parts, strict=True):
+        message = choice["message"]
+        assert part["content"] == (message["content"] or "")
+        assert part["calls"] == message.get("tool_calls", [])
+        assert part["finish"] == choice["finish_reason"]
+        assert part["ids"] == choice["token_ids"]
+        assert part["entries"] == choice["logprobs"]["content"]
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    call = called[0]["message"]["tool_calls"][0]
+    assert call["function"]["name"] == "calc"
+    assert json.loads(call["function"]["arguments"])
+    assert "<tool_call>" in renderer.decode(called[0]["token_ids"])
+
+
+async def test_with_tool_choice_none_a_call_is_text(served: Served) -> None:
+    options = {"messages": SUM, "tools": [TOOL], "tool_choice": "none", "n": 8, "seed": 1}
+    answer = await served.post(**options, max_tokens=64)
+    assert not any("tool_calls" in choice["message"] for choice in answer["choices"])
+    said = [choice["message"]["content"] for choice in answer["choices"]]
+    assert any("<tool_call>" in text for text in said)
+    parts = joined(await served.chunks(**options, max_tokens=64), 8)
+    assert [part["content"] for part in parts] == said
+
+
+@pytest.mark.failure_mode("F10")
+@pytest.mark.parametrize("path", [CHAT, f"{CHAT}/tokens"])
+async def test_ids_supplied_are_the_prompt_whatever_the_message_says(
+    served: Served, renderer: Renderer, path: str
+) -> None:
+    ids = renderer.render(REVERSE)
+    placeholder = [{"role": "user", "content": "(token-in mode)"}]
+    answer = await served.post(
+        path, messages=placeholder, tokens=ids, temperature=0, return_token_ids=True
+    )
+    assert answer["prompt_token_ids"] == ids
+    dynamo = await served.post(
+        messages=placeholder,
+        temperature=0,
+        nvext={
+            "token_data": ids,
+            "extra_fields": ["prompt_token_ids", "completion_token_ids", "worker_id", "timing"],
+        },
+    )
+    extension = dynamo["nvext"]
+    assert extension["prompt_token_ids"] == ids
+    assert extension["completion_token_ids"] == answer["choices"][0]["token_ids"]
+    assert extension["timing"]["total_time_ms"] > 0
+    (only,) = served.pool.workers
+    assert extension["worker_id"]["decode_worker_id"] == instance_id(only.id)
+    error = await served.refusal(f"{CHAT}/tokens", messages=placeholder)
+    assert error["param"] == "tokens"
+
+
+async def test_a_stream_in_dynamo_s_shape_has_deltas_and_engine_data_last(served: Served) -> None:
+    fields = ["engine_data", "completion_token_ids"]
+    chunks = await served.chunks(
+        messages=REVERSE,
+        temperature=0,
+        nvext={"extra_fields": fields},
+        stream_options={"include_usage": True},
+    )
+    (part,) = joined(chunks)
+    *_, last, usage = chunks
+    assert last["nvext"]["engine_data"]["completion_token_ids"] == part["nvext"]
+    assert all("engine_data" not in chunk.get("nvext", {}) for chunk in chunks[:-2])
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == len(part["nvext"])
+
+
+async def test_a_request_can_be_pinned_to_a_worker(served: Served) -> None:
+    (only,) = served.pool.workers
+    for name in (only.id, instance_id(only.id)):
+        await served.post(messages=REVERSE, max_tokens=1, nvext={"backend_instance_id": name})
+    error = await served.refusal(messages=REVERSE, nvext={"backend_instance_id": 12345})
+    assert str(instance_id(only.id)) in error["message"]
+
+
+@pytest.mark.failure_mode("F40")
+async def test_tokens_that_are_half_a_character_keep_their_bytes(
+    served: Served, renderer: Renderer
+) -> None:
+    half, rest = renderer.encode("é")[:1], renderer.encode("é")[1:]
+    assert rest, "the tiny vocabulary has no token for this letter"
+    options = {
+        "messages": REVERSE, "max_tokens": 3, "logprobs": True, "return_token_ids": True,
+        "allowed_token_ids": half, "min_tokens": 3,
+    }  # fmt: skip
+    answer = await served.post(**options)
+    for entry in answer["choices"][0]["logprobs"]["content"]:
+        assert entry["bytes"] == [0xC3]
+        assert entry["token"] == "bytes:\\xc3"
+    (part,) = joined(await served.chunks(**options))
+    assert part["content"] == answer["choices"][0]["message"]["content"]
+    named = await served.post(**options, return_tokens_as_token_ids=True)
+    entries = named["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{half[0]}"] * 3
+    assert entries[0]["bytes"] == [0xC3]
+
+
+async def test_a_message_is_continued_where_it_ends(served: Served, renderer: Renderer) -> None:
+    messages = [*REVERSE, {"role": "assistant", "content": "312"}]
+    answer = await served.post(
+        messages=messages,
+        continue_final_message=True,
+        add_generation_prompt=False,
+        return_token_ids=True,
+        temperature=0,
+        max_tokens=4,
+    )
+    assert renderer.decode(answer["prompt_token_ids"]).endswith("312")
+    ids = answer["choices"][0]["token_ids"]
+    said = renderer.decode([token for token in ids if token not in renderer.stop_token_ids])
+    assert answer["choices"][0]["message"]["content"] == said
+
+
+async def test_prompt_logprobs_and_template_variables_reach_where_they_must(
+    served: Served, renderer: Renderer
+) -> None:
+    answer = await served.post(
+        messages=REVERSE,
+        max_tokens=1,
+        prompt_logprobs=1,
+        return_token_ids=True,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    prompt = answer["prompt_token_ids"]
+    assert renderer.decode(prompt).endswith("<think>\n\n</think>\n\n")
+    assert answer["prompt_logprobs"][0] is None
+    own = answer["prompt_logprobs"][1][str(prompt[1])]
+    assert own["logprob"] < 0
+    assert own["decoded_token"] == renderer.pieces.piece(prompt[1]).text
+    for kwargs, param in (
+        ({"add_generation_prompt": False}, "chat_template_kwargs.add_generation_prompt"),
+        ({"no_such_variable": 1}, "chat_template_kwargs.no_such_variable"),
+        ({"enable_thinking": {"a": 1}}, "chat_template_kwargs"),
+    ):
+        error = await served.refusal(messages=REVERSE, chat_template_kwargs=kwargs)
+        assert error["param"] == param
+
+
+@pytest.mark.failure_mode("F47")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_away_stops_the_engine(
+    served: Served, worker: WorkerProcess, stream: bool
+) -> None:
+    body = {"messages": REVERSE, "max_tokens": 900, "min_tokens": 900, "stream": stream}
+    asked = asyncio.create_task(served.http.post(CHAT, json=body))
+    async with asyncio.timeout(20):
+        while not (await worker.get("/health"))[1]["running"]:
+            await asyncio.sleep(0)
+        asked.cancel()
+        while (await worker.get("/health"))[1]["running"]:
+            await asyncio.sleep(0)
+        while served.pool.in_flight:
+            await asyncio.sleep(0)
+
+
+async def test_errors_name_the_request_and_its_field(served: Served) -> None:
+    error = await served.refusal(status=404, model="nope", messages=REVERSE)
+    assert error["type"] == "NotFoundError"
+    error = await served.refusal(messages=REVERSE, bogus=1, headers={"x-request-id": "mine"})
+    assert (error["param"], error["request_id"]) == ("bogus", "mine")
+    error = await served.refusal(tokens=[1, 999999], messages=[], max_tokens=1)
+    assert "999999" in error["message"]
+    answer = await served.http.post(
+        CHAT, json={"messages": REVERSE, "max_tokens": 1}, headers={"x-request-id": "mine"}
+    )
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.json()["id"] == "chatcmpl-mine"

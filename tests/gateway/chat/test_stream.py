@@ -1,0 +1,84 @@
+"""An answer in parts is the answer: whatever is sampled, and however it is cut."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.render import Renderer
+from lockstep.render.streaming_parser import Unfolding
+from lockstep.render.reading import read_completion
+from lockstep.tokens.errors import ContractError
+
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
+CALL = '{"name": "calc", "arguments": {"x": "1"}}'
+FRAGMENTS = [
+    "Hello", " world", "\n", "\n\n", "  ", "<", ">", "<b>", "</", "think", "<think>", "</think>",
+    "<tool_call>", "</tool_call>", CALL, f"<tool_call>\n{CALL}\n</tool_call>", '{"name":', "}",
+    "é", "😀", "你好", ".", " ,", "<|im_end|>", "<|im_start|>",
+]  # fmt: skip
+OPENINGS = ["", "<think>\n", "<think>\n\n</think>\n\n"]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Renderer:
+    return Renderer.load("tiny")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    parts=st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.integers(0, 511)), max_size=12),
+    opening=st.sampled_from(OPENINGS),
+    with_tools=st.booleans(),
+    verbatim=st.booleans(),
+    seed=st.integers(0, 999),
+)
+@pytest.mark.failure_mode("F19")
+@pytest.mark.failure_mode("F40")
+def test_parts_add_up_to_the_whole(
+    renderer: Renderer,
+    parts: list[str | int],
+    opening: str,
+    with_tools: bool,
+    verbatim: bool,
+    seed: int,
+) -> None:
+    ids: list[int] = []
+    for part in parts:
+        ids += [part] if isinstance(part, int) else renderer.encode(part)
+    prompt = renderer.render([{"role": "user", "content": "x"}]) + renderer.encode(opening)
+    tools = TOOLS if with_tools else None
+    whole = read_completion(renderer, ids, tools, prompt, verbatim=verbatim)
+    unfolding = Unfolding(renderer, tools, prompt, verbatim=verbatim)
+    content, reasoning, calls, at = "", "", [], 0
+    cut = random.Random(seed)
+    while at < len(ids):
+        size = cut.randint(1, 3)
+        said = unfolding.feed(ids[at : at + size])
+        at += size
+        content, reasoning = content + said.content, reasoning + said.reasoning
+        calls += said.calls
+    answer, rest = unfolding.finish(ids)
+    assert answer == whole
+    assert content + rest.content == whole.message()["content"]
+    assert reasoning + rest.reasoning == (whole.reasoning or "")
+    assert (*calls, *rest.calls) == whole.tool_calls
+
+
+def test_text_flows_and_a_call_is_held_until_it_is_whole(renderer: Renderer) -> None:
+    unfolding = Unfolding(renderer, TOOLS, renderer.render([{"role": "user", "content": "x"}]))
+    assert unfolding.feed(renderer.encode("Let me see")).content == "Let me see"
+    opened = unfolding.feed(renderer.encode(f"<tool_call>\n{CALL}"))
+    assert not opened
+    closed = unfolding.feed(renderer.encode("\n</tool_call>"))
+    assert [call.name for call in closed.calls] == ["calc"]
+
+
+def test_what_was_said_cannot_be_taken_back(renderer: Renderer) -> None:
+    unfolding = Unfolding(renderer, None, renderer.render([{"role": "user", "content": "x"}]))
+    unfolding.feed(renderer.encode("one"))
+    with pytest.raises(ContractError, match="no beginning"):
+        unfolding.finish(renderer.encode("two"))

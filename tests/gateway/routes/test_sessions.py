@@ -1,0 +1,131 @@
+"""Sessions on the control plane: listed in pages, read as samples, ended."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+from starlette.applications import Starlette
+
+from lockstep.fleet.routing.pool import Pool
+from lockstep.gateway.models import Book
+from lockstep.gateway.context import Gateway
+from lockstep.gateway.routes.sessions import SessionRoutes
+from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.http.handlers import EXCEPTION_HANDLERS
+from lockstep.http.server import listen, serving, url_of
+from lockstep.render import Renderer
+from lockstep.tokens import RoutedExperts, Sample
+from tests.gateway.sessions.test_sessions import ASK, completion, talk
+
+
+@pytest.fixture(scope="session")
+def renderer() -> Renderer:
+    return Renderer.load("tiny")
+
+
+class Admin:
+    def __init__(self, url: str, http: aiohttp.ClientSession, sessions: Sessions) -> None:
+        self.url, self.http, self.sessions = url, http, sessions
+
+    async def ask(self, path: str, verb: str = "GET", **query: str) -> tuple[int, Any]:
+        url = f"{self.url}/v1/rl/sessions{path}"
+        async with self.http.request(verb, url, params=query) as answer:
+            raw = await answer.read()
+            packed = answer.content_type == "application/msgpack"
+            return answer.status, (msgspec.msgpack if packed else msgspec.json).decode(raw)
+
+
+@pytest_asyncio.fixture
+async def admin() -> AsyncIterator[Admin]:
+    async with Sessions() as sessions:
+        gateway = Gateway(pool=Pool(), book=Book(Pool().models, "tiny"), sessions=sessions)
+        routes = SessionRoutes(gateway).routes
+        app = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
+        with listen("127.0.0.1", 0) as sock:
+            async with serving([(app, sock)]), aiohttp.ClientSession() as http:
+                yield Admin(url_of(sock), http, sessions)
+
+
+async def test_sessions_are_listed_in_pages(admin: Admin, renderer: Renderer) -> None:
+    for name in "dbaec":
+        await talk(admin.sessions, name, renderer, 1)
+    seen: list[str] = []
+    after = ""
+    while True:
+        status, page = await admin.ask("", limit="2", after=after)
+        assert status == 200
+        seen += [each["id"] for each in page["sessions"]]
+        if page["next"] is None:
+            break
+        after = page["next"]
+    assert seen == list("abcde")
+
+
+async def test_every_branch_comes_as_a_sample(admin: Admin, renderer: Renderer) -> None:
+    await talk(admin.sessions, "a", renderer, 3)
+    session = await admin.sessions.open("a", renderer)
+    plan = await session.plan([ASK])
+    message = {"role": "assistant", "content": "else"}
+    await session.commit(plan, [(completion(renderer, plan, "else"), message)])
+    expected = await admin.sessions.samples("a")
+    assert len(expected) == 2
+    status, answer = await admin.ask("/a")
+    assert status == 200
+    assert (answer["session"]["id"], answer["session"]["turns"]) == ("a", 4)
+    lines = map(msgspec.json.encode, answer["samples"])
+    assert [Sample.from_json(line) for line in lines] == expected
+    status, packed = await admin.ask("/a", format="msgpack")
+    assert packed["samples"] == msgspec.msgpack.decode(msgspec.msgpack.encode(expected))
+
+
+async def test_experts_are_bytes_in_msgpack(admin: Admin, renderer: Renderer) -> None:
+    session = await admin.sessions.open("a", renderer)
+    plan = await session.plan([ASK])
+    rows = len(plan.prompt_ids) + 1
+    experts = RoutedExperts(bytes(rows * 4), (rows, 2, 2), "uint8")
+    turn = completion(renderer, plan, "x", experts=experts)
+    await session.commit(plan, [(turn, {"role": "assistant", "content": "x"})])
+    _, packed = await admin.ask("/a", format="msgpack")
+    assert packed["samples"][0]["experts"]["data"] == experts.data
+
+
+async def test_an_aborted_turn_is_trained_only_on_request(admin: Admin, renderer: Renderer) -> None:
+    session = await admin.sessions.open("a", renderer)
+    plan = await session.plan([ASK])
+    cut = completion(renderer, plan, "half", finish="abort")
+    await session.commit(plan, [(cut, {"role": "assistant", "content": "half"})])
+    for query, trained in (({}, False), ({"train_aborted": "true"}, True)):
+        _, answer = await admin.ask("/a", **query)
+        assert any(answer["samples"][0]["sampled_mask"]) is trained
+        assert answer["samples"][0]["aborts"] == 1
+
+
+async def test_a_session_ends_once(admin: Admin, renderer: Renderer) -> None:
+    await talk(admin.sessions, "a", renderer, 1)
+    assert await admin.ask("/a", "DELETE") == (200, {"id": "a", "deleted": True})
+    for verb in ("DELETE", "GET"):
+        status, answer = await admin.ask("/a", verb)
+        assert (status, answer["error"]["reason"]) == (404, "not_found")
+        assert answer["error"]["request_id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "param"),
+    [
+        ("/a", {"format": "xml"}, "format"),
+        ("/a", {"train_aborted": "perhaps"}, "train_aborted"),
+        ("/a", {"page": "1"}, "page"),
+        ("", {"limit": "0"}, "limit"),
+        ("", {"limit": "²"}, "limit"),
+    ],
+)
+async def test_a_question_that_cannot_be_read_is_refused(
+    admin: Admin, path: str, query: dict[str, str], param: str
+) -> None:
+    status, answer = await admin.ask(path, **query)
+    assert (status, answer["error"]["param"]) == (400, param)

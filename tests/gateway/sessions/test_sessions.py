@@ -1,0 +1,473 @@
+"""Sessions: what was answered is kept, branches and all, and nothing is dropped unseen."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.gateway.sessions import samples as session_reading
+from lockstep.gateway.sessions import store as session_store
+from lockstep.gateway.sessions import sessions as module
+from lockstep.gateway.sessions.sessions import Session, Sessions
+from lockstep.render import Plan, Renderer
+from lockstep.tokens import Completion, VersionSpan
+from lockstep.tokens.errors import (
+    BadRequest,
+    Busy,
+    Conflict,
+    Misaligned,
+    NotFound,
+    PrefixBreak,
+    TooLarge,
+    Unavailable,
+)
+from lockstep.protocol.common.lazy_ids import LazyIds
+
+ASK = {"role": "user", "content": "1 + 2?"}
+MORE = {"role": "user", "content": "And?"}
+
+
+@pytest.fixture(scope="session")
+def renderer() -> Renderer:
+    return Renderer.load("tiny")
+
+
+def completion(renderer: Renderer, plan: Plan, text: str, **more: Any) -> Completion:
+    ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
+    return Completion(
+        token_ids=ids,
+        logprobs=[-0.1 - at / 64 for at in range(len(ids))],
+        prompt_ids=plan.prompt_ids,
+        versions=(VersionSpan("1", 0, len(ids)),),
+        **{"finish": "stop", **more},
+    )
+
+
+async def say(
+    session: Session, renderer: Renderer, messages: list[Any], *texts: str, **more: Any
+) -> Plan:
+    """Plans and commits a turn with a choice for each text; the first goes on."""
+    plan = await session.plan(messages)
+    said = [{"role": "assistant", "content": text} for text in texts]
+    await session.commit(
+        plan,
+        [(completion(renderer, plan, m["content"], **more), m) for m in said],
+    )
+    messages.append(said[0])
+    return plan
+
+
+async def talk(sessions: Sessions, name: str, renderer: Renderer, turns: int) -> list[Any]:
+    messages: list[Any] = []
+    for turn in range(turns):
+        messages.append(ASK if turn == 0 else MORE)
+        await say(await sessions.open(name, renderer), renderer, messages, f"answer {turn}")
+    return messages
+
+
+async def test_a_session_goes_on_after_a_restart(renderer: Renderer, tmp_path: Path) -> None:
+    path = str(tmp_path / "sessions.db")
+    async with Sessions(path) as sessions:
+        messages = await talk(sessions, "a", renderer, 3)
+        before = await sessions.samples("a")
+        info = await sessions.info("a")
+    async with Sessions(path) as sessions:
+        assert await sessions.samples("a") == before
+        assert await sessions.info("a") == info
+        plan = await say(await sessions.open("a", renderer), renderer, [*messages, MORE], "more")
+        (sample,) = await sessions.samples("a")
+        assert plan.prompt_ids[: len(before[0].token_ids)] == before[0].token_ids
+        assert sample.token_ids[: len(plan.prompt_ids)] == plan.prompt_ids
+        assert sessions.counts.loaded == 1
+
+
+@pytest.mark.failure_mode("F11")
+async def test_choices_are_branches_and_all_of_them_are_kept(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "sessions.db")
+    async with Sessions(path) as sessions:
+        messages: list[Any] = [ASK]
+        session = await sessions.open("a", renderer)
+        await say(session, renderer, messages, "three", "four", "five")
+        await say(session, renderer, [*messages, MORE], "yes")
+        samples = await sessions.samples("a")
+        assert len(samples) == 3
+    async with Sessions(path) as sessions:
+        assert await sessions.samples("a") == samples
+
+
+async def test_a_commit_is_whole_or_not_at_all(renderer: Renderer) -> None:
+    async with Sessions() as sessions:
+        session = await sessions.open("a", renderer)
+        plan = await session.plan([ASK])
+        good = completion(renderer, plan, "three")
+        other = await session.plan([MORE])
+        bad = completion(renderer, other, "no")
+        message = {"role": "assistant", "content": "three"}
+        with pytest.raises(Misaligned):
+            await session.commit(plan, [(good, message), (bad, message)])
+        with pytest.raises(NotFound):
+            await sessions.samples("a")
+        await session.commit(plan, [(good, message)])
+        assert len(await sessions.samples("a")) == 1
+
+
+async def test_requests_of_one_session_may_run_side_by_side(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "sessions.db")
+
+    async def branch(sessions: Sessions, at: int, messages: list[Any]) -> None:
+        session = await sessions.open("a", renderer)
+        await say(session, renderer, [*messages, {"role": "user", "content": f"q{at}"}], f"a{at}")
+
+    async with Sessions(path) as sessions:
+        messages = await talk(sessions, "a", renderer, 1)
+    async with Sessions(path) as sessions:
+        await asyncio.gather(*(branch(sessions, at, messages) for at in range(20)))
+        assert sessions.counts.loaded == 1
+        samples = await sessions.samples("a")
+    assert len({tuple(sample.token_ids) for sample in samples}) == 20
+    async with Sessions(path) as sessions:
+        assert sorted(await sessions.samples("a"), key=repr) == sorted(samples, key=repr)
+
+
+@pytest.mark.failure_mode("F02")
+async def test_a_break_is_counted_once_and_survives_a_restart(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "sessions.db")
+    edited = [ASK, {"role": "assistant", "content": "I never said this"}, MORE]
+    async with Sessions(path) as sessions:
+        await talk(sessions, "a", renderer, 2)
+        strict = await sessions.open("a", renderer, breaks="strict")
+        with pytest.raises(PrefixBreak) as caught:
+            await strict.plan(edited)
+        assert caught.value.cause == "edited_history"
+        fork = await sessions.open("a", renderer)
+        assert (await fork.plan(edited)).cause == "edited_history"
+        assert sessions.counts.breaks == {"edited_history": 1}
+    async with Sessions(path) as sessions:
+        await say(await sessions.open("a", renderer), renderer, list(edited), "now")
+        assert sessions.counts.breaks == {}
+        assert [sample.breaks for sample in await sessions.samples("a")] == [
+            (),
+            ("edited_history",),
+        ]
+
+
+async def test_only_busy_sessions_stay_in_memory(renderer: Renderer, tmp_path: Path) -> None:
+    limit = 30_000
+    async with Sessions(str(tmp_path / "sessions.db"), hot_bytes=limit) as sessions:
+        spoken = {name: await talk(sessions, name, renderer, 4) for name in map(str, range(40))}
+        assert sessions.hot.nbytes <= limit
+        assert sessions.hot.evicted > 0
+        assert len(sessions) == 40
+        for name, messages in spoken.items():
+            session = await sessions.open(name, renderer)
+            assert (await session.plan([*messages, MORE])).bridged
+        assert sessions.hot.nbytes <= limit
+        held = [each for each in gc.get_objects() if type(each) is module.HotSession]
+        assert len(held) < 20
+
+
+async def test_a_session_in_use_is_one_session_although_others_push_it_out(
+    renderer: Renderer,
+) -> None:
+    async with Sessions(hot_bytes=1) as sessions:
+        messages = await talk(sessions, "a", renderer, 1)
+        session = await sessions.open("a", renderer)
+        plan = await session.plan([*messages, MORE])
+        await talk(sessions, "b", renderer, 2)
+        again = await sessions.open("a", renderer)
+        await say(again, renderer, [*messages, {"role": "user", "content": "Else?"}], "else")
+        message = {"role": "assistant", "content": "yes"}
+        await session.commit(plan, [(completion(renderer, plan, "yes"), message)])
+        assert len(await sessions.samples("a")) == 2
+
+
+async def test_past_a_limit_what_is_new_is_refused(renderer: Renderer) -> None:
+    async with Sessions(max_sessions=2, max_turns=3) as sessions:
+        messages = await talk(sessions, "a", renderer, 3)
+        with pytest.raises(TooLarge, match=r"session 'a' has 3 turns, the limit is 3"):
+            await (await sessions.open("a", renderer)).plan([*messages, MORE])
+        begun = await sessions.open("b", renderer)
+        with pytest.raises(Busy, match="2 sessions of 2"):
+            await sessions.open("c", renderer)
+        del begun
+        await talk(sessions, "c", renderer, 1)
+        assert sessions.counts.refused == {"turns": 1, "sessions": 1}
+        await sessions.delete("a")
+        await talk(sessions, "b", renderer, 1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "refusal"), [("max_bytes_per_session", TooLarge), ("max_bytes_total", Busy)]
+)
+async def test_bytes_have_limits_too(renderer: Renderer, limit: str, refusal: Any) -> None:
+    async with Sessions(**{limit: 5000}) as sessions:  # type: ignore[arg-type]
+        with pytest.raises(refusal, match="5000"):
+            await talk(sessions, "a", renderer, 100)
+        assert len(await sessions.samples("a")) == 1
+
+
+async def test_a_session_that_nobody_uses_expires_and_is_counted(renderer: Renderer) -> None:
+    now = 1000.0
+    async with Sessions(ttl_seconds=60, expire_unread=True, clock=lambda: now) as sessions:
+        await talk(sessions, "old", renderer, 2)
+        await talk(sessions, "held", renderer, 1)
+        now += 50
+        await talk(sessions, "young", renderer, 1)
+        held = await sessions.open("held", renderer)
+        now += 55
+        kept = await sessions.open("young", renderer)
+        assert await sessions.sweep() == 1
+        assert sessions.counts.expired == 1
+        assert [each.id for each in await sessions.page()] == ["held", "young"]
+        now += 61
+        assert await sessions.sweep() == 0
+        del held, kept
+        assert await sessions.sweep() == 2
+        assert sessions.nbytes == sessions.hot.nbytes == 0
+
+
+async def test_a_session_whose_samples_nobody_read_does_not_expire(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    now, path = 1000.0, str(tmp_path / "sessions.db")
+    async with Sessions(path, ttl_seconds=60, clock=lambda: now) as sessions:
+        for name in ("unread", "read", "read and gone on"):
+            messages = await talk(sessions, name, renderer, 2)
+        await sessions.samples("read")
+        await sessions.samples("read and gone on")
+        await say(
+            await sessions.open("read and gone on", renderer), renderer, [*messages, MORE], "on"
+        )
+        unread = {each.id: each.unread_turns for each in await sessions.page()}
+        assert unread == {"unread": 2, "read": 0, "read and gone on": 1}
+    now += 61
+    async with Sessions(path, ttl_seconds=60, clock=lambda: now) as sessions:
+        assert await sessions.sweep() == 1
+        assert [each.id for each in await sessions.page()] == ["read and gone on", "unread"]
+        for name in ("read and gone on", "unread"):
+            await sessions.samples(name)
+        assert await sessions.sweep() == 2
+
+
+async def test_a_file_of_the_format_before_is_read_and_its_sessions_count_as_unread(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "sessions.db")
+    async with Sessions(path) as sessions:
+        await talk(sessions, "a", renderer, 2)
+        samples = await sessions.samples("a")
+    with sqlite3.connect(path) as connection:
+        connection.execute("ALTER TABLE sessions DROP COLUMN read_turns")
+        connection.execute("PRAGMA user_version = 1")
+    connection.close()
+    async with Sessions(path) as sessions:
+        assert (await sessions.info("a")).unread_turns == 2
+        assert await sessions.samples("a") == samples
+
+
+async def test_a_deleted_session_takes_no_more_turns_and_its_id_is_free(renderer: Renderer) -> None:
+    async with Sessions() as sessions:
+        messages = await talk(sessions, "a", renderer, 1)
+        session = await sessions.open("a", renderer)
+        plan = await session.plan([*messages, MORE])
+        await sessions.delete("a")
+        with pytest.raises(Conflict, match="'a' was deleted"):
+            await session.commit(plan, [(completion(renderer, plan, "x"), messages[1])])
+        with pytest.raises(NotFound):
+            await sessions.delete("a")
+        await talk(sessions, "a", renderer, 2)
+        assert (await sessions.info("a")).turns == 2
+
+
+async def test_turns_that_cannot_be_stored_were_never_there(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with Sessions() as sessions:
+        messages = await talk(sessions, "a", renderer, 2)
+        before = await sessions.samples("a")
+        info, total = await sessions.info("a"), sessions.nbytes
+        session = await sessions.open("a", renderer)
+        with monkeypatch.context() as patch:
+            patch.setattr(module.table, "write_turns", full)
+            with pytest.raises(Unavailable, match="disk is full"):
+                await say(session, renderer, [*messages, MORE], "lost")
+            with pytest.raises(Unavailable, match="disk is full"):
+                await talk(sessions, "b", renderer, 1)
+        assert await sessions.samples("a") == before
+        assert ((await sessions.info("a")).turns, sessions.nbytes) == (info.turns, total)
+        assert len(sessions) == 1
+        assert sessions.stats()["unwritten"] == 2
+        await say(await sessions.open("a", renderer), renderer, [*messages, MORE], "kept")
+        assert (await sessions.info("a")).turns == 3
+
+
+async def test_a_client_that_leaves_while_its_turn_is_stored_loses_nothing(
+    renderer: Renderer,
+) -> None:
+    async with Sessions() as sessions:
+        session = await sessions.open("a", renderer)
+        plan = await session.plan([ASK])
+        answers = [(completion(renderer, plan, "x"), {"role": "assistant", "content": "x"})]
+        task = asyncio.create_task(session.commit(plan, answers))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(await sessions.samples("a")) == 1
+
+
+async def test_ids_of_another_tokenizer_are_refused(renderer: Renderer, tmp_path: Path) -> None:
+    path = str(tmp_path / "sessions.db")
+    async with Sessions(path) as sessions:
+        await talk(sessions, "a", renderer, 1)
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE sessions SET tokenizer = x'00'")
+    connection.close()
+    async with Sessions(path) as sessions:
+        with pytest.raises(Conflict, match="another tokenizer"):
+            await sessions.open("a", renderer)
+
+
+def another_format(path: str) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE other (x)")
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "spoil", [another_format, lambda path: Path(path).write_bytes(b"not a database" * 100)]
+)
+async def test_a_file_that_is_no_session_file_is_refused(
+    tmp_path: Path, spoil: Callable[[str], object]
+) -> None:
+    path = str(tmp_path / "sessions.db")
+    spoil(path)
+    with pytest.raises(BadRequest, match=r"sessions\.db"):
+        async with Sessions(path):
+            pass
+
+
+async def test_a_second_gateway_on_the_same_file_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "sessions.db")
+    async with Sessions(path):
+        with pytest.raises(BadRequest, match=f"another gateway, process {os.getpid()}"):
+            async with Sessions(path):
+                pass
+
+
+async def test_turns_that_cannot_be_read_are_not_the_callers_fault(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    path = tmp_path / "sessions.db"
+    async with Sessions(str(path)) as sessions:
+        await talk(sessions, "a", renderer, 2)
+    assert path.stat().st_mode & 0o077 == 0
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE turns SET data = x'93' WHERE turn = 1")
+    connection.close()
+    async with Sessions(str(path)) as sessions:
+        with pytest.raises(Unavailable, match="'a' cannot be read back"):
+            await sessions.open("a", renderer)
+        with pytest.raises(Unavailable, match="'a' cannot be read back"):
+            await sessions.samples("a")
+        kept = await sessions.open("b", renderer)
+    with pytest.raises(Unavailable, match="not open"):
+        await say(kept, renderer, [ASK], "too late")
+
+
+async def test_many_expire_at_once(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SWEPT_AT_ONCE", 3)
+    now = 0.0
+    async with Sessions(ttl_seconds=1, expire_unread=True, clock=lambda: now) as sessions:
+        for at in range(8):
+            await talk(sessions, str(at), renderer, 1)
+        now = 2.0
+        assert await sessions.sweep() == 8
+        assert await sessions.page() == []
+
+
+async def test_a_damaged_session_is_not_served_as_if_it_were_whole(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "sessions.db")
+    async with Sessions(path) as sessions:
+        messages = await talk(sessions, "a", renderer, 3)
+    with sqlite3.connect(path) as connection:
+        connection.execute("DELETE FROM turns WHERE turn = 2")
+    connection.close()
+    async with Sessions(path) as sessions:
+        with pytest.raises(Unavailable, match="2 of its 3 turns"):
+            await sessions.open("a", renderer)
+        with pytest.raises(Unavailable, match="2 of its 3 turns"):
+            await sessions.samples("a")
+        await talk(sessions, "b", renderer, 1)
+    assert len(messages) == 6
+
+
+async def test_the_first_requests_share_one_fingerprint(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    make = session_reading._fingerprint
+    monkeypatch.setattr(
+        session_reading, "_fingerprint", lambda tokenizer: made.append(1) or make(tokenizer)
+    )
+    async with Sessions() as sessions:
+        first = asyncio.create_task(sessions.open("s0", renderer))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(*(sessions.open(f"s{at}", renderer) for at in range(1, 20)))
+        await sessions.open("later", renderer)
+    assert len(made) == 1
+
+
+async def test_turns_of_one_moment_share_a_transaction(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    transact = session_store._transact
+
+    def counted(db: sqlite3.Connection, jobs: list[Any]) -> Any:
+        batches.append(len(jobs))
+        return transact(db, jobs)
+
+    monkeypatch.setattr(session_store, "_transact", counted)
+    async with Sessions() as sessions:
+        opened = [await sessions.open(f"s{at}", renderer) for at in range(8)]
+        plans = [await each.plan([ASK]) for each in opened]
+        said = {"role": "assistant", "content": "3"}
+        commits = (
+            each.commit(plan, [(completion(renderer, plan, "3"), said)])
+            for each, plan in zip(opened, plans, strict=True)
+        )
+        await asyncio.gather(*commits)
+        assert batches == [8]
+        assert [len(await sessions.samples(f"s{at}")) for at in range(8)] == [1] * 8
+
+
+async def test_the_ids_kept_as_json_count_as_memory(renderer: Renderer) -> None:
+    async with Sessions() as sessions:
+        session = await sessions.open("s", renderer)
+        messages: list[Any] = [ASK]
+        await say(session, renderer, messages, "3")
+        without = sessions.hot.nbytes
+        plan = await session.plan([*messages, MORE])
+        assert isinstance(plan.prompt_ids, LazyIds)
+        sessions.hot.find("s")
+        assert sessions.hot.nbytes >= without + 2 * (plan.parent.end if plan.parent else 0)

@@ -1,0 +1,371 @@
+"""An answer that breaks the token contract is an error that names the place; never a repair."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from lockstep.tokens import Completion, RoutedExperts
+from lockstep.tokens.completion import usable
+from lockstep.tokens.errors import (
+    BadExperts,
+    BadLogprob,
+    BadVersions,
+    ContractError,
+    EngineFailure,
+    Misaligned,
+    MissingFinish,
+    MissingTokenIds,
+)
+from lockstep.protocol.common.response import Reading
+from lockstep.protocol.vllm.generate_request import Form
+from lockstep.protocol.vllm.generate_response import answer
+from lockstep.protocol.common.prompt_logprobs import flatten
+from lockstep.protocol.dynamo.decode_chat import DynamoStream, read_dynamo
+from lockstep.protocol.vllm.decode_generate import GenerateStream, read_generate
+from tests.protocol.responses import (
+    IDS,
+    LOGPROBS,
+    PROMPT,
+    dynamo_answer,
+    entry,
+    expert_rows,
+    experts_npy,
+    experts_object,
+    generate_answer,
+    generate_choice,
+    reading,
+)
+
+FORMS = ["vllm", "prime"]
+
+
+def content(*entries: Any) -> dict[str, Any]:
+    return {"logprobs": {"content": list(entries)}}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_both_spellings_of_a_token_are_read_alike(form: str) -> None:
+    (done,) = read_generate(generate_answer(generate_choice(form=form)), reading())
+    assert (done.token_ids, done.logprobs) == (IDS, LOGPROBS)
+
+
+@pytest.mark.failure_mode("F05")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("hole", [None, {"token_id": 12, "token": "token_id:12"}])
+def test_a_hole_among_the_logprobs_is_an_error_with_its_position(form: str, hole: Any) -> None:
+    bad = generate_choice(**content(entry(11, -0.5, form=form), hole))
+    with pytest.raises(BadLogprob, match="position 1"):
+        read_generate(generate_answer(bad), reading())
+
+
+@pytest.mark.failure_mode("F05")
+def test_a_null_in_engine_data_is_an_error_with_its_position() -> None:
+    with pytest.raises(BadLogprob, match="position 1"):
+        read_dynamo(dynamo_answer({"completion_logprobs": [-0.5, None]}), reading())
+
+
+@pytest.mark.failure_mode("F06")
+def test_ids_and_logprobs_of_different_length_are_an_error() -> None:
+    with pytest.raises(Misaligned, match="2 token ids but 1"):
+        read_generate(generate_answer(generate_choice(**content(entry(11, -1.0)))), reading())
+    with pytest.raises(Misaligned, match="2 token ids but 1"):
+        read_dynamo(dynamo_answer({"completion_logprobs": [-0.5]}), reading())
+
+
+@pytest.mark.failure_mode("F07")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_logprob_of_another_token_is_an_error_with_its_position(form: str) -> None:
+    bad = content(entry(11, -0.5, form=form), entry(13, -0.25, form=form))
+    with pytest.raises(Misaligned, match=r"position 1 .*13.* 12"):
+        read_generate(generate_answer(generate_choice(**bad)), reading())
+
+
+@pytest.mark.failure_mode("F07")
+@pytest.mark.parametrize("names", [["token_id:11\ntoken_id:12", ""], ["11", "12"], ["a", "b"]])
+def test_names_that_only_look_right_when_glued_together_are_refused(names: list[str]) -> None:
+    entries = [{"token": name, "logprob": -1.0} for name in names]
+    with pytest.raises(Misaligned, match="position 0"):
+        read_generate(generate_answer(generate_choice(**content(*entries))), reading())
+
+
+@pytest.mark.failure_mode("F07")
+def test_a_chat_echo_that_names_other_ids_than_the_engine_is_an_error() -> None:
+    echo = {"content": [entry(11, -0.5), entry(13, -0.25)]}
+    with pytest.raises(Misaligned, match="position 1"):
+        read_dynamo(dynamo_answer(logprobs=echo), reading())
+
+
+@pytest.mark.failure_mode("F08")
+def test_absent_ids_are_an_error() -> None:
+    with pytest.raises(MissingTokenIds):
+        read_generate(generate_answer(generate_choice(token_ids=None)), reading())
+    with pytest.raises(MissingTokenIds):
+        read_dynamo(dynamo_answer({"completion_token_ids": None}), reading())
+
+
+@pytest.mark.failure_mode("F09")
+def test_present_but_empty_ids_are_a_completion_of_no_tokens() -> None:
+    empty = generate_choice(token_ids=[], logprobs=None, weight_versions=None)
+    (done,) = read_generate(generate_answer(empty), reading())
+    assert (done.token_ids, done.logprobs, done.versions) == ([], [], ())
+    engine = {"completion_token_ids": [], "completion_logprobs": []}
+    chat = read_dynamo(dynamo_answer(engine, nvext={"completion_token_ids": [1]}), reading())
+    assert chat.token_ids == []
+
+
+@pytest.mark.failure_mode("F11")
+def test_choices_are_matched_by_index_and_all_must_be_there() -> None:
+    second = generate_choice(1, token_ids=[12, 11], **content(entry(12, -1.0), entry(11, -2.0)))
+    body = generate_answer(second, generate_choice(0))
+    done = read_generate(body, reading(sampling={"n": 2}))
+    assert [one.token_ids for one in done] == [[11, 12], [12, 11]]
+    assert [one.logprobs for one in done] == [LOGPROBS, [-1.0, -2.0]]
+    for choices in ([generate_choice(0)], [generate_choice(0), generate_choice(0)]):
+        with pytest.raises(ContractError, match="2 choices"):
+            read_generate(generate_answer(*choices), reading(sampling={"n": 2}))
+
+
+@pytest.mark.failure_mode("F12")
+def test_abort_is_not_stop_even_where_dynamo_calls_it_stop() -> None:
+    stops = reading(sampling={"stop_token_ids": (12,)})
+    assert read_dynamo(dynamo_answer(), stops).finish == "stop"
+    assert read_dynamo(dynamo_answer(), stops).stop_token == 12
+    others = reading(sampling={"stop_token_ids": (99,)})
+    assert read_dynamo(dynamo_answer(), others).finish == "abort"
+    assert read_dynamo(dynamo_answer({"finish_reason": "abort"}), stops).finish == "abort"
+    assert read_dynamo(dynamo_answer({"finish_reason": "stop"}), others).finish == "stop"
+
+
+@pytest.mark.failure_mode("F13")
+@pytest.mark.parametrize("reason", [None, "", "content_filter"])
+def test_an_answer_without_a_known_finish_is_an_error(reason: str | None) -> None:
+    with pytest.raises(MissingFinish):
+        read_generate(generate_answer(generate_choice(finish_reason=reason)), reading())
+    with pytest.raises(MissingFinish):
+        read_dynamo(dynamo_answer(finish_reason=reason), reading())
+
+
+@pytest.mark.failure_mode("F13")
+@pytest.mark.parametrize("kind", [GenerateStream, DynamoStream])
+def test_a_stream_that_ends_early_is_an_error(kind: Any) -> None:
+    with pytest.raises(MissingFinish):
+        kind(reading()).finish()
+
+
+def test_an_engine_that_says_error_has_failed() -> None:
+    with pytest.raises(EngineFailure):
+        read_generate(generate_answer(generate_choice(finish_reason="error")), reading())
+
+
+@pytest.mark.failure_mode("F15")
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "-9999.0"])
+def test_a_logprob_that_is_no_number_is_refused_or_kept_on_request(value: str) -> None:
+    bad = generate_answer().replace(b"-0.25", value.encode())
+    with pytest.raises(BadLogprob, match="position 1"):
+        read_generate(bad, reading())
+    (kept,) = read_generate(bad, reading(allow_nonfinite=True))
+    assert [usable(value) for value in kept.logprobs] == [True, False]
+
+
+@pytest.mark.failure_mode("F15")
+def test_a_null_can_be_kept_as_nan_on_request() -> None:
+    bad = generate_answer().replace(b"-0.25", b"null")
+    (kept,) = read_generate(bad, reading(allow_nonfinite=True))
+    assert [usable(value) for value in kept.logprobs] == [True, False]
+
+
+@pytest.mark.failure_mode("F16")
+def test_mode_and_temperature_are_on_the_completion() -> None:
+    said = generate_answer(logprob_mode="processed", temperature=0.7)
+    (done,) = read_generate(said, reading(sampling={"temperature": 0.5}))
+    assert (done.logprob_mode, done.temperature) == ("processed", 0.7)
+    (done,) = read_generate(generate_answer(), reading(sampling={"temperature": 0.5}))
+    assert (done.logprob_mode, done.temperature) == ("raw", 0.5)
+    with pytest.raises(ContractError, match="'raw' logprobs were asked for"):
+        read_generate(said, reading(sampling={"logprob_mode": "raw"}))
+
+
+def test_versions_must_cover_the_tokens() -> None:
+    short = generate_choice(weight_versions=[{"version": "v1", "start": 0, "end": 1}])
+    with pytest.raises(BadVersions):
+        read_generate(generate_answer(short), reading())
+
+
+def test_a_server_that_used_another_prompt_is_caught() -> None:
+    with pytest.raises(Misaligned, match="position 2"):
+        read_generate(generate_answer(prompt_token_ids=[5, 6, 8]), reading())
+    with pytest.raises(Misaligned, match="position 2"):
+        read_dynamo(dynamo_answer({"prompt_token_ids": [5, 6]}), reading())
+
+
+@pytest.mark.failure_mode("F38")
+@pytest.mark.parametrize("asked", [None, 0, 2])
+@pytest.mark.parametrize("form", ["object", "npy"])
+def test_every_form_of_experts_is_one_value_trimmed_once(form: str, asked: int | None) -> None:
+    whole = experts_object(4) if form == "object" else experts_npy(4)
+    trimmed = experts_object(2, 2) if form == "object" else experts_npy(2, 2)
+    for field in [whole] + [trimmed] * (asked == 2):
+        body = generate_answer(generate_choice(routed_experts=field))
+        (done,) = read_generate(body, reading(experts_start=asked))
+        assert done.experts is not None
+        assert done.experts.start == (asked or 0)
+        assert done.experts.numpy().tolist() == expert_rows(4)[asked or 0 :].tolist()
+
+
+@pytest.mark.failure_mode("F38")
+@pytest.mark.parametrize("field", [
+    experts_object(3), experts_object(5), experts_npy(3), experts_object(3, 3), "bm90IG5weQ==",
+    experts_object(4) | {"shape": [4, 2, 3]}, experts_object(4) | {"dtype": "float32"},
+    experts_object(4) | {"shape": [16]}, experts_object(4) | {"data": "A"},
+])  # fmt: skip
+def test_bad_experts_fail_the_answer(field: Any) -> None:
+    with pytest.raises(BadExperts):
+        read_generate(generate_answer(generate_choice(routed_experts=field)), reading())
+
+
+@pytest.mark.failure_mode("F38")
+def test_experts_stay_with_their_choice() -> None:
+    body = generate_answer(generate_choice(1, routed_experts=experts_object(4)), generate_choice(0))
+    first, second = read_generate(body, reading(sampling={"n": 2}))
+    assert first.experts is None
+    assert second.experts is not None
+
+
+@pytest.mark.failure_mode("F38")
+def test_experts_that_were_asked_for_must_come() -> None:
+    with pytest.raises(BadExperts, match="asked for"):
+        read_generate(generate_answer(), reading(experts_start=0))
+    with pytest.raises(BadExperts, match="asked for"):
+        read_dynamo(dynamo_answer(), reading(experts_start=0))
+
+
+def test_encoded_experts_equal_plain_ones_and_can_be_pickled() -> None:
+    body = generate_answer(generate_choice(routed_experts=experts_object(4)))
+    (done,) = read_generate(body, reading())
+    plain = RoutedExperts(expert_rows(4).tobytes(), (4, 2, 2), "uint8")
+    assert done.experts == plain
+    assert plain == done.experts
+    assert pickle.loads(pickle.dumps(done.experts)) == plain
+    assert done.experts != plain.from_row(1)
+
+
+@pytest.mark.failure_mode("F46")
+def test_a_prompt_logprob_is_the_prompt_tokens_own_entry() -> None:
+    typed = [None, {9: {"logprob": -0.1, "rank": 1}, 6: {"logprob": -3.0, "rank": 8}}, {7: -2.0}]
+    spelt = [
+        None,
+        {"9": {"logprob": -0.1, "rank": 1}, "6": {"logprob": -3.0, "rank": 8}},
+        {"7": -2.0},
+    ]
+    for entries in (typed, spelt):
+        first, second, third = flatten(PROMPT, entries, top=1)
+        assert first is None
+        assert (second.token_id, second.logprob, second.rank) == (6, -3.0, 8)
+        assert [(one.token_id, one.rank) for one in second.top] == [(9, 1)]
+        assert third.logprob == -2.0
+
+
+@pytest.mark.failure_mode("F46")
+@pytest.mark.parametrize("entries", [
+    [None, {"9": {"logprob": -0.1}}, {"7": {"logprob": -2.0}}],
+    [None, None, {"7": {"logprob": -2.0}}],
+    [None, {"6": {"logprob": None}}, {"7": {"logprob": -2.0}}],
+    [None, {"6": {"logprob": -9999.0}}, {"7": {"logprob": -2.0}}],
+])  # fmt: skip
+def test_a_missing_prompt_entry_is_an_error_with_its_position(entries: Any) -> None:
+    body = generate_answer(prompt_logprobs=entries)
+    with pytest.raises(BadLogprob, match="position 1"):
+        read_generate(body, reading(sampling={"prompt_logprobs": 0}))
+
+
+@pytest.mark.failure_mode("F46")
+def test_prompt_logprobs_that_were_asked_for_must_come_for_every_token() -> None:
+    with pytest.raises(BadLogprob, match="asked for"):
+        read_generate(generate_answer(), reading(sampling={"prompt_logprobs": 0}))
+    with pytest.raises(Misaligned, match="3 prompt ids but 1"):
+        read_generate(
+            generate_answer(prompt_logprobs=[None]), reading(sampling={"prompt_logprobs": 0})
+        )
+
+
+@pytest.mark.failure_mode("F44")
+@pytest.mark.parametrize("logprobs", ["entries", "flat"])
+@pytest.mark.parametrize("npy", ["raw", "npy"])
+def test_what_a_lockstep_server_encodes_comes_back_equal(npy: str, logprobs: str) -> None:
+    ask = reading(sampling={"prompt_logprobs": 0}, request_id="r")
+    (made,) = read_generate(
+        generate_answer(
+            generate_choice(routed_experts=experts_object(4), stop_reason=12),
+            prompt_logprobs=[None, {"6": {"logprob": -0.1}}, {"7": {"logprob": -1e-17, "rank": 1}}],
+            logprob_mode="processed", temperature=0.3, worker="w", adapter="a",
+        ),
+        ask,
+    )  # fmt: skip
+    form = Form(logprobs=logprobs, prompt_ids=True, experts=npy)
+    body = answer([made], request_id="r", model="m", created=0, form=form)
+    assert read_generate(body, ask) == [made]
+
+
+@pytest.mark.failure_mode("F05")
+@pytest.mark.failure_mode("F06")
+def test_flat_logprobs_are_held_to_the_same_contract() -> None:
+    short = generate_choice(logprobs={"values": LOGPROBS[:-1], "ranks": None})
+    with pytest.raises(Misaligned):
+        read_generate(generate_answer(short), reading())
+    gap = generate_choice(logprobs={"values": [LOGPROBS[0], None], "ranks": None})
+    with pytest.raises(BadLogprob, match="position 1"):
+        read_generate(generate_answer(gap), reading())
+
+
+def test_an_error_in_a_200_answer_is_raised_as_what_it_is() -> None:
+    body = json.dumps({"error": {"message": "slow down", "code": 429}}).encode()
+    with pytest.raises(Exception, match="slow down") as caught:
+        read_generate(body, reading())
+    assert caught.value.status == 429
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b'{"choices": 3}', b"[]", b'{"choices": [{}', b"\xff"]
+)
+def test_what_is_no_answer_at_all_is_a_contract_error(body: bytes) -> None:
+    for read in (read_generate, read_dynamo):
+        with pytest.raises(ContractError):
+            read(body, reading())
+
+
+def test_a_stream_gives_the_completion_of_the_whole_answer() -> None:
+    whole = generate_answer(
+        generate_choice(0, routed_experts=experts_object(4), stop_reason=12), generate_choice(1)
+    )
+    ask = reading(sampling={"n": 2}, request_id="r")
+    stream = GenerateStream(ask)
+    deltas = []
+    for index in (0, 1):
+        for at in (0, 1):
+            last = at == 1
+            chunk = generate_choice(
+                index,
+                token_ids=IDS[at : at + 1],
+                finish_reason="stop" if last else None,
+                weight_versions=generate_choice()["weight_versions"] if last else None,
+                routed_experts=experts_object(4) if last and index == 0 else None,
+                stop_reason=12 if last and index == 0 else None,
+                **content(entry(IDS[at], LOGPROBS[at])),
+            )
+            deltas += stream.feed(generate_answer(chunk))
+    done: list[Completion] = stream.finish()
+    assert done == read_generate(whole, ask)
+    assert [(d.index, d.token_ids, d.logprobs) for d in deltas] == [
+        (0, [11], [-0.5]), (0, [12], [-0.25]), (1, [11], [-0.5]), (1, [12], [-0.25])
+    ]  # fmt: skip
+
+
+def test_a_reading_says_what_a_silent_server_does_not() -> None:
+    silent = generate_answer(generate_choice(weight_versions=None))
+    told = Reading(reading().ask, "processed", "v7", "http://w", "ada")
+    (done,) = read_generate(silent, told)
+    assert (done.versions[0].version, done.worker, done.adapter) == ("v7", "http://w", "ada")

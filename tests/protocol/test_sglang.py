@@ -1,0 +1,91 @@
+"""SGLang's answers: ids and logprobs from meta_info, under the same contract."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.tokens.errors import (
+    BadExperts,
+    BadLogprob,
+    BadRequest,
+    Misaligned,
+    MissingFinish,
+    MissingTokenIds,
+)
+from lockstep.protocol.sglang.generate import SglangStream, read_sglang
+from tests.protocol.responses import IDS, LOGPROBS, reading, sglang_answer
+
+INT32 = base64.b64encode(np.arange(16, dtype="<i4").tobytes()).decode()
+
+
+def test_ids_logprobs_version_and_stop_come_from_meta_info() -> None:
+    done = read_sglang(sglang_answer(), reading())
+    assert (done.token_ids, done.logprobs) == (IDS, LOGPROBS)
+    assert (done.finish, done.stop_token) == ("stop", 12)
+    assert done.versions[0].version == "v1"
+
+
+def test_a_trimmed_stop_token_is_still_a_sampled_one() -> None:
+    assert read_sglang(sglang_answer(output_ids=[11]), reading()).token_ids == IDS
+
+
+@pytest.mark.parametrize(("changes", "error"), [
+    ({"output_token_logprobs": [[-0.5, 11, None], None]}, BadLogprob),
+    ({"output_token_logprobs": [[-0.5, 11, None], [None, 12, None]]}, BadLogprob),
+    ({"output_token_logprobs": [[-0.5, 11, None], [-9999.0, 12, None]]}, BadLogprob),
+    ({"output_token_logprobs": None}, BadLogprob),
+    ({"output_token_logprobs": None, "output_ids": None}, MissingTokenIds),
+    ({"output_token_logprobs": [[-0.5, 11, None]]}, Misaligned),
+    ({"output_ids": [11, 13]}, Misaligned),
+    ({"finish_reason": None}, MissingFinish),
+    ({"finish_reason": {"type": "abort", "message": "too long", "status_code": 400}}, BadRequest),
+])  # fmt: skip
+def test_a_broken_answer_is_refused(changes: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        read_sglang(sglang_answer(**changes), reading())
+
+
+def test_an_abort_keeps_its_tokens() -> None:
+    done = read_sglang(sglang_answer(finish_reason={"type": "abort"}), reading())
+    assert (done.finish, done.token_ids) == ("abort", IDS)
+
+
+def test_prompt_logprobs_name_the_prompt() -> None:
+    ask = reading(sampling={"prompt_logprobs": 1})
+    entries = [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]]
+    tops = [None, [[-0.1, 9, None]], [[-0.2, 7, None]]]
+    body = sglang_answer(input_token_logprobs=entries, input_top_logprobs=tops)
+    first, second, third = read_sglang(body, ask).prompt_logprobs or []
+    assert first is None
+    assert (second.token_id, second.logprob, second.top[0].token_id) == (6, -1.0, 9)
+    assert third.logprob == -2.0
+    with pytest.raises(Misaligned, match="position 1"):
+        read_sglang(sglang_answer(input_token_logprobs=[entries[0], entries[2], entries[1]]), ask)
+
+
+@pytest.mark.failure_mode("F38")
+def test_bare_experts_get_the_layout_of_the_model() -> None:
+    body = sglang_answer(routed_experts=INT32)
+    done = read_sglang(body, reading(experts_start=2), (2, 2))
+    assert done.experts is not None
+    assert (done.experts.shape, done.experts.start) == ((2, 2, 2), 2)
+    assert done.experts.numpy().flatten().tolist() == list(range(8, 16))
+    with pytest.raises(BadExperts):
+        read_sglang(body, reading(experts_start=0), (3, 1))
+
+
+def test_cumulative_events_end_in_the_whole_answer() -> None:
+    stream = SglangStream(reading())
+    one = sglang_answer(
+        finish_reason=None, completion_tokens=1, output_ids=[11],
+        output_token_logprobs=[[-0.5, 11, None]],
+    )  # fmt: skip
+    deltas = stream.feed(one) + stream.feed(sglang_answer())
+    assert [delta.token_ids for delta in deltas] == [[11], [12]]
+    assert stream.finish() == [read_sglang(sglang_answer(), reading())]
+    with pytest.raises(Misaligned, match="cumulative"):
+        stream.feed(one)

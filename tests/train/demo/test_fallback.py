@@ -1,0 +1,68 @@
+"""The demo ends well on every CPU: exact where it can be, close with the reason where it cannot.
+
+One module, so that a parallel test run plays these demos one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.train.learning.exactness import CLOSE_BOUND
+from tests.train.demo.test_demo import run
+
+SHORT = ("--steps", "4", "--groups", "2", "--eval-prompts", "8", "--run-dir", "run")
+CLOSE = ("--worker-args", "--arithmetic close")
+FORCED = ("MKL_ENABLE_INSTRUCTIONS=AVX2", "MKL_ENABLE_INSTRUCTIONS=SSE4_2",
+          "ATEN_CPU_CAPABILITY=default", "ONEDNN_MAX_CPU_ISA=AVX2")  # fmt: skip
+
+
+def numerics(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "run" / "run.json").read_text())["numerics"]
+    return found
+
+
+@pytest.mark.failure_mode("F65")
+@pytest.mark.parametrize("forced", FORCED)
+def test_a_demo_holds_whatever_instructions_the_cpu_has(tmp_path: Path, forced: str) -> None:
+    name, _, value = forced.partition("=")
+    done, row = run(*SHORT, cwd=tmp_path, **{name: value})
+    assert done.returncode == 0, done.stderr
+    found = numerics(tmp_path)
+    # The plans say what this machine can do; where both are exact, nothing less will do.
+    if {found["trainer"]["arithmetic"], found["workers"]["arithmetic"]} == {"exact"}:
+        assert found["mode"] == "exact", found["reason"]
+        assert (row["exact"], row["mismatch_max"]) == (True, 0.0)
+        assert row["mismatch"] == "exactly 0, bit for bit"
+    else:
+        assert row["mismatch"].startswith("close: max |Δ| ")
+
+
+@pytest.mark.failure_mode("F65")
+def test_where_exact_cannot_be_had_the_demo_is_close_and_says_why(tmp_path: Path) -> None:
+    done, row = run(*SHORT, *CLOSE, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert row["exact"] is False
+    assert 0 < row["mismatch_max"] < CLOSE_BOUND["float32"]
+    said = f"close: max |Δ| {row['mismatch_max']:.1e} because the workers do not compute exactly"
+    assert row["mismatch"].startswith(said)
+    assert "close was asked for" in row["mismatch"]
+    assert row["mismatch"] in done.stderr
+    assert row["mismatch"] in Path(row["report"]).read_text()
+    for shown in (done.stderr, Path(row["report"]).read_text().partition("<script")[0]):
+        assert "exactly 0" not in shown
+    found = numerics(tmp_path)
+    assert (found["mode"], found["bound"]) == ("close", CLOSE_BOUND["float32"])
+    assert "close was asked for" in found["reason"]
+
+
+@pytest.mark.failure_mode("F65")
+def test_exactness_that_is_demanded_and_cannot_be_had_fails_with_the_reason(tmp_path: Path) -> None:
+    done, _ = run(*SHORT, *CLOSE, "--exact", cwd=tmp_path)
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert "exactness was demanded and cannot be had: the workers do not compute exactly" in said
+    assert "Traceback" not in said

@@ -1,0 +1,191 @@
+"""Environments: their tasks, their rewards, and how others are brought along."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.tokens.errors import BadRequest
+from lockstep.train.envs.environment import Environment, Player, Reward, Split, Task, load_environment
+from lockstep.train.envs.bundled import BUNDLED, run_calc
+from lockstep.train.records.transcript import roles
+
+
+@dataclass
+class Scripted:
+    """A conversation whose answers are known."""
+
+    answers: list[Any]
+    heard: list[Any] = field(default_factory=list)
+    messages: list[Any] = field(default_factory=list)
+
+    async def send(self, message: Any) -> Any:
+        self.heard.append(message)
+        self.messages += message if isinstance(message, list) else [message]
+        said = self.answers.pop(0)
+        text, calls = (said, ()) if isinstance(said, str) else ("", (said,))
+        self.messages.append({"role": "assistant", "content": text})
+        return SimpleNamespace(text=text, tool_calls=calls, finish="stop")
+
+    send_tool_results = send
+
+
+class ScriptedPlayer:
+    def __init__(self, *answers: Any) -> None:
+        self.one = Scripted(list(answers))
+
+    def chat(self, task: Task | None = None, **_: Any) -> Scripted:
+        return self.one
+
+
+def first(env: Environment, split: Split = "train") -> Task:
+    return next(iter(env.tasks(split, 1)))
+
+
+async def play(env: Environment, task: Task, *answers: Any) -> Reward:
+    return await env.play(task, ScriptedPlayer(*answers))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted(BUNDLED))
+def test_tasks_are_the_same_for_a_seed_and_none_is_in_both_splits(name: str) -> None:
+    env = load_environment(name)
+
+    def some(split: Split, seed: int) -> list[str]:
+        tasks = itertools.islice(env.tasks(split, seed), 200)
+        return [repr((task.messages, sorted(task.facts.items()))) for task in tasks]
+
+    assert some("train", 1) == some("train", 1)
+    assert some("train", 1) != some("train", 2)
+    assert not set(some("train", 1)) & set(some("eval", 1))
+
+
+async def test_reverse_gives_credit_for_digits_in_place() -> None:
+    env = load_environment("reverse")
+    task = Task(({"role": "user", "content": "Reverse: 1234"},), facts={"answer": "4321"})
+    assert await play(env, task, "4321") == Reward(1.0, True, {"said": "4321"})
+    assert (await play(env, task, "4300")).value == 0.25
+    assert (await play(env, task, "43210000")).value == 0.25
+    assert (await play(env, task, "")).value == 0.0
+
+
+async def test_calc_is_solved_only_through_the_tool() -> None:
+    env = load_environment("calc")
+    task = first(env)
+    right, answer = task.facts["expression"], task.facts["answer"]
+
+    def call(expression: str) -> Any:
+        return SimpleNamespace(name="calc", arguments=f'{{"expression": "{expression}"}}')
+
+    assert await play(env, task, call(right), answer) == Reward(
+        1.0, True, {"called": True, "right_call": True, "said": answer}
+    )
+    assert (await play(env, task, answer)).value == 0.0
+    assert (await play(env, task, call(right), "7")).value == pytest.approx(0.4)
+    assert (await play(env, task, call("1 + 1"), "2")).value == pytest.approx(0.2)
+    assert run_calc("{") == run_calc('{"expression": "1 / 0"}') == ("error", None)
+
+
+async def test_guess_gives_credit_for_heeding_the_hints() -> None:
+    env = load_environment("guess")
+    task = Task(({"role": "user", "content": "Guess"},), facts={"secret": 60})
+    found = await play(env, task, "50", "75", "60")
+    assert (found.value, found.solved) == (1.0, True)
+    heeded = await play(env, task, "50", "75", "62", "56", "59", "61", "5")
+    ignored = await play(env, task, "50", "1", "2", "3", "4", "5", "6")
+    assert 0.5 > heeded.value > ignored.value > 0
+    assert (await play(env, task, "what")).value == 0.0
+
+
+class Mine:
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
+
+    def tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        yield Task(())
+
+    async def play(self, task: Task, player: Player) -> Reward:
+        return Reward(0.0, False)
+
+
+def test_an_environment_is_found_by_import_path() -> None:
+    made = load_environment("tests.train.envs.test_bundled:Mine", {"count": 3})
+    assert isinstance(made, Mine)
+    assert made.count == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("chess", {}, "expected one of calc, guess, reverse, verifiers:NAME, or an import path"),
+        ("absent.module:Name", {}, "No module named 'absent'"),
+        ("tests.train.envs.test_bundled:Absent", {}, "has no 'Absent'"),
+        ("tests.train.envs.test_bundled:Scripted", {"answers": []}, "without tasks and play"),
+        ("reverse", {"digits": 3}, "does not take {'digits': 3}"),
+        ("verifiers:none", {}, "needs the verifiers package"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(
+    name: str, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    with pytest.raises(BadRequest, match=message):
+        load_environment(name, options)
+
+
+class Echo:
+    """What the adapter uses of a verifiers environment."""
+
+    def get_dataset(self) -> list[dict[str, Any]]:
+        return [{"prompt": "Say 1", "answer": "1"}, {"prompt": "Say 2", "answer": "2"}]
+
+    def get_eval_dataset(self) -> list[dict[str, Any]]:
+        return [{"prompt": [{"role": "user", "content": "Say 3"}], "answer": "3"}]
+
+    async def is_completed(self, messages: list[Any], state: dict[str, Any]) -> bool:
+        return bool(state["turn"] >= 2)
+
+    async def env_response(self, messages: list[Any], state: dict[str, Any]) -> list[Any]:
+        return [{"role": "user", "content": "again"}]
+
+    @property
+    def rubric(self) -> Any:
+        async def score_rollout(**given: Any) -> Any:
+            said = [m["content"] for m in given["completion"] if m["role"] == "assistant"]
+            share = sum(text == given["answer"] for text in said) / len(said)
+            return SimpleNamespace(reward=share, metrics={"turns": len(said)})
+
+        return SimpleNamespace(score_rollout=score_rollout)
+
+
+async def test_a_verifiers_environment_is_played_turn_by_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = ModuleType("verifiers")
+    fake.load_environment = lambda name, **_: Echo()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verifiers", fake)
+    env = load_environment("verifiers:echo")
+    task = first(env, "eval")
+    assert task.messages == ({"role": "user", "content": "Say 3"},)
+    assert (await play(env, task, "3", "3")).solved
+    half = await play(env, task, "3", "4")
+    assert (half.value, half.solved, half.detail["turns"]) == (0.5, False, 2)
+    prompts = {repr(task.messages) for task in itertools.islice(env.tasks("train", 1), 4)}
+    assert len(prompts) == 2
+
+
+def test_every_token_has_an_author() -> None:
+    text = ["<|im_start|>", "us", "er", "\n", "Hi", "<|im_end|>", "\n", "<|im_start|>", "assistant",
+            "\n", "Yo", "<|im_end|>", "\n", "<|im_start|>", "user", "\n", "<tool_response>", "\n",
+            "7", "</tool_response>", "<|im_end|>"]  # fmt: skip
+    sampled = [token in ("Yo",) or at == 11 for at, token in enumerate(text)]
+    found = roles(text, sampled)
+    pairs = {token: role for token, role in zip(text, found, strict=True) if token.isalnum()}
+    assert pairs == {"us": "template", "er": "template", "Hi": "user", "assistant": "template",
+                     "Yo": "assistant", "user": "template", "7": "tool"}  # fmt: skip
+    assert found[11] == "assistant"

@@ -1,0 +1,74 @@
+"""Exact where trainer and workers compute the same bits; else close with the reason, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lockstep.backends.transport import ModelCard
+from lockstep.tokens.errors import NotExact
+from lockstep.tokens.numerics import NumericsPlan
+from lockstep.train.config import LearnerConfig
+from lockstep.train.learning.exactness import CLOSE_BOUND, Exactness, base_card
+
+PLAN = NumericsPlan(
+    arithmetic="exact", device="cpu", dtype="float32", rows=8, mkl="AUTO,STRICT", isa="AVX512",
+    torch="2.13.0", fingerprint="a1",
+)  # fmt: skip
+OTHER_CPU = replace(PLAN, isa="AVX2", fingerprint="b2")
+CLOSE = replace(PLAN, arithmetic="close", reason="the self-test failed")
+
+
+def between(trainer: NumericsPlan, workers: NumericsPlan | None, **learner: Any) -> Exactness:
+    return Exactness.between(trainer, workers, LearnerConfig(**learner))
+
+
+def test_equal_plans_are_exact_and_allow_no_difference() -> None:
+    found = between(PLAN, PLAN)
+    assert (found.mode, found.reason, found.bound) == ("exact", "", 0.0)
+    assert found.to_json()["workers"] == PLAN.to_json()
+
+
+@pytest.mark.failure_mode("F70")
+@pytest.mark.parametrize(
+    ("trainer", "workers", "reason"),
+    [
+        (PLAN, CLOSE, r"the workers do not compute exactly \(the self-test failed\)"),
+        (CLOSE, PLAN, r"the trainer does not compute exactly \(the self-test failed\)"),
+        (PLAN, OTHER_CPU, "compute other bits: isa 'AVX512' here, 'AVX2' there"),
+        (PLAN, None, "the workers do not say how they compute"),
+    ],
+)
+def test_what_differs_is_the_reason_for_close_mode(
+    trainer: NumericsPlan, workers: NumericsPlan | None, reason: str
+) -> None:
+    found = between(trainer, workers)
+    assert found.mode == "close"
+    assert found.bound == CLOSE_BOUND["float32"]
+    with pytest.raises(NotExact, match=reason):
+        between(trainer, workers, exact=True)
+
+
+def test_close_can_be_chosen_where_exact_could_be_had() -> None:
+    found = between(PLAN, PLAN, exact=False)
+    assert (found.mode, found.reason) == ("close", "learner.exact is false")
+    assert between(PLAN, PLAN, exact=True).is_exact
+
+
+@pytest.mark.failure_mode("F70")
+def test_a_fleet_of_different_workers_has_a_plan_that_is_close() -> None:
+    assert PLAN.joined(PLAN) == PLAN
+    mixed = PLAN.joined(OTHER_CPU)
+    assert not mixed.is_exact
+    assert "isa 'AVX512' here, 'AVX2' there" in mixed.reason
+    assert between(PLAN, mixed).mode == "close"
+
+
+def test_the_plan_is_read_from_the_base_model_that_is_trained() -> None:
+    cards = [ModelCard("a", numerics=CLOSE), ModelCard("b", numerics=PLAN),
+             ModelCard("policy", parent="b")]  # fmt: skip
+    assert base_card(cards, "b") == cards[1]
+    assert base_card(cards[1:], None) == cards[1]
+    assert base_card([], None) is None

@@ -1,0 +1,142 @@
+"""The learner against a real engine: equal where weights are equal, and loud where they are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.tokens import Sample
+from lockstep.tokens.errors import BadExperts, Conflict
+from lockstep.train.config import LearnerConfig, TrainConfig
+from lockstep.train.learning.learner import Learner
+from tests.train.rollouts import batch, relabelled, sampled
+
+
+def config(model: str = "tiny", **learner: Any) -> TrainConfig:
+    return TrainConfig(model=model, learner=LearnerConfig(micro_batch=3, **learner))
+
+
+def learner(model: str = "tiny", **options: Any) -> Learner:
+    return Learner(config(model, **options), exact=True)
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    return sampled()
+
+
+def test_equal_weights_have_no_mismatch_at_all(samples: list[Sample]) -> None:
+    learnt = learner().step(batch(samples), 1)
+    assert learnt.metrics["mismatch_kl"] == 0.0
+    assert learnt.metrics["mismatch_max"] == 0.0
+    assert learnt.metrics["is_masked"] == 0.0
+    assert learnt.metrics["grad_norm"] > 0
+    for sample, logprobs in zip(samples, learnt.logprobs, strict=True):
+        assert len(logprobs) == len(sample.token_ids)
+        pairs = zip(sample.logprobs, logprobs, sample.sampled_mask, strict=True)
+        assert all(engine == trainer for engine, trainer, was in pairs if was)
+
+
+def test_one_changed_id_shows_in_the_mismatch(samples: list[Sample]) -> None:
+    ids = list(samples[0].token_ids)
+    ids[-3] = (ids[-3] + 1) % 500
+    learnt = learner().step(batch([replace(samples[0], token_ids=ids), *samples[1:]]), 1)
+    assert learnt.metrics["mismatch_kl"] > 0
+    assert learnt.metrics["mismatch_max"] > 0.01
+
+
+def test_one_shifted_logprob_shows_in_the_mismatch(samples: list[Sample]) -> None:
+    logprobs = list(samples[0].logprobs)
+    logprobs[-2] -= 0.125
+    learnt = learner().step(batch([replace(samples[0], logprobs=logprobs), *samples[1:]]), 1)
+    assert learnt.metrics["mismatch_max"] == pytest.approx(0.125, abs=1e-5)
+    assert learnt.metrics["mismatch_kl"] > 0
+
+
+def test_a_stale_label_shows_in_the_age_and_is_not_learnt_from(samples: list[Sample]) -> None:
+    fresh = [relabelled(sample, "step-3") for sample in samples[1:]]
+    stale = relabelled(samples[0], "step-1")
+    assert batch([stale, *fresh], now=3, limit=2).off_policy_max == 2
+    strict = batch([stale, *fresh], now=3, limit=0)
+    assert (strict.dropped, strict.off_policy_max) == (1, 0)
+
+
+def test_nothing_to_learn_from_is_an_error(samples: list[Sample]) -> None:
+    with pytest.raises(Conflict, match="step 4 has no token to learn from: 4 samples were dropped"):
+        learner().step(batch(samples, now=3), 4)
+
+
+def test_weights_and_state_give_the_same_next_step(samples: list[Sample], tmp_path: Path) -> None:
+    first = learner()
+    first.step(batch(samples), 1)
+    first.save(tmp_path / "step-1", "step-1")
+    torch.save(first.state(), tmp_path / "state.pt")
+    again = Learner(config(), exact=True, weights=tmp_path / "step-1")
+    again.load_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    for one in (first, again):
+        one.step(batch(samples), 2)
+    pairs = zip(first.model.parameters(), again.model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_lora_trains_the_adapter_only_and_starts_without_a_mismatch(
+    samples: list[Sample], tmp_path: Path
+) -> None:
+    made = learner(lora_rank=4)
+    before = {n: p.detach().clone() for n, p in made.model.named_parameters()}
+    learnt = made.step(batch(samples), 1)
+    assert learnt.metrics["mismatch_kl"] == 0.0
+    changed = [n for n, p in made.model.named_parameters() if not torch.equal(p, before[n])]
+    assert changed
+    assert all("lora_" in name for name in changed)
+    made.save(tmp_path / "step-1", "step-1")
+    names = {path.name for path in (tmp_path / "step-1").iterdir()}
+    assert {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "probe.safetensors",
+        "STABLE",
+    } <= names
+
+
+def biased(x: Tensor, router: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """A router that prefers other experts than its weights say, as other kernels would in a tie."""
+    probs = torch.softmax(F.linear(x, router), dim=-1, dtype=torch.float)
+    taste = torch.linspace(1.0, 1.5, probs.shape[-1])
+    ids = torch.topk(probs * taste, k, dim=-1).indices
+    weights = probs.gather(-1, ids)
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights.to(x.dtype), ids
+
+
+def test_replayed_experts_leave_no_mismatch_where_routers_disagree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lockstep.engine.model.model.route", biased)
+    samples = sampled("tiny-moe", experts_start=0)
+    on = learner("tiny-moe", replay_experts=True).step(batch(samples), 1)
+    assert on.metrics["mismatch_kl"] == 0.0
+    off = learner("tiny-moe", replay_experts=False).step(batch(samples), 1)
+    assert off.metrics["mismatch_kl"] > 0.0
+
+
+def test_where_routers_agree_both_ways_are_equal() -> None:
+    samples = sampled("tiny-moe", count=2, experts_start=0)
+    for replay in (True, False):
+        made = learner("tiny-moe", replay_experts=replay)
+        assert made.step(batch(samples), 1).metrics["mismatch_kl"] == 0.0
+        routers = [p for n, p in made.model.named_parameters() if n.endswith("gate.weight")]
+        assert routers
+        assert all(p.grad is not None and bool((p.grad != 0).any()) for p in routers)
+
+
+def test_samples_without_experts_cannot_be_replayed() -> None:
+    with pytest.raises(BadExperts, match=r"set rollout\.experts to true"):
+        learner("tiny-moe").step(batch(sampled("tiny-moe", count=2)), 1)
