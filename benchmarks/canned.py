@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
-from lockstep.tokens import Completion, RoutedExperts, VersionSpan
 from lockstep.protocol.vllm.generate_request import Form
-from lockstep.protocol.vllm.generate_response import answer
+from lockstep.protocol.vllm.generate_response import generate_response
+from lockstep.tokens import Completion, RoutedExperts, VersionSpan
 
 TOKENS, PROMPT, LONG_PROMPT = 8_192, 2_048, 32_768
 LAYERS, TOP_K = 48, 8
@@ -36,7 +36,7 @@ def sampled(tokens: int, prompt: int, experts: RoutedExperts | None = None) -> C
 def lockstep_form(done: Completion, *, flat: bool = False) -> bytes:
     """The answer of a Lockstep server: entries that both clients can read, or as ours asks."""
     form = Form(logprobs="flat" if flat else "entries")
-    return answer([done], request_id="r", model="m", created=0, form=form)
+    return generate_response([done], request_id="r", model="m", created=0, form=form)
 
 
 def prime_form(done: Completion) -> bytes:
@@ -68,8 +68,8 @@ def bodies() -> dict[str, bytes]:
     }
 
 
-async def listen(answer: Callable[[str, bytes], bytes]) -> asyncio.Server:
-    """A server on a free port of this machine: the JSON of `answer`, given a path and a body."""
+async def listen(respond: Callable[[str, bytes], bytes]) -> asyncio.Server:
+    """A server on a free port of this machine: the JSON of `respond`, given a path and a body."""
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -80,7 +80,7 @@ async def listen(answer: Callable[[str, bytes], bytes]) -> asyncio.Server:
                 asked = b""
                 if lengths:
                     asked = await reader.readexactly(int(lengths[0].split(":")[1]))
-                body = answer(line.split()[1], asked)
+                body = respond(line.split()[1], asked)
                 kind = "application/json"
                 writer.write(
                     f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n"

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import conversation, table
 from benchmarks.canned import LONG_PROMPT, PROMPT, bodies, served
 from benchmarks.table import Row
-from lockstep.backends import Ask, open_transport
+from lockstep.backends import GenerateRequest, open_transport
 
 Call = Callable[[], Awaitable[object]]
 
@@ -89,7 +89,7 @@ async def ours(url: str, prompt: int) -> tuple[Call, Callable[[], Awaitable[None
     ids = list(range(prompt))
 
     async def call() -> object:
-        return await transport.generate(Ask(prompt_ids=ids, model="m"))
+        return await transport.generate(GenerateRequest(prompt_ids=ids, model="m"))
 
     return call, transport.close
 

@@ -23,7 +23,8 @@ import renderers
 from benchmarks import table
 from benchmarks.measure import in_turns
 from benchmarks.table import Row
-from lockstep.render import Ledger, Renderer
+from lockstep.ledger import Ledger
+from lockstep.render import Renderer
 from lockstep.tokens import Completion, VersionSpan
 
 TURNS, TOKENS = 50, 32_768

@@ -47,7 +47,7 @@ def rate(times: list[list[float]]) -> float:
 
 def lockstep(directory: Path, prompts: Prompts, rounds: int) -> tuple[float, list[Any]]:
     """Tokens per second of the engine, asked through its async API, and its last answers."""
-    from lockstep.engine import Engine, EngineOptions, Request
+    from lockstep.engine import Engine, EngineOptions, EngineRequest
     from lockstep.tokens import Sampling
 
     engine = Engine(
@@ -73,7 +73,7 @@ def lockstep(directory: Path, prompts: Prompts, rounds: int) -> tuple[float, lis
 
     async def play() -> list[Any]:
         sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
-        asked = [Request(prompt_ids=ids, sampling=sampling) for ids in prompts]
+        asked = [EngineRequest(prompt_ids=ids, sampling=sampling) for ids in prompts]
         return [done for (done,) in await asyncio.gather(*map(engine.generate, asked))]
 
     async def rounds_of() -> tuple[float, list[Any]]:

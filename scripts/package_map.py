@@ -1,8 +1,8 @@
 """Prints the package at a glance: folders, modules, lines, and which folder imports which.
 
-    python scripts/package_map.py            the table
-    python scripts/package_map.py --write    puts the graph into CONTRIBUTING.md
-    python scripts/package_map.py --check    fails when that graph is not the one of the code
+python scripts/package_map.py            the table
+python scripts/package_map.py --write    puts the graph into CONTRIBUTING.md
+python scripts/package_map.py --check    fails when that graph is not the one of the code
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ def main() -> None:
     pin()
     import asyncio
 
-    from lockstep.engine import Engine, EngineOptions, Request
+    from lockstep.engine import Engine, EngineOptions, EngineRequest
     from lockstep.tokens import Sampling
 
     arithmetic: Any = sys.argv[1] if len(sys.argv) > 1 else "auto"
@@ -22,7 +22,7 @@ def main() -> None:
 
     async def answer(prompts: list[list[int]], tokens: int) -> None:
         sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-        requests = [Request(prompt_ids=prompt, sampling=sampling) for prompt in prompts]
+        requests = [EngineRequest(prompt_ids=prompt, sampling=sampling) for prompt in prompts]
         await asyncio.gather(*(engine.generate(request) for request in requests))
 
     with asyncio.Runner() as runner:

@@ -1,6 +1,6 @@
 """What a request costs in a gateway: CPU of its process, Lockstep beside its peers.
 
-    python -m benchmarks.gateway.bench [--only lockstep,vllm-router] [--case 2k,2k-sessions] [--hold]
+    python -m benchmarks.gateway.bench [--only lockstep,vllm-router] [--case 2k] [--hold]
 
 Every gateway has a core to itself, in front of an upstream that answers at once; 32 requests are
 under way at any time, and every answer is looked at. The gateways take turns; a figure is the

@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.gateway.traffic import MODEL, Said
 from lockstep.http import sse
-from lockstep.tokens import Completion, VersionSpan
 from lockstep.protocol.vllm.generate_request import Form
-from lockstep.protocol.vllm.generate_response import Stream, answer
+from lockstep.protocol.vllm.generate_response import GenerateStreamEncoder, generate_response
+from lockstep.tokens import Completion, VersionSpan
 
 CREATED = 1_794_705_827
 VERSION = "default"
@@ -104,7 +104,7 @@ def _vllm_choice(said: Said, start: int, end: int) -> dict[str, Any]:
 
 
 def lockstep_generate(said: Said, prompt: int, *, flat: bool) -> bytes:
-    return answer(
+    return generate_response(
         [_completion(said, prompt)],
         request_id=REQUEST_ID,
         model=MODEL,
@@ -116,7 +116,7 @@ def lockstep_generate(said: Said, prompt: int, *, flat: bool) -> bytes:
 def lockstep_generate_events(said: Said, prompt: int, *, flat: bool) -> list[bytes]:
     done = _completion(said, prompt)
     form = Form(logprobs="flat" if flat else "entries")
-    stream = Stream(REQUEST_ID, done.prompt_ids, form)
+    stream = GenerateStreamEncoder(REQUEST_ID, done.prompt_ids, form)
     made, last = [], len(said.ids) - 1
     for at, (token, logprob) in enumerate(zip(said.ids, said.logprobs, strict=True)):
         chunk = stream.chunk(0, [token], [logprob], [1], None, done if at == last else None)

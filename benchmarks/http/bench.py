@@ -35,7 +35,7 @@ from benchmarks.gateway.contestants import (
 from benchmarks.gateway.load import Bad, Connection
 from benchmarks.http.app import ANSWER
 from benchmarks.table import Row
-from lockstep.http.client import Link
+from lockstep.http.client import HttpClient
 
 ROUNDS, SECONDS, REQUESTS = 9, 0.7, 6000
 CONNECTIONS = 16
@@ -115,7 +115,7 @@ async def ask(call: Callable[[], Awaitable[object]]) -> float:
 
 
 async def with_link(port: int) -> float:
-    link = Link(f"http://127.0.0.1:{port}")
+    link = HttpClient(f"http://127.0.0.1:{port}")
     try:
         return await ask(lambda: link.post(PATH, BODY, headers={"X-Request-Id": "one"}))
     finally:

@@ -14,9 +14,9 @@ import json
 import random
 import sys
 
-from benchmarks.gateway import responses as answers
 from benchmarks.canned import listen, port_of
 from benchmarks.conversation import prose
+from benchmarks.gateway import responses as answers
 from benchmarks.gateway.traffic import Said
 from lockstep.render import Renderer
 

@@ -31,8 +31,8 @@ import aiohttp
 import torch
 
 from benchmarks import table
-from benchmarks.update import fan_out as update_fan_out
 from benchmarks.table import Row
+from benchmarks.update import fan_out as update_fan_out
 from benchmarks.update.checkpoints import Size
 from benchmarks.update.workers import Worker, load, reload, transaction, workers
 

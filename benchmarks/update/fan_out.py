@@ -12,7 +12,7 @@ from statistics import median
 from time import perf_counter, thread_time
 
 import uvloop
-
+from tests.simulator.pool import SimulatedPool, fleet_of
 from tests.simulator.workers import (
     FIRST,
     AheadAdmin,
@@ -21,11 +21,11 @@ from tests.simulator.workers import (
     score,
     write_checkpoint,
 )
-from tests.simulator.pool import SimulatedPool, fleet_of
+
 from benchmarks.table import Row
-from lockstep.fleet.update.proof import BUILTIN
 from lockstep.checkpoint.manifest import PROBE
 from lockstep.checkpoint.probe import Probe
+from lockstep.fleet.update.proof import BUILTIN
 
 COUNTS = (10, 100, 1000)
 ROUNDS = 3

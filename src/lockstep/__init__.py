@@ -65,8 +65,8 @@ def connect_fleet(
     its admin token; give `url` and `token` or `token_file` for any other. An update may take
     `timeout` seconds. Raises BadRequest when there is no such gateway, or no token.
     """
-    from lockstep.cli.control import find_control_plane
     from lockstep.fleet.remote import RemoteFleet
+    from lockstep.running_gateways import find_control_plane
     from lockstep.settings import Settings
 
     settings = Settings.read()

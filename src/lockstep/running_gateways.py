@@ -15,10 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.settings import state_home
+from lockstep.settings import Settings, read_token, state_home
 from lockstep.tokens.errors import BadRequest
 
 log = logging.getLogger(__name__)
+DEFAULT_URL = "http://127.0.0.1:8001"
 
 
 class RunningGateway(msgspec.Struct, frozen=True):
@@ -92,6 +93,40 @@ def choose_gateway(url: str | None = None) -> RunningGateway | None:
             param="url",
         )
     return gateways[0] if gateways else None
+
+
+def find_control_plane(
+    url: str | None, token_file: Path | None, settings: Settings
+) -> tuple[str, str]:
+    """The admin URL and its token: as given, else those of the gateway that runs here.
+
+    A gateway that has written its own token file is asked with that token. Raises BadRequest when
+    several run and none was named, when none runs, or when nothing gives the token.
+    """
+    named = url or settings.admin_url
+    gateway = choose_gateway(named)
+    if token_file is not None:
+        token: str | None = read_token(token_file)
+    elif gateway is not None and gateway.token_file is not None:
+        token = read_token(Path(gateway.token_file))
+    else:
+        token = settings.admin_token
+    where = named or (gateway.admin_url if gateway is not None else None)
+    if where is None and token is not None:
+        where = DEFAULT_URL
+    if where is None:
+        raise BadRequest(
+            "no gateway of yours runs on this machine: start one with `lockstep serve`, or give "
+            "--url and --token-file of one that runs elsewhere",
+            param="url",
+        )
+    if token is None:
+        raise BadRequest(
+            f"the gateway at {where} needs its admin token: give --token-file, or set "
+            "LOCKSTEP_ADMIN_TOKEN as it was set for the gateway",
+            param="token_file",
+        )
+    return where, token
 
 
 def _write(gateway: RunningGateway) -> tuple[int, Path]:

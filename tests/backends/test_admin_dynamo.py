@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
-from lockstep.backends.dynamo.admin import TRANSACTION, DynamoAdmin
-from lockstep.backends.admin_client import Budget, Budgets
+from lockstep.backends.admin_client import CallBudget, CallBudgets
 from lockstep.backends.admin_registry import open_admin
+from lockstep.backends.dynamo.admin import TRANSACTION, DynamoAdmin
 from lockstep.tokens.errors import (
     AdapterError,
     BadRequest,
@@ -35,8 +35,11 @@ ROUTES = (
     "get_weight_version", "load_lora", "unload_lora",
 )  # fmt: skip
 B = Source(directory=Path("/models/b"))
-QUICK = Budgets(
-    quick=Budget(0.5, 3), load=Budget(0.5, 5), commit=Budget(0.5, 5), pause=Budget(0.3, 0.7)
+QUICK = CallBudgets(
+    quick=CallBudget(0.5, 3),
+    load=CallBudget(0.5, 5),
+    commit=CallBudget(0.5, 5),
+    pause=CallBudget(0.3, 0.7),
 )
 
 

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.backends.admin import Broadcaster, ProbesStaged, Source, TensorSpec
-from lockstep.backends.admin_client import Budget, Budgets
-from lockstep.backends.lockstep.admin import LockstepAdmin
+from lockstep.backends.admin_client import CallBudget, CallBudgets
 from lockstep.backends.admin_registry import open_admin
+from lockstep.backends.lockstep.admin import LockstepAdmin
 from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.shared_memory import shared_tensors
 from lockstep.models import bundled
@@ -336,8 +336,11 @@ class Proxy:
                 return answer.status, await answer.read()
 
 
-QUICK = Budgets(
-    quick=Budget(5, 10), load=Budget(5, 20), commit=Budget(0.5, 10), pause=Budget(0.5, 1.2)
+QUICK = CallBudgets(
+    quick=CallBudget(5, 10),
+    load=CallBudget(5, 20),
+    commit=CallBudget(0.5, 10),
+    pause=CallBudget(0.5, 1.2),
 )
 
 

@@ -11,11 +11,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from lockstep.backends.vllm import collective_rpc as rpc
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
-from lockstep.backends.admin_client import Budget, Budgets
+from lockstep.backends.admin_client import CallBudget, CallBudgets
 from lockstep.backends.admin_registry import open_admin
 from lockstep.backends.prime_rl.admin import PrimeAdmin
+from lockstep.backends.vllm import collective_rpc as rpc
 from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.tokens.errors import (
     AdapterError,
@@ -34,8 +34,11 @@ from tests.data.captures import load
 
 B = Source(directory=Path("/models/b"))
 SPECS = [TensorSpec("model.norm.weight", "float32", (8,))]
-QUICK = Budgets(
-    quick=Budget(0.5, 3), load=Budget(1, 5), commit=Budget(0.5, 5), pause=Budget(0.3, 0.7)
+QUICK = CallBudgets(
+    quick=CallBudget(0.5, 3),
+    load=CallBudget(1, 5),
+    commit=CallBudget(0.5, 5),
+    pause=CallBudget(0.3, 0.7),
 )
 
 

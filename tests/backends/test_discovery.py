@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.backends.admin_client import Budget, Budgets
+from lockstep.backends.admin_client import CallBudget, CallBudgets
 from lockstep.backends.dynamo.discovery import (
     Dynamo,
     Found,
@@ -26,7 +26,7 @@ from lockstep.tokens.errors import (
 from tests.backends.scripted import Reply, Request, serving, whole
 from tests.data.captures import load
 
-QUICK = Budgets(quick=Budget(0.5, 1, tries=1))
+QUICK = CallBudgets(quick=CallBudget(0.5, 1, tries=1))
 FRONT = "http://front:8000"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.backends import Ask, Delta, Transport, open_transport
+from lockstep.backends import GenerateRequest, StreamDelta, Transport, open_transport
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import (
     BadRequest,
@@ -41,8 +41,8 @@ OWNERS = {"vllm": "vllm", "dynamo": "nvidia", "dynamo-generate": "nvidia", "sgla
 NAMES = list(ROUTES)
 
 
-def ask(**fields: Any) -> Ask:
-    return Ask(prompt_ids=PROMPT, sampling=fields.pop("sampling", SAMPLING), **fields)
+def ask(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(prompt_ids=PROMPT, sampling=fields.pop("sampling", SAMPLING), **fields)
 
 
 def dynamo_events() -> Reply:
@@ -99,7 +99,9 @@ def script(name: str, length: int | None = 100) -> Script:
     return answer
 
 
-async def collect(transport: Transport, one: Ask) -> tuple[list[Delta], list[Completion]]:
+async def collect(
+    transport: Transport, one: GenerateRequest
+) -> tuple[list[StreamDelta], list[Completion]]:
     deltas, completions = [], []
     async for item in transport.stream(one):
         (completions if isinstance(item, Completion) else deltas).append(item)

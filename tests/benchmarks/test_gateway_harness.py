@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from benchmarks.gateway.bench import Bench, Failed, bench
-from benchmarks.gateway.responses import vllm_generate, vllm_generate_events
 from benchmarks.gateway.reading import check
+from benchmarks.gateway.responses import vllm_generate, vllm_generate_events
 from benchmarks.gateway.traffic import Said
 
 CASES = ("2k", "2k-sessions", "stream", "stream-sessions")

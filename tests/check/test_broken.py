@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.check import Finding, Subject, ask_rows, chosen_rows, open_target
+from lockstep.check import Finding, Subject, chosen_rows, open_target, run_rows
 from tests.check.broken import Fault, broken, per_choice, values_of
 from tests.processes import TOKEN, WorkerProcess
 
@@ -15,7 +15,7 @@ from tests.processes import TOKEN, WorkerProcess
 async def ask(subject: Subject, *rows: str) -> dict[str, Finding]:
     async with open_target(subject) as target:
         chosen = chosen_rows(rows, mutate=subject.mutate)
-        return {one.id: one async for one in ask_rows(target, chosen)}
+        return {one.id: one async for one in run_rows(target, chosen)}
 
 
 def shifted(choice: dict[str, Any]) -> dict[str, Any]:

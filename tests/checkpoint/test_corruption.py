@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.validate import Checkpoint, Signature, mark_stable, write_manifest
+from lockstep.checkpoint.validate import Checkpoint, ModelSignature, mark_stable, write_manifest
 from lockstep.tokens.errors import CheckpointError
 from tests.checkpoint import weights_on_disk as disk
 
@@ -130,7 +130,7 @@ def pristine(*, manifest: bool) -> Path:
     if manifest:
         write_manifest(path)
         mark_stable(path)
-    Checkpoint.validate(path, Signature.of(path), verify_hashes=True)
+    Checkpoint.validate(path, ModelSignature.of(path), verify_hashes=True)
     return path
 
 
@@ -143,7 +143,7 @@ def test_a_corrupted_checkpoint_never_validates(
     path = Path(tempfile.mkdtemp())
     try:
         shutil.copytree(pristine(manifest=manifest != "none"), path, dirs_exist_ok=True)
-        like = Signature.of(path)
+        like = ModelSignature.of(path)
         corrupt(data.draw, path)
         with pytest.raises(CheckpointError) as caught:
             Checkpoint.validate(path, like, verify_hashes=manifest == "hashes")

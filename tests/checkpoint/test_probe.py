@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.tokens.errors import BadRequest, CheckpointError
 from lockstep.checkpoint import safetensors_file as tensor_file
 from lockstep.checkpoint.probe import Probe, Scores, builtin
+from lockstep.tokens.errors import BadRequest, CheckpointError
 
 PROBE = Probe(((1, 2, 3), (4, 5)), ((-1.0, -2.0), (-3.0,)), 0.5)
 NAN, INF = math.nan, math.inf

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lockstep.engine import exact
-from lockstep.engine.probe import remember, save_checkpoint, write_probe
-from lockstep.checkpoint.validate import Checkpoint, Signature
-from lockstep.models import BUNDLED, bundled
-from lockstep.tokens.errors import BadRequest, BadTokenId, CheckpointError, Conflict
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.probe import THOROUGH, Probe
+from lockstep.checkpoint.validate import Checkpoint, ModelSignature
+from lockstep.engine import exact
+from lockstep.engine.probe import remember, save_checkpoint, write_probe
+from lockstep.models import BUNDLED, bundled
+from lockstep.tokens.errors import BadRequest, BadTokenId, CheckpointError, Conflict
 from tests.engine import checkpoints
 
 
@@ -48,7 +48,7 @@ def test_a_saved_model_is_a_checkpoint_of_the_served_one(
     name: str, size: str, tmp_path: Path
 ) -> None:
     path = save_checkpoint(exact_model(name), tmp_path / "step", version="7", max_shard_size=size)
-    found = Checkpoint.validate(path, Signature.of(served(name)), verify_hashes=True)
+    found = Checkpoint.validate(path, ModelSignature.of(served(name)), verify_hashes=True)
     assert found.digest == Checkpoint.validate(served(name)).digest
     assert found.probe is not None
     assert (found.probe.tolerance, found.probe.version) == (0.0, "7")

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint import validate as module
+from lockstep.checkpoint.manifest import begin
+from lockstep.checkpoint.probe import Probe
 from lockstep.checkpoint.validate import (
     Checkpoint,
-    Signature,
-    Spec,
+    ModelSignature,
+    TensorShape,
     mark_stable,
     resolve,
     write_manifest,
 )
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict, Forbidden
-from lockstep.checkpoint.manifest import begin
-from lockstep.checkpoint.probe import Probe
 from tests.checkpoint import weights_on_disk as disk
 
 SINGLE = "model.safetensors"
@@ -47,8 +47,8 @@ def sharded(root: Path) -> Path:
 
 
 @pytest.fixture
-def like(whole: Path) -> Signature:
-    return Signature.of(whole)
+def like(whole: Path) -> ModelSignature:
+    return ModelSignature.of(whole)
 
 
 # Where it is
@@ -125,11 +125,13 @@ def test_a_weight_file_that_is_a_symlink_out_of_the_roots_is_forbidden(
 # What is in it
 
 
-def test_a_good_checkpoint_says_what_it_is(whole: Path, sharded: Path, like: Signature) -> None:
+def test_a_good_checkpoint_says_what_it_is(
+    whole: Path, sharded: Path, like: ModelSignature
+) -> None:
     found = Checkpoint.validate(whole, like)
     assert found.path == whole
-    assert found.signature == like == Signature.of(sharded)
-    assert found.signature.tensors[NORM] == Spec((disk.WIDTH,), "F32")
+    assert found.signature == like == ModelSignature.of(sharded)
+    assert found.signature.tensors[NORM] == TensorShape((disk.WIDTH,), "F32")
     assert found.nbytes == sum(array.nbytes for array in disk.tensors().values())
     assert found.probe is None
 
@@ -146,7 +148,7 @@ def test_the_digest_is_that_of_the_contents(whole: Path, sharded: Path, root: Pa
     assert Checkpoint.validate(disk.write(root / "swapped", swapped)).digest != digest
 
 
-def test_another_precision_fits_the_served_model(root: Path, like: Signature) -> None:
+def test_another_precision_fits_the_served_model(root: Path, like: ModelSignature) -> None:
     wide = {name: array.astype("<f8") for name, array in disk.tensors().items()}
     assert Checkpoint.validate(disk.write(root / "wide", wide), like)
 
@@ -241,7 +243,10 @@ def another_name(header: disk.Header) -> disk.Header:
     ],
 )
 def test_another_model_is_refused(
-    whole: Path, like: Signature, change: Callable[[disk.Header], disk.Header | None], says: str
+    whole: Path,
+    like: ModelSignature,
+    change: Callable[[disk.Header], disk.Header | None],
+    says: str,
 ) -> None:
     disk.edit(whole / SINGLE, change)
     with pytest.raises(CheckpointError, match=says):
@@ -249,7 +254,7 @@ def test_another_model_is_refused(
 
 
 @pytest.mark.failure_mode("F34")
-def test_missing_and_extra_tensors_are_named(root: Path, like: Signature) -> None:
+def test_missing_and_extra_tensors_are_named(root: Path, like: ModelSignature) -> None:
     few, many = disk.tensors(), disk.tensors()
     del few[DOWN]
     many["model.layers.1.mlp.down_proj.weight"] = few[NORM]
@@ -259,16 +264,16 @@ def test_missing_and_extra_tensors_are_named(root: Path, like: Signature) -> Non
         Checkpoint.validate(disk.write(root / "many", many), like)
 
 
-def test_a_tied_head_may_be_there_if_it_is_the_embedding(root: Path, like: Signature) -> None:
+def test_a_tied_head_may_be_there_if_it_is_the_embedding(root: Path, like: ModelSignature) -> None:
     arrays = disk.tensors()
     arrays["lm_head.weight"] = arrays[EMBEDDING]
     with_head = disk.write(root / "head", arrays)
     assert Checkpoint.validate(with_head, like)
-    assert Checkpoint.validate(disk.write(root / "none"), Signature.of(with_head))
+    assert Checkpoint.validate(disk.write(root / "none"), ModelSignature.of(with_head))
 
 
 @pytest.mark.failure_mode("F28")
-def test_a_stale_tied_head_is_refused(root: Path, like: Signature) -> None:
+def test_a_stale_tied_head_is_refused(root: Path, like: ModelSignature) -> None:
     arrays = disk.tensors()
     arrays["lm_head.weight"] = disk.tensors(seed=1)[EMBEDDING]
     with pytest.raises(CheckpointError, match="lm_head"):
@@ -280,7 +285,7 @@ def test_an_untied_head_must_be_there(root: Path) -> None:
     arrays["lm_head.weight"] = disk.tensors(seed=1)[EMBEDDING]
     untied = disk.write(root / "untied", arrays)
     disk.configure(untied, tied=False)
-    like = Signature.of(untied)
+    like = ModelSignature.of(untied)
     assert Checkpoint.validate(untied, like)
     with pytest.raises(CheckpointError, match="lacks tensor 'lm_head"):
         Checkpoint.validate(disk.write(root / "headless"), like)

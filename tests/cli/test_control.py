@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import pytest
 
 from lockstep.cli import main
-from lockstep.running_gateways import RunningGateway, registered, running_gateways
 from lockstep.models import bundled
-from lockstep.protocol.common.error_body import fault_body
+from lockstep.protocol.common.error_body import error_body
+from lockstep.running_gateways import RunningGateway, registered, running_gateways
 
 TOKEN = "admin-token"
 STATE: dict[str, Any] = {
@@ -59,10 +59,10 @@ class Plane(BaseHTTPRequestHandler):
         raw = self.rfile.read(int(self.headers.get("content-length", 0)))
         self.asked.append((self.command, self.path, json.loads(raw) if raw else None))
         if self.headers.get("authorization") != f"Bearer {TOKEN}":
-            status, body = 401, fault_body(401, "no", "unauthorized")
+            status, body = 401, error_body(401, "no", "unauthorized")
         else:
             name = self.path.partition("?")[0].removeprefix("/v1/rl/")
-            status, body = self.answers.get(name, (404, fault_body(404, "no", "not_found")))
+            status, body = self.answers.get(name, (404, error_body(404, "no", "not_found")))
         out = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
@@ -124,7 +124,7 @@ def test_an_update_says_its_version_its_pause_and_who_was_left_out(
 def test_the_exit_code_tells_a_wrong_command_from_one_that_failed(
     run: Run, status: int, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Plane.answers["resume"] = status, fault_body(status, "because of this", "a_reason")
+    Plane.answers["resume"] = status, error_body(status, "because of this", "a_reason")
     assert run("resume") == expected
     assert "because of this" in capsys.readouterr().err
 

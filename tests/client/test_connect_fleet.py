@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.running_gateways import RunningGateway, registered
 from lockstep.fleet.remote import RemoteFleet
+from lockstep.running_gateways import RunningGateway, registered
 from lockstep.tokens.errors import BadRequest
 
 TOKEN = "a-long-enough-token"

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.tokens import Sampling
 from lockstep.wire.ask import Ask
+
+from lockstep.tokens import Sampling
 
 WIRE = Path(__file__).parent / "wire"
 

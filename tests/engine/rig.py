@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.engine import EngineOptions, Piece, Request
+from lockstep.engine import EngineOptions, EngineRequest, StreamedToken
 from lockstep.engine.core import Core, PauseMode
-from lockstep.engine.request_handle import Event, Ticket
+from lockstep.engine.request_handle import Event, RequestHandle
 from lockstep.tokens import Completion, LockstepError, Sampling
 
-REQUEST_FIELDS = {f.name for f in fields(Request)} - {"prompt_ids", "sampling"}
+REQUEST_FIELDS = {f.name for f in fields(EngineRequest)} - {"prompt_ids", "sampling"}
 
 
 def ids(seed: int, length: int, vocab: int = 500) -> list[int]:
@@ -21,18 +21,18 @@ def ids(seed: int, length: int, vocab: int = 500) -> list[int]:
     return [rng.randrange(vocab) for _ in range(length)]
 
 
-def request(prompt: list[int], **options: Any) -> Request:
+def request(prompt: list[int], **options: Any) -> EngineRequest:
     """A request; options that are not its own go to its Sampling. Seeded and long by default."""
     own = {name: options.pop(name) for name in list(options) if name in REQUEST_FIELDS}
     sampling = {"seed": 7, "ignore_eos": True, "max_tokens": 8} | options
-    return Request(prompt_ids=prompt, sampling=Sampling(**sampling), **own)
+    return EngineRequest(prompt_ids=prompt, sampling=Sampling(**sampling), **own)
 
 
 @dataclass
 class Answer:
     """What became of one request."""
 
-    ticket: Ticket
+    ticket: RequestHandle
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -55,8 +55,8 @@ class Answer:
         return only
 
     @property
-    def pieces(self) -> list[Piece]:
-        return [e for e in self.events if isinstance(e, Piece)]
+    def pieces(self) -> list[StreamedToken]:
+        return [e for e in self.events if isinstance(e, StreamedToken)]
 
     @property
     def tokens_so_far(self) -> list[int]:
@@ -71,7 +71,7 @@ class Rig:
         self.core = Core(directory, EngineOptions(**(small | options)))
 
     def submit(self, prompt: list[int], *, stream: bool = False, **options: Any) -> Answer:
-        answer = Answer(Ticket(request(prompt, **options), lambda _: None, stream=stream))
+        answer = Answer(RequestHandle(request(prompt, **options), lambda _: None, stream=stream))
         answer.ticket.deliver = answer.events.append
         self.core.submit(answer.ticket)
         return answer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine import Engine, Piece
+from lockstep.engine import Engine, StreamedToken
 from lockstep.tokens.errors import (
     BadRequest,
     BadTokenId,
@@ -29,7 +29,7 @@ async def test_requests_at_once_are_answered_as_if_alone(engine: Engine, tiny: P
 async def test_a_stream_is_the_completion_in_pieces(engine: Engine) -> None:
     asked = request(ids(1, 20), n=3, max_tokens=6, logprobs=2)
     whole = await engine.generate(asked)
-    pieces: list[Piece] = [piece async for piece in engine.stream(asked)]
+    pieces: list[StreamedToken] = [piece async for piece in engine.stream(asked)]
     for done in whole:
         mine = [piece for piece in pieces if piece.index == done.index]
         sampled = [piece.sampled for piece in mine if piece.sampled is not None]

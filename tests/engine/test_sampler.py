@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.engine.sampler import Row, _draw, sample, top_logprobs, uniform
+from lockstep.engine.sampler import SamplingRow, _draw, sample, top_logprobs, uniform
 from lockstep.tokens import LogprobMode, Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.5, -20.0])
 DRAWS = 4000
 
 
-def row(at: int = 0, mode: LogprobMode = "raw", **options: Any) -> Row:
-    return Row(Sampling(**options), mode, uniform(1, at))
+def row(at: int = 0, mode: LogprobMode = "raw", **options: Any) -> SamplingRow:
+    return SamplingRow(Sampling(**options), mode, uniform(1, at))
 
 
 def draws(logits: Tensor, **options: Any) -> list[int]:
@@ -85,7 +85,10 @@ def test_temperature_zero_takes_the_likeliest_of_what_is_left() -> None:
     assert greedy() == 0
     assert greedy(allowed_token_ids=(4, 3, 5)) == 3
     assert greedy(logit_bias={4: 50.0}) == 4
-    assert sample(LOGITS[None], [Row(Sampling(temperature=0), "raw", 0.9, (0,))])[0].token_id == 6
+    assert (
+        sample(LOGITS[None], [SamplingRow(Sampling(temperature=0), "raw", 0.9, (0,))])[0].token_id
+        == 6
+    )
 
 
 def test_raw_logprobs_ignore_the_options_and_processed_ones_obey_them() -> None:

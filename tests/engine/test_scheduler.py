@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.engine.model.model import Batch
+from lockstep.engine.model.model import ModelBatch
 from lockstep.tokens.errors import BadRequest, PromptTooLong
 from tests.engine.rig import Answer, Rig, ids
 
@@ -22,7 +22,7 @@ def test_a_prompt_is_computed_in_chunks_while_others_decode(
     sizes: list[int] = []
     batch = rig.core.model.batch
 
-    def watch(segments: list) -> Batch:  # type: ignore[type-arg]
+    def watch(segments: list) -> ModelBatch:  # type: ignore[type-arg]
         sizes.append(sum(len(segment.tokens) for segment in segments))
         return batch(segments)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.backends.transport import Delta
+from lockstep.backends.transport import StreamDelta
 from lockstep.models import bundled
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import (
     BadRequest,
@@ -19,7 +20,6 @@ from lockstep.tokens.errors import (
     UnknownModel,
     UnsupportedField,
 )
-from lockstep.protocol.common.request import Ask
 from tests.engine.checkpoints import reference
 from tests.engines.dynamo_deployment import Deployment, deployed, needs_dynamo
 
@@ -103,7 +103,7 @@ async def test_a_stream_is_the_unary_answer_in_a_few_chunks(policy: lockstep.Pol
     options = {"max_tokens": 400, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1}
     [whole] = await policy.generate(PROMPT, **options)
     items = [item async for item in policy.stream(PROMPT, **options)]
-    deltas = [item for item in items if isinstance(item, Delta) and item.token_ids]
+    deltas = [item for item in items if isinstance(item, StreamDelta) and item.token_ids]
     [last] = [item for item in items if isinstance(item, Completion)]
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
     for field in ("token_ids", "logprobs", "finish", "versions", "top_logprobs", "prompt_logprobs"):
@@ -172,7 +172,7 @@ async def test_bad_input_is_refused(policy: lockstep.Policy) -> None:
     with pytest.raises(BadRequest, match="this model has none"):
         await policy.generate(PROMPT, experts_start=0)
     with pytest.raises(UnknownModel):
-        await policy.transport.generate(Ask(prompt_ids=PROMPT, model="nobody"))
+        await policy.transport.generate(GenerateRequest(prompt_ids=PROMPT, model="nobody"))
 
 
 @pytest.mark.failure_mode("F14")
@@ -180,7 +180,9 @@ async def test_stop_strings_are_refused_by_client_and_worker(
     dynamo: Deployment, policy: lockstep.Policy
 ) -> None:
     with pytest.raises(UnsupportedField, match="stop_token_ids"):
-        await policy.transport.generate(Ask(prompt_ids=PROMPT, model="tiny", stop=("a",)))
+        await policy.transport.generate(
+            GenerateRequest(prompt_ids=PROMPT, model="tiny", stop=("a",))
+        )
     link = policy.transport._link  # type: ignore[attr-defined]
     body = b"""{"model":"tiny","messages":[{"role":"user","content":"x"}],"stop":["a"],
                "nvext":{"token_data":[10,20],"extra_fields":["engine_data"]}}"""

@@ -16,18 +16,18 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lockstep.backends.registry import open_transport
 from lockstep.backends.dynamo.transport import pinned
+from lockstep.backends.registry import open_transport
 from lockstep.engine.probe import write_probe
-from lockstep.fleet.fleet import Fleet
-from lockstep.fleet.routing.pool import Pool, Worker
-from lockstep.fleet.remote import RemoteFleet
-from lockstep.fleet.routing.affinity import Route
 from lockstep.fleet.dynamo_members import following
+from lockstep.fleet.fleet import Fleet
+from lockstep.fleet.remote import RemoteFleet
+from lockstep.fleet.routing.affinity import Affinity
+from lockstep.fleet.routing.pool import Pool, Worker
 from lockstep.models import bundled
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
-from lockstep.protocol.common.request import Ask
 from tests.engine.checkpoints import adapter, reference, trainer, variant
 from tests.engines.dynamo_deployment import Deployment, deployed, needs_dynamo
 
@@ -35,7 +35,7 @@ pytestmark = needs_dynamo
 TINY = bundled("tiny") or Path()
 TOKEN = "test-admin-token"
 PROMPT = [10, 20, 30, 40]
-ASK = Ask(
+ASK = GenerateRequest(
     prompt_ids=PROMPT,
     model="tiny",
     sampling=Sampling(max_tokens=32, ignore_eos=True, seed=5),
@@ -81,11 +81,11 @@ async def fleet_of(dynamo: Deployment) -> AsyncIterator[Fleet]:
             yield fleet
 
 
-async def ask(fleet: Fleet, one: Ask = ASK, worker: str | None = None) -> Completion:
+async def ask(fleet: Fleet, one: GenerateRequest = ASK, worker: str | None = None) -> Completion:
     async def call(chosen: Worker) -> list[Completion]:
         return await chosen.transport.generate(one)
 
-    [done] = await fleet.pool.run(Route.of(one.prompt_ids, worker=worker), call)
+    [done] = await fleet.pool.run(Affinity.of(one.prompt_ids, worker=worker), call)
     return done
 
 

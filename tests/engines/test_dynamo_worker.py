@@ -11,10 +11,10 @@ import pytest
 
 from lockstep.engine import Engine, EngineOptions
 from lockstep.engine.sampler import Sampled
-from lockstep.engine.sequence import Piece
+from lockstep.engine.sequence import StreamedToken
+from lockstep.protocol.dynamo import environment as dynamo_env
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, EngineFailure, UnknownField, UnsupportedField
-from lockstep.protocol.dynamo import environment as dynamo_env
 from lockstep.worker.dynamo.chunks import chunks_of, collected
 from lockstep.worker.dynamo.request import decimal, read_request
 from lockstep.worker.dynamo.routes import engine_routes
@@ -132,8 +132,8 @@ def test_decimals_survive_32_bits(value: float) -> None:
     assert decimal(float(np.float32(value))) == value
 
 
-def piece(token: int, done: Completion | None = None) -> Piece:
-    return Piece(0, Sampled(token, -0.5, 1, ()), done)
+def piece(token: int, done: Completion | None = None) -> StreamedToken:
+    return StreamedToken(0, Sampled(token, -0.5, 1, ()), done)
 
 
 def completion(tokens: int, finish: Any = "stop") -> Completion:
@@ -144,7 +144,7 @@ def completion(tokens: int, finish: Any = "stop") -> Completion:
 
 
 async def test_tokens_are_sent_together_and_the_end_with_the_last() -> None:
-    async def pieces() -> AsyncIterator[Piece]:
+    async def pieces() -> AsyncIterator[StreamedToken]:
         for token in range(199):
             yield piece(token)
             await asyncio.sleep(0)
@@ -160,7 +160,7 @@ async def test_tokens_are_sent_together_and_the_end_with_the_last() -> None:
 
 
 async def test_an_error_of_the_engine_comes_after_its_tokens() -> None:
-    async def pieces() -> AsyncIterator[Piece]:
+    async def pieces() -> AsyncIterator[StreamedToken]:
         yield piece(1)
         raise EngineFailure("broken")
 
@@ -174,7 +174,7 @@ async def test_an_error_of_the_engine_comes_after_its_tokens() -> None:
 async def test_closing_the_chunks_stops_the_engine() -> None:
     ended = asyncio.Event()
 
-    async def pieces() -> AsyncIterator[Piece]:
+    async def pieces() -> AsyncIterator[StreamedToken]:
         try:
             yield piece(1)
             await asyncio.Event().wait()

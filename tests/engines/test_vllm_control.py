@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.backends import Ask
+from lockstep.backends import GenerateRequest
 from lockstep.backends.admin import PauseMode
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import AdapterError, LockstepError, UnknownModel, UnsupportedField
@@ -23,9 +23,9 @@ LONG = [(31 * at) % 500 for at in range(300)]
 LONGEST = 600
 
 
-def question(tokens: int, model: str | None = None) -> Ask:
+def question(tokens: int, model: str | None = None) -> GenerateRequest:
     sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-    return Ask(prompt_ids=LONG, sampling=sampling, model=model, timeout=180)
+    return GenerateRequest(prompt_ids=LONG, sampling=sampling, model=model, timeout=180)
 
 
 async def generated(server: Vllm, tokens: int, model: str | None = None) -> Completion:

@@ -11,11 +11,11 @@ import pytest
 from safetensors.torch import load_file
 
 from lockstep.backends.vllm.admin import VllmAdmin
+from lockstep.checkpoint.manifest import PROBE, WEIGHTS
+from lockstep.checkpoint.probe import Probe, builtin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
 from lockstep.tokens.errors import LockstepError
-from lockstep.checkpoint.manifest import PROBE, WEIGHTS
-from lockstep.checkpoint.probe import Probe, builtin
 from tests.engines import vllm_models as models
 from tests.engines.vllm_models import VOCABULARY, Reference
 from tests.engines.vllm_servers import Vllm, updated

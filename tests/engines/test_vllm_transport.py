@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 import lockstep
-from lockstep.backends import Ask, Delta, VllmTransport
-from lockstep.http.client import Link
+from lockstep.backends import GenerateRequest, StreamDelta, VllmTransport
+from lockstep.http.client import HttpClient
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadTokenId, EngineFailure, PromptTooLong
 from tests.engines.vllm_load import begun
@@ -26,9 +26,11 @@ async def one(server: Vllm, prompt: list[int] = PROMPT, **options: object) -> Co
         return done
 
 
-def ask(prompt: list[int] = PROMPT, **options: object) -> Ask:
+def ask(prompt: list[int] = PROMPT, **options: object) -> GenerateRequest:
     request_id = options.pop("request_id", None)
-    return Ask(prompt_ids=prompt, sampling=Sampling(**options), request_id=request_id, timeout=120)  # type: ignore[arg-type]
+    return GenerateRequest(
+        prompt_ids=prompt, sampling=Sampling(**options), request_id=request_id, timeout=120
+    )  # type: ignore[arg-type]
 
 
 async def test_a_stream_gives_what_one_answer_gives(dense: Vllm) -> None:
@@ -36,7 +38,7 @@ async def test_a_stream_gives_what_one_answer_gives(dense: Vllm) -> None:
     whole = await one(dense, **options)
     async with dense.transport() as transport:
         items = [item async for item in transport.stream(ask(**options))]
-    deltas = [item for item in items if isinstance(item, Delta)]
+    deltas = [item for item in items if isinstance(item, StreamDelta)]
     (done,) = [item for item in items if isinstance(item, Completion)]
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
     assert (done.token_ids, done.logprobs) == (whole.token_ids, whole.logprobs)
@@ -108,7 +110,7 @@ async def test_an_abort_by_id_keeps_the_partial_tokens(dense: Vllm, prefix: str)
 
 
 async def test_a_connection_dropped_after_a_500_is_not_noticed(dense: Vllm) -> None:
-    link = Link(dense.url, connections=1)
+    link = HttpClient(dense.url, connections=1)
     transport = VllmTransport(link)
     try:
         for _ in range(3):

@@ -7,7 +7,7 @@ from time import perf_counter
 
 import pytest
 
-from lockstep.backends import Ask
+from lockstep.backends import GenerateRequest
 from lockstep.backends.admin import Source
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import EngineFailure
@@ -23,7 +23,9 @@ async def test_the_first_request_with_logprobs_does_not_wait_for_a_compiler(moe:
     begun = perf_counter()
     async with moe.transport() as transport:
         await transport.generate(
-            Ask(prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=2, logprobs=1), timeout=60)
+            GenerateRequest(
+                prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=2, logprobs=1), timeout=60
+            )
         )
     took = perf_counter() - begun
     print(f"first logprobs after {took:.2f} s")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from lockstep.backends import Ask
+from lockstep.backends import GenerateRequest
 from lockstep.tokens import Completion, Sampling
 from tests.engines.vllm_models import VOCABULARY, Reference
 from tests.engines.vllm_servers import Vllm
@@ -17,7 +17,7 @@ RUNNING = 4
 LENGTH = 48
 
 
-async def begun(server: Vllm, ask: Ask) -> asyncio.Task[Completion]:
+async def begun(server: Vllm, ask: GenerateRequest) -> asyncio.Task[Completion]:
     """A request that has its first token and goes on; the task ends with its completion."""
     first = asyncio.Event()
 
@@ -48,7 +48,7 @@ async def under_load(server: Vllm) -> AsyncIterator[list[Completion]]:
             while not stop.is_set():
                 prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(4, 200))]
                 sampling = Sampling(max_tokens=LENGTH, logprobs=0, ignore_eos=True)
-                ask = Ask(prompt_ids=prompt, sampling=sampling, timeout=120.0)
+                ask = GenerateRequest(prompt_ids=prompt, sampling=sampling, timeout=120.0)
                 done.extend(await transport.generate(ask))
 
     async with asyncio.TaskGroup() as group:

@@ -16,11 +16,11 @@ import pytest
 from lockstep.backends import VllmTransport
 from lockstep.backends.admin import Source
 from lockstep.backends.vllm.admin import VllmAdmin
-from lockstep.launch.vllm import Server
-from lockstep.http.client import Link
-from lockstep.http.server import listen, url_of
-from lockstep.models import bundled
 from lockstep.checkpoint.probe import Probe
+from lockstep.http.client import HttpClient
+from lockstep.http.server import listen, url_of
+from lockstep.launch.vllm import Server
+from lockstep.models import bundled
 from tests.engines import vllm_models as models
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ class Vllm:
 
     @asynccontextmanager
     async def transport(self) -> AsyncIterator[VllmTransport]:
-        transport = VllmTransport(Link(self.url))
+        transport = VllmTransport(HttpClient(self.url))
         try:
             yield transport
         finally:

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from lockstep.backends.admin_client import Budget as Call
-from lockstep.backends.admin_client import Budgets
+from lockstep.backends.admin_client import CallBudget as Call
+from lockstep.backends.admin_client import CallBudgets
 from lockstep.backends.lockstep.admin import LockstepAdmin
+from lockstep.checkpoint.manifest import PROBE
+from lockstep.checkpoint.probe import Probe
 from lockstep.engine import EngineOptions
 from lockstep.engine.core import Core
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
-from lockstep.fleet.update.transaction import Budget
+from lockstep.fleet.update.transaction import PhaseBudgets
 from lockstep.models import bundled
-from lockstep.checkpoint.manifest import PROBE
-from lockstep.checkpoint.probe import Probe
 from tests.engine import checkpoints
 from tests.fleet.fakes import until
 from tests.fleet.fault_injector import Injector
@@ -29,9 +29,9 @@ from tests.processes import TOKEN, WorkerProcess
 SEQUENCES = ((5, 6, 7, 8, 9, 10, 11, 12), (100, 3, 77, 41, 9))
 ARGUMENTS = ("--max-model-len", "512", "--max-num-seqs", "16")
 FIRST = "default"
-BUDGET = Budget(stage=4.0, pause=2.0, commit=4.0, prove=4.0, resume=2.0)
+BUDGET = PhaseBudgets(stage=4.0, pause=2.0, commit=4.0, prove=4.0, resume=2.0)
 CALL = Call(1.0, 2.0, tries=2)
-CALLS = Budgets(quick=CALL, pause=CALL, load=Call(4.0, 4.0), commit=CALL, probe=CALL)
+CALLS = CallBudgets(quick=CALL, pause=CALL, load=Call(4.0, 4.0), commit=CALL, probe=CALL)
 
 
 @dataclass

@@ -13,9 +13,9 @@ import torch
 
 from lockstep.backends.admin import Source, WeightContents
 from lockstep.backends.lockstep.admin import LockstepAdmin
+from lockstep.checkpoint.validate import Checkpoint
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.probe import remember, save_checkpoint
-from lockstep.checkpoint.validate import Checkpoint
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
 from lockstep.models import bundled

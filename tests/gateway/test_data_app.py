@@ -12,9 +12,9 @@ import pytest
 
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.app import GatewayOptions, data_app
-from lockstep.gateway.models import Book
-from lockstep.gateway.context import Gateway
-from lockstep.gateway.metrics import Metrics
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.metrics import GatewayMetrics
+from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server import listen, serving, url_of
 from tests.backends import scripted
@@ -60,8 +60,8 @@ async def front(
         Sessions() as kept,
     ):
         await pool.add(server.url, transport="vllm")
-        gateway = Gateway(pool=pool, book=Book(pool.models, "tiny"), sessions=kept)
-        app = data_app(gateway, GatewayOptions(api_keys=keys), Metrics(gateway))
+        gateway = GatewayContext(pool=pool, book=ModelRegistry(pool.models, "tiny"), sessions=kept)
+        app = data_app(gateway, GatewayOptions(api_keys=keys), GatewayMetrics(gateway))
         with listen("127.0.0.1", 0) as sock:
             async with serving([(app, sock)]), aiohttp.ClientSession(url_of(sock)) as http:
                 yield http, server

@@ -10,16 +10,16 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from lockstep.gateway.openapi.document import OPERATIONS, OpenApiFace, describe
+from lockstep.gateway.openapi.document import OPERATIONS, OpenApiRoutes, describe
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.openai.completions import CompletionRequest
-from lockstep.protocol.vllm.generate_request import GenerateRequest
+from lockstep.protocol.vllm.generate_request import GenerateBody
 from lockstep.protocol.vllm.tokenize import DetokenizeRequest, TokenizeRequest
 
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
-    return TestClient(Starlette(routes=OpenApiFace().routes))
+    return TestClient(Starlette(routes=OpenApiRoutes().routes))
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_the_document_holds_together(document: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "struct",
-    [ChatRequest, CompletionRequest, GenerateRequest, TokenizeRequest, DetokenizeRequest],
+    [ChatRequest, CompletionRequest, GenerateBody, TokenizeRequest, DetokenizeRequest],
 )
 def test_every_field_of_a_request_is_described(document: dict[str, Any], struct: Any) -> None:
     schema = document["components"]["schemas"][struct.__name__]
@@ -90,8 +90,8 @@ def test_texts_of_the_page_are_escaped() -> None:
         field: str = "<b>"
 
     from lockstep.gateway.openapi.page import page
-    from lockstep.gateway.openapi.route_doc import Operation
+    from lockstep.gateway.openapi.route_doc import RouteDoc
 
-    shown = page(describe([Operation("POST", "/odd", Odd, Odd, "<i>odd</i>")]))
+    shown = page(describe([RouteDoc("POST", "/odd", Odd, Odd, "<i>odd</i>")]))
     for bad in ("<script", "<b>'", "<i>odd"):
         assert bad not in shown

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from lockstep.http import client as http
-from lockstep.http.client import Link
+from lockstep.http.client import HttpClient
 from lockstep.tokens.errors import (
     BadRequest,
     Busy,
@@ -40,12 +40,12 @@ def in_turn(*given: Reply):
 
 async def test_a_reset_before_the_answer_is_retried_a_bounded_number_of_times() -> None:
     async with serving(in_turn(Reply(fault="reset"), Reply(fault="reset"), whole({}))) as server:
-        link = Link(server.url, backoff=0.01, retries=2)
+        link = HttpClient(server.url, backoff=0.01, retries=2)
         assert await link.post("/x", b"{}") == b"{}"
         assert len(server.requests) == 3
         await link.close()
     async with serving(in_turn(Reply(fault="reset"))) as server:
-        link = Link(server.url, backoff=0.01, retries=1)
+        link = HttpClient(server.url, backoff=0.01, retries=1)
         with pytest.raises(Unavailable, match="failed 2 times"):
             await link.post("/x", b"{}")
         assert len(server.requests) == 2
@@ -54,7 +54,7 @@ async def test_a_reset_before_the_answer_is_retried_a_bounded_number_of_times() 
 
 async def test_an_answer_that_breaks_off_is_not_asked_for_again() -> None:
     async with serving(in_turn(Reply((b"{",), fault="cut"))) as server:
-        link = Link(server.url, backoff=0.01)
+        link = HttpClient(server.url, backoff=0.01)
         with pytest.raises(Unavailable, match="broke off"):
             await link.post("/x", b"{}")
         assert len(server.requests) == 1
@@ -64,7 +64,7 @@ async def test_an_answer_that_breaks_off_is_not_asked_for_again() -> None:
 async def test_a_connection_dropped_after_a_500_does_not_fail_the_next_request() -> None:
     broken = whole({"error": {"message": "boom", "code": 500}}, 500, fault="goodbye")
     async with serving(in_turn(broken, whole({"ok": 1}))) as server:
-        link = Link(server.url, backoff=0.01)
+        link = HttpClient(server.url, backoff=0.01)
         with pytest.raises(EngineFailure, match="boom"):
             await link.post("/x", b"{}")
         assert await link.post("/x", b"{}") == b'{"ok": 1}'
@@ -74,7 +74,7 @@ async def test_a_connection_dropped_after_a_500_does_not_fail_the_next_request()
 async def test_nobody_listening_is_unavailable() -> None:
     async with serving(in_turn(whole({}))) as server:
         url = server.url
-    link = Link(url, backoff=0.01, retries=1)
+    link = HttpClient(url, backoff=0.01, retries=1)
     with pytest.raises(Unavailable):
         await link.post("/x", b"{}")
     await link.close()
@@ -82,7 +82,7 @@ async def test_nobody_listening_is_unavailable() -> None:
 
 async def test_a_deadline_is_kept_and_the_server_sees_the_client_leave() -> None:
     async with serving(in_turn(Reply(fault="hang"))) as server:
-        link = Link(server.url)
+        link = HttpClient(server.url)
         with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
             await link.post("/x", b"{}", timeout=0.1)
         await asyncio.wait_for(server.gone.wait(), 2)
@@ -92,7 +92,7 @@ async def test_a_deadline_is_kept_and_the_server_sees_the_client_leave() -> None
 @pytest.mark.failure_mode("F47")
 async def test_cancelling_closes_the_connection() -> None:
     async with serving(in_turn(Reply((b"{",), fault="hang"))) as server:
-        link = Link(server.url)
+        link = HttpClient(server.url)
         task = asyncio.create_task(link.post("/x", b"{}"))
         while not server.requests:
             await asyncio.sleep(0.01)
@@ -108,7 +108,7 @@ async def test_cancelling_closes_the_connection() -> None:
 @pytest.mark.failure_mode("F47")
 async def test_leaving_a_stream_early_closes_the_connection() -> None:
     async with serving(in_turn(events(b"{}", done=False, fault="hang"))) as server:
-        link = Link(server.url)
+        link = HttpClient(server.url)
         stream = link.events("/x", b"{}")
         assert await anext(stream) == b"{}"
         await stream.aclose()
@@ -119,7 +119,7 @@ async def test_leaving_a_stream_early_closes_the_connection() -> None:
 async def test_a_stalled_stream_meets_its_deadline_and_a_cut_one_is_unavailable() -> None:
     script = in_turn(events(b"1", done=False, fault="hang"), events(b"1", done=False, fault="cut"))
     async with serving(script) as server:
-        link = Link(server.url)
+        link = HttpClient(server.url)
         with pytest.raises(DeadlineExceeded):
             [event async for event in link.events("/x", b"{}", timeout=0.1)]
         with pytest.raises(Unavailable, match="broke off"):
@@ -130,7 +130,7 @@ async def test_a_stalled_stream_meets_its_deadline_and_a_cut_one_is_unavailable(
 async def test_connections_are_kept_between_answers_and_after_streams() -> None:
     script = in_turn(whole({}), events(b"1"), whole({}), events(b"2"))
     async with serving(script) as server:
-        link = Link(server.url)
+        link = HttpClient(server.url)
         for _ in range(2):
             await link.post("/x", b"{}")
             assert len([event async for event in link.events("/x", b"{}")]) == 1
@@ -151,7 +151,7 @@ async def test_error_bodies_become_typed_errors(
     status: int, body: bytes | dict, error: type[LockstepError]
 ) -> None:
     async with serving(in_turn(whole(body, status))) as server:
-        link = Link(server.url)
+        link = HttpClient(server.url)
         with pytest.raises(error) as caught:
             await link.post("/x", b"{}")
         assert type(caught.value) is error
@@ -164,7 +164,7 @@ async def test_error_bodies_become_typed_errors(
 async def test_a_lockstep_server_names_the_exact_error() -> None:
     fault = {"error": {"message": "gone", "code": 409, "reason": "version_unavailable"}}
     async with serving(in_turn(whole(fault, 409))) as server:
-        link = Link(server.url)
+        link = HttpClient(server.url)
         with pytest.raises(LockstepError) as caught:
             await link.post("/x", b"{}")
         assert caught.value.code == "version_unavailable"
@@ -172,7 +172,7 @@ async def test_a_lockstep_server_names_the_exact_error() -> None:
 
 
 async def test_a_closed_link_says_so() -> None:
-    link = Link("http://127.0.0.1:1")
+    link = HttpClient("http://127.0.0.1:1")
     await link.close()
     with pytest.raises(Unavailable, match="closed"):
         await link.get("/x")
@@ -205,7 +205,7 @@ async def raw_server(*answers: bytes, hold: bool = False):
 async def test_every_framing_of_an_answer_is_read(answer: bytes) -> None:
     server, url, seen = await raw_server(answer)
     async with server:
-        link = Link(url)
+        link = HttpClient(url)
         assert await link.get("/a b?c=\u00e9") == b"{}"
         assert seen[0].startswith(b"GET /a%20b?c=%C3%A9 HTTP/1.1\r\n")
         await link.close()
@@ -224,7 +224,7 @@ async def test_an_answer_that_is_not_whole_is_none_and_is_not_asked_for_again(
 ) -> None:
     server, url, seen = await raw_server(answer)
     async with server:
-        link = Link(url, backoff=0.01)
+        link = HttpClient(url, backoff=0.01)
         with pytest.raises(Unavailable, match="broke off"):
             await link.get("/x")
         assert len(seen) == 1
@@ -236,7 +236,7 @@ async def test_bytes_nobody_asked_for_cost_the_connection_and_never_become_an_an
     more = good.replace(b"{}", b"[]")
     server, url, seen = await raw_server(good + more, more, hold=True)
     async with server:
-        link = Link(url)
+        link = HttpClient(url)
         for _ in range(2):  # each on a new connection, where the first answer comes again
             assert await link.get("/x") == b"{}"
         assert len(seen) == 2
@@ -246,7 +246,7 @@ async def test_bytes_nobody_asked_for_cost_the_connection_and_never_become_an_an
 async def test_a_head_without_end_is_not_read_for_ever() -> None:
     server, url, _ = await raw_server(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, hold=True)
     async with server:
-        link = Link(url, backoff=0.01)
+        link = HttpClient(url, backoff=0.01)
         with pytest.raises(Unavailable, match="the head of the answer is larger"):
             await link.get("/x", timeout=2)
         await link.close()
@@ -254,7 +254,7 @@ async def test_a_head_without_end_is_not_read_for_ever() -> None:
 
 async def test_a_header_with_a_line_break_is_not_sent() -> None:
     async with serving(in_turn(whole({}))) as server:
-        link = Link(server.url)
+        link = HttpClient(server.url)
         with pytest.raises(BadRequest, match="control characters"):
             await link.post("/x", b"{}", headers={"X-Request-Id": "a\r\nx-admin: 1"})
         assert not server.requests
@@ -263,7 +263,7 @@ async def test_a_header_with_a_line_break_is_not_sent() -> None:
 
 async def test_only_so_many_connections_are_open_at_once() -> None:
     async with serving(in_turn(whole({}))) as server:
-        link = Link(server.url, connections=2)
+        link = HttpClient(server.url, connections=2)
         await asyncio.gather(*[link.post("/x", b"{}") for _ in range(20)])
         assert server.connections <= 2
         await link.close()
@@ -284,7 +284,7 @@ async def test_a_consumer_that_waits_makes_the_server_wait() -> None:
 
     server = await asyncio.start_server(flood, "127.0.0.1", 0)
     async with server:
-        link = Link(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        link = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         stream = link.events("/x", b"{}")
         await anext(stream)
         await asyncio.sleep(0.3)
@@ -298,7 +298,7 @@ async def test_connections_nobody_needs_any_more_are_closed(
 ) -> None:
     monkeypatch.setattr(http, "KEEPALIVE", 0.05)
     async with serving(in_turn(whole({}))) as server:
-        link = Link(server.url)
+        link = HttpClient(server.url)
         await asyncio.gather(*[link.post("/x", b"{}") for _ in range(5)])
         await asyncio.sleep(0.1)
         await link.post("/x", b"{}")
@@ -317,7 +317,7 @@ async def test_a_request_names_one_host() -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     for host in ("workers.example", None):
-        link = Link(f"http://127.0.0.1:{port}", host=host)
+        link = HttpClient(f"http://127.0.0.1:{port}", host=host)
         await link.get("/health")
         await link.close()
     server.close()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.backends import Ask
+from lockstep.backends import GenerateRequest
+from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool, Worker
-from lockstep.fleet.routing.affinity import Route
 from lockstep.launch.workers import Child, Supervisor
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadRequest, EngineFailure
@@ -29,7 +29,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-async def generate(pool: Pool, route: Route, ask: Ask) -> Completion:
+async def generate(pool: Pool, route: Affinity, ask: GenerateRequest) -> Completion:
     async def call(worker: Worker) -> Completion:
         (answer,) = await worker.transport.generate(ask)
         return answer
@@ -54,7 +54,7 @@ async def test_a_worker_killed_under_load_comes_back_and_no_request_is_lost() ->
         victim = fleet.children[0]
         before = (victim.url, victim.system_url, victim.pid)
         enough = asyncio.Event()
-        done: list[tuple[Ask, Completion]] = []
+        done: list[tuple[GenerateRequest, Completion]] = []
 
         async def conversation(number: int) -> None:
             """One request after the other, until the victim has come back and answered again."""
@@ -63,9 +63,9 @@ async def test_a_worker_killed_under_load_comes_back_and_no_request_is_lost() ->
                 turn += 1
                 prompt = [5 + number, 6, 7, 8 + turn % 50]
                 sampling = Sampling(max_tokens=24, seed=turn, ignore_eos=True)
-                ask = Ask(prompt_ids=prompt, sampling=sampling)
+                ask = GenerateRequest(prompt_ids=prompt, sampling=sampling)
 
-                answer = await generate(pool, Route(session=f"s{number}"), ask)
+                answer = await generate(pool, Affinity(session=f"s{number}"), ask)
                 assert len(answer.token_ids) == 24
                 done.append((ask, answer))
 
@@ -82,7 +82,7 @@ async def test_a_worker_killed_under_load_comes_back_and_no_request_is_lost() ->
         await asyncio.gather(*tasks)  # raises what any request raised
 
         for ask, answer in done[:: len(done) // 10]:
-            again = await generate(pool, Route(worker="w0"), ask)
+            again = await generate(pool, Affinity(worker="w0"), ask)
             assert (again.token_ids, again.logprobs) == (answer.token_ids, answer.logprobs)
         assert restarted == [victim]
         assert (victim.url, victim.system_url) == before[:2]

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
-from lockstep.render import Ledger, Node, Plan, Renderer
+from lockstep.ledger import Ledger, Node, PromptPlan
+from lockstep.protocol.common.lazy_ids import LazyIds
+from lockstep.render import Renderer
 from lockstep.render.messages import plain_messages, plain_tools
 from lockstep.tokens import Completion, RoutedExperts, VersionSpan
-from lockstep.protocol.common.lazy_ids import LazyIds
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -63,15 +64,21 @@ def completion(
 
 def say(
     ledger: Ledger, messages: list[Any], text: str, *, tools: Any = None, **more: Any
-) -> tuple[Plan, Node, dict[str, Any]]:
+) -> tuple[PromptPlan, Node, dict[str, Any]]:
     """Plans, "samples" the text, parses and commits it; the message is appended."""
     plan = ledger.plan(messages, tools)
     return finish_turn(ledger, plan, messages, text, tools=tools, **more)
 
 
 def finish_turn(
-    ledger: Ledger, plan: Plan, messages: list[Any], text: str, *, tools: Any = None, **more: Any
-) -> tuple[Plan, Node, dict[str, Any]]:
+    ledger: Ledger,
+    plan: PromptPlan,
+    messages: list[Any],
+    text: str,
+    *,
+    tools: Any = None,
+    **more: Any,
+) -> tuple[PromptPlan, Node, dict[str, Any]]:
     ids = ledger.renderer.encode(text)
     answer = ledger.renderer.parse([*plan.partial, *ids], tools, prompt_ids=plan.prompt_ids)
     message = answer.message()
@@ -80,7 +87,7 @@ def finish_turn(
     return plan, node, message
 
 
-def raw_twin(ledger: Ledger, plan: Plan, messages: list[Any], tools: Any) -> Plan:
+def raw_twin(ledger: Ledger, plan: PromptPlan, messages: list[Any], tools: Any) -> PromptPlan:
     """The same plan with ids that stay JSON, as a gateway takes it; checked against the list."""
     raw = asyncio.run(ledger.plan_async(messages, tools, raw=True))
     ids, start = raw.prompt_ids, plan.parent.end if plan.parent is not None else 0

@@ -11,7 +11,7 @@ import pytest
 import lockstep
 from lockstep.client import Chat, Policy
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.render import Ledger
+from lockstep.ledger import Ledger
 from lockstep.ledger.breaks import CLIENT_BREAKS, GATEWAY_BREAKS, TRAINER_BREAKS, check_breaks
 from lockstep.tokens.errors import BadRequest
 

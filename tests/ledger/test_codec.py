@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from lockstep.render import Ledger, Renderer
+from lockstep.ledger import Ledger
+from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest, PrefixBreak
 from tests.ledger.rollouts import TOOLS, finish_turn, say
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lockstep.render import Ledger, Renderer
+from lockstep.ledger import Ledger
+from lockstep.render import Renderer
 from lockstep.tokens.errors import PrefixBreak
 from tests.ledger.rollouts import TOOLS, completion, raw_twin
 

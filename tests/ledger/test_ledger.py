@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from lockstep.render import Ledger, Renderer
+from lockstep.ledger import Ledger
+from lockstep.render import Renderer
 from lockstep.tokens import RoutedExperts
 from lockstep.tokens.errors import BadExperts, BadRequest, Conflict, Misaligned, PrefixBreak
 from tests.ledger.rollouts import TOOLS, completion, finish_turn, say

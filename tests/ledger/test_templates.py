@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from lockstep.ledger import Ledger
 from lockstep.models import bundled
-from lockstep.render import Ledger, Renderer
+from lockstep.render import Renderer
 from lockstep.tokens.errors import PrefixBreak
 from tests.ledger.rollouts import TOOLS, say
 

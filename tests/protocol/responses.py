@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.tokens import Sampling
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import Reading
-from lockstep.protocol.common.request import Ask
+from lockstep.tokens import Sampling
 
 PROMPT = [5, 6, 7]
 IDS = [11, 12]
@@ -20,7 +20,7 @@ LOGPROBS = [-0.5, -0.25]
 
 def reading(**fields: Any) -> Reading:
     sampling = Sampling(**fields.pop("sampling", {}))
-    return Reading(Ask(prompt_ids=PROMPT, sampling=sampling, **fields))
+    return Reading(GenerateRequest(prompt_ids=PROMPT, sampling=sampling, **fields))
 
 
 def entry(token: int, logprob: Any, *, form: str = "vllm") -> dict[str, Any]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.protocol.common.base64_extract import splice
-from lockstep.protocol.common.base64_stream import Splicer
+from lockstep.protocol.common.base64_extract import extract_base64
+from lockstep.protocol.common.base64_stream import Base64Extractor
 
 BASE64 = st.text(alphabet="ABCxyz019+/=", max_size=40)
 TRICKY = st.one_of(
@@ -86,7 +86,7 @@ def has_mark(value: Any) -> bool:
 @given(value=VALUES, form=FORMS, most=st.integers(0, 6))
 def test_nothing_is_lost_or_mixed_up(value: Any, form: dict[str, Any], most: int) -> None:
     body = json.dumps(value, **form).encode()
-    spliced = splice(bytearray(body), most)
+    spliced = extract_base64(bytearray(body), most)
     decoded = json.loads(bytes(spliced.json))
     if not has_mark(value):
         assert restored(decoded, spliced) == value
@@ -96,7 +96,7 @@ def test_nothing_is_lost_or_mixed_up(value: Any, form: dict[str, Any], most: int
 @given(value=VALUES, form=FORMS, cuts=st.lists(st.integers(1, 30), min_size=1, max_size=8))
 def test_a_body_in_pieces_says_the_same(value: Any, form: dict[str, Any], cuts: list[int]) -> None:
     body = json.dumps(value, **form).encode()
-    splicer, at = Splicer(), 0
+    splicer, at = Base64Extractor(), 0
     while at < len(body):
         size = cuts[at % len(cuts)]
         splicer.feed(body[at : at + size])
@@ -111,7 +111,7 @@ def test_a_body_in_pieces_says_the_same(value: Any, form: dict[str, Any], cuts: 
 def test_long_base64_stays_in_the_pieces_in_which_it_came(field: str, size: int) -> None:
     text = "QUJD" * 100
     body = ('{"a":1,"routed_experts":' + field % text + ',"b":[2]}').encode()
-    splicer = Splicer()
+    splicer = Base64Extractor()
     for at in range(0, len(body), size):
         splicer.feed(body[at : at + size])
     spliced = splicer.finish()
@@ -124,14 +124,14 @@ def test_long_base64_stays_in_the_pieces_in_which_it_came(field: str, size: int)
 @settings(max_examples=200, deadline=None)
 @given(body=st.binary(max_size=80).map(lambda junk: b'{"routed_experts":' + junk))
 def test_broken_json_is_left_to_the_decoder(body: bytes) -> None:
-    splice(body, 3)
+    extract_base64(body, 3)
 
 
 @pytest.mark.failure_mode("F38")
 def test_the_text_inside_strings_is_not_taken_for_a_key() -> None:
     text = 'he said "routed_experts":{"data":"QUJD"} and left'
     body = json.dumps({"text": text, "routed_experts": {"data": "WFla"}}).encode()
-    spliced = splice(body, 4)
+    spliced = extract_base64(body, 4)
     assert [bytes(value) for value in spliced.values] == [b"WFla"]
     assert json.loads(bytes(spliced.json))["text"] == text
 
@@ -139,16 +139,16 @@ def test_the_text_inside_strings_is_not_taken_for_a_key() -> None:
 @pytest.mark.failure_mode("F38")
 def test_a_key_that_only_ends_like_the_real_one_is_left_alone() -> None:
     body = json.dumps({'a"routed_experts': "QUJD", "xrouted_experts": "QUJD"}).encode()
-    assert splice(body, 4).values == ()
+    assert extract_base64(body, 4).values == ()
 
 
 def test_the_bytes_are_not_copied() -> None:
     body = bytearray(b'{"routed_experts":{"shape":[1,1,3],"data":"QUJD","dtype":"uint8"}}')
-    (value,) = splice(body).values
+    (value,) = extract_base64(body).values
     assert value.parts[0].obj is body
 
 
 def test_escaped_base64_is_decoded_as_json() -> None:
-    spliced = splice(b'{"routed_experts":{"data":"QU\\/D"}}')
+    spliced = extract_base64(b'{"routed_experts":{"data":"QU\\/D"}}')
     assert spliced.values == ()
     assert bytes(spliced.text(json.loads(bytes(spliced.json))["routed_experts"]["data"])) == b"QU/D"

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from lockstep.http.sse import EventReader
+from lockstep.protocol.common.decode_error import error_of
+from lockstep.protocol.common.response import Reading
+from lockstep.protocol.dynamo.decode_chat import DynamoStreamDecoder, decode_dynamo
+from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
 from lockstep.tokens import Completion, errors
 from lockstep.tokens.errors import LockstepError
-from lockstep.protocol.common.response import Reading
-from lockstep.protocol.common.decode_error import error_of
-from lockstep.protocol.dynamo.decode_chat import DynamoStream, read_dynamo
-from lockstep.protocol.vllm.decode_generate import GenerateStream, read_generate
 from tests.data.captures import WIRE, Capture, load, names
 
 GENERATE, CHAT = "/inference/v1/generate", "/v1/chat/completions"
@@ -90,14 +90,14 @@ def read(capture: Capture) -> list[Completion]:
     if capture.status != 200:
         raise error_of(capture.status, capture.body)
     if capture.streamed:
-        kind = GenerateStream if capture.path == GENERATE else DynamoStream
+        kind = GenerateStreamDecoder if capture.path == GENERATE else DynamoStreamDecoder
         stream = kind(reading)
         for event in EventReader().feed(capture.body):
             stream.feed(event)
         return stream.finish()
     if capture.path == GENERATE:
-        return read_generate(capture.body, reading)
-    return [read_dynamo(capture.body, reading)]
+        return decode_generate(capture.body, reading)
+    return [decode_dynamo(capture.body, reading)]
 
 
 EVERY = [
@@ -152,7 +152,7 @@ def test_an_abort_keeps_its_partial_tokens_and_says_so(name: str) -> None:
         ask = load("vllm", "gen_greedy_logprobs1").ask()
         count = len(exchange["response"]["choices"])
         ask = replace(ask, sampling=replace(ask.sampling, n=count))
-        for done in read_generate(body, Reading(ask)):
+        for done in decode_generate(body, Reading(ask)):
             assert done.finish == "abort"
             assert not done.complete
             assert len(done.token_ids) == len(done.logprobs) > 0

@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.protocol.common.prompt_logprobs import flatten
+from lockstep.protocol.common.response import Reading
+from lockstep.protocol.dynamo.decode_chat import DynamoStreamDecoder, decode_dynamo
+from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
+from lockstep.protocol.vllm.generate_request import Form
+from lockstep.protocol.vllm.generate_response import generate_response
 from lockstep.tokens import Completion, RoutedExperts
 from lockstep.tokens.completion import usable
 from lockstep.tokens.errors import (
@@ -20,12 +26,6 @@ from lockstep.tokens.errors import (
     MissingFinish,
     MissingTokenIds,
 )
-from lockstep.protocol.common.response import Reading
-from lockstep.protocol.vllm.generate_request import Form
-from lockstep.protocol.vllm.generate_response import answer
-from lockstep.protocol.common.prompt_logprobs import flatten
-from lockstep.protocol.dynamo.decode_chat import DynamoStream, read_dynamo
-from lockstep.protocol.vllm.decode_generate import GenerateStream, read_generate
 from tests.protocol.responses import (
     IDS,
     LOGPROBS,
@@ -49,7 +49,7 @@ def content(*entries: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_both_spellings_of_a_token_are_read_alike(form: str) -> None:
-    (done,) = read_generate(generate_answer(generate_choice(form=form)), reading())
+    (done,) = decode_generate(generate_answer(generate_choice(form=form)), reading())
     assert (done.token_ids, done.logprobs) == (IDS, LOGPROBS)
 
 
@@ -59,21 +59,21 @@ def test_both_spellings_of_a_token_are_read_alike(form: str) -> None:
 def test_a_hole_among_the_logprobs_is_an_error_with_its_position(form: str, hole: Any) -> None:
     bad = generate_choice(**content(entry(11, -0.5, form=form), hole))
     with pytest.raises(BadLogprob, match="position 1"):
-        read_generate(generate_answer(bad), reading())
+        decode_generate(generate_answer(bad), reading())
 
 
 @pytest.mark.failure_mode("F05")
 def test_a_null_in_engine_data_is_an_error_with_its_position() -> None:
     with pytest.raises(BadLogprob, match="position 1"):
-        read_dynamo(dynamo_answer({"completion_logprobs": [-0.5, None]}), reading())
+        decode_dynamo(dynamo_answer({"completion_logprobs": [-0.5, None]}), reading())
 
 
 @pytest.mark.failure_mode("F06")
 def test_ids_and_logprobs_of_different_length_are_an_error() -> None:
     with pytest.raises(Misaligned, match="2 token ids but 1"):
-        read_generate(generate_answer(generate_choice(**content(entry(11, -1.0)))), reading())
+        decode_generate(generate_answer(generate_choice(**content(entry(11, -1.0)))), reading())
     with pytest.raises(Misaligned, match="2 token ids but 1"):
-        read_dynamo(dynamo_answer({"completion_logprobs": [-0.5]}), reading())
+        decode_dynamo(dynamo_answer({"completion_logprobs": [-0.5]}), reading())
 
 
 @pytest.mark.failure_mode("F07")
@@ -81,7 +81,7 @@ def test_ids_and_logprobs_of_different_length_are_an_error() -> None:
 def test_a_logprob_of_another_token_is_an_error_with_its_position(form: str) -> None:
     bad = content(entry(11, -0.5, form=form), entry(13, -0.25, form=form))
     with pytest.raises(Misaligned, match=r"position 1 .*13.* 12"):
-        read_generate(generate_answer(generate_choice(**bad)), reading())
+        decode_generate(generate_answer(generate_choice(**bad)), reading())
 
 
 @pytest.mark.failure_mode("F07")
@@ -89,31 +89,31 @@ def test_a_logprob_of_another_token_is_an_error_with_its_position(form: str) -> 
 def test_names_that_only_look_right_when_glued_together_are_refused(names: list[str]) -> None:
     entries = [{"token": name, "logprob": -1.0} for name in names]
     with pytest.raises(Misaligned, match="position 0"):
-        read_generate(generate_answer(generate_choice(**content(*entries))), reading())
+        decode_generate(generate_answer(generate_choice(**content(*entries))), reading())
 
 
 @pytest.mark.failure_mode("F07")
 def test_a_chat_echo_that_names_other_ids_than_the_engine_is_an_error() -> None:
     echo = {"content": [entry(11, -0.5), entry(13, -0.25)]}
     with pytest.raises(Misaligned, match="position 1"):
-        read_dynamo(dynamo_answer(logprobs=echo), reading())
+        decode_dynamo(dynamo_answer(logprobs=echo), reading())
 
 
 @pytest.mark.failure_mode("F08")
 def test_absent_ids_are_an_error() -> None:
     with pytest.raises(MissingTokenIds):
-        read_generate(generate_answer(generate_choice(token_ids=None)), reading())
+        decode_generate(generate_answer(generate_choice(token_ids=None)), reading())
     with pytest.raises(MissingTokenIds):
-        read_dynamo(dynamo_answer({"completion_token_ids": None}), reading())
+        decode_dynamo(dynamo_answer({"completion_token_ids": None}), reading())
 
 
 @pytest.mark.failure_mode("F09")
 def test_present_but_empty_ids_are_a_completion_of_no_tokens() -> None:
     empty = generate_choice(token_ids=[], logprobs=None, weight_versions=None)
-    (done,) = read_generate(generate_answer(empty), reading())
+    (done,) = decode_generate(generate_answer(empty), reading())
     assert (done.token_ids, done.logprobs, done.versions) == ([], [], ())
     engine = {"completion_token_ids": [], "completion_logprobs": []}
-    chat = read_dynamo(dynamo_answer(engine, nvext={"completion_token_ids": [1]}), reading())
+    chat = decode_dynamo(dynamo_answer(engine, nvext={"completion_token_ids": [1]}), reading())
     assert chat.token_ids == []
 
 
@@ -121,36 +121,36 @@ def test_present_but_empty_ids_are_a_completion_of_no_tokens() -> None:
 def test_choices_are_matched_by_index_and_all_must_be_there() -> None:
     second = generate_choice(1, token_ids=[12, 11], **content(entry(12, -1.0), entry(11, -2.0)))
     body = generate_answer(second, generate_choice(0))
-    done = read_generate(body, reading(sampling={"n": 2}))
+    done = decode_generate(body, reading(sampling={"n": 2}))
     assert [one.token_ids for one in done] == [[11, 12], [12, 11]]
     assert [one.logprobs for one in done] == [LOGPROBS, [-1.0, -2.0]]
     for choices in ([generate_choice(0)], [generate_choice(0), generate_choice(0)]):
         with pytest.raises(ContractError, match="2 choices"):
-            read_generate(generate_answer(*choices), reading(sampling={"n": 2}))
+            decode_generate(generate_answer(*choices), reading(sampling={"n": 2}))
 
 
 @pytest.mark.failure_mode("F12")
 def test_abort_is_not_stop_even_where_dynamo_calls_it_stop() -> None:
     stops = reading(sampling={"stop_token_ids": (12,)})
-    assert read_dynamo(dynamo_answer(), stops).finish == "stop"
-    assert read_dynamo(dynamo_answer(), stops).stop_token == 12
+    assert decode_dynamo(dynamo_answer(), stops).finish == "stop"
+    assert decode_dynamo(dynamo_answer(), stops).stop_token == 12
     others = reading(sampling={"stop_token_ids": (99,)})
-    assert read_dynamo(dynamo_answer(), others).finish == "abort"
-    assert read_dynamo(dynamo_answer({"finish_reason": "abort"}), stops).finish == "abort"
-    assert read_dynamo(dynamo_answer({"finish_reason": "stop"}), others).finish == "stop"
+    assert decode_dynamo(dynamo_answer(), others).finish == "abort"
+    assert decode_dynamo(dynamo_answer({"finish_reason": "abort"}), stops).finish == "abort"
+    assert decode_dynamo(dynamo_answer({"finish_reason": "stop"}), others).finish == "stop"
 
 
 @pytest.mark.failure_mode("F13")
 @pytest.mark.parametrize("reason", [None, "", "content_filter"])
 def test_an_answer_without_a_known_finish_is_an_error(reason: str | None) -> None:
     with pytest.raises(MissingFinish):
-        read_generate(generate_answer(generate_choice(finish_reason=reason)), reading())
+        decode_generate(generate_answer(generate_choice(finish_reason=reason)), reading())
     with pytest.raises(MissingFinish):
-        read_dynamo(dynamo_answer(finish_reason=reason), reading())
+        decode_dynamo(dynamo_answer(finish_reason=reason), reading())
 
 
 @pytest.mark.failure_mode("F13")
-@pytest.mark.parametrize("kind", [GenerateStream, DynamoStream])
+@pytest.mark.parametrize("kind", [GenerateStreamDecoder, DynamoStreamDecoder])
 def test_a_stream_that_ends_early_is_an_error(kind: Any) -> None:
     with pytest.raises(MissingFinish):
         kind(reading()).finish()
@@ -158,7 +158,7 @@ def test_a_stream_that_ends_early_is_an_error(kind: Any) -> None:
 
 def test_an_engine_that_says_error_has_failed() -> None:
     with pytest.raises(EngineFailure):
-        read_generate(generate_answer(generate_choice(finish_reason="error")), reading())
+        decode_generate(generate_answer(generate_choice(finish_reason="error")), reading())
 
 
 @pytest.mark.failure_mode("F15")
@@ -166,40 +166,40 @@ def test_an_engine_that_says_error_has_failed() -> None:
 def test_a_logprob_that_is_no_number_is_refused_or_kept_on_request(value: str) -> None:
     bad = generate_answer().replace(b"-0.25", value.encode())
     with pytest.raises(BadLogprob, match="position 1"):
-        read_generate(bad, reading())
-    (kept,) = read_generate(bad, reading(allow_nonfinite=True))
+        decode_generate(bad, reading())
+    (kept,) = decode_generate(bad, reading(allow_nonfinite=True))
     assert [usable(value) for value in kept.logprobs] == [True, False]
 
 
 @pytest.mark.failure_mode("F15")
 def test_a_null_can_be_kept_as_nan_on_request() -> None:
     bad = generate_answer().replace(b"-0.25", b"null")
-    (kept,) = read_generate(bad, reading(allow_nonfinite=True))
+    (kept,) = decode_generate(bad, reading(allow_nonfinite=True))
     assert [usable(value) for value in kept.logprobs] == [True, False]
 
 
 @pytest.mark.failure_mode("F16")
 def test_mode_and_temperature_are_on_the_completion() -> None:
     said = generate_answer(logprob_mode="processed", temperature=0.7)
-    (done,) = read_generate(said, reading(sampling={"temperature": 0.5}))
+    (done,) = decode_generate(said, reading(sampling={"temperature": 0.5}))
     assert (done.logprob_mode, done.temperature) == ("processed", 0.7)
-    (done,) = read_generate(generate_answer(), reading(sampling={"temperature": 0.5}))
+    (done,) = decode_generate(generate_answer(), reading(sampling={"temperature": 0.5}))
     assert (done.logprob_mode, done.temperature) == ("raw", 0.5)
     with pytest.raises(ContractError, match="'raw' logprobs were asked for"):
-        read_generate(said, reading(sampling={"logprob_mode": "raw"}))
+        decode_generate(said, reading(sampling={"logprob_mode": "raw"}))
 
 
 def test_versions_must_cover_the_tokens() -> None:
     short = generate_choice(weight_versions=[{"version": "v1", "start": 0, "end": 1}])
     with pytest.raises(BadVersions):
-        read_generate(generate_answer(short), reading())
+        decode_generate(generate_answer(short), reading())
 
 
 def test_a_server_that_used_another_prompt_is_caught() -> None:
     with pytest.raises(Misaligned, match="position 2"):
-        read_generate(generate_answer(prompt_token_ids=[5, 6, 8]), reading())
+        decode_generate(generate_answer(prompt_token_ids=[5, 6, 8]), reading())
     with pytest.raises(Misaligned, match="position 2"):
-        read_dynamo(dynamo_answer({"prompt_token_ids": [5, 6]}), reading())
+        decode_dynamo(dynamo_answer({"prompt_token_ids": [5, 6]}), reading())
 
 
 @pytest.mark.failure_mode("F38")
@@ -210,7 +210,7 @@ def test_every_form_of_experts_is_one_value_trimmed_once(form: str, asked: int |
     trimmed = experts_object(2, 2) if form == "object" else experts_npy(2, 2)
     for field in [whole] + [trimmed] * (asked == 2):
         body = generate_answer(generate_choice(routed_experts=field))
-        (done,) = read_generate(body, reading(experts_start=asked))
+        (done,) = decode_generate(body, reading(experts_start=asked))
         assert done.experts is not None
         assert done.experts.start == (asked or 0)
         assert done.experts.numpy().tolist() == expert_rows(4)[asked or 0 :].tolist()
@@ -224,13 +224,13 @@ def test_every_form_of_experts_is_one_value_trimmed_once(form: str, asked: int |
 ])  # fmt: skip
 def test_bad_experts_fail_the_answer(field: Any) -> None:
     with pytest.raises(BadExperts):
-        read_generate(generate_answer(generate_choice(routed_experts=field)), reading())
+        decode_generate(generate_answer(generate_choice(routed_experts=field)), reading())
 
 
 @pytest.mark.failure_mode("F38")
 def test_experts_stay_with_their_choice() -> None:
     body = generate_answer(generate_choice(1, routed_experts=experts_object(4)), generate_choice(0))
-    first, second = read_generate(body, reading(sampling={"n": 2}))
+    first, second = decode_generate(body, reading(sampling={"n": 2}))
     assert first.experts is None
     assert second.experts is not None
 
@@ -238,14 +238,14 @@ def test_experts_stay_with_their_choice() -> None:
 @pytest.mark.failure_mode("F38")
 def test_experts_that_were_asked_for_must_come() -> None:
     with pytest.raises(BadExperts, match="asked for"):
-        read_generate(generate_answer(), reading(experts_start=0))
+        decode_generate(generate_answer(), reading(experts_start=0))
     with pytest.raises(BadExperts, match="asked for"):
-        read_dynamo(dynamo_answer(), reading(experts_start=0))
+        decode_dynamo(dynamo_answer(), reading(experts_start=0))
 
 
 def test_encoded_experts_equal_plain_ones_and_can_be_pickled() -> None:
     body = generate_answer(generate_choice(routed_experts=experts_object(4)))
-    (done,) = read_generate(body, reading())
+    (done,) = decode_generate(body, reading())
     plain = RoutedExperts(expert_rows(4).tobytes(), (4, 2, 2), "uint8")
     assert done.experts == plain
     assert plain == done.experts
@@ -279,15 +279,15 @@ def test_a_prompt_logprob_is_the_prompt_tokens_own_entry() -> None:
 def test_a_missing_prompt_entry_is_an_error_with_its_position(entries: Any) -> None:
     body = generate_answer(prompt_logprobs=entries)
     with pytest.raises(BadLogprob, match="position 1"):
-        read_generate(body, reading(sampling={"prompt_logprobs": 0}))
+        decode_generate(body, reading(sampling={"prompt_logprobs": 0}))
 
 
 @pytest.mark.failure_mode("F46")
 def test_prompt_logprobs_that_were_asked_for_must_come_for_every_token() -> None:
     with pytest.raises(BadLogprob, match="asked for"):
-        read_generate(generate_answer(), reading(sampling={"prompt_logprobs": 0}))
+        decode_generate(generate_answer(), reading(sampling={"prompt_logprobs": 0}))
     with pytest.raises(Misaligned, match="3 prompt ids but 1"):
-        read_generate(
+        decode_generate(
             generate_answer(prompt_logprobs=[None]), reading(sampling={"prompt_logprobs": 0})
         )
 
@@ -297,7 +297,7 @@ def test_prompt_logprobs_that_were_asked_for_must_come_for_every_token() -> None
 @pytest.mark.parametrize("npy", ["raw", "npy"])
 def test_what_a_lockstep_server_encodes_comes_back_equal(npy: str, logprobs: str) -> None:
     ask = reading(sampling={"prompt_logprobs": 0}, request_id="r")
-    (made,) = read_generate(
+    (made,) = decode_generate(
         generate_answer(
             generate_choice(routed_experts=experts_object(4), stop_reason=12),
             prompt_logprobs=[None, {"6": {"logprob": -0.1}}, {"7": {"logprob": -1e-17, "rank": 1}}],
@@ -306,8 +306,8 @@ def test_what_a_lockstep_server_encodes_comes_back_equal(npy: str, logprobs: str
         ask,
     )  # fmt: skip
     form = Form(logprobs=logprobs, prompt_ids=True, experts=npy)
-    body = answer([made], request_id="r", model="m", created=0, form=form)
-    assert read_generate(body, ask) == [made]
+    body = generate_response([made], request_id="r", model="m", created=0, form=form)
+    assert decode_generate(body, ask) == [made]
 
 
 @pytest.mark.failure_mode("F05")
@@ -315,16 +315,16 @@ def test_what_a_lockstep_server_encodes_comes_back_equal(npy: str, logprobs: str
 def test_flat_logprobs_are_held_to_the_same_contract() -> None:
     short = generate_choice(logprobs={"values": LOGPROBS[:-1], "ranks": None})
     with pytest.raises(Misaligned):
-        read_generate(generate_answer(short), reading())
+        decode_generate(generate_answer(short), reading())
     gap = generate_choice(logprobs={"values": [LOGPROBS[0], None], "ranks": None})
     with pytest.raises(BadLogprob, match="position 1"):
-        read_generate(generate_answer(gap), reading())
+        decode_generate(generate_answer(gap), reading())
 
 
 def test_an_error_in_a_200_answer_is_raised_as_what_it_is() -> None:
     body = json.dumps({"error": {"message": "slow down", "code": 429}}).encode()
     with pytest.raises(Exception, match="slow down") as caught:
-        read_generate(body, reading())
+        decode_generate(body, reading())
     assert caught.value.status == 429
 
 
@@ -332,7 +332,7 @@ def test_an_error_in_a_200_answer_is_raised_as_what_it_is() -> None:
     "body", [b"", b"<html>", b'{"choices": 3}', b"[]", b'{"choices": [{}', b"\xff"]
 )
 def test_what_is_no_answer_at_all_is_a_contract_error(body: bytes) -> None:
-    for read in (read_generate, read_dynamo):
+    for read in (decode_generate, decode_dynamo):
         with pytest.raises(ContractError):
             read(body, reading())
 
@@ -342,7 +342,7 @@ def test_a_stream_gives_the_completion_of_the_whole_answer() -> None:
         generate_choice(0, routed_experts=experts_object(4), stop_reason=12), generate_choice(1)
     )
     ask = reading(sampling={"n": 2}, request_id="r")
-    stream = GenerateStream(ask)
+    stream = GenerateStreamDecoder(ask)
     deltas = []
     for index in (0, 1):
         for at in (0, 1):
@@ -358,7 +358,7 @@ def test_a_stream_gives_the_completion_of_the_whole_answer() -> None:
             )
             deltas += stream.feed(generate_answer(chunk))
     done: list[Completion] = stream.finish()
-    assert done == read_generate(whole, ask)
+    assert done == decode_generate(whole, ask)
     assert [(d.index, d.token_ids, d.logprobs) for d in deltas] == [
         (0, [11], [-0.5]), (0, [12], [-0.25]), (1, [11], [-0.5]), (1, [12], [-0.25])
     ]  # fmt: skip
@@ -367,5 +367,5 @@ def test_a_stream_gives_the_completion_of_the_whole_answer() -> None:
 def test_a_reading_says_what_a_silent_server_does_not() -> None:
     silent = generate_answer(generate_choice(weight_versions=None))
     told = Reading(reading().ask, "processed", "v7", "http://w", "ada")
-    (done,) = read_generate(silent, told)
+    (done,) = decode_generate(silent, told)
     assert (done.versions[0].version, done.worker, done.adapter) == ("v7", "http://w", "ada")

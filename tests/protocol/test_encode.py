@@ -8,23 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.dynamo.encode_chat import PLACEHOLDER, encode_dynamo
+from lockstep.protocol.sglang.generate import check_layout, encode_sglang
+from lockstep.protocol.vllm.encode_generate import (
+    encode_dynamo_generate,
+    encode_lockstep,
+    encode_vllm,
+)
+from lockstep.protocol.vllm.generate_request import decode_request
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, BadTokenId, UnknownField, UnsupportedField
-from lockstep.protocol.common.request import Ask
-from lockstep.protocol.dynamo.encode_chat import PLACEHOLDER, encode_dynamo
-from lockstep.protocol.vllm.encode_generate import encode_dynamo_generate, encode_lockstep, encode_vllm
-from lockstep.protocol.vllm.generate_request import decode_request
-from lockstep.protocol.sglang.generate import check_layout, encode_sglang
 
 PROMPT = [5, 6, 7]
 STOP = Sampling(stop_token_ids=(9,))
 
 
-def ask(**fields: Any) -> Ask:
-    return Ask(prompt_ids=PROMPT, sampling=fields.pop("sampling", STOP), **fields)
+def ask(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(prompt_ids=PROMPT, sampling=fields.pop("sampling", STOP), **fields)
 
 
-def encode(dialect: str, one: Ask) -> dict[str, Any]:
+def encode(dialect: str, one: GenerateRequest) -> dict[str, Any]:
     body = {
         "vllm": lambda: encode_vllm(one, mode="raw"),
         "lockstep": lambda: encode_lockstep(one),
@@ -175,7 +179,7 @@ def test_plain_vllm_is_sent_no_field_it_would_not_know() -> None:
 ])  # fmt: skip
 def test_bad_ids_never_leave_the_client(ids: list[Any], named: str) -> None:
     with pytest.raises(BadTokenId, match=named):
-        Ask(prompt_ids=ids)
+        GenerateRequest(prompt_ids=ids)
 
 
 @pytest.mark.parametrize("fields", [

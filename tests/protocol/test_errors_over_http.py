@@ -13,13 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.fleet.remote import RemoteFleet
-from lockstep.http.client import Link
+from lockstep.http.client import HttpClient
 from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, read_json
 from lockstep.http.server import listen, serving, url_of
+from lockstep.protocol.common.decode_error import error_of, raise_stated
+from lockstep.protocol.common.error_body import error_fields
 from lockstep.tokens.errors import BY_CODE, LockstepError, PrefixBreak
 from lockstep.tokens.operation import Operation, WorkerResult
-from lockstep.protocol.common.error_body import fault
-from lockstep.protocol.common.decode_error import error_of, raise_stated
 
 RECORD = Operation(
     "0123", "update_weights", {"weight_dir": "/w", "version": None}, "k", "failed", 1.0, 2.0, "s_1",
@@ -80,7 +80,7 @@ def test_every_class_of_the_package_has_a_code_of_its_own() -> None:
 
 async def test_over_http_every_error_comes_back_as_it_was_raised() -> None:
     async with raising() as url:
-        link = Link(url, retries=0)
+        link = HttpClient(url, retries=0)
         for code, kind in BY_CODE.items():
             body = msgspec.json.encode({"version": code})
             with pytest.raises(LockstepError) as failed:
@@ -101,7 +101,7 @@ async def test_a_remote_fleet_raises_what_the_fleet_raised_with_the_record_of_ea
 
 async def test_an_error_in_the_middle_of_a_stream_comes_back_too() -> None:
     async with raising() as url:
-        link = Link(url, retries=0)
+        link = HttpClient(url, retries=0)
         for code, kind in BY_CODE.items():
             body = msgspec.json.encode({"version": code})
             answer = bytes(await link.post("/stream", body))
@@ -122,7 +122,7 @@ def test_other_words_keep_every_field() -> None:
 
 
 def test_a_server_that_leaves_fields_out_still_gets_a_typed_error() -> None:
-    body = fault(PrefixBreak("it was edited", cause="edited_history"))
+    body = error_fields(PrefixBreak("it was edited", cause="edited_history"))
     error = body["error"]
     assert isinstance(error, dict)
     del error["cause"]

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import Reading
+from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import ContractError, LockstepError, Misaligned
-from lockstep.protocol.common.response import Reading
-from lockstep.protocol.common.request import Ask
-from lockstep.protocol.vllm.decode_generate import GenerateStream
 
 
 def event(
@@ -32,8 +32,10 @@ def named_by_text(token: int) -> bytes:
     )
 
 
-def stream(n: int = 1) -> GenerateStream:
-    return GenerateStream(Reading(Ask(prompt_ids=[1, 2], sampling=Sampling(n=n))))
+def stream(n: int = 1) -> GenerateStreamDecoder:
+    return GenerateStreamDecoder(
+        Reading(GenerateRequest(prompt_ids=[1, 2], sampling=Sampling(n=n)))
+    )
 
 
 @pytest.mark.parametrize("events", [

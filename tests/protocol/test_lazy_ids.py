@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from lockstep.tokens import Sampling
-from lockstep.tokens.errors import BadRequest, BadTokenId, LockstepError
-from lockstep.protocol.common.request import Ask
+from lockstep.protocol.common.lazy_ids import LazyIds, as_json, as_list
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.vllm.encode_generate import encode_vllm
 from lockstep.protocol.vllm.generate_request import decode_relayed, decode_request
-from lockstep.protocol.common.lazy_ids import LazyIds, as_json, as_list
+from lockstep.tokens import Sampling
+from lockstep.tokens.errors import BadRequest, BadTokenId, LockstepError
 
 
 def body(ids: str) -> bytes:
@@ -25,7 +25,7 @@ def test_plain_ids_stay_as_they_came_and_read_as_their_list(ids: str) -> None:
     known = decode_request(body(ids)).token_ids
     assert isinstance(lazy, LazyIds)
     assert len(lazy) == len(known)
-    sent = encode_vllm(Ask(prompt_ids=lazy, sampling=Sampling()), mode="raw")
+    sent = encode_vllm(GenerateRequest(prompt_ids=lazy, sampling=Sampling()), mode="raw")
     assert lazy._ids is None  # so far nobody had to look
     assert lazy == known
     assert known == lazy
@@ -42,7 +42,7 @@ def test_plain_ids_stay_as_they_came_and_read_as_their_list(ids: str) -> None:
 def test_anything_else_gets_the_error_of_the_strict_decoder(ids: str) -> None:
     def error(decode) -> LockstepError:
         with pytest.raises((BadRequest, BadTokenId)) as caught:
-            Ask(prompt_ids=decode(body(ids)))
+            GenerateRequest(prompt_ids=decode(body(ids)))
         return caught.value
 
     strict = error(lambda body: decode_request(body).token_ids)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.protocol.common.strict import decode
+from lockstep.protocol.vllm.generate_request import decode_request
 from lockstep.tokens import errors
 from lockstep.tokens.ids import check_ids
-from lockstep.protocol.vllm.generate_request import decode_request
-from lockstep.protocol.common.strict import decode
 
 
 class Inner(msgspec.Struct, forbid_unknown_fields=True):

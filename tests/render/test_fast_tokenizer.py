@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lockstep.render import Renderer
-from lockstep.render.fast_tokenizer import LONG, Slim
+from lockstep.render.fast_tokenizer import LONG, FastTokenizer
 
 PIECES = st.lists(
     st.one_of(
@@ -26,18 +26,18 @@ def test_every_length_of_text_has_the_ids_of_the_tokenizer(pieces: list[str], ti
     own = Renderer.load("tiny").tokenizer
     text = "".join(pieces).encode(errors="ignore").decode() * times
     expected = own.encode(text, add_special_tokens=False)
-    assert Slim(own).encode(text, add_special_tokens=False) == expected
+    assert FastTokenizer(own).encode(text, add_special_tokens=False) == expected
 
 
 def test_a_text_for_segments_has_them_too(renderer: Renderer) -> None:
     text = "<|im_start|>user\nOne and two.<|im_end|>\n" * (LONG // 30)
     expected = renderer.tokenizer.encode(text, add_special_tokens=False)
-    assert Slim(renderer.tokenizer).encode(text, add_special_tokens=False) == expected
+    assert FastTokenizer(renderer.tokenizer).encode(text, add_special_tokens=False) == expected
 
 
 @pytest.mark.parametrize("mark", ["<|im_end|>", "<think>", "no mark at all", ["<think>", "x"]])
 def test_marks_have_the_ids_of_the_tokenizer(renderer: Renderer, mark: str | list[str]) -> None:
-    slim = Slim(renderer.tokenizer)
+    slim = FastTokenizer(renderer.tokenizer)
     for _ in range(2):
         assert slim.convert_tokens_to_ids(mark) == renderer.tokenizer.convert_tokens_to_ids(mark)
     assert slim.unk_token_id == renderer.tokenizer.unk_token_id

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.render import Ledger, Renderer
+from lockstep.ledger import Ledger
+from lockstep.render import Renderer
 from tests.ledger.rollouts import (
     TOOLS,
     Format,

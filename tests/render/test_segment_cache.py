@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.render import Renderer
 from lockstep.render import segment_cache as segments
-from lockstep.render.segment_cache import Segments
+from lockstep.render.segment_cache import SegmentCache
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 ALPHABET = "ab Z019 _-.,'\"<>|/\\\n\r\t{}[]()#é\u0301ß\u1e9b\u0323ﬁ中文\u3000😀\u200d\u00a0İı"
@@ -43,7 +43,7 @@ def test_segments_give_the_ids_of_the_whole_text(
     name: str, real_tokenizer: Callable[[str], Path]
 ) -> None:
     backend = backend_of(name, real_tokenizer)
-    found = Segments.of(backend)
+    found = SegmentCache.of(backend)
     assert found is not None
     for text in texts(backend, 400):
         whole = backend.encode(text, add_special_tokens=False).ids
@@ -54,7 +54,7 @@ def test_segments_give_the_ids_of_the_whole_text(
 def test_what_is_kept_is_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Renderer.load("tiny").tokenizer.backend_tokenizer
     monkeypatch.setattr(segments, "KEPT", 1000)
-    found = Segments.of(backend)
+    found = SegmentCache.of(backend)
     assert found is not None
     for text in (str(number) * 10 for number in range(100)):
         assert found.encode(text) == backend.encode(text, add_special_tokens=False).ids
@@ -65,7 +65,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyP
 
 def test_threads_share_segments() -> None:
     backend = Renderer.load("tiny").tokenizer.backend_tokenizer
-    found = Segments.of(backend)
+    found = SegmentCache.of(backend)
     assert found is not None
     asked = texts(backend, 100)
     wanted = [backend.encode(text, add_special_tokens=False).ids for text in asked]
@@ -90,7 +90,7 @@ def words(**token: bool) -> Tokenizer:
 
 def cut_ids(backend: Tokenizer, text: str) -> list[int]:
     """What cutting would give, whether it may or not."""
-    return Segments(backend, {"<m>": backend.token_to_id("<m>")}).encode(text)
+    return SegmentCache(backend, {"<m>": backend.token_to_id("<m>")}).encode(text)
 
 
 def test_a_tokenizer_that_looks_where_a_segment_stands_is_not_cut() -> None:
@@ -98,7 +98,7 @@ def test_a_tokenizer_that_looks_where_a_segment_stands_is_not_cut() -> None:
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     text = "a<m>a"
     assert cut_ids(backend, text) != backend.encode(text, add_special_tokens=False).ids
-    assert Segments.of(backend) is None
+    assert SegmentCache.of(backend) is None
 
 
 def test_marks_that_swallow_what_is_beside_them_are_not_cut_at() -> None:
@@ -106,19 +106,19 @@ def test_marks_that_swallow_what_is_beside_them_are_not_cut_at() -> None:
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
     text = "a <m> a"
     assert cut_ids(backend, text) != backend.encode(text, add_special_tokens=False).ids
-    assert Segments.of(backend) is None
+    assert SegmentCache.of(backend) is None
 
 
 def test_marks_that_are_words_only_are_not_cut_at() -> None:
     backend = words(single_word=True)
     text = "a<m>a"
     assert cut_ids(backend, text) != backend.encode(text, add_special_tokens=False).ids
-    assert Segments.of(backend) is None
+    assert SegmentCache.of(backend) is None
 
 
 def test_a_tokenizer_that_truncates_is_not_cut() -> None:
     backend = words()
-    assert Segments.of(backend) is not None
+    assert SegmentCache.of(backend) is not None
     backend.enable_truncation(1)
     assert cut_ids(backend, "a<m>a") != backend.encode("a<m>a", add_special_tokens=False).ids
-    assert Segments.of(backend) is None
+    assert SegmentCache.of(backend) is None

@@ -1,4 +1,4 @@
-"""`python -m tests.simulator.fault_matrix`: every fault in every phase of an update, on one of three.
+"""`python -m tests.simulator.fault_matrix`: every fault in every phase of an update.
 
 After each it is asked, by scoring, what every worker that gets traffic really holds. A fault ends
 well in one of two ways: the update happened, or it did not; and either way all of them hold the
@@ -17,6 +17,13 @@ from itertools import islice, product
 from pathlib import Path
 from typing import get_args
 
+from lockstep.checkpoint.manifest import PROBE
+from lockstep.checkpoint.probe import Probe
+from lockstep.fleet.fleet import Fleet
+from lockstep.fleet.update.proof import BUILTIN
+from lockstep.fleet.update.transaction import PhaseBudgets
+from lockstep.tokens.errors import LockstepError
+from tests.simulator.pool import SimulatedPool, fleet_of
 from tests.simulator.workers import (
     FIRST,
     AheadAdmin,
@@ -27,15 +34,8 @@ from tests.simulator.workers import (
     score,
     write_checkpoint,
 )
-from tests.simulator.pool import SimulatedPool, fleet_of
-from lockstep.fleet.fleet import Fleet
-from lockstep.fleet.update.proof import BUILTIN
-from lockstep.fleet.update.transaction import Budget
-from lockstep.tokens.errors import LockstepError
-from lockstep.checkpoint.manifest import PROBE
-from lockstep.checkpoint.probe import Probe
 
-BUDGET = Budget(stage=0.4, pause=0.4, commit=0.4, prove=0.4, resume=0.4)
+BUDGET = PhaseBudgets(stage=0.4, pause=0.4, commit=0.4, prove=0.4, resume=0.4)
 PHASES = {
     "ask": ("probe", 1),
     "stage": ("stage", 1),

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.fleet.fleet import Fleet
+from lockstep.fleet.update.transaction import PhaseBudgets
 from tests.simulator.fault_matrix import wrong_with
+from tests.simulator.pool import SimulatedPool, fleet_of
 from tests.simulator.workers import (
     FIRST,
     AheadAdmin,
@@ -17,12 +20,8 @@ from tests.simulator.workers import (
     contents,
     write_checkpoint,
 )
-from tests.simulator.pool import SimulatedPool, fleet_of
 
-from lockstep.fleet.fleet import Fleet
-from lockstep.fleet.update.transaction import Budget
-
-BUDGET = Budget(stage=0.5, pause=0.5, commit=0.5, prove=0.5, resume=0.5)
+BUDGET = PhaseBudgets(stage=0.5, pause=0.5, commit=0.5, prove=0.5, resume=0.5)
 
 
 @dataclass

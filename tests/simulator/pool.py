@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from tests.simulator.workers import SimulatedWorker
-from lockstep.fleet.control.accepted_versions import Agreement
+from lockstep.fleet.control.accepted_versions import AcceptedVersions
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
 from lockstep.tokens.errors import LockstepError, NotFound
+from tests.simulator.workers import SimulatedWorker
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class Routed:
 class SimulatedPool:
     """Routing without HTTP: what is down comes back through the gate, at each `look`."""
 
-    agreement: Agreement = field(default_factory=Agreement)
+    agreement: AcceptedVersions = field(default_factory=AcceptedVersions)
     routed: dict[str, Routed] = field(default_factory=dict)
     in_flight: int = 0
     waiting: int = 0

@@ -23,6 +23,7 @@ from lockstep.backends.admin import (
     StagedScores,
     WorkerView,
 )
+from lockstep.checkpoint import safetensors_file as tensor_file
 from lockstep.tokens.errors import (
     Conflict,
     ContractError,
@@ -32,7 +33,6 @@ from lockstep.tokens.errors import (
     Unavailable,
     UnknownModel,
 )
-from lockstep.checkpoint import safetensors_file as tensor_file
 
 T = TypeVar("T")
 FIRST = "default"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.fleet.control.accepted_versions import Agreement
+from lockstep.fleet.control.accepted_versions import AcceptedVersions
 from lockstep.tokens import VersionSpan
 from lockstep.tokens.errors import BadRequest, Unavailable
 from lockstep.tokens.versions import (
@@ -56,7 +56,7 @@ def test_what_is_joined_comes_apart_again_and_nothing_else_does(weights: str) ->
 @pytest.mark.failure_mode("F50")
 @pytest.mark.parametrize("version", ["step_1", "1.0+cu128", "1.0+cu@128"])
 def test_answers_under_an_agreed_label_are_taken_whatever_it_holds(version: str) -> None:
-    agreement = Agreement()
+    agreement = AcceptedVersions()
     agreement.add("before")
     agreement.add(version)
     since = agreement.mark()

@@ -8,9 +8,9 @@ from typing import Any
 
 from lockstep.models import bundled
 from lockstep.tokens import Completion, Sample, VersionSpan
-from lockstep.train.learning.batch import Batch, Clock, Group, Rollout, make_batch
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs.environment import Reward
+from lockstep.train.learning.batch import Clock, Rollout, RolloutGroup, TrainBatch, make_batch
 from tests.engine.rig import Rig, ids
 
 VERSION = "step-0"
@@ -49,16 +49,16 @@ def sample_of(done: Completion) -> Sample:
     )
 
 
-def grouped(samples: list[Sample], rewards: list[float] | None = None) -> list[Group]:
+def grouped(samples: list[Sample], rewards: list[float] | None = None) -> list[RolloutGroup]:
     """One group; rewards count up unless given."""
     given = rewards or [float(at) for at in range(len(samples))]
     pairs = zip(samples, given, strict=True)
-    return [Group(tuple(Rollout(Reward(value, value > 0), (s,)) for s, value in pairs))]
+    return [RolloutGroup(tuple(Rollout(Reward(value, value > 0), (s,)) for s, value in pairs))]
 
 
 def batch(
     samples: list[Sample], config: TrainConfig | None = None, *, now: int = 0, limit: int = 0
-) -> Batch:
+) -> TrainBatch:
     clock = Clock({f"step-{step}": step for step in range(10)})
     return make_batch(grouped(samples), clock, now, config or TrainConfig(), limit)
 

@@ -17,12 +17,12 @@ import pytest
 
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotExact, RolloutFailed
-from lockstep.train.learning.batch import Clock, Group, Rollout, is_stale, version_lags
-from lockstep.train.envs.environment import Player, Reward, Split, Task
+from lockstep.train.demo.report import Run
 from lockstep.train.envs.bundled import Reverse
+from lockstep.train.envs.environment import Player, Reward, Split, Task
 from lockstep.train.failure import one_error
 from lockstep.train.group_queue import GroupQueue
-from lockstep.train.demo.report import Run
+from lockstep.train.learning.batch import Clock, Rollout, RolloutGroup, is_stale, version_lags
 from tests.processes import TOKEN
 from tests.train.conftest import Stack, run_config
 from tests.train.learning.test_batch import sample
@@ -104,14 +104,18 @@ class Tampering(Reverse):
         return reward
 
 
-async def never(_: int, __: Task) -> Group:
-    return Group(())
+async def never(_: int, __: Task) -> RolloutGroup:
+    return RolloutGroup(())
 
 
 async def test_a_queue_tells_the_end_of_its_tasks_after_the_last_group() -> None:
     async with asyncio.timeout(SECONDS):
         async with GroupQueue(enumerate([TASK, TASK]), never, ahead=4) as queue:
-            assert [await queue.take() for _ in range(3)] == [Group(()), Group(()), None]
+            assert [await queue.take() for _ in range(3)] == [
+                RolloutGroup(()),
+                RolloutGroup(()),
+                None,
+            ]
         async with GroupQueue(enumerate([]), never, ahead=4) as queue:
             assert await queue.take() is None
 
@@ -254,4 +258,4 @@ def test_no_version_grows_older_by_a_step_without_an_update() -> None:
 
 
 def test_a_group_without_samples_is_not_stale() -> None:
-    assert not is_stale(Group((Rollout(Reward(0.0, False), ()),)), Clock(), 5, 0)
+    assert not is_stale(RolloutGroup((Rollout(Reward(0.0, False), ()),)), Clock(), 5, 0)

@@ -11,14 +11,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lockstep.engine import Engine, EngineOptions, Request, step_health
+from lockstep.engine import Engine, EngineOptions, EngineRequest, step_health
+from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
-from lockstep.fleet.routing.affinity import Route
 from lockstep.http.server import listen, serving, url_of
 from lockstep.models import bundled
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import EngineFailure, Unavailable
-from lockstep.protocol.common.request import Ask
 from lockstep.worker.data import DataPlane
 from tests.fleet.fakes import until
 
@@ -49,7 +49,7 @@ class Breakable:
     async def ask(self, *ids: int) -> list[Completion]:
         sampling = Sampling(max_tokens=4, ignore_eos=True)
         return await self.engine.generate(
-            Request(prompt_ids=list(ids or (5, 6)), sampling=sampling)
+            EngineRequest(prompt_ids=list(ids or (5, 6)), sampling=sampling)
         )
 
 
@@ -78,7 +78,7 @@ async def test_after_three_failed_steps_a_worker_is_unhealthy_until_it_works_aga
         with pytest.raises(Unavailable, match="restart this worker"):
             await worker.ask()
         with pytest.raises(Unavailable):
-            await worker.engine.check(Request(prompt_ids=[5]))
+            await worker.engine.check(EngineRequest(prompt_ids=[5]))
         with pytest.raises(Unavailable):
             await worker.engine.ping()
         worker.broken = False
@@ -107,13 +107,15 @@ async def test_an_engine_that_is_asleep_does_not_look_at_itself() -> None:
 
 @pytest.mark.failure_mode("F35")
 async def test_a_fleet_answers_every_request_while_one_of_its_engines_fails_for_ever() -> None:
-    ask = Ask(prompt_ids=[5, 6, 7], sampling=Sampling(max_tokens=4, ignore_eos=True), model="tiny")
+    ask = GenerateRequest(
+        prompt_ids=[5, 6, 7], sampling=Sampling(max_tokens=4, ignore_eos=True), model="tiny"
+    )
     async with breakable() as bad, breakable() as good, Pool(probe_seconds=0.1) as pool:
         broken = await pool.add(bad.url)
         await pool.add(good.url)
         bad.broken = True
         for number in range(40):
-            (done,) = await pool.run(Route(session=str(number)), lambda to: to.generate(ask))
+            (done,) = await pool.run(Affinity(session=str(number)), lambda to: to.generate(ask))
             assert done.worker == good.url
         await until(lambda: broken.state == "down")
         assert broken.error is not None

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.protocol.control.worker import SequenceNumber
 from lockstep.tokens.errors import Conflict
-from lockstep.protocol.control.worker import Order
-from lockstep.worker.sequence_number import CALLERS, Arrivals
+from lockstep.worker.sequence_number import CALLERS, SequenceNumbers
 
 
 def test_what_was_sent_before_another_that_came_already_is_refused() -> None:
-    arrivals = Arrivals()
+    arrivals = SequenceNumbers()
     for number in (1, 2, 2, 5):  # a repetition is no error, nor is one that got lost for good
-        arrivals.check(Order(caller="a", number=number))
+        arrivals.check(SequenceNumber(caller="a", number=number))
     for number in (4, 4):
         with pytest.raises(Conflict, match=r"number 4 of 'a'.*number 5"):
-            arrivals.check(Order(caller="a", number=number))
-    arrivals.check(Order(caller="b", number=1))
+            arrivals.check(SequenceNumber(caller="a", number=number))
+    arrivals.check(SequenceNumber(caller="b", number=1))
     arrivals.check(None)
 
 
 def test_callers_that_are_gone_are_forgotten() -> None:
-    arrivals = Arrivals()
-    arrivals.check(Order(caller="old", number=9))
-    arrivals.check(Order(caller="busy", number=9))
+    arrivals = SequenceNumbers()
+    arrivals.check(SequenceNumber(caller="old", number=9))
+    arrivals.check(SequenceNumber(caller="busy", number=9))
     for index in range(CALLERS - 1):
-        arrivals.check(Order(caller=str(index), number=9))
-        arrivals.check(Order(caller="busy", number=9))
-    arrivals.check(Order(caller="old", number=1))
+        arrivals.check(SequenceNumber(caller=str(index), number=9))
+        arrivals.check(SequenceNumber(caller="busy", number=9))
+    arrivals.check(SequenceNumber(caller="old", number=1))
     with pytest.raises(Conflict):
-        arrivals.check(Order(caller="busy", number=1))
+        arrivals.check(SequenceNumber(caller="busy", number=1))

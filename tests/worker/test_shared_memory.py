@@ -12,9 +12,14 @@ import pytest
 import torch
 
 from lockstep.engine.weights import shared_memory as shared
-from lockstep.engine.weights.shared_memory import free_shared, read_shared, shared_tensors, write_shared
-from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
+from lockstep.engine.weights.shared_memory import (
+    free_shared,
+    read_shared,
+    shared_tensors,
+    write_shared,
+)
 from lockstep.protocol.control.worker import PlacedTensor, placed
+from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
 
 BLOCKS = Path("/dev/shm")
 TENSORS = {

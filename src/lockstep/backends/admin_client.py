@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lockstep.http.client import Link
+from lockstep.http.client import HttpClient
 from lockstep.tokens.errors import (
     Busy,
     Conflict,
@@ -40,7 +40,7 @@ SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class CallBudget:
     """Seconds for one attempt and for all together, and how many there may be."""
 
     attempt: float
@@ -49,20 +49,20 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Budgets:
+class CallBudgets:
     """How long each kind of call may take."""
 
-    quick: Budget = Budget(10.0, 30.0)
-    pause: Budget = Budget(120.0, 300.0)
-    load: Budget = Budget(600.0, 1200.0)
-    commit: Budget = Budget(60.0, 180.0)
-    probe: Budget = Budget(120.0, 300.0)
+    quick: CallBudget = CallBudget(10.0, 30.0)
+    pause: CallBudget = CallBudget(120.0, 300.0)
+    load: CallBudget = CallBudget(600.0, 1200.0)
+    commit: CallBudget = CallBudget(60.0, 180.0)
+    probe: CallBudget = CallBudget(120.0, 300.0)
 
 
-BUDGETS = Budgets()
+BUDGETS = CallBudgets()
 
 
-class Caller:
+class AdminClient:
     """Calls one worker. Every error names it.
 
     With `again` a call is repeated when it may have been lost; without, it is sent once.
@@ -76,7 +76,7 @@ class Caller:
         backoff: float = 0.1,
     ) -> None:
         # The link itself must not repeat anything: it cannot know what is harmless.
-        self.link = Link(url, api_key=token, retries=0, connections=16)
+        self.link = HttpClient(url, api_key=token, retries=0, connections=16)
         self._backoff = backoff
         self._closed = False
 
@@ -84,11 +84,11 @@ class Caller:
     def url(self) -> str:
         return self.link.base_url
 
-    async def get(self, path: str, budget: Budget) -> bytearray:
+    async def get(self, path: str, budget: CallBudget) -> bytearray:
         return await self._call(f"GET {path}", lambda s: self.link.get(path, timeout=s), budget)
 
     async def post(
-        self, path: str, body: object, budget: Budget, *, again: bool = False
+        self, path: str, body: object, budget: CallBudget, *, again: bool = False
     ) -> bytearray:
         raw = b"" if body is None else msgspec.json.encode(body)
         return await self._call(
@@ -99,7 +99,7 @@ class Caller:
         )
 
     async def ask(
-        self, path: str, body: object, budget: Budget, *, again: bool = False
+        self, path: str, body: object, budget: CallBudget, *, again: bool = False
     ) -> dict[str, Any]:
         """The fields of a POST's answer, which must say "ok" or "success"."""
         return self.said_yes(await self.post(path, body, budget, again=again), path)
@@ -109,7 +109,7 @@ class Caller:
         what: str,
         call: Callable[[], Awaitable[T]],
         settled: Callable[[], Awaitable[T | None]],
-        budget: Budget,
+        budget: CallBudget,
     ) -> T:
         """The result of a call that must not happen twice.
 
@@ -184,7 +184,7 @@ class Caller:
         self,
         what: str,
         send: Callable[[float], Awaitable[bytearray]],
-        budget: Budget,
+        budget: CallBudget,
         *,
         again: bool = True,
     ) -> bytearray:

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from lockstep.backends.admin import Admin, AdminName
+from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
 from lockstep.backends.dynamo.admin import DynamoAdmin
-from lockstep.backends.admin_client import BUDGETS, Budget, Budgets, Caller
 from lockstep.backends.lockstep.admin import LockstepAdmin
+from lockstep.backends.model_limits import read_models
 from lockstep.backends.prime_rl.admin import PrimeAdmin
 from lockstep.backends.vllm.admin import VllmAdmin
-from lockstep.backends.model_limits import read_models
 from lockstep.tokens.errors import (
     BadRequest,
     EngineFailure,
@@ -34,7 +34,7 @@ async def open_admin(
     backend: BackendName = "auto",
     *,
     routes: Iterable[str] | None = None,
-    budgets: Budgets = BUDGETS,
+    budgets: CallBudgets = BUDGETS,
     backoff: float = 0.1,
 ) -> Admin:
     """The driver named, or the one for what the worker at `url` turns out to be.
@@ -48,7 +48,7 @@ async def open_admin(
             f"backend is {backend!r}, expected auto or one of {', '.join(NAMES)}", param="backend"
         )
     if backend == "auto":
-        caller = Caller(url, token=token, backoff=backoff)
+        caller = AdminClient(url, token=token, backoff=backoff)
         try:
             name = await detect(caller, budgets.quick)
         finally:
@@ -76,7 +76,7 @@ async def open_admin(
     return admin
 
 
-async def detect(caller: Caller, budget: Budget) -> AdminName:
+async def detect(caller: AdminClient, budget: CallBudget) -> AdminName:
     """What kind of worker answers there. Asks nothing that changes it."""
     tried: list[str] = []
     try:
@@ -111,7 +111,7 @@ async def detect(caller: Caller, budget: Budget) -> AdminName:
     )
 
 
-async def _owner(caller: Caller, budget: Budget, tried: list[str]) -> str | None:
+async def _owner(caller: AdminClient, budget: CallBudget, tried: list[str]) -> str | None:
     try:
         cards = read_models(await caller.get("/v1/models", budget))
     except LockstepError as error:
@@ -120,7 +120,7 @@ async def _owner(caller: Caller, budget: Budget, tried: list[str]) -> str | None
     return next((card.owned_by for card in cards if card.owned_by), None)
 
 
-async def _has(caller: Caller, path: str, budget: Budget, tried: list[str]) -> bool:
+async def _has(caller: AdminClient, path: str, budget: CallBudget, tried: list[str]) -> bool:
     try:
         caller.fields(await caller.get(path, budget), path)
     except (NotFound, EngineFailure, BadRequest) as error:

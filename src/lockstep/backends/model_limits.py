@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from lockstep.backends.transport import ModelCard
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import decode_response
 from lockstep.tokens.errors import ContractError, LockstepError, PromptTooLong
 from lockstep.tokens.numerics import NumericsPlan
-from lockstep.protocol.common.response import decode_answer
-from lockstep.protocol.common.request import Ask
 
 RETRY_AFTER = 5.0
 """Seconds before a failed lookup, or one that did not list the model, is tried again."""
@@ -38,7 +38,7 @@ DECODER = msgspec.json.Decoder(_List)
 
 def read_models(body: bytes | bytearray) -> list[ModelCard]:
     """The cards of GET /v1/models. An adapter without a length of its own has its parent's."""
-    cards = decode_answer(DECODER, body).data
+    cards = decode_response(DECODER, body).data
     if cards is None:
         raise ContractError("/v1/models has no data: expected a list of model cards")
     lengths = {card.id: card.max_model_len or card.context_window for card in cards}
@@ -62,7 +62,7 @@ def _plan(card: _Card) -> NumericsPlan | None:
         raise ContractError(f"the card of {card.id!r} has a broken numerics: {error}") from None
 
 
-class Limits:
+class ModelLimits:
     """Remembers model cards; a failed lookup is forgotten after a few seconds."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Limits:
                 return None
             return self._find(model)
 
-    async def room(self, ask: Ask) -> ModelCard | None:
+    async def room(self, ask: GenerateRequest) -> ModelCard | None:
         """The card for `ask`. Raises PromptTooLong when its prompt leaves no room for a token."""
         card = await self.card(ask.model)
         if card is not None and card.max_model_len is not None:

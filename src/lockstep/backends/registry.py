@@ -6,13 +6,13 @@ from typing import Any, get_args
 
 import msgspec
 
-from lockstep.backends.dynamo.transport import DynamoTransport
 from lockstep.backends.dynamo.generate_transport import DynamoGenerateTransport
+from lockstep.backends.dynamo.transport import DynamoTransport
 from lockstep.backends.model_limits import read_models
 from lockstep.backends.sglang.transport import SglangTransport
 from lockstep.backends.transport import Transport, TransportName
 from lockstep.backends.vllm.transport import VllmTransport
-from lockstep.http.client import Link
+from lockstep.http.client import HttpClient
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
 
@@ -48,7 +48,7 @@ async def open_transport(
         raise BadRequest(
             f"transport is {transport!r}, expected one of {', '.join(NAMES)}", param="transport"
         )
-    link = Link(
+    link = HttpClient(
         base_url, api_key=api_key, timeout=timeout, retries=retries, connections=connections
     )
     try:
@@ -67,7 +67,7 @@ async def open_transport(
     return SglangTransport(link, experts_layout=experts_layout, **options)
 
 
-async def detect(link: Link) -> TransportName:
+async def detect(link: HttpClient) -> TransportName:
     """What the server speaks: by the owner of its models, its API description, or its workers.
 
     `dynamo-generate` is never chosen here: nothing shows whether its workers opted in.

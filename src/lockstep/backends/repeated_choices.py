@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import StreamDelta
 from lockstep.tokens import Completion
-from lockstep.protocol.common.response import Delta
-from lockstep.protocol.common.request import Ask
 
-One = Callable[[Ask, int], Awaitable[Completion]]
-OneStream = Callable[[Ask, int], AsyncGenerator[Delta | Completion, None]]
+One = Callable[[GenerateRequest, int], Awaitable[Completion]]
+OneStream = Callable[[GenerateRequest, int], AsyncGenerator[StreamDelta | Completion, None]]
 
 
-async def gather(ask: Ask, one: One) -> list[Completion]:
+async def gather(ask: GenerateRequest, one: One) -> list[Completion]:
     """The n completions in order; when one fails the others are cancelled and its error raised."""
     n = ask.sampling.n
     if n == 1:
@@ -31,9 +31,11 @@ async def gather(ask: Ask, one: One) -> list[Completion]:
     return [task.result() for task in tasks]
 
 
-async def merge(ask: Ask, one: OneStream) -> AsyncGenerator[Delta | Completion, None]:
+async def merge(
+    ask: GenerateRequest, one: OneStream
+) -> AsyncGenerator[StreamDelta | Completion, None]:
     """The deltas of n streams as they come, then the n completions in order."""
-    queue: asyncio.Queue[Delta | Completion | BaseException] = asyncio.Queue()
+    queue: asyncio.Queue[StreamDelta | Completion | BaseException] = asyncio.Queue()
     n = ask.sampling.n
 
     async def follow(index: int) -> None:

@@ -6,12 +6,12 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import StreamDelta
 from lockstep.tokens import Completion
 from lockstep.tokens.numerics import NumericsPlan
-from lockstep.protocol.common.response import Delta
-from lockstep.protocol.common.request import Ask
 
-__all__ = ["Ask", "Delta", "ModelCard", "Transport", "TransportName"]
+__all__ = ["GenerateRequest", "ModelCard", "StreamDelta", "Transport", "TransportName"]
 
 TransportName = Literal["vllm", "dynamo", "dynamo-generate", "sglang"]
 
@@ -40,11 +40,11 @@ class Transport(Protocol):
     @property
     def base_url(self) -> str: ...
 
-    async def generate(self, ask: Ask) -> list[Completion]:
+    async def generate(self, ask: GenerateRequest) -> list[Completion]:
         """The n completions in order of their index. Cancelling it stops the server's work."""
         ...
 
-    def stream(self, ask: Ask) -> AsyncGenerator[Delta | Completion, None]:
+    def stream(self, ask: GenerateRequest) -> AsyncGenerator[StreamDelta | Completion, None]:
         """Deltas as they come, then the n completions, equal to those `generate` would give.
 
         Closing the iterator early closes the connection, so that the server stops.

@@ -13,7 +13,7 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class RawDialect:
     """A route; the body for some ids; and where an answer echoes its prompt and holds its ids."""
 
     route: str
@@ -82,21 +82,21 @@ def _sglang_used(answer: Body) -> int | None:
 
 
 GENERATE = "/inference/v1/generate"
-DIALECTS: dict[TransportName, Dialect] = {
-    "vllm": Dialect(
+DIALECTS: dict[TransportName, RawDialect] = {
+    "vllm": RawDialect(
         GENERATE, _generate, lambda answer: answer.get("prompt_token_ids"), _choice_ids, _used
     ),
-    "dynamo": Dialect(
+    "dynamo": RawDialect(
         "/v1/chat/completions",
         _dynamo,
         lambda answer: engine_data(answer).get("prompt_token_ids"),
         _dynamo_ids,
         _used,
     ),
-    "dynamo-generate": Dialect(
+    "dynamo-generate": RawDialect(
         GENERATE, _dynamo_generate, lambda _: None, _choice_ids, _used
     ),
-    "sglang": Dialect(
+    "sglang": RawDialect(
         "/generate",
         _sglang,
         lambda _: None,

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-from lockstep.backends import Delta
+from lockstep.backends import StreamDelta
 from lockstep.check.outcome import Broken, NotApplicable
 from lockstep.check.target import Target
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Completion
-from lockstep.protocol.common.request import Ask
 
 BEGUN = 4
 LOOK = 0.002
@@ -20,7 +20,7 @@ LOOK = 0.002
 class InFlight:
     """Follows one streamed request; `tokens` are those that came so far."""
 
-    def __init__(self, target: Target, ask: Ask) -> None:
+    def __init__(self, target: Target, ask: GenerateRequest) -> None:
         self.tokens: list[int] = []
         self._target = target
         self._ask = ask
@@ -47,7 +47,7 @@ class InFlight:
         found: list[Completion] = []
         async with aclosing(self._target.transport.stream(self._ask)) as items:
             async for item in items:
-                if isinstance(item, Delta):
+                if isinstance(item, StreamDelta):
                     self.tokens += item.token_ids
                 else:
                     found.append(item)
@@ -57,7 +57,7 @@ class InFlight:
 
 
 @asynccontextmanager
-async def in_flight(target: Target, ask: Ask) -> AsyncIterator[InFlight]:
+async def in_flight(target: Target, ask: GenerateRequest) -> AsyncIterator[InFlight]:
     """A request that is cancelled at the end of the block if it still runs."""
     running = InFlight(target, ask)
     try:

@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from lockstep.tokens.errors import DeadlineExceeded, Unavailable
 from lockstep.protocol.common.decode_error import error_of
+from lockstep.tokens.errors import DeadlineExceeded, Unavailable
 
 SHOWN = 160
 

@@ -14,7 +14,7 @@ Check = Callable[[Target], Awaitable[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckRow:
     """`law` names rules of the law and failure modes.
 
     L0 is its title, never silently wrong; L1 to L7 are its rules; F01 to F47 the failure modes.
@@ -41,7 +41,7 @@ class Finding:
 
 
 @dataclass(slots=True)
-class Group:
+class RowGroup:
     """Rows that ask about one thing; a module makes one and adds its functions to it.
 
     `mutates` marks rows that change the server: they are only asked with --mutate.
@@ -49,13 +49,13 @@ class Group:
 
     name: str
     mutates: bool = False
-    rows: list[Row] = field(default_factory=list)
+    rows: list[CheckRow] = field(default_factory=list)
 
     def row(
         self, name: str, title: str, law: str, *, seconds: float = 60.0
     ) -> Callable[[Check], Check]:
         def add(check: Check) -> Check:
-            made = Row(f"{self.name}.{name}", title, law, check, self.mutates, seconds)
+            made = CheckRow(f"{self.name}.{name}", title, law, check, self.mutates, seconds)
             self.rows.append(made)
             return check
 

@@ -7,19 +7,19 @@ from collections.abc import AsyncIterator, Sequence
 from fnmatch import fnmatch
 from time import monotonic
 
+from lockstep.check.outcome import Broken, NotApplicable
+from lockstep.check.row import CheckRow, Finding, RowGroup, Verdict
 from lockstep.check.rows import adapters as rows_adapters
+from lockstep.check.rows import auth as rows_guard
 from lockstep.check.rows import control as rows_control
 from lockstep.check.rows import crowd as rows_crowd
 from lockstep.check.rows import experts as rows_experts
-from lockstep.check.rows import auth as rows_guard
 from lockstep.check.rows import input as rows_input
 from lockstep.check.rows import scores as rows_scores
 from lockstep.check.rows import text as rows_text
 from lockstep.check.rows import tokens as rows_tokens
 from lockstep.check.rows import versions as rows_versions
 from lockstep.check.rows import weights as rows_weights
-from lockstep.check.outcome import Broken, NotApplicable
-from lockstep.check.row import Finding, Group, Row, Verdict
 from lockstep.check.target import Target
 from lockstep.tokens.errors import (
     BadRequest,
@@ -29,7 +29,7 @@ from lockstep.tokens.errors import (
     UnsupportedField,
 )
 
-GROUPS: tuple[Group, ...] = (
+GROUPS: tuple[RowGroup, ...] = (
     rows_tokens.GROUP,
     rows_scores.GROUP,
     rows_versions.GROUP,
@@ -46,7 +46,7 @@ GROUPS: tuple[Group, ...] = (
 may die of comes last."""
 
 
-def chosen_rows(patterns: Sequence[str] = (), *, mutate: bool = False) -> list[Row]:
+def chosen_rows(patterns: Sequence[str] = (), *, mutate: bool = False) -> list[CheckRow]:
     """The rows to ask; `patterns` are of their ids. Raises BadRequest for one that fits none."""
     known = [row for group in GROUPS for row in group.rows]
     for pattern in patterns:
@@ -63,13 +63,13 @@ def chosen_rows(patterns: Sequence[str] = (), *, mutate: bool = False) -> list[R
     ]
 
 
-async def ask_rows(target: Target, rows: Sequence[Row]) -> AsyncIterator[Finding]:
+async def run_rows(target: Target, rows: Sequence[CheckRow]) -> AsyncIterator[Finding]:
     """What each row found, as it is found."""
     for row in rows:
-        yield await ask_row(target, row)
+        yield await run_row(target, row)
 
 
-async def ask_row(target: Target, row: Row) -> Finding:
+async def run_row(target: Target, row: CheckRow) -> Finding:
     began = monotonic()
     limit = row.seconds * target.subject.seconds / 60.0
     try:
@@ -81,7 +81,7 @@ async def ask_row(target: Target, row: Row) -> Finding:
     return Finding(row.id, row.title, row.law, verdict, evidence, round(took, 3))
 
 
-async def _judge(target: Target, row: Row) -> tuple[Verdict, str]:
+async def _judge(target: Target, row: CheckRow) -> tuple[Verdict, str]:
     try:
         return "pass", await row.check(target)
     except Broken as broken:

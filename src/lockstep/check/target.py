@@ -14,13 +14,13 @@ from uuid import uuid4
 from lockstep.backends import ModelCard, Transport, TransportName, open_transport
 from lockstep.backends.admin import Admin
 from lockstep.check.administer import open_any_admin
-from lockstep.check.dialect import DIALECTS, Dialect
+from lockstep.check.dialect import DIALECTS, RawDialect
 from lockstep.check.outcome import Broken, NotApplicable
 from lockstep.check.raw import Raw, Reply
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadRequest, UnknownModel
-from lockstep.protocol.common.request import Ask
 
 IDS = range(10, 250)
 """Ids of test prompts: in every vocabulary, and in no order that a tokenizer would write."""
@@ -66,7 +66,7 @@ class Target:
         return self.subject.tolerance
 
     @property
-    def dialect(self) -> Dialect:
+    def dialect(self) -> RawDialect:
         return DIALECTS[self.transport.name]
 
     @property
@@ -102,10 +102,10 @@ class Target:
         request_id: str | None = None,
         experts_start: int | None = None,
         **sampling: Any,
-    ) -> Ask:
+    ) -> GenerateRequest:
         """Greedy unless said otherwise, and never ended by an EOS."""
         how = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | sampling
-        return Ask(
+        return GenerateRequest(
             prompt_ids=ids,
             sampling=Sampling(**how),
             model=model or self.card.id,

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lockstep.tokens.errors import CheckpointError, Conflict
 from lockstep.checkpoint.files import file_size, read_object, sync, write_whole
+from lockstep.tokens.errors import CheckpointError, Conflict
 
 MANIFEST = "manifest.json"
 STABLE = "STABLE"
@@ -27,7 +27,7 @@ FORMAT = "lockstep-manifest-1"
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FileRecord:
     """One file as its writer left it. The hash is SHA-256: CPUs have instructions for it."""
 
     size: int
@@ -38,7 +38,7 @@ class Written:
 class Manifest:
     """Every file of a directory, by name, and the digest of every tensor where its writer knew."""
 
-    files: Mapping[str, Written]
+    files: Mapping[str, FileRecord]
     tensors: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -109,7 +109,7 @@ def write_manifest(directory: Path, tensors: Mapping[str, str] | None = None) ->
     for path in sorted(directory.iterdir()):
         if path.is_file() and path.name not in (MANIFEST, STABLE) and path.name[0] != ".":
             sync(path)
-            files[path.name] = Written(file_size(path), _sha256(path))
+            files[path.name] = FileRecord(file_size(path), _sha256(path))
     listed = {name: {"size": w.size, "sha256": w.sha256} for name, w in files.items()}
     body = {"format": FORMAT, "files": listed} | ({"tensors": dict(tensors)} if tensors else {})
     write_whole(directory / MANIFEST, json.dumps(body, indent=1).encode())
@@ -144,13 +144,13 @@ def check_stable(directory: Path, manifest: Manifest | None) -> None:
         )
 
 
-def _written(name: str, raw: Any, path: Path) -> Written:
+def _written(name: str, raw: Any, path: Path) -> FileRecord:
     if Path(name).name != name:
         raise CheckpointError(f"{path} names {name!r}, which is not a file beside it")
     size, sha256 = (raw.get("size"), raw.get("sha256")) if isinstance(raw, dict) else (None, None)
     if type(size) is not int or not isinstance(sha256, str):
         raise CheckpointError(f"{path} gives no size and sha256 of {name!r}")
-    return Written(size, sha256)
+    return FileRecord(size, sha256)
 
 
 def _sha256(path: Path) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.tokens.errors import BadRequest, CheckpointError
 from lockstep.checkpoint import safetensors_file as tensor_file
 from lockstep.checkpoint.manifest import PROBE
+from lockstep.tokens.errors import BadRequest, CheckpointError
 
 FORMAT = "lockstep-probe-1"
 LENGTHS = (160, 66) + (9,) * 24
@@ -43,10 +43,10 @@ class Verdict:
 class Probe:
     """Sequences, the logprob of each token after the first, and how far a worker may be off.
 
-    A `tolerance` of None says that this is measured: see `lockstep.fleet.update.judgement`. `previous` are
-    the logprobs under the weights before, NaN where they are not known; `dtype` is the type that
-    the model computed in, `adapter` names the adapter. Raises CheckpointError unless every logprob
-    is finite and every length fits.
+    A `tolerance` of None says that this is measured: see `lockstep.fleet.update.judgement`.
+    `previous` are the logprobs under the weights before, NaN where they are not known; `dtype` is
+    the type that the model computed in, `adapter` names the adapter. Raises CheckpointError unless
+    every logprob is finite and every length fits.
     """
 
     sequences: tuple[tuple[int, ...], ...]

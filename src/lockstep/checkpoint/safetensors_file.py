@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.tokens.errors import CheckpointError
 from lockstep.checkpoint.files import file_size, parse_object, write_whole
+from lockstep.tokens.errors import CheckpointError
 
 LARGEST_HEADER = 100_000_000
 SIZES: Mapping[str, int] = MappingProxyType(
@@ -32,7 +32,7 @@ ARRAYS: Mapping[str, str] = MappingProxyType({"I64": "<i8", "F64": "<f8", "F32":
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: bytes [start, end) counted from the beginning of the file."""
 
     name: str
@@ -48,7 +48,7 @@ class TensorFile:
 
     path: Path
     size: int
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]
 
     @classmethod
@@ -137,7 +137,7 @@ def _metadata(raw: Any, path: Path) -> dict[str, str]:
     return raw
 
 
-def _entry(name: str, raw: Any, base: int, path: Path) -> Entry:
+def _entry(name: str, raw: Any, base: int, path: Path) -> TensorEntry:
     where = f"tensor {name!r} in the header of {path}"
     if not isinstance(raw, dict) or set(raw) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where} needs exactly dtype, shape and data_offsets")
@@ -154,7 +154,7 @@ def _entry(name: str, raw: Any, base: int, path: Path) -> Entry:
         raise CheckpointError(
             f"{where} has {end - start} bytes, but {dtype} of shape {shape} takes {needed}"
         )
-    return Entry(name, dtype, tuple(shape), base + start, base + end)
+    return TensorEntry(name, dtype, tuple(shape), base + start, base + end)
 
 
 def _counts(raw: Any) -> bool:

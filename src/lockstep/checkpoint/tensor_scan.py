@@ -9,9 +9,9 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.tokens.errors import CheckpointError
 from lockstep.checkpoint.digest import tensor_digest
-from lockstep.checkpoint.safetensors_file import Entry, TensorFile
+from lockstep.checkpoint.safetensors_file import TensorEntry, TensorFile
+from lockstep.tokens.errors import CheckpointError
 
 CHUNK = 256 << 10
 """Bytes read at once: they stay in the CPU's cache between the passes over them."""
@@ -38,7 +38,7 @@ def digests(file: TensorFile) -> dict[str, str]:
     buffer = np.zeros(CHUNK, dtype=np.uint8)
     scratch = np.zeros(CHUNK, dtype=np.uint8)
 
-    def parts(source: FileIO, entry: Entry) -> Iterator[memoryview]:
+    def parts(source: FileIO, entry: TensorEntry) -> Iterator[memoryview]:
         source.seek(entry.start)
         for start in range(entry.start, entry.end, CHUNK):
             count = min(CHUNK, entry.end - start)
@@ -65,7 +65,7 @@ def _fill(source: FileIO, buffer: npt.NDArray[np.uint8], file: TensorFile) -> No
 
 
 def _check(
-    entry: Entry,
+    entry: TensorEntry,
     values: npt.NDArray[np.uint8],
     scratch: npt.NDArray[np.uint8],
     offset: int,

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from lockstep.checkpoint.tensor_scan import digests
-from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden
 from lockstep.checkpoint.digest import DERIVED, combined, differing
 from lockstep.checkpoint.files import read_object
 from lockstep.checkpoint.manifest import (
@@ -28,8 +26,17 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.probe import Probe
 from lockstep.checkpoint.safetensors_file import TensorFile
+from lockstep.checkpoint.tensor_scan import digests
+from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden
 
-__all__ = ["Checkpoint", "Signature", "Spec", "mark_stable", "resolve", "write_manifest"]
+__all__ = [
+    "Checkpoint",
+    "ModelSignature",
+    "TensorShape",
+    "mark_stable",
+    "resolve",
+    "write_manifest",
+]
 
 CONFIG = "config.json"
 EMBEDDING = "model.embed_tokens.weight"
@@ -72,7 +79,7 @@ def resolve(weight_dir: str, roots: Sequence[Path]) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorShape:
     """Shape and type of one tensor."""
 
     shape: tuple[int, ...]
@@ -88,25 +95,25 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class ModelSignature:
     """What a model's tensors look like, by name. A tied head may be there or not."""
 
-    tensors: Mapping[str, Spec]
+    tensors: Mapping[str, TensorShape]
     tied: bool
 
     @classmethod
-    def of(cls, path: Path) -> Signature:
+    def of(cls, path: Path) -> ModelSignature:
         """From the headers of a checkpoint. Raises CheckpointError when it is not complete."""
         return cls._of(path, _files(path))
 
     @classmethod
-    def _of(cls, path: Path, files: Sequence[TensorFile]) -> Signature:
-        tensors: dict[str, Spec] = {}
+    def _of(cls, path: Path, files: Sequence[TensorFile]) -> ModelSignature:
+        tensors: dict[str, TensorShape] = {}
         for file in files:
             for entry in file.entries:
                 if entry.name in tensors:
                     raise CheckpointError(f"tensor {entry.name!r} is in {path} twice")
-                tensors[entry.name] = Spec(entry.shape, entry.dtype)
+                tensors[entry.name] = TensorShape(entry.shape, entry.dtype)
         if not tensors:
             raise CheckpointError(f"{path} holds no tensors")
         tied = HEAD not in tensors
@@ -114,7 +121,7 @@ class Signature:
             tied = read_object(path / CONFIG).get("tie_word_embeddings", tied) is True
         return cls(MappingProxyType(tensors), tied)
 
-    def check(self, found: Signature, path: Path) -> None:
+    def check(self, found: ModelSignature, path: Path) -> None:
         """Raises CheckpointError that names the tensors of `found` that this model does not have,
         lacks, or has otherwise."""
         wanted = dict(self.tensors)
@@ -143,7 +150,7 @@ class Checkpoint:
     """
 
     path: Path
-    signature: Signature
+    signature: ModelSignature
     nbytes: int
     digest: str
     tensors: Mapping[str, str]
@@ -153,7 +160,7 @@ class Checkpoint:
     def validate(
         cls,
         path: Path,
-        like: Signature | None = None,
+        like: ModelSignature | None = None,
         *,
         roots: Sequence[Path] = (),
         verify_hashes: bool = False,
@@ -170,7 +177,7 @@ class Checkpoint:
 
     @classmethod
     def _validate(
-        cls, path: Path, like: Signature | None, roots: Sequence[Path], verify_hashes: bool
+        cls, path: Path, like: ModelSignature | None, roots: Sequence[Path], verify_hashes: bool
     ) -> Checkpoint:
         before = _snapshot(path)
         manifest = Manifest.read(path)
@@ -182,7 +189,7 @@ class Checkpoint:
         if manifest is not None:
             used = {file.path.name for file in files} | ({INDEX, CONFIG, PROBE} & before.keys())
             manifest.check(path, sorted(used), hashes=verify_hashes)
-        signature = Signature._of(path, files)
+        signature = ModelSignature._of(path, files)
         if like is not None:
             like.check(signature, path)
         probe = Probe.beside(path)
@@ -263,7 +270,7 @@ def _inside(path: Path, roots: Sequence[Path]) -> bool:
     return any(path.is_relative_to(os.path.realpath(root)) for root in roots)
 
 
-def _check_vocabulary(probe: Probe | None, signature: Signature, path: Path) -> None:
+def _check_vocabulary(probe: Probe | None, signature: ModelSignature, path: Path) -> None:
     embedding = signature.tensors.get(EMBEDDING)
     if probe is None or embedding is None or len(embedding.shape) != 2:
         return
@@ -274,7 +281,7 @@ def _check_vocabulary(probe: Probe | None, signature: Signature, path: Path) -> 
 
 
 def _check_head(
-    served: Signature, found: Signature, contents: Mapping[str, str], path: Path
+    served: ModelSignature, found: ModelSignature, contents: Mapping[str, str], path: Path
 ) -> None:
     """A tied head that is there must be the embedding: else half of a pair was updated."""
     head, embedding = found.tensors.get(HEAD), found.tensors.get(EMBEDDING)

@@ -24,7 +24,7 @@ from lockstep.settings import Settings, read_token
 from lockstep.tokens.errors import BadRequest, LockstepError
 
 if TYPE_CHECKING:
-    from lockstep.check import Finding, Report, Row, Subject
+    from lockstep.check import CheckRow, Finding, Report, Subject
 
 COLOURS = {"pass": "green", "fail": "bold red", "n.a.": "dim", "error": "yellow"}
 CHANGES = "Rows that change the server"
@@ -129,14 +129,14 @@ def check(
     raise typer.Exit(0 if report.kept else 1)
 
 
-async def _ask(subject: Subject, rows: list[Row], all_rows: int, quiet: bool) -> Report:
-    from lockstep.check import Report, ask_rows, open_target
+async def _ask(subject: Subject, rows: list[CheckRow], all_rows: int, quiet: bool) -> Report:
+    from lockstep.check import Report, open_target, run_rows
 
     console = Console(stderr=True, quiet=quiet)
     findings: list[Finding] = []
     async with open_target(subject) as target:
         with console.status("asking") as status:
-            async for finding in ask_rows(target, rows):
+            async for finding in run_rows(target, rows):
                 findings.append(finding)
                 status.update(f"{finding.id}: {finding.verdict} ({len(findings)} of {len(rows)})")
         return Report(

@@ -19,12 +19,12 @@ from rich.live import Live
 from rich.markup import escape
 
 from lockstep.cli.fleet_view import fleet_view
-from lockstep.running_gateways import choose_gateway
 from lockstep.cli.tables import table_console
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.models import model_directory
-from lockstep.settings import Settings, read_token
-from lockstep.tokens.errors import BadRequest, LockstepError
+from lockstep.running_gateways import find_control_plane
+from lockstep.settings import Settings
+from lockstep.tokens.errors import LockstepError
 from lockstep.tokens.operation import Operation
 
 Url = Annotated[
@@ -38,7 +38,6 @@ TokenFile = Annotated[
     typer.Option(help="File with the admin token; else the gateway's, or LOCKSTEP_ADMIN_TOKEN."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-DEFAULT_URL = "http://127.0.0.1:8001"
 
 STATUS = {"pause": "paused", "resume": "resumed"}
 SHOWN = ("mode", "lora_name")
@@ -201,40 +200,6 @@ def _act(
                 Console(stderr=True).print(f"[red]{shown}[/]")
 
     _run(url, token_file, act)
-
-
-def find_control_plane(
-    url: str | None, token_file: Path | None, settings: Settings
-) -> tuple[str, str]:
-    """The admin URL and its token: as given, else those of the gateway that runs here.
-
-    A gateway that has written its own token file is asked with that token. Raises BadRequest when
-    several run and none was named, when none runs, or when nothing gives the token.
-    """
-    named = url or settings.admin_url
-    gateway = choose_gateway(named)
-    if token_file is not None:
-        token: str | None = read_token(token_file)
-    elif gateway is not None and gateway.token_file is not None:
-        token = read_token(Path(gateway.token_file))
-    else:
-        token = settings.admin_token
-    where = named or (gateway.admin_url if gateway is not None else None)
-    if where is None and token is not None:
-        where = DEFAULT_URL
-    if where is None:
-        raise BadRequest(
-            "no gateway of yours runs on this machine: start one with `lockstep serve`, or give "
-            "--url and --token-file of one that runs elsewhere",
-            param="url",
-        )
-    if token is None:
-        raise BadRequest(
-            f"the gateway at {where} needs its admin token: give --token-file, or set "
-            "LOCKSTEP_ADMIN_TOKEN as it was set for the gateway",
-            param="token_file",
-        )
-    return where, token
 
 
 def _run(

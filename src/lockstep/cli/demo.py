@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.train.demo.report import Summary
 
 
-class Task(StrEnum):
+class DemoTask(StrEnum):
     CALC = "calc"
     REVERSE = "reverse"
     GUESS = "guess"
@@ -27,8 +27,8 @@ class Task(StrEnum):
 
 def demo(
     task: Annotated[
-        Task, typer.Option(help="Call a calculator, reverse digits, or guess a number.")
-    ] = Task.CALC,
+        DemoTask, typer.Option(help="Call a calculator, reverse digits, or guess a number.")
+    ] = DemoTask.CALC,
     moe: Annotated[
         bool, typer.Option("--moe", help="A mixture of experts, replaying the engine's routes.")
     ] = False,

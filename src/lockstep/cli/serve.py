@@ -23,19 +23,19 @@ from lockstep.settings import Settings
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
 
-class Engine(StrEnum):
+class EngineKind(StrEnum):
     LOCKSTEP = "lockstep"
     VLLM = "vllm"
 
 
-class Dialect(StrEnum):
+class WorkerDialect(StrEnum):
     VLLM = "vllm"
     DYNAMO = "dynamo"
     DYNAMO_GENERATE = "dynamo-generate"
     SGLANG = "sglang"
 
 
-class Logprobs(StrEnum):
+class LogprobsMode(StrEnum):
     RAW = "raw"
     PROCESSED = "processed"
 
@@ -49,8 +49,8 @@ def serve(
         list[str] | None, typer.Argument(help="vLLM's own options, after --.")
     ] = None,
     engine: Annotated[
-        Engine, typer.Option(help="The embedded engine, or vLLM servers.")
-    ] = Engine.LOCKSTEP,
+        EngineKind, typer.Option(help="The embedded engine, or vLLM servers.")
+    ] = EngineKind.LOCKSTEP,
     worker: Annotated[
         list[str] | None,
         typer.Option(help="With --engine vllm: URL of a running server; repeat it."),
@@ -66,7 +66,7 @@ def serve(
     settings = Settings.read()
     model_dir = bundled(model) or Path(model)
     source: WorkerSource
-    if engine is Engine.VLLM:
+    if engine is EngineKind.VLLM:
         source = _vllm(model, workers, tuple(worker or ()), vllm_args or (), arguments, settings)
     elif worker or vllm_args:
         raise BadRequest("--worker and options after -- need --engine vllm", param="engine")
@@ -95,10 +95,10 @@ def gateway(
         typer.Option(help="URL of a Dynamo frontend, whose workers are found on DYN_RL_PORT."),
     ] = None,
     transport: Annotated[
-        Dialect | None, typer.Option(help="What they speak; by default they are asked.")
+        WorkerDialect | None, typer.Option(help="What they speak; by default they are asked.")
     ] = None,
     logprobs_mode: Annotated[
-        Logprobs | None, typer.Option(help="How they compute logprobs, if they do not say it.")
+        LogprobsMode | None, typer.Option(help="How they compute logprobs, if they do not say it.")
     ] = None,
     wait_seconds: Annotated[float, typer.Option(help="How long to wait for workers.")] = 60.0,
     *,

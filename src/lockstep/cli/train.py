@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from lockstep.cli.control import find_control_plane
+from lockstep.running_gateways import find_control_plane
 from lockstep.settings import Settings
 
 if TYPE_CHECKING:

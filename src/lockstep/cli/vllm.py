@@ -36,8 +36,8 @@ class VllmWorkers:
     async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
         """They serve in the fleet, both while the block runs."""
         from lockstep.backends.admin_registry import open_admin
-        from lockstep.launch.workers import Child
         from lockstep.launch.vllm import VllmServers
+        from lockstep.launch.workers import Child
 
         pool = fleet.pool
 

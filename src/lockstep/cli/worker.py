@@ -17,7 +17,7 @@ ENGINE = "Engine"
 LISTEN = "Listening"
 
 
-class Arithmetic(StrEnum):
+class ArithmeticMode(StrEnum):
     AUTO = "auto"
     EXACT = "exact"
     PORTABLE = "portable"
@@ -35,7 +35,7 @@ class Dtype(StrEnum):
     FLOAT16 = "float16"
 
 
-class Logprobs(StrEnum):
+class LogprobsMode(StrEnum):
     RAW = "raw"
     PROCESSED = "processed"
 
@@ -82,13 +82,13 @@ def worker(
         Dtype, typer.Option(help="Of weights and KV cache.", rich_help_panel=ENGINE)
     ] = Dtype.FLOAT32,
     arithmetic: Annotated[
-        Arithmetic,
+        ArithmeticMode,
         typer.Option(
             help="exact: logprobs equal a trainer's bit for bit; portable: on another make of CPU "
             "too; auto: exact where a self-test proves it; close: fastest kernels.",
             rich_help_panel=ENGINE,
         ),
-    ] = Arithmetic.AUTO,
+    ] = ArithmeticMode.AUTO,
     threads: Annotated[int, typer.Option(help="Torch threads.", rich_help_panel=ENGINE)] = 1,
     max_model_len: Annotated[
         int | None,
@@ -108,7 +108,7 @@ def worker(
         int, typer.Option(help="Memory for cached prefixes; 0: off.", rich_help_panel=ENGINE)
     ] = 256,
     logprobs_mode: Annotated[
-        Logprobs | None,
+        LogprobsMode | None,
         typer.Option(
             help="raw: the model's own; processed: after temperature and truncation. By default "
             "raw, with Dynamo processed.",
@@ -130,14 +130,14 @@ def worker(
     LOCKSTEP_ADMIN_TOKEN, or the one in the file that the line names; the data port needs one of
     LOCKSTEP_API_KEYS, where that is set.
     """
-    if arithmetic is Arithmetic.PORTABLE:  # torch reads it when it is loaded
+    if arithmetic is ArithmeticMode.PORTABLE:  # torch reads it when it is loaded
         os.environ.update(PORTABLE_ENVIRONMENT)
     from lockstep.engine import EngineOptions
     from lockstep.worker.dynamo.worker import run_dynamo_worker
     from lockstep.worker.serve import WorkerOptions, run_worker
 
     if logprobs_mode is None:  # Dynamo's own workers for RL compute processed ones
-        logprobs_mode = Logprobs.PROCESSED if runtime is Runtime.DYNAMO else Logprobs.RAW
+        logprobs_mode = LogprobsMode.PROCESSED if runtime is Runtime.DYNAMO else LogprobsMode.RAW
     settings = Settings.read()
     start = run_dynamo_worker if runtime is Runtime.DYNAMO else run_worker
     start(

@@ -11,8 +11,9 @@ from typing import Any
 from lockstep.backends.transport import Transport
 from lockstep.client.options import Options
 from lockstep.client.turn import Turn
-from lockstep.render import Breaks, Ledger, Node, Plan, Renderer
+from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
 from lockstep.ledger.breaks import CLIENT_BREAKS, check_breaks
+from lockstep.render import Renderer
 from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
@@ -160,7 +161,7 @@ class Chat:
             self._ledger = Ledger(await self._renderer(), breaks=self._breaks)
         return self._ledger
 
-    async def _ask(self, plan: Plan, options: Options) -> Turn:
+    async def _ask(self, plan: PromptPlan, options: Options) -> Turn:
         renderer = self.ledger.renderer
         ask = options.ask(plan.prompt_ids, self._model, renderer.stop_token_ids)
         completion = _only(await self._transport.generate(ask))

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest
-from lockstep.protocol.common.request import Ask
 
 SAMPLING = frozenset(each.name for each in fields(Sampling))
 SENDING = frozenset(
@@ -40,10 +40,10 @@ class Options:
 
     def ask(
         self, prompt_ids: Sequence[int], model: str | None, stop_token_ids: tuple[int, ...] = ()
-    ) -> Ask:
+    ) -> GenerateRequest:
         """The question to send; `stop_token_ids` are added to those of the caller."""
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids)))
-        return Ask(
+        return GenerateRequest(
             prompt_ids=prompt_ids,
             sampling=replace(self.sampling, stop_token_ids=stops),
             model=model,

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, overload
 
 from lockstep.backends.registry import open_transport
-from lockstep.backends.transport import Delta, ModelCard, Transport, TransportName
+from lockstep.backends.transport import ModelCard, StreamDelta, Transport, TransportName
 from lockstep.client.chat import Chat
 from lockstep.client.options import Options
 from lockstep.client.tokenizer import TokenizerSource
 from lockstep.client.turn import Scores, Turn
-from lockstep.render import Breaks, Plan, Renderer, Thinking
+from lockstep.ledger import Breaks, PromptPlan
 from lockstep.ledger.breaks import CLIENT_BREAKS
+from lockstep.render import Renderer, Thinking
 from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion, LockstepError
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
@@ -66,14 +67,16 @@ class Policy:
         renderer = await self._tokenizer.get_async("keep")
         ids = await renderer.render_async(messages, tools)
         ask = merged.ask(ids, self.model, renderer.stop_token_ids)
-        plan = Plan(prompt_ids=ids, parent=None, given=(), tools=b"")
+        plan = PromptPlan(prompt_ids=ids, parent=None, given=(), tools=b"")
         turns = []
         for done in await self.transport.generate(ask):
             answer = await read_completion_async(renderer, done.token_ids, tools, ids)
             turns.append(Turn.of(plan, answer, done))
         return turns
 
-    def stream(self, prompt_ids: list[int], **options: Any) -> AsyncIterator[Delta | Completion]:
+    def stream(
+        self, prompt_ids: list[int], **options: Any
+    ) -> AsyncIterator[StreamDelta | Completion]:
         """Deltas as they come, then the completions that `generate` would have given."""
         ask = self._options.with_(**options).ask(prompt_ids, self.model)
         return self.transport.stream(ask)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.render import Answer, Call, Plan
+from lockstep.ledger import PromptPlan
+from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.render import Call, ParsedMessage
 from lockstep.render.messages import Plain
 from lockstep.tokens import Completion, Finish, VersionSpan
-from lockstep.protocol.common.lazy_ids import as_list
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class Turn:
     `finish` is `tool_calls` when a call really parsed; `calls` also lists the attempts that failed.
     """
 
-    answer: Answer
+    answer: ParsedMessage
     completion: Completion
     token_ids: list[int]
     logprobs: list[float]
@@ -26,7 +27,7 @@ class Turn:
     cause: str | None = None
 
     @classmethod
-    def of(cls, plan: Plan, answer: Answer, completion: Completion) -> Turn:
+    def of(cls, plan: PromptPlan, answer: ParsedMessage, completion: Completion) -> Turn:
         """The turn that `completion` ended, after what an abort had left of it (`plan.partial`)."""
         ids, logprobs = list(completion.token_ids), list(completion.logprobs)
         versions = list(completion.versions)

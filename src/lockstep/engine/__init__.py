@@ -3,6 +3,6 @@
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.core import PauseMode
 from lockstep.engine.engine import Engine
-from lockstep.engine.sequence import Piece, Request
+from lockstep.engine.sequence import EngineRequest, StreamedToken
 
-__all__ = ["Engine", "EngineOptions", "ModelConfig", "PauseMode", "Piece", "Request"]
+__all__ = ["Engine", "EngineOptions", "EngineRequest", "ModelConfig", "PauseMode", "StreamedToken"]

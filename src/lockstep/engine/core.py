@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lockstep.engine.kv.cache import PrefixCache, SlotCache, root_name
 from lockstep.engine.config import EngineOptions, ModelConfig
-from lockstep.engine.numerics.invariance import fitting, settle
+from lockstep.engine.kv.cache import PrefixCache, SlotCache, root_name
 from lockstep.engine.model.model import Model, Segment
+from lockstep.engine.numerics.invariance import fitting, settle
 from lockstep.engine.numerics.plan import plan, prepare_process
-from lockstep.engine.weights.served import Policy
 from lockstep.engine.record import completion, experts_of
-from lockstep.engine.sampler import Row, Sampled, sample, score, top_logprobs, uniform
+from lockstep.engine.request_handle import RequestHandle
+from lockstep.engine.sampler import Sampled, SamplingRow, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Scheduler, Work
 from lockstep.engine.scoring import logprobs_of, score_sequences
-from lockstep.engine.sequence import Piece, Request, Sequence
-from lockstep.engine.request_handle import Ticket
+from lockstep.engine.sequence import EngineRequest, Sequence, StreamedToken
+from lockstep.engine.weights.served import ServedWeights
 from lockstep.engine.weights.weights import Weights
 from lockstep.tokens import Finish, PromptLogprob, Sampling
 from lockstep.tokens.completion import usable
@@ -43,7 +43,7 @@ from lockstep.tokens.errors import (
 from lockstep.tokens.ids import check_ids
 
 if TYPE_CHECKING:
-    from lockstep.engine.cuda.overlapped import Ahead
+    from lockstep.engine.cuda.overlapped import OverlappedDecoder
 
 log = logging.getLogger(__name__)
 PauseMode = Literal["abort", "wait", "keep"]
@@ -64,7 +64,7 @@ class Core:
                 param="max_model_len",
             )
         prepare_process(options)
-        self.policy = Policy(directory, self.config, options)
+        self.policy = ServedWeights(directory, self.config, options)
         self.model = Model(self.config, self.max_len, options.device, self.policy.dtype)
         self.model.arithmetic, self.arithmetic_note = fitting(self.config, options, self.max_len)
         capacity = self.model.arithmetic.keys(self.max_len)
@@ -83,7 +83,7 @@ class Core:
         self.scheduler = Scheduler(self.cache.slots, budget, self._move)
         # Where the last layer has experts, every token goes through it: its routing is recorded.
         self._routes_last = self.config.layers - 1 in self.config.moe_layers
-        self.tickets: dict[Sequence, Ticket] = {}
+        self.tickets: dict[Sequence, RequestHandle] = {}
         self.state: State = "running"
         self.ahead = self._decoder_ahead()
         self.steps = self.prompt_tokens = self.generated_tokens = 0
@@ -103,7 +103,7 @@ class Core:
 
     # Requests
 
-    def submit(self, ticket: Ticket) -> None:
+    def submit(self, ticket: RequestHandle) -> None:
         """Queues a request. Raises what `check` raises, and then keeps nothing of it."""
         request = ticket.request
         self.check(request)
@@ -117,7 +117,7 @@ class Core:
             self.tickets[sequence] = ticket
             self.scheduler.add(sequence)
 
-    def check(self, request: Request) -> None:
+    def check(self, request: EngineRequest) -> None:
         """Raises the error that says why this request can never run here."""
         check_ids(request.prompt_ids, self.config.vocab_size)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -154,12 +154,12 @@ class Core:
         self._check_drained()
         return len(found)
 
-    def drop(self, ticket: Ticket) -> None:
+    def drop(self, ticket: RequestHandle) -> None:
         """Forgets a request that nobody waits for any more."""
         self._land()
         self._forget(ticket)
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: RequestHandle) -> None:
         for sequence in ticket.sequences:
             if self.tickets.pop(sequence, None) is not None:
                 self._leave(sequence)
@@ -382,14 +382,14 @@ class Core:
         if finish := self._ended(sequence):
             self._finish(sequence, finish, sampled)
         elif ticket.stream:
-            ticket.deliver(Piece(sequence.index, sampled))
+            ticket.deliver(StreamedToken(sequence.index, sampled))
 
-    def _row(self, sequence: Sequence) -> Row:
+    def _row(self, sequence: Sequence) -> SamplingRow:
         options = sequence.request.sampling
         banned: tuple[int, ...] = ()
         if sequence.generated < options.min_tokens:
             banned = self._ends(options)
-        return Row(
+        return SamplingRow(
             options,
             options.logprob_mode or self.options.logprob_mode,
             uniform(sequence.seed, sequence.generated),
@@ -425,11 +425,11 @@ class Core:
         done = completion(sequence, finish, experts, self.options)
         ticket.completions[sequence.index] = done
         if ticket.stream:
-            ticket.deliver(Piece(sequence.index, last, done))
+            ticket.deliver(StreamedToken(sequence.index, last, done))
         elif len(ticket.completions) == len(ticket.sequences):
             ticket.deliver([ticket.completions[s.index] for s in ticket.sequences])
 
-    def _fail(self, ticket: Ticket, error: LockstepError) -> None:
+    def _fail(self, ticket: RequestHandle, error: LockstepError) -> None:
         self._forget(ticket)
         ticket.deliver(error)
 
@@ -466,17 +466,19 @@ class Core:
         if self.ahead is not None:
             self.ahead.land()
 
-    def _decoder_ahead(self) -> Ahead | None:
+    def _decoder_ahead(self) -> OverlappedDecoder | None:
         """One step ahead of the host where there are kernels for it; they need Triton."""
         if not self.cache.k.is_cuda or find_spec("triton") is None:
             return None
-        from lockstep.engine.cuda.overlapped import Ahead
         from lockstep.engine.cuda.graphs import Decoder
+        from lockstep.engine.cuda.overlapped import OverlappedDecoder
 
         if not Decoder.able(self.model, self.cache):
             return None
         decoder = Decoder(self.model, self.cache)
-        return Ahead(decoder, self.scheduler, self.options.logprob_mode, self.take, self.spoil)
+        return OverlappedDecoder(
+            decoder, self.scheduler, self.options.logprob_mode, self.take, self.spoil
+        )
 
     def _move(self, source: int, target: int, sequence: Sequence) -> None:
         self.cache.move(source, target, sequence.computed)

@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.engine.numerics import mkl
-from lockstep.engine.numerics.block_shapes import shared_products_hold
 from lockstep.engine.config import EngineOptions
 from lockstep.engine.core import Core, PauseMode
 from lockstep.engine.model.lora import Adapter
-from lockstep.engine.sequence import Piece, Request
+from lockstep.engine.numerics import mkl
+from lockstep.engine.numerics.block_shapes import shared_products_hold
+from lockstep.engine.request_handle import Event, RequestHandle
+from lockstep.engine.sequence import EngineRequest, StreamedToken
 from lockstep.engine.step_health import StepHealth
-from lockstep.engine.request_handle import Event, Ticket
 from lockstep.engine.weights.weights import Weights
 from lockstep.models import bundled
 from lockstep.tokens import Completion, LockstepError
@@ -89,17 +89,17 @@ class Engine:
 
     # Generating
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(self, request: EngineRequest) -> list[Completion]:
         """All choices of a request. Raises a LockstepError; cancelling it stops the request."""
         async with self._ticket(request, stream=False) as events:
             event = await events.get()
             if isinstance(event, LockstepError):
                 raise event
-            if isinstance(event, Piece):
+            if isinstance(event, StreamedToken):
                 raise EngineFailure("a piece came for a request that was not streamed")
             return event
 
-    async def stream(self, request: Request) -> AsyncIterator[Piece]:
+    async def stream(self, request: EngineRequest) -> AsyncIterator[StreamedToken]:
         """Pieces as they are sampled; the last one of each choice carries its completion."""
         async with self._ticket(request, stream=True) as events:
             left = request.sampling.n
@@ -107,12 +107,12 @@ class Engine:
                 event = await events.get()
                 if isinstance(event, LockstepError):
                     raise event
-                if not isinstance(event, Piece):
+                if not isinstance(event, StreamedToken):
                     raise EngineFailure("all completions came at once for a streamed request")
                 left -= event.completion is not None
                 yield event
 
-    async def check(self, request: Request) -> None:
+    async def check(self, request: EngineRequest) -> None:
         """Raises the error that `generate` would raise before it generates anything."""
         self._check_works()
         await self._call(lambda: self.core.check(request))
@@ -374,7 +374,7 @@ class Engine:
 
     @asynccontextmanager
     async def _ticket(
-        self, request: Request, *, stream: bool
+        self, request: EngineRequest, *, stream: bool
     ) -> AsyncIterator[asyncio.Queue[Event]]:
         self._check_works()
         loop = asyncio.get_running_loop()
@@ -383,7 +383,7 @@ class Engine:
         def deliver(event: Event) -> None:
             self._outbox.setdefault(loop, []).append(lambda: events.put_nowait(event))
 
-        ticket = Ticket(request, deliver, stream=stream)
+        ticket = RequestHandle(request, deliver, stream=stream)
         try:
             await self._call(lambda: self.core.submit(ticket))
             yield events

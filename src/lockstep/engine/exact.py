@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.engine.numerics import mkl
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.arithmetic import in_safe_pieces, mix_experts, round_up, silu
+from lockstep.engine.numerics import mkl
 from lockstep.engine.numerics.block_shapes import (
     MULTIPLES,
     Products,
@@ -29,7 +30,6 @@ from lockstep.engine.numerics.block_shapes import (
     shared_products_hold,
     why_unfit,
 )
-from lockstep.engine.config import ModelConfig
 from lockstep.engine.numerics.plan import make_reproducible, plan, why_not_portable
 from lockstep.engine.numerics.trainer_path import exact_causal
 from lockstep.tokens.errors import BadRequest, NotExact

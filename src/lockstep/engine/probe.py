@@ -23,13 +23,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lockstep.engine import exact
-from lockstep.engine.weights.digest import Digester
-from lockstep.tokens.ids import check_ids
 from lockstep.checkpoint.files import write_whole
 from lockstep.checkpoint.manifest import INDEX, PROBE, WEIGHTS, begin, mark_stable, write_manifest
 from lockstep.checkpoint.probe import LENGTHS, THOROUGH, Probe, builtin
 from lockstep.checkpoint.safetensors_file import TensorFile
+from lockstep.engine import exact
+from lockstep.engine.weights.digest import Digester
+from lockstep.tokens.ids import check_ids
 
 log = logging.getLogger(__name__)
 CANDIDATES, CANDIDATE_TOKENS = 64, 64

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.engine.sequence import Piece, Request, Sequence
+from lockstep.engine.sequence import EngineRequest, Sequence, StreamedToken
 from lockstep.tokens import Completion, LockstepError
 
-Event = Piece | list[Completion] | LockstepError
+Event = StreamedToken | list[Completion] | LockstepError
 
 
-class Ticket:
+class RequestHandle:
     """The sequences of a request, and where its events go (`deliver`)."""
 
     def __init__(
-        self, request: Request, deliver: Callable[[Event], None], *, stream: bool = False
+        self, request: EngineRequest, deliver: Callable[[Event], None], *, stream: bool = False
     ) -> None:
         self.request = request
         self.deliver = deliver

@@ -15,7 +15,7 @@ HIDDEN = float("-inf")
 _MASK = (1 << 64) - 1
 
 
-class Row(NamedTuple):
+class SamplingRow(NamedTuple):
     """How to sample one row of logits."""
 
     sampling: Sampling
@@ -42,7 +42,7 @@ def uniform(seed: int, position: int) -> float:
     return ((z ^ (z >> 31)) >> 40) / (1 << 24)
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled]:
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     """One token per row of `logits` (rows, vocab), each from its own row alone.
 
     A row that is no distribution, as its logits or its options are out of range, gets logprob NaN.
@@ -87,7 +87,7 @@ def top_logprobs(logprobs: Tensor, wanted: Sequence[int]) -> list[tuple[Ranked, 
     ]
 
 
-def _shape(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def _shape(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The logits that are sampled from: biased, masked, tempered and truncated, row by row.
 
     The logits themselves where no row asks for any of it.

@@ -13,7 +13,7 @@ from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class EngineRequest:
     """One request to the engine. A lower `priority` is served sooner.
 
     `experts_start` asks for routed experts from that row on. `weight_version` demands that every
@@ -34,7 +34,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamedToken:
     """What came of one choice in one step: a token, its completion when it ended, or both."""
 
     index: int
@@ -46,7 +46,12 @@ class Sequence:
     """One choice of a request. `tokens` holds prompt and output, `computed` how many are cached."""
 
     def __init__(
-        self, request: Request, index: int, seed: int, max_len: int, leader: Sequence | None = None
+        self,
+        request: EngineRequest,
+        index: int,
+        seed: int,
+        max_len: int,
+        leader: Sequence | None = None,
     ) -> None:
         self.request = request
         self.index = index

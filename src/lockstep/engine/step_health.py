@@ -6,8 +6,8 @@ import logging
 from time import monotonic
 
 from lockstep.engine.core import Core
-from lockstep.engine.sequence import Request
-from lockstep.engine.request_handle import Event, Ticket
+from lockstep.engine.request_handle import Event, RequestHandle
+from lockstep.engine.sequence import EngineRequest
 from lockstep.tokens import LockstepError, Sampling
 from lockstep.tokens.errors import EngineFailure
 
@@ -16,7 +16,7 @@ FAILURES = 3
 """Steps that fail in a row before the engine itself is suspected."""
 RETRY_SECONDS = 5.0
 """How often a broken engine tries whether it works again."""
-CANARY = Request(
+CANARY = EngineRequest(
     prompt_ids=[0],
     sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True),
     request_id="lockstep-canary",
@@ -79,7 +79,7 @@ class StepHealth:
         """What goes wrong with the plainest of requests; None when it is answered."""
         events: list[Event] = []
         try:
-            self._core.submit(Ticket(CANARY, events.append))
+            self._core.submit(RequestHandle(CANARY, events.append))
             for _ in range(CANARY_STEPS):
                 self._core.step()
                 if events:

@@ -13,9 +13,9 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 from lockstep.backends.dynamo.discovery import Change, Discovery, Found, until_ready, watch
+from lockstep.backends.dynamo.frontend_probe import ProvingAdmin
 from lockstep.backends.dynamo.transport import pinned
 from lockstep.fleet.fleet import Fleet
-from lockstep.backends.dynamo.frontend_probe import ProvingAdmin
 from lockstep.tokens.errors import BadRequest, LockstepError, NotFound
 
 log = logging.getLogger(__name__)

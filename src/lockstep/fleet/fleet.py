@@ -13,17 +13,17 @@ from typing import Any, Literal
 import msgspec
 
 from lockstep.backends.admin import Admin, Broadcaster, PauseMode, Source, WorkerView
-from lockstep.fleet.update.adapters import load_everywhere, prove_again, unload_everywhere
-from lockstep.fleet.update.bring_up import bring_up
 from lockstep.checkpoint.validate import resolve
 from lockstep.fleet.control.desired import Desired, Reference, StateStore
 from lockstep.fleet.control.lease import Lease
-from lockstep.fleet.member import Member, each
 from lockstep.fleet.control.operations import Operations
+from lockstep.fleet.member import Member, each
 from lockstep.fleet.routing.pool import Pool, Worker
+from lockstep.fleet.update.adapters import load_everywhere, prove_again, unload_everywhere
+from lockstep.fleet.update.bring_up import bring_up
+from lockstep.fleet.update.new_weights import WeightReader
 from lockstep.fleet.update.proof import BUILTIN, CLOSE, scores_of
-from lockstep.fleet.update.transaction import Budget, Transaction
-from lockstep.fleet.update.new_weights import Weights
+from lockstep.fleet.update.transaction import PhaseBudgets, Transaction
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
 from lockstep.tokens.operation import Operation
 from lockstep.tokens.versions import check_adapter_name, check_label
@@ -45,7 +45,7 @@ class Fleet:
         store: StateStore | None = None,
         *,
         roots: Sequence[Path] = (),
-        budget: Budget | None = None,
+        budget: PhaseBudgets | None = None,
         lease_seconds: float = LEASE_SECONDS,
         model_dir: Path | None = None,
     ) -> None:
@@ -54,8 +54,8 @@ class Fleet:
         self.members: dict[str, Member] = {}
         self._store = store or StateStore()
         self._roots = tuple(Path(root).resolve() for root in roots or ("/",))
-        self._weights = Weights(self._roots, model_dir)
-        self._budget = budget or Budget()
+        self._weights = WeightReader(self._roots, model_dir)
+        self._budget = budget or PhaseBudgets()
         self._lease_seconds = lease_seconds
         self.desired = self._store.desired()
         self.agreement = pool.agreement

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from lockstep.backends import Ask, Delta, Transport, TransportName, open_transport
-from lockstep.fleet.control.accepted_versions import Agreement
-from lockstep.fleet.routing.rendezvous import Ring
-from lockstep.http.client import Link
+from lockstep.backends import GenerateRequest, StreamDelta, Transport, TransportName, open_transport
+from lockstep.fleet.control.accepted_versions import AcceptedVersions
+from lockstep.fleet.routing.rendezvous import RendezvousHash
+from lockstep.http.client import HttpClient
 from lockstep.tokens import Completion, LogprobMode
 from lockstep.tokens.errors import BadRequest, Busy, Conflict, LockstepError, NotFound, Unavailable
 
@@ -44,7 +44,7 @@ class Worker:
 
     id: str
     url: str
-    link: Link
+    link: HttpClient
     options: dict[str, Any] = field(default_factory=dict)
     state: State = "down"
     in_flight: int = 0
@@ -57,7 +57,7 @@ class Worker:
     changes: int = 0
     due: float = 0.0
     opened: Transport | None = None
-    agreement: Agreement = field(default_factory=Agreement)
+    agreement: AcceptedVersions = field(default_factory=AcceptedVersions)
     instance: str | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -69,14 +69,14 @@ class Worker:
             raise Unavailable(f"worker {self.id} has not been reached yet: {self.error}")
         return self.opened
 
-    async def generate(self, ask: Ask) -> list[Completion]:
+    async def generate(self, ask: GenerateRequest) -> list[Completion]:
         """The completions, under a version the fleet agreed on. Raises Unavailable if not."""
         since = self.agreement.mark()
         done = await self.transport.generate(ask)
         self.agreement.check(done, since, self.id)
         return done
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Delta | Completion, None]:
+    async def stream(self, ask: GenerateRequest) -> AsyncGenerator[StreamDelta | Completion, None]:
         """Deltas, then completions; an answer under a version not agreed on ends in an error."""
         since = self.agreement.mark()
         async with aclosing(self.transport.stream(ask)) as items:
@@ -111,7 +111,9 @@ class _Health(msgspec.Struct):
 class Members:
     """The workers by id. Each has a task that probes it: often while it is down, then less."""
 
-    def __init__(self, ring: Ring[Worker], probe_seconds: float, agreement: Agreement) -> None:
+    def __init__(
+        self, ring: RendezvousHash[Worker], probe_seconds: float, agreement: AcceptedVersions
+    ) -> None:
         if not probe_seconds > 0:
             raise BadRequest(
                 f"probe_seconds is {probe_seconds}: expected seconds > 0", param="probe_seconds"
@@ -154,7 +156,7 @@ class Members:
         worker = Worker(
             name,
             url.rstrip("/"),
-            Link(url, api_key=api_key, retries=RETRIES),
+            HttpClient(url, api_key=api_key, retries=RETRIES),
             {"transport": transport, "api_key": api_key, "logprob_mode": logprob_mode},
             agreement=self._agreement,
         )

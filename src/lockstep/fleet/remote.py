@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from lockstep.backends.admin import PauseMode
-from lockstep.http.client import Link
+from lockstep.http.client import HttpClient
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.operation import Operation
@@ -41,7 +41,7 @@ class RemoteFleet:
                 "names the file when it is ready)",
                 param="token",
             )
-        self._link = Link(url, api_key=token, timeout=timeout, retries=0)
+        self._link = HttpClient(url, api_key=token, timeout=timeout, retries=0)
 
     async def __aenter__(self) -> RemoteFleet:
         return self

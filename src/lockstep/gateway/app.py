@@ -14,18 +14,18 @@ from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp
 
 from lockstep.fleet.fleet import Fleet
-from lockstep.gateway.models import Book
-from lockstep.gateway.chat.route import ChatFace
-from lockstep.gateway.routes.completions import CompletionsFace
-from lockstep.gateway.routes.control import ControlPlane
+from lockstep.gateway.chat.route import ChatRoutes
+from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.fast_routes import SESSION_TEMPLATE, FastRoutes
-from lockstep.gateway.context import Gateway
-from lockstep.gateway.routes.generate import GenerateFace
-from lockstep.gateway.metrics import Metrics
-from lockstep.gateway.openapi.document import OpenApiFace
+from lockstep.gateway.metrics import GatewayMetrics
+from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.openapi.document import OpenApiRoutes
+from lockstep.gateway.routes.completions import CompletionsRoutes
+from lockstep.gateway.routes.control import ControlPlane
+from lockstep.gateway.routes.generate import GenerateRoutes
+from lockstep.gateway.routes.status import StatusRoutes
+from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.sessions import TTL_SECONDS, Sessions
-from lockstep.gateway.routes.status import StatusFace
-from lockstep.gateway.routes.tokenize import TextFace
 from lockstep.http.auth import RequestAuth, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.limits import DRAIN_SECONDS, LIMITS, ServerLimits
@@ -58,21 +58,23 @@ class GatewayOptions:
         check_exposure(self.host, self.api_keys, self.insecure)
 
 
-def data_app(gateway: Gateway, options: GatewayOptions, metrics: Metrics) -> FastRoutes:
+def data_app(
+    gateway: GatewayContext, options: GatewayOptions, metrics: GatewayMetrics
+) -> FastRoutes:
     """The data plane: every face at the root, and those that sessions may use under theirs."""
     hosts = hosts_of(options.host)
-    generate = GenerateFace(gateway).routes
+    generate = GenerateRoutes(gateway).routes
     routes: list[BaseRoute] = [
-        *ChatFace(gateway).routes,
-        *CompletionsFace(gateway).routes,
-        *TextFace(gateway).routes,
-        *StatusFace(gateway).routes,
+        *ChatRoutes(gateway).routes,
+        *CompletionsRoutes(gateway).routes,
+        *TokenizeRoutes(gateway).routes,
+        *StatusRoutes(gateway).routes,
     ]
     everything: list[BaseRoute] = [
         *generate,
         *routes,
         *metrics.routes,
-        *OpenApiFace().routes,
+        *OpenApiRoutes().routes,
         Mount(SESSION_TEMPLATE, routes=routes),
     ]
     routed = Starlette(
@@ -113,9 +115,11 @@ async def serve_gateway(
             )
         )
         pool = fleet.pool
-        book = Book(pool.models, options.tokenizer)
-        gateway = Gateway(pool=pool, book=book, sessions=sessions, body_limit=options.body_limit)
-        metrics = Metrics(gateway)
+        book = ModelRegistry(pool.models, options.tokenizer)
+        gateway = GatewayContext(
+            pool=pool, book=book, sessions=sessions, body_limit=options.body_limit
+        )
+        metrics = GatewayMetrics(gateway)
         hosts = hosts_of(options.admin_host)
         control = ControlPlane(gateway, fleet, options.admin_token, hosts=hosts)
         apps: list[tuple[ASGIApp, socket]] = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.models import Book
+from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.tokens.errors import BadRequest
 
@@ -17,11 +17,11 @@ SESSION_ID = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gateway:
+class GatewayContext:
     """The fleet's workers, the models they serve, and the sessions that requests may join."""
 
     pool: Pool
-    book: Book
+    book: ModelRegistry
     sessions: Sessions
     body_limit: int = 64 << 20
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lockstep.gateway.metrics import Metrics
+from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.http.auth import RequestAuth
 from lockstep.http.handlers import ClientGone, Handler, on_crash, on_gone, on_lockstep_error
 from lockstep.tokens.errors import LockstepError
@@ -31,7 +31,7 @@ class FastRoutes:
         self,
         rest: ASGIApp,
         auth: RequestAuth,
-        metrics: Metrics,
+        metrics: GatewayMetrics,
         *,
         at_root: Iterable[BaseRoute],
         in_sessions: Iterable[BaseRoute],

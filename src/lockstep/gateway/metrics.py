@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep.gateway.context import Gateway
+from lockstep.gateway.context import GatewayContext
 from lockstep.http.route_templates import RouteTemplates
 
 BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
@@ -35,10 +35,10 @@ REFUSED = "Turns refused since the start because the limit of {} was reached."
 BREAKS = "Prefix breaks with the cause {} since the start."
 
 
-class Metrics(Collector):
+class GatewayMetrics(Collector):
     """Counts requests as they end; workers and sessions are read when scraped."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayContext) -> None:
         self._gateway = gateway
         self._registry = CollectorRegistry()
         self._requests = Counter(

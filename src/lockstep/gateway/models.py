@@ -16,7 +16,7 @@ FRESH_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """A model name that requests may use: the base model, or an adapter on it."""
 
     name: str
@@ -25,7 +25,7 @@ class Served:
     weight_version: str | None
 
 
-class Book:
+class ModelRegistry:
     """Resolves model names. The list comes from the workers (`fetch`) and is kept for a while."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Book:
             await self._refresh()
         return list(self._cards.values())
 
-    async def resolve(self, name: str | None) -> Served:
+    async def resolve(self, name: str | None) -> ServedModel:
         """The model of that name, or the only base model. Raises UnknownModel, or BadRequest."""
         if not self._cards:
             await self._refresh()
@@ -59,7 +59,7 @@ class Book:
                 )
         card = self._cards[name] if name is not None else self._base()
         adapter = card.id if card.parent is not None else None
-        return Served(card.id, adapter, card.max_model_len, card.weight_version)
+        return ServedModel(card.id, adapter, card.max_model_len, card.weight_version)
 
     async def renderer(self) -> Renderer:
         """How the base model's messages become tokens; loaded once, off the event loop."""

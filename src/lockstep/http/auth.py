@@ -9,8 +9,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.http.handlers import json_response
+from lockstep.protocol.common.error_body import error_fields
 from lockstep.tokens.errors import Forbidden, LockstepError, Unauthorized
-from lockstep.protocol.common.error_body import fault
 
 OPEN_PATHS = ("/health",)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -35,7 +35,7 @@ class RequestAuth:
             try:
                 self.check(scope)
             except LockstepError as error:
-                body = fault(error, Headers(scope=scope).get("x-request-id"))
+                body = error_fields(error, Headers(scope=scope).get("x-request-id"))
                 await json_response(body, error.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -16,10 +16,10 @@ from urllib.parse import quote, urlsplit
 
 from lockstep.http.connection import Connection, Lost
 from lockstep.http.sse import EventReader
-from lockstep.tokens.errors import BadRequest, Busy, DeadlineExceeded, Unavailable
+from lockstep.protocol.common.base64_extract import ExtractedBody
+from lockstep.protocol.common.base64_stream import Base64Extractor
 from lockstep.protocol.common.decode_error import error_of
-from lockstep.protocol.common.base64_extract import Spliced
-from lockstep.protocol.common.base64_stream import Splicer
+from lockstep.tokens.errors import BadRequest, Busy, DeadlineExceeded, Unavailable
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Collector(Protocol[T_co]):
     def finish(self) -> T_co: ...
 
 
-class Body:
+class ResponseBody:
     """The whole body in one buffer. Collecting pieces and joining them would hold it twice."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Body:
         return self._bytes
 
 
-class Link:
+class HttpClient:
     """One server. Retries only what failed before a byte of the answer came, a few times.
 
     A keep-alive connection that the server has dropped is such a failure; an answer that breaks
@@ -92,10 +92,10 @@ class Link:
         self._closed = False
 
     async def get(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
-        return await self._whole("GET", path, None, timeout, None, Body)
+        return await self._whole("GET", path, None, timeout, None, ResponseBody)
 
     async def delete(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
-        return await self._whole("DELETE", path, None, timeout, None, Body)
+        return await self._whole("DELETE", path, None, timeout, None, ResponseBody)
 
     async def post(
         self,
@@ -107,7 +107,9 @@ class Link:
     ) -> bytearray:
         """The body of a 2xx answer. Raises the typed error of any other, Unavailable when the
         server cannot be reached or hangs up, DeadlineExceeded after `timeout` seconds."""
-        return await self._whole("POST", path, body, timeout or self._timeout, headers, Body)
+        return await self._whole(
+            "POST", path, body, timeout or self._timeout, headers, ResponseBody
+        )
 
     async def post_spliced(
         self,
@@ -116,10 +118,10 @@ class Link:
         *,
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Spliced:
+    ) -> ExtractedBody:
         """The same for an answer that may hold routed experts, which are left in their pieces."""
         limit = timeout or self._timeout
-        return await self._whole("POST", path, body, limit, headers, Splicer)
+        return await self._whole("POST", path, body, limit, headers, Base64Extractor)
 
     async def _whole(
         self,
@@ -302,7 +304,7 @@ class Link:
     async def _check(self, answer: Connection, path: str) -> None:
         """Raises the typed error of an answer that is not 2xx."""
         if not 200 <= answer.status < 300:
-            raise error_of(answer.status, await self._collect(answer, path, Body()))
+            raise error_of(answer.status, await self._collect(answer, path, ResponseBody()))
 
     async def _collect(self, answer: Connection, path: str, collector: Collector[T]) -> T:
         while True:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from lockstep.protocol.common.error_body import fault_body
+from lockstep.protocol.common.error_body import error_body
 
 NO_LINGER = struct.pack("ii", 1, 0)
 
@@ -28,7 +28,7 @@ def reset(transport: asyncio.Transport) -> None:
 
 def refusal(status: int, why: str, reason: str) -> bytes:
     """The whole answer to a client that is heard no more."""
-    body = msgspec.json.encode(fault_body(status, why, reason))
+    body = msgspec.json.encode(error_body(status, why, reason))
     head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
     return STATUS_LINE[status] + head + b"%d\r\n\r\n%b" % (len(body), body)
 

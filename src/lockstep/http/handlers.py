@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from lockstep.http import sse
 from lockstep.http.presence import GONE
+from lockstep.protocol.common.error_body import error_body, error_fields
 from lockstep.tokens.errors import BadRequest, LockstepError, TooLarge, Unauthorized
-from lockstep.protocol.common.error_body import fault, fault_body
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class EventStream(Response):
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except LockstepError as error:
-            event = sse.event(fault(error, self._request_id))
+            event = sse.event(error_fields(error, self._request_id))
             await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
             close = getattr(self._events, "aclose", None)
@@ -161,7 +161,7 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes | None:
 async def on_lockstep_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, LockstepError):
         raise error
-    response = json_response(fault(error, request_id_of(request)), error.status)
+    response = json_response(error_fields(error, request_id_of(request)), error.status)
     if error.retry_after is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     return response
@@ -172,7 +172,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         raise error
     where = f"{request.method} {request.url.path}"
     reason = {404: "no_such_route", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    body = fault_body(error.status_code, f"{error.detail}: {where}", reason)
+    body = error_body(error.status_code, f"{error.detail}: {where}", reason)
     response = json_response(body, error.status_code)
     response.headers.update(error.headers or {})
     return response
@@ -188,7 +188,7 @@ async def on_crash(request: Request, error: Exception) -> Response:
     # What went wrong inside is for the log only: a text of an error may hold anything.
     log.error("%s %s failed, request %s", request.method, path, named, exc_info=error)
     why = f"internal error: the log of this server has its cause, under the request id {named}"
-    return json_response(fault_body(500, why, "internal_error", request_id=named), 500)
+    return json_response(error_body(500, why, "internal_error", request_id=named), 500)
 
 
 EXCEPTION_HANDLERS: dict[Any, Any] = {

@@ -1,0 +1,1 @@
+"""Starting and supervising processes: embedded workers, vLLM servers, a Dynamo deployment."""

@@ -22,12 +22,12 @@ import msgspec
 
 from lockstep.backends.dynamo.discovery import Dynamo, until_ready
 from lockstep.backends.dynamo.transport import DynamoTransport
-from lockstep.http.client import Link
+from lockstep.http.client import HttpClient
 from lockstep.http.server import listen, url_of
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.dynamo import environment as dynamo_env
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, DeadlineExceeded, EngineFailure, UnknownModel
-from lockstep.protocol.dynamo import environment as dynamo_env
-from lockstep.protocol.common.request import Ask
 
 log = logging.getLogger(__name__)
 READY_SECONDS = 180.0
@@ -140,7 +140,7 @@ class LocalDynamo:
     async def _until_answered(self) -> None:
         """Returns when a request is answered: a frontend lists a model before its chat route knows
         it. Raises DeadlineExceeded."""
-        transport = DynamoTransport(Link(self.url, retries=0))
+        transport = DynamoTransport(HttpClient(self.url, retries=0))
         try:
             async with asyncio.timeout(READY_SECONDS):
                 while not await self._answers(transport):
@@ -159,7 +159,9 @@ class LocalDynamo:
             return False
         try:
             sampling = Sampling(max_tokens=1)
-            await transport.generate(Ask(prompt_ids=[1], model=models[0].id, sampling=sampling))
+            await transport.generate(
+                GenerateRequest(prompt_ids=[1], model=models[0].id, sampling=sampling)
+            )
         except UnknownModel:
             return False
         return True

@@ -21,11 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from lockstep.launch.workers import Child, Supervisor
 from lockstep.http.server import say_ready
+from lockstep.launch.parent_death import PR_SET_PDEATHSIG, hold
+from lockstep.launch.workers import Child, Supervisor
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest
-from lockstep.launch.parent_death import PR_SET_PDEATHSIG, hold
 
 HEALTH_SECONDS = 180.0
 """Most of a start is three processes that import torch, one after the other."""

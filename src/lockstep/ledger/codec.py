@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from lockstep.render.messages import Message
 from lockstep.ledger.tree import IDS, LOGPROBS, Node
+from lockstep.render.messages import Message
 from lockstep.tokens import Finish, LogprobMode, RoutedExperts, VersionSpan
 from lockstep.tokens.errors import BadRequest
 

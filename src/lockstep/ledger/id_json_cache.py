@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import overload
-
 import msgspec
 
 from lockstep.ledger.tree import Node
-from lockstep.protocol.common.lazy_ids import LazyIds
+from lockstep.protocol.common.lazy_ids import PlannedIds
 
 ENCODER = msgspec.json.Encoder()
 
 
-class PlannedIds(LazyIds):
-    """The ids of a prompt: JSON as a whole, and as a list those that follow the turn before."""
-
-    __slots__ = ("added", "start")
-
-    def __init__(self, json: bytes, start: int, added: list[int]) -> None:
-        super().__init__(json)
-        self.start = start
-        self.added = added
-
-    def __len__(self) -> int:
-        return self.start + len(self.added)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.decoded())
-
-    @overload
-    def __getitem__(self, at: int) -> int: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[int]: ...
-    def __getitem__(self, at: int | slice) -> int | list[int]:
-        if isinstance(at, slice) and at.step is None:
-            first, last, _ = at.indices(len(self))
-            if first >= self.start:
-                return self.added[first - self.start : max(last - self.start, 0)]
-        return self.decoded()[at]
-
-
-class Written:
+class IdJsonCache:
     """The JSON of one branch, the one that was asked for last, without the closing bracket."""
 
     __slots__ = ("_json", "_node")

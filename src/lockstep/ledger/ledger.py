@@ -17,20 +17,20 @@ from typing import Any
 from lockstep.ledger import codec as store
 from lockstep.ledger.branch_sample import branch_sample, own_experts
 from lockstep.ledger.breaks import CLIENT_BREAKS, Breaks, check_breaks
-from lockstep.render.messages import Message, canonical, plain_messages
+from lockstep.ledger.id_json_cache import IdJsonCache
 from lockstep.ledger.matching import (
     EXPLAINED,
     Cause,
-    Plan,
-    Prompt,
-    Request,
+    PlannedPrompt,
+    PromptPlan,
+    TurnRequest,
     find_prompt,
     light_prompt,
     read_request,
 )
-from lockstep.render.renderer import Renderer
 from lockstep.ledger.tree import IDS, LOGPROBS, Node, cost, leaves
-from lockstep.ledger.id_json_cache import Written
+from lockstep.render.messages import Message, canonical, plain_messages
+from lockstep.render.renderer import Renderer
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, Conflict, Misaligned, PrefixBreak
 
@@ -53,10 +53,10 @@ class Ledger:
         self.roots: list[Node] = []
         self.nbytes = 0
         self.on_break: Callable[[tuple[bytes, Cause]], object] | None = None
-        self.written = Written()
+        self.written = IdJsonCache()
         self._recorded: set[bytes] = set()
 
-    def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> Plan:
+    def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> PromptPlan:
         """The prompt for these messages.
 
         Raises BadRequest for messages that cannot be read or ask nothing new, and, with
@@ -73,7 +73,7 @@ class Ledger:
         renderer: Renderer | None = None,
         breaks: Breaks | None = None,
         raw: bool = False,
-    ) -> Plan:
+    ) -> PromptPlan:
         """`plan`, with tokenizing that takes long off the event loop; it raises the same.
 
         `renderer` and `breaks` take the place of the ledger's own for this one request. With
@@ -87,7 +87,7 @@ class Ledger:
             prompt = await renderer.offload(find_prompt, request, self.roots[:], renderer)
         return self._settle(request, prompt, breaks or self.breaks, raw=raw)
 
-    def continue_(self, node: Node) -> Plan:
+    def continue_(self, node: Node) -> PromptPlan:
         """The prompt that goes on, token for token, where an aborted turn stopped.
 
         Raises Conflict when the turn was not aborted.
@@ -100,7 +100,7 @@ class Ledger:
         while opened.continues and opened.parent is not None:
             opened = opened.parent
             partial = [*opened.sampled, *partial]
-        return Plan(
+        return PromptPlan(
             prompt_ids=node.ids().tolist(),
             parent=node,
             given=(),
@@ -110,7 +110,7 @@ class Ledger:
             partial=tuple(partial),
         )
 
-    def commit(self, plan: Plan, completion: Completion, message: Any) -> Node:
+    def commit(self, plan: PromptPlan, completion: Completion, message: Any) -> Node:
         """Stores the sampled turn with the assistant message that was handed on for it.
 
         Nothing is stored unless everything fits. Raises Misaligned when the completion is not of
@@ -119,7 +119,7 @@ class Ledger:
         (node,) = self.commit_all(plan, [(completion, message)])
         return node
 
-    def commit_all(self, plan: Plan, answers: Iterable[tuple[Completion, Any]]) -> list[Node]:
+    def commit_all(self, plan: PromptPlan, answers: Iterable[tuple[Completion, Any]]) -> list[Node]:
         """Stores the choices of one request as sibling branches: all of them, or none.
 
         Raises what `commit` raises.
@@ -133,7 +133,7 @@ class Ledger:
 
     def _turn(
         self,
-        plan: Plan,
+        plan: PromptPlan,
         completion: Completion,
         message: Any,
         made: Sequence[tuple[Node, Node | None]],
@@ -234,13 +234,13 @@ class Ledger:
         self.siblings(node.parent).append(node)
 
     def _settle(
-        self, request: Request, prompt: Prompt, breaks: Breaks, *, raw: bool = False
-    ) -> Plan:
+        self, request: TurnRequest, prompt: PlannedPrompt, breaks: Breaks, *, raw: bool = False
+    ) -> PromptPlan:
         """The plan of a prompt; a break is recorded here, on the caller's thread."""
         node, cause = prompt.anchor.node, prompt.cause
         before = node.breaks if node is not None else ()
         if cause is None:
-            return Plan(
+            return PromptPlan(
                 prompt_ids=self._whole(prompt, raw),
                 parent=node,
                 given=request.read[prompt.anchor.length :],
@@ -255,7 +255,7 @@ class Ledger:
                 cause=cause,
                 param="tools" if cause == "tools_changed" else "messages",
             )
-        return Plan(
+        return PromptPlan(
             prompt_ids=prompt.ids,
             parent=None,
             given=request.read,
@@ -264,7 +264,7 @@ class Ledger:
             breaks=(*before, cause),
         )
 
-    def _whole(self, prompt: Prompt, raw: bool) -> Sequence[int]:
+    def _whole(self, prompt: PlannedPrompt, raw: bool) -> Sequence[int]:
         node = prompt.anchor.node
         if node is None or not prompt.extends:
             return prompt.ids
@@ -272,7 +272,7 @@ class Ledger:
             return self.written.prompt(node, prompt.ids)
         return [*node.ids(), *prompt.ids]
 
-    def _record(self, cause: Cause, request: Request, node: Node | None) -> None:
+    def _record(self, cause: Cause, request: TurnRequest, node: Node | None) -> None:
         """Counts and logs a break once, however often the same request is tried."""
         basis = repr((cause, node.index if node is not None else -1, request.read))
         key = blake2b(basis.encode(errors="surrogatepass"), digest_size=16).digest()
@@ -299,7 +299,7 @@ def _check_prompt(planned: Sequence[int], sent: Sequence[int]) -> None:
     )
 
 
-def _is_twin(node: Node, plan: Plan, prompt: array[int]) -> bool:
+def _is_twin(node: Node, plan: PromptPlan, prompt: array[int]) -> bool:
     """Whether the turn answers the same request, so that what asked it need be kept once."""
     return (
         node.continues == plan.continues

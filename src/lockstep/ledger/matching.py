@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lockstep.ledger.tree import Match, Node, longest, text_size
 from lockstep.render.messages import (
     Message,
     Plain,
@@ -17,7 +18,6 @@ from lockstep.render.messages import (
     starts_with,
 )
 from lockstep.render.renderer import Renderer
-from lockstep.ledger.tree import Match, Node, longest, text_size
 from lockstep.tokens.errors import BadRequest
 
 LIGHT = 2000
@@ -35,7 +35,7 @@ EXPLAINED: dict[Cause, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PromptPlan:
     """A prompt to send, and where its turn will be stored.
 
     `cause` is the prefix break that made a new branch, if one did; `breaks` are all those before
@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TurnRequest:
     """A request as read: to render, to compare, and the stored history it begins with."""
 
     messages: list[Plain]
@@ -70,7 +70,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PlannedPrompt:
     """The ids of a request, the turn they extend (or broke from), and the cause of a break.
 
     With `extends`, they are only those that follow the ids of that turn.
@@ -84,7 +84,7 @@ class Prompt:
 
 def read_request(
     roots: Sequence[Node], messages: Iterable[Any], tools: Iterable[Any] | None
-) -> Request:
+) -> TurnRequest:
     """Raises BadRequest for messages that cannot be read, or that ask nothing new."""
     plain, specs = plain_messages(messages), plain_tools(tools)
     read, key = tuple(map(canonical, plain)), canonical_tools(specs)
@@ -95,20 +95,20 @@ def read_request(
             "or continue an aborted turn with continue_",
             param="messages",
         )
-    return Request(plain, specs, read, key, match)
+    return TurnRequest(plain, specs, read, key, match)
 
 
-def find_prompt(request: Request, roots: Sequence[Node], renderer: Renderer) -> Prompt:
+def find_prompt(request: TurnRequest, roots: Sequence[Node], renderer: Renderer) -> PlannedPrompt:
     """The prompt of a request. Raises BadRequest when the template refuses the messages."""
     cause, anchor = _claims(request, roots)
     if cause is None and anchor.node is not None:
         ids, cause = _extended(request, anchor.node, renderer)
         if ids is not None:
-            return Prompt(ids, anchor, extends=True)
-    return Prompt(renderer.render_plain(request.messages, request.tools), anchor, cause)
+            return PlannedPrompt(ids, anchor, extends=True)
+    return PlannedPrompt(renderer.render_plain(request.messages, request.tools), anchor, cause)
 
 
-def light_prompt(request: Request, renderer: Renderer) -> Prompt | None:
+def light_prompt(request: TurnRequest, renderer: Renderer) -> PlannedPrompt | None:
     """The prompt of a turn that only goes on, where that is done in no time; None otherwise.
 
     It is what `find_prompt` finds, without the wait for a thread, which takes longer than this.
@@ -120,10 +120,10 @@ def light_prompt(request: Request, renderer: Renderer) -> Prompt | None:
     if sum(map(text_size, new)) > LIGHT:
         return None
     ids, _ = _extended(request, match.node, renderer)
-    return None if ids is None else Prompt(ids, match, extends=True)
+    return None if ids is None else PlannedPrompt(ids, match, extends=True)
 
 
-def _claims(request: Request, roots: Sequence[Node]) -> tuple[Cause | None, Match]:
+def _claims(request: TurnRequest, roots: Sequence[Node]) -> tuple[Cause | None, Match]:
     """Whether the request claims turns that this session did not sample, or not that way."""
     match = request.match
     if not has_assistant(request.read[match.length :]):
@@ -150,7 +150,7 @@ def _imported(read: Sequence[Message], roots: Sequence[Node]) -> bool:
 
 
 def _extended(
-    request: Request, node: Node, renderer: Renderer
+    request: TurnRequest, node: Node, renderer: Renderer
 ) -> tuple[list[int] | None, Cause | None]:
     """What follows the stored ids, or the cause that there is no such thing."""
     dropped = False
@@ -179,7 +179,7 @@ def _extended(
     return None, "truncated" if node.finish in ("length", "abort") else "no_bridge"
 
 
-def _restored(request: Request, node: Node) -> list[Plain]:
+def _restored(request: TurnRequest, node: Node) -> list[Plain]:
     """The messages with the reasoning that the client did not send back."""
     restored = list(request.messages)
     for at, stored in enumerate(node.messages()):

@@ -1,0 +1,1 @@
+"""Typed request and response bodies with strict decoding; one folder per dialect."""

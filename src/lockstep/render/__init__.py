@@ -1,8 +1,5 @@
-"""Messages to tokens and back: renderers, the bridge between turns, and the ledger of a session."""
+"""Messages to tokens and back: renderers, templates, the bridge between turns, parsing."""
 
-from lockstep.render.parsed_message import Answer, Call, CallStatus
-from lockstep.ledger.breaks import Breaks
-from lockstep.ledger.ledger import Ledger
 from lockstep.render.messages import (
     Message,
     ToolCall,
@@ -12,26 +9,20 @@ from lockstep.render.messages import (
     plain_tools,
     same,
 )
-from lockstep.render.token_bytes import Piece, Pieces, Stream
-from lockstep.ledger.matching import Cause, Plan
+from lockstep.render.parsed_message import Call, CallStatus, ParsedMessage
 from lockstep.render.renderer import Renderer, Thinking
-from lockstep.ledger.tree import Node
+from lockstep.render.token_bytes import TokenBytes, TokenBytesTable, TokenTextDecoder
 
 __all__ = [
-    "Answer",
-    "Breaks",
     "Call",
     "CallStatus",
-    "Cause",
-    "Ledger",
     "Message",
-    "Node",
-    "Piece",
-    "Pieces",
-    "Plan",
+    "ParsedMessage",
     "Renderer",
-    "Stream",
     "Thinking",
+    "TokenBytes",
+    "TokenBytesTable",
+    "TokenTextDecoder",
     "ToolCall",
     "canonical",
     "canonical_tools",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from lockstep.render.segment_cache import Segments
+from lockstep.render.segment_cache import SegmentCache
 
 SHORT = 48
 """Role headers, separators and markers are encoded again and again; texts this short are kept."""
@@ -18,13 +18,13 @@ LONG = 4000
 """Characters from which on a text is worth being looked up by its segments."""
 
 
-class Slim:
+class FastTokenizer:
     """The ids-only view of a tokenizer; whatever else is asked for is the tokenizer's own."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._own = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._segments = Segments.of(self._backend) if self._backend is not None else None
+        self._segments = SegmentCache.of(self._backend) if self._backend is not None else None
         self._short = lru_cache(maxsize=1024)(self._encode)
         # Families ask for the ids of the same few marks with every turn.
         if hasattr(tokenizer, "convert_tokens_to_ids"):

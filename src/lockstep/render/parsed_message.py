@@ -39,7 +39,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ParsedMessage:
     """A parsed completion. `reasoning_complete` is None where the format cannot tell."""
 
     content: str
@@ -79,9 +79,9 @@ class Answer:
         return message
 
 
-def read_answer(
+def parse_message(
     parsed: Any, token_ids: Sequence[int], tools: list[Plain] | None, prompt_ids: Sequence[int]
-) -> Answer:
+) -> ParsedMessage:
     """The answer in what a renderer of `renderers` parsed."""
     names = {_name_of(tool) for tool in tools or ()}
     calls = []
@@ -100,7 +100,7 @@ def read_answer(
                 span=attempt.token_span,
             )
         )
-    return Answer(
+    return ParsedMessage(
         content=parsed.content or "",
         reasoning=parsed.reasoning_content or None,
         calls=tuple(calls),
@@ -108,9 +108,11 @@ def read_answer(
     )
 
 
-def unreadable_answer(text: str, prompt_ids: Sequence[int]) -> Answer:
+def unparsed_message(text: str, prompt_ids: Sequence[int]) -> ParsedMessage:
     """The answer that a parser gave up on: all of it is one call that is no JSON."""
-    return Answer("", calls=(Call(CallStatus.INVALID_JSON, text, _call_id(0, (), prompt_ids)),))
+    return ParsedMessage(
+        "", calls=(Call(CallStatus.INVALID_JSON, text, _call_id(0, (), prompt_ids)),)
+    )
 
 
 def _judge(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lockstep.render.parsed_message import Answer
+from lockstep.render.parsed_message import ParsedMessage
 from lockstep.render.renderer import Renderer
 
 LONG = 2000
@@ -20,14 +20,14 @@ def read_completion(
     prompt_ids: Sequence[int],
     *,
     verbatim: bool = False,
-) -> Answer:
+) -> ParsedMessage:
     """What an answer says, with the space around its parts taken off.
 
     Without `tools` nothing is a call: what looks like one is content. `verbatim` takes the whole
     as content, space and all: the rest of a message that somebody else began.
     """
     if verbatim:
-        return Answer(renderer.decode(_before_stop(renderer, token_ids)))
+        return ParsedMessage(renderer.decode(_before_stop(renderer, token_ids)))
     answer = renderer.parse(token_ids, tools, prompt_ids=prompt_ids)
     content = answer.content
     if answer.calls and not tools:
@@ -46,7 +46,7 @@ async def read_completion_async(
     prompt_ids: Sequence[int],
     *,
     verbatim: bool = False,
-) -> Answer:
+) -> ParsedMessage:
     """`read_completion`; a long answer is read off the event loop."""
     args = (renderer, token_ids, tools, prompt_ids)
     if len(token_ids) < LONG:

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from lockstep.models import bundled
-from lockstep.render.parsed_message import Answer, read_answer, unreadable_answer
+from lockstep.protocol.common.lazy_ids import PlannedIds
 from lockstep.render.bridge import FamilyBridge, TemplateBridge
 from lockstep.render.family import find_family, make_family, plain_family, probe_tails
+from lockstep.render.fast_tokenizer import FastTokenizer
 from lockstep.render.messages import Plain, plain_messages, plain_tools
-from lockstep.render.token_bytes import Pieces
-from lockstep.render.fast_tokenizer import Slim
+from lockstep.render.parsed_message import ParsedMessage, parse_message, unparsed_message
 from lockstep.render.template import Template
-from lockstep.ledger.id_json_cache import PlannedIds
+from lockstep.render.token_bytes import TokenBytesTable
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
 Thinking = Literal["keep", "template"]
@@ -63,8 +63,8 @@ class Renderer:
             )
         self.tokenizer = tokenizer
         self.thinking: Thinking = thinking
-        self.pieces = Pieces(tokenizer)
-        slim = Slim(tokenizer)
+        self.pieces = TokenBytesTable(tokenizer)
+        slim = FastTokenizer(tokenizer)
         self.template = Template(slim, template_kwargs)
         if not self.template.source and family is None:
             raise BadRequest(
@@ -162,7 +162,7 @@ class Renderer:
         tools: Iterable[Any] | None = None,
         *,
         prompt_ids: Sequence[int] = (),
-    ) -> Answer:
+    ) -> ParsedMessage:
         """What the format's parser finds in the sampled ids; `reading.read_completion` is what
         an answer says. The prompt tells whether it opened the thinking already."""
         read = plain_tools(tools)
@@ -175,8 +175,8 @@ class Renderer:
         except (ValueError, RecursionError):
             # JSON that no reader takes, such as a number of 5,000 digits or 1,000 open brackets.
             ends = self.stop_token_ids
-            return unreadable_answer(self.decode(t for t in token_ids if t not in ends), prompt_ids)
-        return read_answer(parsed, token_ids, read, prompt_ids)
+            return unparsed_message(self.decode(t for t in token_ids if t not in ends), prompt_ids)
+        return parse_message(parsed, token_ids, read, prompt_ids)
 
     def thinks(self, token_ids: Iterable[int]) -> bool:
         """Whether the ids hold a mark that opens or closes thinking."""

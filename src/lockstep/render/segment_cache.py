@@ -23,7 +23,7 @@ PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Split", "Sequence"})
 """Parts that treat every segment alike, wherever it stands in the text."""
 
 
-class Segments:
+class SegmentCache:
     """The ids of texts, by segment. Safe to share between threads."""
 
     def __init__(self, backend: Any, marks: dict[str, int]) -> None:
@@ -37,7 +37,7 @@ class Segments:
         self._lock = Lock()
 
     @classmethod
-    def of(cls, backend: Any) -> Segments | None:
+    def of(cls, backend: Any) -> SegmentCache | None:
         """Those of a tokenizer of the `tokenizers` library; None where a text cannot be cut."""
         added = backend.get_added_tokens_decoder()
         marks = {token.content: at for at, token in added.items() if not token.normalized}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from lockstep.render.parsed_message import Answer, Call
+from lockstep.render.parsed_message import Call, ParsedMessage
 from lockstep.render.reading import read_completion
 from lockstep.render.renderer import Renderer
 from lockstep.tokens.errors import ContractError
@@ -33,7 +33,7 @@ BARE_CALLS = frozenset({"llama-3"})
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MessagePart:
     """What came out since the last part; `calls` are whole."""
 
     content: str = ""
@@ -44,10 +44,10 @@ class Part:
         return bool(self.content or self.reasoning or self.calls)
 
 
-NOTHING = Part()
+NOTHING = MessagePart()
 
 
-class Unfolding:
+class StreamingParser:
     """One answer, token by token: `feed` as they come, then `finish` once with all of them."""
 
     def __init__(
@@ -76,16 +76,16 @@ class Unfolding:
         if not verbatim and not self._held and self._parse().reasoning_complete is False:
             self._channel = "reasoning"
 
-    def feed(self, token_ids: Sequence[int]) -> Part:
+    def feed(self, token_ids: Sequence[int]) -> MessagePart:
         """What these tokens let be said."""
         parts = [self._take(token) for token in token_ids]
-        return Part(
+        return MessagePart(
             "".join(part.content for part in parts),
             "".join(part.reasoning for part in parts),
             tuple(call for part in parts for call in part.calls),
         )
 
-    def finish(self, token_ids: Sequence[int]) -> tuple[Answer, Part]:
+    def finish(self, token_ids: Sequence[int]) -> tuple[ParsedMessage, MessagePart]:
         """The whole answer, and what of it was not said yet.
 
         Raises ContractError when what was said is no part of it: nothing can be taken back.
@@ -96,7 +96,7 @@ class Unfolding:
         said = str(answer.message()["content"])
         return answer, self._advance(said, answer.reasoning or "", answer.tool_calls)
 
-    def _take(self, token: int) -> Part:
+    def _take(self, token: int) -> MessagePart:
         self._ids.append(token)
         if self._held:
             return NOTHING
@@ -107,7 +107,7 @@ class Unfolding:
         text = self._decoder.decode(self._renderer.pieces.data(token))
         if self._verbatim:
             self._said["content"].append(text)
-            return Part(content=text)
+            return MessagePart(content=text)
         if self._calling:
             # A call closes with a mark, or with text that ends in a bracket of some kind.
             closes = token in self._marks or text.rstrip().endswith((">", "]", "}"))
@@ -130,7 +130,7 @@ class Unfolding:
     def _opens_bare_call(self) -> bool:
         return not any(self._said["content"]) and self._flow.lstrip().startswith("{")
 
-    def _say(self, end: int) -> Part:
+    def _say(self, end: int) -> MessagePart:
         """Says the flow up to `end`; space at its end waits for what follows."""
         start = 0
         if not any(self._said[self._channel]):
@@ -140,9 +140,11 @@ class Unfolding:
             return NOTHING
         self._flow = self._flow[start + len(text) :]
         self._said[self._channel].append(text)
-        return Part(content=text) if self._channel == "content" else Part(reasoning=text)
+        return (
+            MessagePart(content=text) if self._channel == "content" else MessagePart(reasoning=text)
+        )
 
-    def _look(self, mark: str = "") -> Part:
+    def _look(self, mark: str = "") -> MessagePart:
         """Asks the parser where the answer stands now; `mark` is the text of a mark just read."""
         answer = self._parse()
         # A mark that the parser took out opens something; what follows may not be meant to be read.
@@ -177,7 +179,7 @@ class Unfolding:
         self._flow = (bare + space)[len(kept) :] if bare else ""
         return kept
 
-    def _advance(self, content: str, reasoning: str, calls: tuple[Call, ...]) -> Part:
+    def _advance(self, content: str, reasoning: str, calls: tuple[Call, ...]) -> MessagePart:
         """What is new in a reading of the answer, which must begin with what was said."""
         fresh: dict[Channel, str] = {}
         whole_of: dict[Channel, str] = {"content": content, "reasoning": reasoning}
@@ -195,15 +197,15 @@ class Unfolding:
                 f"{len(self._calls)} tool calls were streamed that the whole answer does not "
                 "begin with; ask without stream"
             )
-        part = Part(fresh["content"], fresh["reasoning"], calls[len(self._calls) :])
+        part = MessagePart(fresh["content"], fresh["reasoning"], calls[len(self._calls) :])
         self._calls = calls
         return part
 
-    def _parse(self) -> Answer:
+    def _parse(self) -> ParsedMessage:
         return self._renderer.parse(self._ids, self._tools, prompt_ids=self._prompt_ids)
 
 
-def _shown(answer: Answer) -> str:
+def _shown(answer: ParsedMessage) -> str:
     return (answer.reasoning if answer.reasoning_complete is False else answer.content) or ""
 
 

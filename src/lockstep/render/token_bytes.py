@@ -12,7 +12,7 @@ from lockstep.tokens.errors import BadTokenId
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenBytes:
     """A token's bytes, and a string for them.
 
     `text` is the bytes as UTF-8 where they are whole characters; otherwise it spells them out
@@ -23,7 +23,7 @@ class Piece:
     text: str
 
 
-class Pieces:
+class TokenBytesTable:
     """Token ids to bytes, for byte-level and for SentencePiece-style vocabularies."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -37,13 +37,13 @@ class Pieces:
         }
         self._known: dict[int, bytes] = {}
 
-    def piece(self, token_id: int) -> Piece:
+    def piece(self, token_id: int) -> TokenBytes:
         """Raises BadTokenId for an id that is not in the vocabulary."""
         data = self.data(token_id)
         try:
-            return Piece(data, data.decode())
+            return TokenBytes(data, data.decode())
         except UnicodeDecodeError:
-            return Piece(data, "bytes:" + "".join(f"\\x{byte:02x}" for byte in data))
+            return TokenBytes(data, "bytes:" + "".join(f"\\x{byte:02x}" for byte in data))
 
     def data(self, token_id: int) -> bytes:
         """The bytes that this token adds to the text. Raises BadTokenId for an unknown id."""
@@ -56,8 +56,8 @@ class Pieces:
         """The whole text, special tokens included; only bytes that are not UTF-8 are replaced."""
         return b"".join(map(self.data, token_ids)).decode(errors="replace")
 
-    def stream(self) -> Stream:
-        return Stream(self)
+    def stream(self) -> TokenTextDecoder:
+        return TokenTextDecoder(self)
 
     def _find(self, token_id: int) -> bytes:
         if token_id in self._literal:
@@ -72,10 +72,10 @@ class Pieces:
         return token.replace("\u2581", " ").encode()
 
 
-class Stream:
+class TokenTextDecoder:
     """Text of a token stream: a character comes out when its last byte is in."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: TokenBytesTable) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 

@@ -34,7 +34,7 @@ LockstepError
 └── DeadlineExceeded          504  it took longer than it may
 
 An error that leaves a process comes back in the next one as the same class with the same fields:
-`lockstep.protocol.common.error_body` writes it, `lockstep.protocol.common.decode_error` finds the class by its code.
+`protocol.common.error_body` writes it, `protocol.common.decode_error` finds the class by its code.
 """
 
 from __future__ import annotations

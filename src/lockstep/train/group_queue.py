@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 
-from lockstep.train.learning.batch import Group
 from lockstep.train.envs.environment import Task
+from lockstep.train.learning.batch import RolloutGroup
 
-Play = Callable[[int, Task], Awaitable[Group]]
+Play = Callable[[int, Task], Awaitable[RolloutGroup]]
 
 
 class GroupQueue:
@@ -19,8 +19,10 @@ class GroupQueue:
         self._tasks = tasks
         self._play = play
         self._room = asyncio.Semaphore(ahead)
-        self._done: asyncio.Queue[asyncio.Task[Group] | BaseException | None] = asyncio.Queue()
-        self._running: set[asyncio.Task[Group]] = set()
+        self._done: asyncio.Queue[asyncio.Task[RolloutGroup] | BaseException | None] = (
+            asyncio.Queue()
+        )
+        self._running: set[asyncio.Task[RolloutGroup]] = set()
 
     async def __aenter__(self) -> GroupQueue:
         self._feeder = asyncio.create_task(self._feed(), name="rollouts")
@@ -35,7 +37,7 @@ class GroupQueue:
             with suppress(asyncio.CancelledError, Exception):
                 await task
 
-    async def take(self) -> Group | None:
+    async def take(self) -> RolloutGroup | None:
         """The next group; None when the tasks have ended and all of them were taken.
 
         Raises the error of a group that failed for good, and that of the task source.
@@ -57,7 +59,7 @@ class GroupQueue:
             self._running.add(playing)
             playing.add_done_callback(self._ended)
 
-    def _ended(self, playing: asyncio.Task[Group]) -> None:
+    def _ended(self, playing: asyncio.Task[RolloutGroup]) -> None:
         self._running.discard(playing)
         if not playing.cancelled():
             self._done.put_nowait(playing)

@@ -15,22 +15,22 @@ from lockstep.client.policy import Policy, connect
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens.errors import Conflict, LockstepError, NotExact, VersionUnavailable
 from lockstep.tokens.numerics import NumericsPlan
-from lockstep.train.learning.base_check import check_base
-from lockstep.train.learning.batch import Batch, Clock, Group, is_stale, make_batch
 from lockstep.train.config import TrainConfig
-from lockstep.train.learning.distill import teacher_logprobs
 from lockstep.train.envs.environment import Environment, Task, load_environment
-from lockstep.train.learning.exactness import Exactness, base_card
 from lockstep.train.failure import tasks_ended
-from lockstep.train.learning.learner import Learner, own_plan
-from lockstep.train.records.metrics import Evaluation, RunResult, StepMetrics
-from lockstep.train.retry import Patience
-from lockstep.train.publish import FleetLike, Published, Publisher
 from lockstep.train.group_queue import GroupQueue
-from lockstep.train.rollout import Players
-from lockstep.train.records.step_metrics import nothing_learnt, step_metrics
+from lockstep.train.learning.base_check import check_base
+from lockstep.train.learning.batch import Clock, RolloutGroup, TrainBatch, is_stale, make_batch
+from lockstep.train.learning.distill import teacher_logprobs
+from lockstep.train.learning.exactness import Exactness, base_card
+from lockstep.train.learning.learner import Learner, own_plan
+from lockstep.train.publish import FleetLike, Published, Publisher
+from lockstep.train.records.metrics import Evaluation, RunResult, StepMetrics
 from lockstep.train.records.run_dir import RunDirectory
+from lockstep.train.records.step_metrics import nothing_learnt, step_metrics
 from lockstep.train.records.transcript import transcripts
+from lockstep.train.retry import RetryPolicy
+from lockstep.train.rollout import RolloutRunner
 
 OnStep = Callable[[StepMetrics], None]
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Trainer:
         self._fleet = fleet
         self._environment = environment or load_environment(config.env.name, config.env.options)
         self._resume = resume
-        self._patience = Patience(config.serve.retry_seconds)
+        self._patience = RetryPolicy(config.serve.retry_seconds)
         self._clock = Clock()
         self._steps: list[StepMetrics] = []
         self._skipped = 0
@@ -114,7 +114,9 @@ class Trainer:
             self._teacher = await stack.enter_async_context(
                 connect(teacher.url, teacher.model, api_key=teacher.api_key)
             )
-        self._players = Players(self._policy, self._environment, config, self._patience, self._heal)
+        self._players = RolloutRunner(
+            self._policy, self._environment, config, self._patience, self._heal
+        )
 
     async def _compare(self) -> Exactness:
         """Reads how the workers compute and decides with that how this run does."""
@@ -189,14 +191,14 @@ class Trainer:
         per_step, limit = self.config.rollout.groups, self.config.loop.max_off_policy
         size = self.config.rollout.group_size
 
-        async def play(number: int, task: Task) -> Group:
+        async def play(number: int, task: Task) -> RolloutGroup:
             return await self._players.group(task, size, (self.config.seed, "async", number))
 
         tasks = enumerate(self._players.tasks("train", first * per_step), first * per_step)
         async with GroupQueue(tasks, play, ahead=per_step * (limit + 1)) as queue:
             for step in range(first + 1, self.config.loop.steps + 1):
                 begun = perf_counter()
-                groups: list[Group] = []
+                groups: list[RolloutGroup] = []
                 late = 0
                 while len(groups) < per_step:
                     group = await queue.take()
@@ -216,7 +218,7 @@ class Trainer:
         return tasks_ended(self.config.env.name, "train", given, needed)
 
     async def _learn(
-        self, step: int, groups: list[Group], begun: float, played: float, limit: int,
+        self, step: int, groups: list[RolloutGroup], begun: float, played: float, limit: int,
         on_step: OnStep | None, late: int = 0,
     ) -> None:  # fmt: skip
         """One step on these groups: learn, save, publish, report. `late` samples were dropped."""
@@ -256,7 +258,7 @@ class Trainer:
 
     # Parts of a step
 
-    def _skip(self, step: int, batch: Batch, played: float, on_step: OnStep | None) -> None:
+    def _skip(self, step: int, batch: TrainBatch, played: float, on_step: OnStep | None) -> None:
         """A step without a token to learn from: written down, and the weights stay as they are.
 
         Raises Conflict when there were more of them in a row than the config allows.

@@ -15,7 +15,7 @@ from lockstep.backends.admin import PauseMode
 from lockstep.tokens.errors import CheckpointError, Conflict, LockstepError
 from lockstep.tokens.operation import Operation
 from lockstep.tokens.versions import VersionLabel, joined
-from lockstep.train.retry import PASSING, Patience
+from lockstep.train.retry import PASSING, RetryPolicy
 
 WATCH_SECONDS = 0.5
 PROOF_TRIES = 3
@@ -60,7 +60,7 @@ class Publisher:
     def __init__(
         self,
         fleet: FleetLike,
-        patience: Patience,
+        patience: RetryPolicy,
         *,
         adapter: str | None,
         mode: PauseMode,

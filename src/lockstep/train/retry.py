@@ -29,7 +29,7 @@ FIRST, LONGEST = 0.1, 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """Tries for up to `seconds`, waiting longer each time."""
 
     seconds: float = 300.0

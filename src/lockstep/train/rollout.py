@@ -10,17 +10,17 @@ from typing import Any
 
 from lockstep.client.policy import Policy
 from lockstep.tokens.errors import LockstepError, Unavailable
-from lockstep.train.learning.batch import Group, Rollout
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs.environment import Environment, Player, Split, Task
 from lockstep.train.failure import from_env, one_error, tasks_ended
+from lockstep.train.learning.batch import Rollout, RolloutGroup
 from lockstep.train.records.metrics import Evaluation
-from lockstep.train.retry import Patience
+from lockstep.train.retry import RetryPolicy
 
 Heal = Callable[[LockstepError], Awaitable[None]]
 
 
-class Players:
+class RolloutRunner:
     """Plays tasks with a policy. `heal` is called before a failed rollout is played again."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Players:
         policy: Policy,
         environment: Environment,
         config: TrainConfig,
-        patience: Patience,
+        patience: RetryPolicy,
         heal: Heal,
     ) -> None:
         self._policy = policy
@@ -68,7 +68,7 @@ class Players:
 
     async def groups(
         self, tasks: Sequence[Task], size: int, seeds: tuple[Any, ...], version: str | None = None
-    ) -> list[Group]:
+    ) -> list[RolloutGroup]:
         """Each task `size` times, in order. `version` demands the weights to play with.
 
         Raises the error of the first rollout that failed for good.
@@ -84,7 +84,7 @@ class Players:
 
     async def group(
         self, task: Task, size: int, seeds: tuple[Any, ...], version: str | None = None
-    ) -> Group:
+    ) -> RolloutGroup:
         """The task `size` times. Raises the error of the first rollout that failed for good."""
         with one_error():
             async with asyncio.TaskGroup() as running:
@@ -92,7 +92,7 @@ class Players:
                     running.create_task(self._rollout(task, (*seeds, at), version))
                     for at in range(size)
                 ]
-        return Group(tuple(each.result() for each in made))
+        return RolloutGroup(tuple(each.result() for each in made))
 
     async def _rollout(self, task: Task, seeds: tuple[Any, ...], version: str | None) -> Rollout:
         rollout = self._config.rollout

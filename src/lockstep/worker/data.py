@@ -24,11 +24,11 @@ from lockstep.http.handlers import (
     read_json,
     unless_gone,
 )
-from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
-from lockstep.protocol.vllm.generate_request import GenerateRequest, decode_request
-from lockstep.worker.metrics import Metrics
+from lockstep.protocol.vllm.generate_request import GenerateBody, decode_request
+from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
+from lockstep.worker.metrics import WorkerMetrics
 
 BODY_LIMIT = 64 << 20
 PREFIX = wire.REQUEST_ID_PREFIX
@@ -60,7 +60,7 @@ class DataPlane:
         self.created = int(time.time())
         self.instance = secrets.token_hex(8)
         self.draining = False
-        self.metrics = Metrics(engine, model)
+        self.metrics = WorkerMetrics(engine, model)
         self.app = Starlette(
             routes=[
                 Route("/inference/v1/generate", self.generate, methods=["POST"]),
@@ -88,7 +88,7 @@ class DataPlane:
             return EventStream(self._events(asked, request), request.request_id)
         done = await unless_gone(http, self.engine.generate(request))
         return json_response(
-            wire.answer(
+            wire.generate_response(
                 done,
                 request_id=request.request_id,
                 model=asked.model or self.model,
@@ -98,9 +98,9 @@ class DataPlane:
         )
 
     async def _events(
-        self, asked: GenerateRequest, request: embedded.Request
+        self, asked: GenerateBody, request: embedded.EngineRequest
     ) -> AsyncIterator[bytes]:
-        stream = wire.Stream(request.request_id, request.prompt_ids, asked.form)
+        stream = wire.GenerateStreamEncoder(request.request_id, request.prompt_ids, asked.form)
         async for piece in self.engine.stream(request):
             sampled = piece.sampled
             tokens = [] if sampled is None else [sampled]
@@ -117,8 +117,8 @@ class DataPlane:
         if asked.include_usage:
             yield sse.event(stream.usage())
 
-    def _request(self, asked: GenerateRequest, request_id: str) -> embedded.Request:
-        return embedded.Request(
+    def _request(self, asked: GenerateBody, request_id: str) -> embedded.EngineRequest:
+        return embedded.EngineRequest(
             prompt_ids=asked.token_ids,
             sampling=asked.sampling(),
             request_id=request_id,

@@ -25,7 +25,7 @@ GAUGES = {
 }
 
 
-class Metrics(Collector):
+class WorkerMetrics(Collector):
     """Collects from `engine.stats()`; nothing is counted on the hot path."""
 
     def __init__(self, engine: Engine, model: str) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from lockstep.protocol.control.worker import SequenceNumber
 from lockstep.tokens.errors import Conflict
-from lockstep.protocol.control.worker import Order
 
 CALLERS = 256
 """Callers that are remembered; the one that was silent for longest is forgotten first."""
 
 
-class Arrivals:
+class SequenceNumbers:
     """The last pause or resume that came from each caller."""
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
 
-    def check(self, order: Order | None) -> None:
+    def check(self, order: SequenceNumber | None) -> None:
         """Raises Conflict for one that was sent before another that came already.
 
         The same one again is a repetition, and no error. Without an order nothing is known.

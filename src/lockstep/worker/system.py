@@ -19,6 +19,8 @@ from lockstep.engine.weights.broadcast import Broadcast, TensorSpec
 from lockstep.engine.weights.shared_memory import read_shared
 from lockstep.engine.weights.weights import EMBEDDING, TIED_HEAD, Weights
 from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, read_json, require_bearer
+from lockstep.protocol.common.strict import decode
+from lockstep.protocol.control import worker as control
 from lockstep.tokens.errors import (
     BadRequest,
     CheckpointError,
@@ -27,11 +29,9 @@ from lockstep.tokens.errors import (
     NotFound,
 )
 from lockstep.tokens.versions import check_label
-from lockstep.protocol.control import worker as control
-from lockstep.protocol.common.strict import decode
 from lockstep.worker.data import prefixed
-from lockstep.worker.sequence_number import Arrivals
 from lockstep.worker.prober import Prober
+from lockstep.worker.sequence_number import SequenceNumbers
 
 BODY_LIMIT = 64 << 20
 Answer = dict[str, Any]
@@ -48,12 +48,12 @@ class SystemPlane:
         self._roots = tuple(root.resolve() for root in roots)
         self._groups: dict[str, Broadcast] = {}
         self._prober = Prober(engine)
-        self._arrivals = Arrivals()
+        self._arrivals = SequenceNumbers()
         self._incarnation = secrets.token_hex(8)
         self.methods: dict[str, Method] = {
-            "pause_generation": self._method(control.Pause, self.pause),
+            "pause_generation": self._method(control.PauseWorker, self.pause),
             "resume_generation": self._method(control.Resume, self.resume),
-            "flush_cache": self._method(control.Nothing, self.flush),
+            "flush_cache": self._method(control.EmptyBody, self.flush),
             "abort_request": self._method(control.Abort, self.abort),
             "update_weights_from_disk": self._method(control.FromDisk, self.update_from_disk),
             "init_weights_update_group": self._method(control.JoinGroup, self.join_group),
@@ -61,14 +61,14 @@ class SystemPlane:
             "update_weights_from_distributed": self._method(
                 control.FromGroup, self.update_from_group
             ),
-            "get_weight_version": self._method(control.Nothing, self.version),
+            "get_weight_version": self._method(control.EmptyBody, self.version),
             "load_lora_adapter": self._method(control.LoadLora, self.load_lora),
             "unload_lora_adapter": self._method(control.UnloadLora, self.unload_lora),
-            "liveness_probe": self._method(control.Nothing, self.liveness),
+            "liveness_probe": self._method(control.EmptyBody, self.liveness),
             "stage": self._method(control.Stage, self.stage),
             "commit": self._method(control.Commit, self.commit),
             "rollback": self._method(control.Rollback, self.rollback),
-            "probe": self._method(control.Probe, self.probe),
+            "probe": self._method(control.ProbeRequest, self.probe),
             "weights_digest": self._method(control.WeightsDigest, self.weights_digest),
         }
         self.app = Starlette(
@@ -91,7 +91,7 @@ class SystemPlane:
 
     # Generation
 
-    async def pause(self, body: control.Pause) -> Answer:
+    async def pause(self, body: control.PauseWorker) -> Answer:
         self._arrivals.check(body.order)
         await self.engine.pause(body.mode)
         if body.clear_cache:
@@ -110,14 +110,14 @@ class SystemPlane:
         await self.engine.resume()
         return {"message": "Engine resumed"}
 
-    async def flush(self, _: control.Nothing) -> Answer:
+    async def flush(self, _: control.EmptyBody) -> Answer:
         return {"message": "Cache flushed", "blocks": await self.engine.flush_cache()}
 
     async def abort(self, body: control.Abort) -> Answer:
         stopped = await self.engine.abort(prefixed(body.request_id))
         return {"request_id": body.request_id, "aborted": stopped}
 
-    async def liveness(self, _: control.Nothing) -> Answer:
+    async def liveness(self, _: control.EmptyBody) -> Answer:
         await self.engine.ping()
         return {
             "alive": True,
@@ -130,7 +130,7 @@ class SystemPlane:
 
     # Weights
 
-    async def version(self, _: control.Nothing) -> Answer:
+    async def version(self, _: control.EmptyBody) -> Answer:
         return {"version": self.engine.version, "version_declared": True}
 
     async def stage(self, body: control.Stage) -> Answer:
@@ -247,7 +247,7 @@ class SystemPlane:
         await self._stage_broadcast(body.group_name, specs, body.weight_version)
         return {"version": await self.engine.commit(), "version_declared": True}
 
-    async def probe(self, body: control.Probe) -> Answer:
+    async def probe(self, body: control.ProbeRequest) -> Answer:
         """Logprobs of the given sequences, and how far they are from the expected ones."""
         if body.logprobs is not None:
             got = [len(row) for row in body.logprobs]

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.cuda import sampling_kernels as drawing
 from lockstep.engine.cuda import kernels
-from lockstep.engine.sampler import Row, sample
+from lockstep.engine.cuda import sampling_kernels as drawing
+from lockstep.engine.sampler import SamplingRow, sample
 from lockstep.tokens import Sampling
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -106,7 +106,7 @@ def test_a_new_token_attends_to_itself_and_all_before_it(
         torch.testing.assert_close(out[row], wanted.flatten(), **CLOSE)
 
 
-def drawn(logits: Tensor, rows: list[Row]) -> tuple[list[int], list[float], list[int]]:
+def drawn(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[float], list[int]]:
     tokens = torch.empty(len(rows), dtype=torch.int32)
     logprobs, ranks = torch.empty(len(rows)), torch.empty_like(tokens)
     drawing.draw(
@@ -127,7 +127,7 @@ def test_tokens_are_drawn_as_the_sampler_draws_them(vocab: int) -> None:
     temperatures = [1.0, 0.5, 0.0, 2.0, 1.0, 1.0, 0.7, 1.0]
     uniforms = [0.3, 0.9, 0.5, 0.1, 0.0, 1 - 2**-24, 0.6, 0.99]
     rows = [
-        Row(Sampling(temperature=t), "processed" if at in (3, 6) else "raw", u)
+        SamplingRow(Sampling(temperature=t), "processed" if at in (3, 6) else "raw", u)
         for at, (t, u) in enumerate(zip(temperatures, uniforms, strict=True))
     ]
     tokens, logprobs, ranks = drawn(logits, rows)
@@ -147,7 +147,7 @@ def test_a_row_that_is_no_distribution_is_flagged_and_harms_no_other() -> None:
     logits[2, 3] = float("inf")
     logits[3] = float("-inf")
     logits[3, 599] = 1.0
-    rows = [Row(Sampling(), "raw", 0.5)] * 5
+    rows = [SamplingRow(Sampling(), "raw", 0.5)] * 5
     tokens, logprobs, _ = drawn(logits, rows)
     assert all(value != value for value in logprobs[:3])
     assert (tokens[3], logprobs[3]) == (599, 0.0)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lockstep.engine.cuda import kernels
-from lockstep.engine.cuda.overlapped import Ahead
 from lockstep.engine.cuda.graphs import Decoder, bucket
+from lockstep.engine.cuda.overlapped import OverlappedDecoder
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadLogprob
 from tests.engine.rig import Rig, ids
@@ -37,7 +37,7 @@ def rig(tiny: Path) -> Rig:
     rig = step_by_step(tiny)
     core = rig.core
     decoder = Decoder(core.model, core.cache)
-    core.ahead = Ahead(decoder, core.scheduler, "raw", core.take, core.spoil)
+    core.ahead = OverlappedDecoder(decoder, core.scheduler, "raw", core.take, core.spoil)
     return rig
 
 

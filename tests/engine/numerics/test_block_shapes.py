@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.engine.numerics import block_shapes as module
 from lockstep.engine import exact
+from lockstep.engine.config import ModelConfig
+from lockstep.engine.numerics import block_shapes as module
 from lockstep.engine.numerics import mkl
 from lockstep.engine.numerics.block_shapes import (
     BLOCK,
@@ -23,7 +24,6 @@ from lockstep.engine.numerics.block_shapes import (
     steady_products,
     why_unfit,
 )
-from lockstep.engine.config import ModelConfig
 from lockstep.tokens.errors import EngineFailure
 from tests.engine.checkpoints import trainer
 from tests.engine.rig import Rig

@@ -11,8 +11,7 @@ import torch
 
 from lockstep.engine import exact
 from lockstep.engine.model import arithmetic
-from lockstep.engine.numerics import mkl
-from lockstep.engine.numerics import mkl_choice
+from lockstep.engine.numerics import mkl, mkl_choice
 from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics.block_shapes import threads
 from lockstep.tokens.errors import NotExact

@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.simulator.workers import write_checkpoint
 
 from lockstep.backends.admin import Source
 from lockstep.fleet.control.desired import StateStore
@@ -17,6 +16,7 @@ from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound
 from lockstep.tokens.operation import Operation
 from tests.fleet.fakes import until
 from tests.simulator.fleet import simulated
+from tests.simulator.workers import write_checkpoint
 
 
 @pytest.mark.failure_mode("F22")

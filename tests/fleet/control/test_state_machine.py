@@ -8,18 +8,18 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.simulator.workers import Kind, SimulatedWorker, write_checkpoint
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lockstep.fleet.control.desired import StateStore
-from lockstep.fleet.update.transaction import Budget
+from lockstep.fleet.update.transaction import PhaseBudgets
 from lockstep.tokens.errors import LockstepError
 from tests.simulator.fleet import Simulation, simulated
+from tests.simulator.workers import Kind, SimulatedWorker, write_checkpoint
 
 T = TypeVar("T")
-BUDGET = Budget(stage=0.05, pause=0.05, commit=0.05, prove=0.05, resume=0.05)
+BUDGET = PhaseBudgets(stage=0.05, pause=0.05, commit=0.05, prove=0.05, resume=0.05)
 METHODS = ["view", "stage", "commit", "rollback", "probe", "probe staged", "pause", "resume",
            "load", "unload"]  # fmt: skip
 KINDS: list[Kind] = ["drop", "swallow", "late", "hang", "hang after", "error", "null", "corrupt",

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from lockstep.fleet.routing.admission import Slots
+from lockstep.fleet.routing.admission import AdmissionLimiter
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.tokens.errors import BadRequest, Busy, Unavailable
 
@@ -25,7 +25,7 @@ def test_whatever_is_cancelled_when_no_slot_is_lost_or_given_twice(
     limit: int, steps: list[tuple[str, int]]
 ) -> None:
     async def story() -> None:
-        slots = Slots(limit, 100, 60.0)
+        slots = AdmissionLimiter(limit, 100, 60.0)
         inside = 0
 
         async def request(leave: asyncio.Event) -> None:
@@ -61,7 +61,7 @@ def test_whatever_is_cancelled_when_no_slot_is_lost_or_given_twice(
 
 
 async def test_who_waits_longest_is_next() -> None:
-    slots = Slots(1, 10, 60.0)
+    slots = AdmissionLimiter(1, 10, 60.0)
     order: list[int] = []
 
     async def request(number: int) -> None:
@@ -78,7 +78,7 @@ async def test_who_waits_longest_is_next() -> None:
 
 
 async def test_a_slot_that_comes_at_the_moment_of_a_cancellation_goes_to_the_next() -> None:
-    slots = Slots(1, 10, 60.0)
+    slots = AdmissionLimiter(1, 10, 60.0)
     await slots.take()
     first, second = (asyncio.create_task(slots.take()) for _ in range(2))
     await asyncio.sleep(0)
@@ -90,14 +90,14 @@ async def test_a_slot_that_comes_at_the_moment_of_a_cancellation_goes_to_the_nex
 
 
 async def test_a_queue_of_nothing_refuses_at_once() -> None:
-    slots = Slots(1, 0, 60.0)
+    slots = AdmissionLimiter(1, 0, 60.0)
     await slots.take()
     with pytest.raises(Busy):
         await slots.take()
 
 
 async def test_those_who_wait_when_it_closes_are_told() -> None:
-    slots = Slots(1, 1, 60.0)
+    slots = AdmissionLimiter(1, 1, 60.0)
     await slots.take()
     waiting = asyncio.create_task(slots.take())
     await asyncio.sleep(0)
@@ -113,7 +113,7 @@ async def test_those_who_wait_when_it_closes_are_told() -> None:
 )
 def test_limits_that_make_no_sense_are_refused(values: tuple[int, int, float], name: str) -> None:
     with pytest.raises(BadRequest, match=name):
-        Slots(*values)
+        AdmissionLimiter(*values)
 
 
 def test_the_hint_reaches_the_client_as_retry_after() -> None:

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from lockstep.fleet.routing.affinity import Route
+from lockstep.fleet.routing.affinity import Affinity
 from lockstep.protocol.common.lazy_ids import LazyIds
 
 
@@ -18,15 +18,15 @@ def test_ids_route_alike_decoded_or_not(count: int, step: int, separators: tuple
     ids = [step * at for at in range(count)]
     raw = LazyIds.of(msgspec.Raw(json.dumps(ids, separators=separators).encode()))
     assert raw is not None
-    assert Route.of(raw) == Route.of(ids)
+    assert Affinity.of(raw) == Affinity.of(ids)
 
 
 def test_what_follows_the_first_blocks_does_not_matter_and_what_is_in_them_does() -> None:
     ids = list(range(300))
     raw = LazyIds.of(msgspec.Raw(msgspec.json.encode([*ids[:256], 7, 8, 9])))
     assert raw is not None
-    assert Route.of(ids) == Route.of(raw) == Route.of([*ids[:256], 1])
-    assert Route.of(ids) != Route.of([*ids[:255], 0, *ids[256:]])
-    assert Route.of(ids) != Route.of(ids, salt="other") != Route.of(ids, adapter="lora")
-    assert Route.of([1, 2]) != Route.of([1, 2, 3])
-    assert Route.of(ids[:64]) == Route.of(ids[:70])
+    assert Affinity.of(ids) == Affinity.of(raw) == Affinity.of([*ids[:256], 1])
+    assert Affinity.of(ids) != Affinity.of([*ids[:255], 0, *ids[256:]])
+    assert Affinity.of(ids) != Affinity.of(ids, salt="other") != Affinity.of(ids, adapter="lora")
+    assert Affinity.of([1, 2]) != Affinity.of([1, 2, 3])
+    assert Affinity.of(ids[:64]) == Affinity.of(ids[:70])

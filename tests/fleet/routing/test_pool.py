@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool, Worker
-from lockstep.fleet.routing.affinity import Route
 from lockstep.tokens.errors import (
     BadRequest,
     Busy,
@@ -23,7 +23,7 @@ from lockstep.tokens.errors import (
 from tests.fleet.fakes import FakeWorker, fleet, until, work, work_stream
 
 
-def home_of(pool: Pool, fakes: list[FakeWorker], route: Route) -> tuple[FakeWorker, FakeWorker]:
+def home_of(pool: Pool, fakes: list[FakeWorker], route: Affinity) -> tuple[FakeWorker, FakeWorker]:
     """The fake that the route leads to, and the other of two."""
     chosen = pool._ring.pick(route.key)
     assert chosen is not None
@@ -35,7 +35,7 @@ def state(pool: Pool, fake: FakeWorker) -> str:
     return next(worker.state for worker in pool.workers if worker.id == fake.name)
 
 
-ROUTE = Route(session="a conversation")
+ROUTE = Affinity(session="a conversation")
 
 
 # Routing
@@ -44,7 +44,7 @@ ROUTE = Route(session="a conversation")
 async def test_a_session_stays_on_its_worker_and_sessions_spread() -> None:
     async with fleet(3) as (pool, _):
         answers = [
-            {await pool.run(Route(session=f"s{index}"), work) for _ in range(3)}
+            {await pool.run(Affinity(session=f"s{index}"), work) for _ in range(3)}
             for index in range(30)
         ]
     assert all(len(answer) == 1 for answer in answers)
@@ -76,18 +76,18 @@ async def test_load_that_a_worker_reports_counts() -> None:
 async def test_a_pinned_request_goes_to_that_worker() -> None:
     async with fleet(3) as (pool, _):
         for name in ("w0", "w1", "w2"):
-            assert await pool.run(Route(session="s", worker=name), work) == name
+            assert await pool.run(Affinity(session="s", worker=name), work) == name
 
 
 async def test_a_pin_to_a_worker_that_does_not_exist_or_serve_is_told() -> None:
     async with fleet(2) as (pool, fakes):
         with pytest.raises(NotFound, match="no worker 'w9'; known are w0, w1"):
-            await pool.run(Route(worker="w9"), work)
+            await pool.run(Affinity(worker="w9"), work)
         await fakes[0].die()
         with pytest.raises(Unavailable) as first:
-            await pool.run(Route(worker="w0"), work)
+            await pool.run(Affinity(worker="w0"), work)
         with pytest.raises(Unavailable, match="'w0' was asked for and is down") as second:
-            await pool.run(Route(worker="w0"), work)
+            await pool.run(Affinity(worker="w0"), work)
         assert fakes[1].asked == 0
     assert first.value.retry_after is not None
     assert second.value.retry_after is not None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.fleet.routing.rendezvous import Ring
+from lockstep.fleet.routing.rendezvous import RendezvousHash
 from lockstep.tokens.errors import BadRequest
 
 KEYS = [f"key {index}".encode() for index in range(2000)]
@@ -23,14 +23,14 @@ class Place:
     place: int = -1
 
 
-def ring_of(*names: str, load_factor: float = 1.25) -> tuple[Ring[Place], list[Place]]:
-    ring: Ring[Place] = Ring(load_factor)
+def ring_of(*names: str, load_factor: float = 1.25) -> tuple[RendezvousHash[Place], list[Place]]:
+    ring: RendezvousHash[Place] = RendezvousHash(load_factor)
     members = [Place(name) for name in names]
     ring.rebuild(members)
     return ring, members
 
 
-def owners(ring: Ring[Place]) -> list[str]:
+def owners(ring: RendezvousHash[Place]) -> list[str]:
     return [one.id for key in KEYS if (one := ring.pick(key)) is not None]
 
 
@@ -144,4 +144,4 @@ def test_a_ring_of_nobody_picks_nobody() -> None:
 
 def test_a_factor_that_could_leave_out_everybody_is_refused() -> None:
     with pytest.raises(BadRequest, match=r"load_factor is 0\.5"):
-        Ring(0.5)
+        RendezvousHash(0.5)

@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.simulator.workers import SimulatedWorker, write_checkpoint
 
 from tests.simulator.fleet import simulated
+from tests.simulator.workers import SimulatedWorker, write_checkpoint
 
 
 @pytest.mark.failure_mode("F26")

@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
+from lockstep.fleet.update.transaction import PhaseBudgets
+from tests.simulator.fleet import Simulation, simulated
 from tests.simulator.workers import FIRST, SimulatedWorker
 
-from lockstep.fleet.update.transaction import Budget
-from tests.simulator.fleet import Simulation, simulated
-
 WORKERS = 1000
-BUDGET = Budget(stage=60.0, pause=60.0, commit=60.0, prove=60.0, resume=60.0)
+BUDGET = PhaseBudgets(stage=60.0, pause=60.0, commit=60.0, prove=60.0, resume=60.0)
 
 
 @asynccontextmanager

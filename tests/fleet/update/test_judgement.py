@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from lockstep.engine import EngineOptions
-from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.core import Core
+from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.probe import remember, write_probe
 from lockstep.engine.weights.weights import Weights
 from lockstep.fleet.control.desired import Closeness, Reference

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.probe import Probe, Verdict
 from lockstep.engine import EngineOptions
 from lockstep.engine.core import Core
 from lockstep.engine.probe import covering, write_probe
 from lockstep.engine.weights.weights import Weights
 from lockstep.models import bundled
-from lockstep.checkpoint.probe import Probe, Verdict
 from tests.engine import checkpoints
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

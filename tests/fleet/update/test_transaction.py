@@ -6,16 +6,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.simulator.fault_matrix import run
-from tests.simulator.workers import FIRST, Kind, SimulatedWorker, score, write_checkpoint
 
+from lockstep.checkpoint.manifest import PROBE
+from lockstep.checkpoint.probe import Probe
 from lockstep.fleet.control.desired import StateStore
 from lockstep.fleet.update.proof import BUILTIN
 from lockstep.tokens.errors import LockstepError
-from lockstep.checkpoint.manifest import PROBE
-from lockstep.checkpoint.probe import Probe
 from tests.fleet.fakes import until
+from tests.simulator.fault_matrix import run
 from tests.simulator.fleet import simulated
+from tests.simulator.workers import FIRST, Kind, SimulatedWorker, score, write_checkpoint
 
 
 @pytest.mark.failure_mode("F24")

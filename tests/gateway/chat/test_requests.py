@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lockstep.tokens.errors import BadRequest, UnknownField, UnsupportedField
-from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.openai.chat_decode import NEUTRAL, decode_chat
+from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.tokens.errors import BadRequest, UnknownField, UnsupportedField
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -16,16 +16,16 @@ from starlette.routing import BaseRoute, Mount
 
 from lockstep.backends import open_transport
 from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.models import Book
-from lockstep.gateway.chat.route import ChatFace
-from lockstep.gateway.context import Gateway
+from lockstep.gateway.chat.route import ChatRoutes
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.server import listen, serving, url_of
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.dynamo.nvext import instance_id
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Ranked, Sampling
-from lockstep.protocol.common.request import Ask
-from lockstep.protocol.dynamo.nvext import instance_id
 from tests.processes import WorkerProcess
 
 CHAT = "/v1/chat/completions"
@@ -86,8 +86,10 @@ async def chat_server(*workers: str, tokenizer: str = "tiny") -> AsyncIterator[S
     async with Pool() as pool, Sessions() as sessions:
         for url in workers:
             await pool.add(url)
-        gateway = Gateway(pool=pool, book=Book(pool.models, tokenizer), sessions=sessions)
-        routes: list[BaseRoute] = list(ChatFace(gateway).routes)
+        gateway = GatewayContext(
+            pool=pool, book=ModelRegistry(pool.models, tokenizer), sessions=sessions
+        )
+        routes: list[BaseRoute] = list(ChatRoutes(gateway).routes)
         app = Starlette(
             routes=[*routes, Mount("/sessions/{session}", routes=routes)],
             exception_handlers=EXCEPTION_HANDLERS,
@@ -189,7 +191,7 @@ async def test_logprobs_are_bit_identical_to_the_worker_s_own(
 async def test_a_client_of_dynamo_gets_the_same_completion(
     served: Served, worker: WorkerProcess, renderer: Renderer
 ) -> None:
-    ask = Ask(
+    ask = GenerateRequest(
         prompt_ids=renderer.render(REVERSE),
         sampling=Sampling(
             seed=5,

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.render import Renderer
-from lockstep.render.streaming_parser import Unfolding
 from lockstep.render.reading import read_completion
+from lockstep.render.streaming_parser import StreamingParser
 from lockstep.tokens.errors import ContractError
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
@@ -52,7 +52,7 @@ def test_parts_add_up_to_the_whole(
     prompt = renderer.render([{"role": "user", "content": "x"}]) + renderer.encode(opening)
     tools = TOOLS if with_tools else None
     whole = read_completion(renderer, ids, tools, prompt, verbatim=verbatim)
-    unfolding = Unfolding(renderer, tools, prompt, verbatim=verbatim)
+    unfolding = StreamingParser(renderer, tools, prompt, verbatim=verbatim)
     content, reasoning, calls, at = "", "", [], 0
     cut = random.Random(seed)
     while at < len(ids):
@@ -69,7 +69,9 @@ def test_parts_add_up_to_the_whole(
 
 
 def test_text_flows_and_a_call_is_held_until_it_is_whole(renderer: Renderer) -> None:
-    unfolding = Unfolding(renderer, TOOLS, renderer.render([{"role": "user", "content": "x"}]))
+    unfolding = StreamingParser(
+        renderer, TOOLS, renderer.render([{"role": "user", "content": "x"}])
+    )
     assert unfolding.feed(renderer.encode("Let me see")).content == "Let me see"
     opened = unfolding.feed(renderer.encode(f"<tool_call>\n{CALL}"))
     assert not opened
@@ -78,7 +80,7 @@ def test_text_flows_and_a_call_is_held_until_it_is_whole(renderer: Renderer) -> 
 
 
 def test_what_was_said_cannot_be_taken_back(renderer: Renderer) -> None:
-    unfolding = Unfolding(renderer, None, renderer.render([{"role": "user", "content": "x"}]))
+    unfolding = StreamingParser(renderer, None, renderer.render([{"role": "user", "content": "x"}]))
     unfolding.feed(renderer.encode("one"))
     with pytest.raises(ContractError, match="no beginning"):
         unfolding.finish(renderer.encode("two"))

@@ -13,17 +13,17 @@ import pytest_asyncio
 from starlette.applications import Starlette
 
 from lockstep.backends import ModelCard
+from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
-from lockstep.fleet.routing.affinity import Route
-from lockstep.gateway.models import Book
-from lockstep.gateway.routes.completions import CompletionsFace
-from lockstep.gateway.context import Gateway
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.routes.completions import CompletionsRoutes
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.server import listen, serving, url_of
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.render import Renderer
 from lockstep.tokens.errors import Unavailable
-from lockstep.protocol.common.request import Ask
 from tests.processes import WorkerProcess
 
 IDS = [71, 72, 12, 85, 90]
@@ -69,8 +69,8 @@ class Client:
 
 
 @asynccontextmanager
-async def served(gateway: Gateway) -> AsyncIterator[Client]:
-    face = CompletionsFace(gateway)
+async def served(gateway: GatewayContext) -> AsyncIterator[Client]:
+    face = CompletionsRoutes(gateway)
     app = Starlette(routes=face.routes, exception_handlers=EXCEPTION_HANDLERS)
     with listen("127.0.0.1", 0) as sock:
         async with serving([(app, sock)]), aiohttp.ClientSession() as http:
@@ -81,8 +81,8 @@ async def served(gateway: Gateway) -> AsyncIterator[Client]:
 async def client(worker: WorkerProcess) -> AsyncIterator[Client]:
     async with Pool() as pool:
         await pool.add(worker.url)
-        book = Book(pool.models, "tiny")
-        async with served(Gateway(pool=pool, book=book, sessions=Sessions())) as client:
+        book = ModelRegistry(pool.models, "tiny")
+        async with served(GatewayContext(pool=pool, book=book, sessions=Sessions())) as client:
             yield client
 
 
@@ -255,11 +255,11 @@ class Recorder:
     """Stands where a pool and its worker would; keeps what it was asked, and refuses."""
 
     def __init__(self) -> None:
-        self.asks: list[Ask] = []
-        self.routes: list[Route] = []
+        self.asks: list[GenerateRequest] = []
+        self.routes: list[Affinity] = []
         self.transport = self
 
-    async def run(self, route: Route, call: Any) -> Any:
+    async def run(self, route: Affinity, call: Any) -> Any:
         self.routes.append(route)
         return await call(self)
 
@@ -270,7 +270,7 @@ class Recorder:
         async for item in call(self):
             yield item
 
-    async def generate(self, ask: Ask) -> Any:
+    async def generate(self, ask: GenerateRequest) -> Any:
         self.asks.append(ask)
         raise Unavailable("only recorded")
 
@@ -284,7 +284,7 @@ async def test_salt_priority_and_versions_reach_the_engine_once(stream: bool) ->
 
     recorder = Recorder()
     pool: Any = recorder
-    gateway = Gateway(pool=pool, book=Book(models, "tiny"), sessions=Sessions())
+    gateway = GatewayContext(pool=pool, book=ModelRegistry(models, "tiny"), sessions=Sessions())
     async with served(gateway) as client:
         error = await client.refused(
             503, prompt=IDS, cache_salt="mine", priority=-3, model="lora", weight_version="v1",
@@ -297,8 +297,8 @@ async def test_salt_priority_and_versions_reach_the_engine_once(stream: bool) ->
     assert (first.weight_version, first.min_weight_version) == ("v1", "v0")
     assert second.priority == 0
     assert recorder.routes == [
-        Route.of(IDS, session="s1"),
-        Route.of(IDS, salt="mine", adapter="lora"),
+        Affinity.of(IDS, session="s1"),
+        Affinity.of(IDS, salt="mine", adapter="lora"),
     ]
 
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.models import Book
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.routes.control import ControlPlane
-from lockstep.gateway.context import Gateway
 from lockstep.gateway.sessions.sessions import Sessions
 from tests.simulator.fleet import Simulation, simulated
 
@@ -28,7 +28,9 @@ async def control(
         return []
 
     async with simulated(directory, count) as fleet, Sessions("memory") as sessions:
-        gateway = Gateway(pool=cast(Pool, fleet.pool), book=Book(no_models), sessions=sessions)
+        gateway = GatewayContext(
+            pool=cast(Pool, fleet.pool), book=ModelRegistry(no_models), sessions=sessions
+        )
         app = ControlPlane(gateway, fleet.fleet, TOKEN, hosts=("127.0.0.1",)).app
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app),

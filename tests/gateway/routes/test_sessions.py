@@ -12,8 +12,8 @@ import pytest_asyncio
 from starlette.applications import Starlette
 
 from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.models import Book
-from lockstep.gateway.context import Gateway
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.routes.sessions import SessionRoutes
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
@@ -43,7 +43,9 @@ class Admin:
 @pytest_asyncio.fixture
 async def admin() -> AsyncIterator[Admin]:
     async with Sessions() as sessions:
-        gateway = Gateway(pool=Pool(), book=Book(Pool().models, "tiny"), sessions=sessions)
+        gateway = GatewayContext(
+            pool=Pool(), book=ModelRegistry(Pool().models, "tiny"), sessions=sessions
+        )
         routes = SessionRoutes(gateway).routes
         app = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
         with listen("127.0.0.1", 0) as sock:

@@ -12,10 +12,10 @@ from starlette.applications import Starlette
 
 from lockstep.backends import ModelCard
 from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.models import Book
-from lockstep.gateway.context import Gateway
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.gateway.routes.tokenize import TextFace
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.server import listen, serving, url_of
 from lockstep.render import Renderer
@@ -50,8 +50,8 @@ async def client() -> AsyncIterator[Client]:
     async def models() -> list[ModelCard]:
         return [ModelCard("tiny", 1024, "0"), ModelCard("lora", 1024, "0", parent="tiny")]
 
-    gateway = Gateway(pool=Pool(), book=Book(models, "tiny"), sessions=Sessions())
-    app = Starlette(routes=TextFace(gateway).routes, exception_handlers=EXCEPTION_HANDLERS)
+    gateway = GatewayContext(pool=Pool(), book=ModelRegistry(models, "tiny"), sessions=Sessions())
+    app = Starlette(routes=TokenizeRoutes(gateway).routes, exception_handlers=EXCEPTION_HANDLERS)
     with listen("127.0.0.1", 0) as sock:
         async with serving([(app, sock)]), aiohttp.ClientSession() as http:
             yield Client(url_of(sock), http)

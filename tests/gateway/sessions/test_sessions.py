@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from lockstep.gateway.sessions import samples as session_reading
-from lockstep.gateway.sessions import store as session_store
 from lockstep.gateway.sessions import sessions as module
+from lockstep.gateway.sessions import store as session_store
 from lockstep.gateway.sessions.sessions import Session, Sessions
-from lockstep.render import Plan, Renderer
+from lockstep.ledger import PromptPlan
+from lockstep.protocol.common.lazy_ids import LazyIds
+from lockstep.render import Renderer
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import (
     BadRequest,
@@ -28,7 +30,6 @@ from lockstep.tokens.errors import (
     TooLarge,
     Unavailable,
 )
-from lockstep.protocol.common.lazy_ids import LazyIds
 
 ASK = {"role": "user", "content": "1 + 2?"}
 MORE = {"role": "user", "content": "And?"}
@@ -39,7 +40,7 @@ def renderer() -> Renderer:
     return Renderer.load("tiny")
 
 
-def completion(renderer: Renderer, plan: Plan, text: str, **more: Any) -> Completion:
+def completion(renderer: Renderer, plan: PromptPlan, text: str, **more: Any) -> Completion:
     ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
     return Completion(
         token_ids=ids,
@@ -52,7 +53,7 @@ def completion(renderer: Renderer, plan: Plan, text: str, **more: Any) -> Comple
 
 async def say(
     session: Session, renderer: Renderer, messages: list[Any], *texts: str, **more: Any
-) -> Plan:
+) -> PromptPlan:
     """Plans and commits a turn with a choice for each text; the first goes on."""
     plan = await session.plan(messages)
     said = [{"role": "assistant", "content": text} for text in texts]
@@ -175,7 +176,7 @@ async def test_only_busy_sessions_stay_in_memory(renderer: Renderer, tmp_path: P
             session = await sessions.open(name, renderer)
             assert (await session.plan([*messages, MORE])).bridged
         assert sessions.hot.nbytes <= limit
-        held = [each for each in gc.get_objects() if type(each) is module.HotSession]
+        held = [each for each in gc.get_objects() if type(each) is module.CachedSession]
         assert len(held) < 20
 
 

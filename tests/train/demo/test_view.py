@@ -9,14 +9,14 @@ import pytest
 from rich.console import Console
 
 from lockstep.train.demo.report import Run
-from lockstep.train.demo.view import View, sparkline
+from lockstep.train.demo.view import RunView, sparkline
 from tests.train.demo.test_report import write_run
 
 
 def shown(run: Run, *, terminal: bool, width: int = 80) -> list[str]:
     out = StringIO()
     console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
-    view = View(console, "Lockstep demo: calc on tiny, 2 workers", len(run.steps))
+    view = RunView(console, "Lockstep demo: calc on tiny, 2 workers", len(run.steps))
     with view:
         view.phase("starting a gateway and 2 workers")
         for step in run.steps:

@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 from lockstep.tokens.errors import BadRequest
-from lockstep.train.envs.environment import Environment, Player, Reward, Split, Task, load_environment
 from lockstep.train.envs.bundled import BUNDLED, run_calc
+from lockstep.train.envs.environment import (
+    Environment,
+    Player,
+    Reward,
+    Split,
+    Task,
+    load_environment,
+)
 from lockstep.train.records.transcript import roles
 
 

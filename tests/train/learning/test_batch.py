@@ -9,8 +9,8 @@ import pytest
 
 from lockstep.tokens import Sample, VersionSpan
 from lockstep.tokens.errors import BadVersions, Conflict
-from lockstep.train.learning.batch import Clock, is_stale, version_lags
 from lockstep.train.config import LoopConfig, TrainConfig
+from lockstep.train.learning.batch import Clock, is_stale, version_lags
 from tests.train.rollouts import batch, grouped
 
 

@@ -1,0 +1,1 @@
+"""NVIDIA Dynamo deployments, from outside."""

@@ -17,9 +17,11 @@ from lockstep.backends.admin import (
     WeightContents,
     WorkerView,
 )
-from lockstep.backends.admin_client import BUDGETS, Budget, Budgets, Caller
+from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
 from lockstep.backends.lockstep.admin import LockstepAdmin, join_body
 from lockstep.backends.reload_weights import Reloads
+from lockstep.protocol.common.decode_error import stated_error
+from lockstep.protocol.control import worker as control
 from lockstep.tokens.errors import (
     AdapterError,
     BadRequest,
@@ -27,8 +29,6 @@ from lockstep.tokens.errors import (
     EngineFailure,
     UnsupportedField,
 )
-from lockstep.protocol.control import worker as control
-from lockstep.protocol.common.decode_error import stated_error
 
 TRANSACTION = frozenset({"stage", "commit", "rollback", "probe", "liveness_probe"})
 """What a Lockstep engine behind Dynamo advertises beside Dynamo's own routes."""
@@ -49,11 +49,11 @@ class DynamoAdmin:
         routes: Iterable[str],
         token: str | None = None,
         *,
-        budgets: Budgets = BUDGETS,
+        budgets: CallBudgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
         self.routes = frozenset(routes)
-        self._caller = Caller(system_url, token=token, backoff=backoff)
+        self._caller = AdminClient(system_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._own: LockstepAdmin | None = None
         if self.routes >= TRANSACTION:
@@ -144,7 +144,7 @@ class DynamoAdmin:
         if self._own is not None:
             await self._own.join_group(how)
             return
-        budget = Budget(how.seconds + 10.0, how.seconds + 10.0)
+        budget = CallBudget(how.seconds + 10.0, how.seconds + 10.0)
         body = msgspec.to_builtins(join_body(how))
         await self._engine("init_weights_update_group", body, budget)
 
@@ -246,7 +246,7 @@ class DynamoAdmin:
             )
 
     async def _engine(
-        self, route: str, body: object, budget: Budget, *, again: bool = False
+        self, route: str, body: object, budget: CallBudget, *, again: bool = False
     ) -> dict[str, Any]:
         self._offers(route)
         return await self._caller.ask(f"/engine/{route}", body, budget, again=again)
@@ -260,14 +260,14 @@ class _Advertised(LockstepAdmin):
         system_url: str,
         token: str | None = None,
         *,
-        budgets: Budgets = BUDGETS,
+        budgets: CallBudgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
         super().__init__(system_url, token, budgets=budgets, backoff=backoff)
         self._caller = _ReasonedCaller(system_url, token=token, backoff=backoff)
 
 
-class _ReasonedCaller(Caller):
+class _ReasonedCaller(AdminClient):
     """Takes the error from its stable `reason`, not from its words."""
 
     def said_yes(self, body: bytes | bytearray, what: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit, urlunsplit
 import msgspec
 
 from lockstep.backends.admin import AdminName
-from lockstep.backends.admin_client import BUDGETS, Budgets, Caller
+from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudgets
 from lockstep.tokens.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -140,10 +140,10 @@ class Dynamo:
         url: str | None = None,
         *,
         environ: Mapping[str, str] = os.environ,
-        budgets: Budgets = BUDGETS,
+        budgets: CallBudgets = BUDGETS,
     ) -> None:
         self._frontend = urlunsplit(_parts(frontend, "frontend")).rstrip("/")
-        self._caller = Caller(url or workers_url(frontend, environ))
+        self._caller = AdminClient(url or workers_url(frontend, environ))
         self._budgets = budgets
 
     async def find(self) -> frozenset[Found]:

@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.backends.admin_client import BUDGETS, CallBudgets
 from lockstep.backends.dynamo.admin import DynamoAdmin
-from lockstep.backends.admin_client import BUDGETS, Budgets
-from lockstep.backends.lockstep.admin import check_scores
 from lockstep.backends.dynamo.discovery import Found
 from lockstep.backends.dynamo.transport import DynamoTransport, pinned
-from lockstep.http.client import Link
+from lockstep.backends.lockstep.admin import check_scores
+from lockstep.http.client import HttpClient
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, UnknownModel
-from lockstep.protocol.common.request import Ask
 
 LISTED_SECONDS = 15.0
 """How long a frontend may take to see an adapter that a worker has loaded."""
@@ -29,13 +29,13 @@ class ProvingAdmin(DynamoAdmin):
     """
 
     def __init__(
-        self, found: Found, *, token: str | None = None, budgets: Budgets = BUDGETS
+        self, found: Found, *, token: str | None = None, budgets: CallBudgets = BUDGETS
     ) -> None:
         if found.admin_url is None or found.data_url is None:
             raise BadRequest(f"worker {found.id} cannot be controlled: {found.error}", param="url")
         super().__init__(found.admin_url, found.routes, token, budgets=budgets)
         self._model = found.model
-        self._transport = DynamoTransport(Link(pinned(found.data_url, found.id), retries=0))
+        self._transport = DynamoTransport(HttpClient(pinned(found.data_url, found.id), retries=0))
 
     async def probe(
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
@@ -59,7 +59,9 @@ class ProvingAdmin(DynamoAdmin):
 
     async def _score(self, ids: list[int], model: str | None) -> list[float]:
         sampling = Sampling(temperature=1.0, max_tokens=1, prompt_logprobs=0)
-        [done] = await self._transport.generate(Ask(prompt_ids=ids, model=model, sampling=sampling))
+        [done] = await self._transport.generate(
+            GenerateRequest(prompt_ids=ids, model=model, sampling=sampling)
+        )
         return [entry.logprob for entry in (done.prompt_logprobs or [])[1:] if entry is not None]
 
     async def _listed(self, name: str) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 
+from lockstep.backends.model_limits import ModelLimits, read_models
 from lockstep.backends.repeated_choices import gather
-from lockstep.backends.model_limits import Limits, read_models
 from lockstep.backends.transport import ModelCard, TransportName
-from lockstep.http.client import Link
-from lockstep.tokens import Completion, LogprobMode
-from lockstep.protocol.common.response import UNKNOWN_VERSION, Delta, Reading
-from lockstep.protocol.common.request import Ask
+from lockstep.http.client import HttpClient
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import UNKNOWN_VERSION, Reading, StreamDelta
+from lockstep.protocol.vllm.decode_generate import decode_generate
 from lockstep.protocol.vllm.encode_generate import encode_dynamo_generate
-from lockstep.protocol.vllm.decode_generate import read_generate
+from lockstep.tokens import Completion, LogprobMode
 
 ROUTE = "/inference/v1/generate"
 
@@ -28,7 +28,7 @@ class DynamoGenerateTransport:
 
     def __init__(
         self,
-        link: Link,
+        link: HttpClient,
         *,
         logprob_mode: LogprobMode = "processed",
         version: str = UNKNOWN_VERSION,
@@ -36,21 +36,21 @@ class DynamoGenerateTransport:
         self._link = link
         self._mode = logprob_mode
         self._version = version
-        self._limits = Limits(self.models)
+        self._limits = ModelLimits(self.models)
 
     @property
     def base_url(self) -> str:
         return self._link.base_url
 
-    async def generate(self, ask: Ask) -> list[Completion]:
+    async def generate(self, ask: GenerateRequest) -> list[Completion]:
         encode_dynamo_generate(ask.alone(0), mode=self._mode)  # refuses before anything is sent
         card = await self._limits.room(ask)
         return await gather(ask, lambda one, index: self._one(one, index, card))
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Delta | Completion, None]:
+    async def stream(self, ask: GenerateRequest) -> AsyncGenerator[StreamDelta | Completion, None]:
         completions = await self.generate(ask)
         for done in completions:
-            yield Delta(done.index, list(done.token_ids), list(done.logprobs))
+            yield StreamDelta(done.index, list(done.token_ids), list(done.logprobs))
         for done in completions:
             yield done
 
@@ -64,11 +64,11 @@ class DynamoGenerateTransport:
     async def close(self) -> None:
         await self._link.close()
 
-    async def _one(self, ask: Ask, index: int, card: ModelCard | None) -> Completion:
+    async def _one(self, ask: GenerateRequest, index: int, card: ModelCard | None) -> Completion:
         body = encode_dynamo_generate(ask, mode=self._mode)
         answer = await self._link.post_spliced(
             ROUTE, body, timeout=ask.timeout, headers=ask.headers
         )
         adapter = card.id if card is not None and card.parent else None
         reading = Reading(ask, self._mode, self._version, self.base_url, adapter, index)
-        return read_generate(answer, reading)[0]
+        return decode_generate(answer, reading)[0]

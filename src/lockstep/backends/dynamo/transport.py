@@ -11,16 +11,16 @@ from uuid import UUID
 
 import msgspec
 
+from lockstep.backends.model_limits import ModelLimits, read_models
 from lockstep.backends.repeated_choices import gather, merge
-from lockstep.backends.model_limits import Limits, read_models
 from lockstep.backends.transport import ModelCard, TransportName
-from lockstep.http.client import Link
+from lockstep.http.client import HttpClient
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import UNKNOWN_VERSION, Reading, StreamDelta, decode_response
+from lockstep.protocol.dynamo.decode_chat import DynamoStreamDecoder, decode_dynamo
+from lockstep.protocol.dynamo.encode_chat import encode_dynamo
 from lockstep.tokens import Completion, LogprobMode
 from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
-from lockstep.protocol.common.response import UNKNOWN_VERSION, Delta, Reading, decode_answer
-from lockstep.protocol.common.request import Ask
-from lockstep.protocol.dynamo.encode_chat import encode_dynamo
-from lockstep.protocol.dynamo.decode_chat import DynamoStream, read_dynamo
 
 ROUTE = "/v1/chat/completions"
 PIN = "backend_instance_id"
@@ -58,7 +58,7 @@ class DynamoTransport:
 
     def __init__(
         self,
-        link: Link,
+        link: HttpClient,
         *,
         logprob_mode: LogprobMode = "processed",
         version: str = UNKNOWN_VERSION,
@@ -67,19 +67,19 @@ class DynamoTransport:
         self._link = link
         self._mode = logprob_mode
         self._version = version
-        self._limits = Limits(self.models)
+        self._limits = ModelLimits(self.models)
 
     @property
     def base_url(self) -> str:
         return self._link.base_url
 
-    async def generate(self, ask: Ask) -> list[Completion]:
+    async def generate(self, ask: GenerateRequest) -> list[Completion]:
         ask = self._pinned(ask)
         encode_dynamo(ask.alone(0), mode=self._mode)  # refuses before anything is sent
         card = await self._limits.room(ask)
         return await gather(ask, lambda one, index: self._one(one, index, card))
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Delta | Completion, None]:
+    async def stream(self, ask: GenerateRequest) -> AsyncGenerator[StreamDelta | Completion, None]:
         ask = self._pinned(ask)
         encode_dynamo(ask.alone(0), mode=self._mode)
         card = await self._limits.room(ask)
@@ -100,7 +100,7 @@ class DynamoTransport:
     async def close(self) -> None:
         await self._link.close()
 
-    async def _one(self, ask: Ask, index: int, card: ModelCard | None) -> Completion:
+    async def _one(self, ask: GenerateRequest, index: int, card: ModelCard | None) -> Completion:
         body = encode_dynamo(ask, mode=self._mode)
         try:
             answer = await self._link.post_spliced(
@@ -109,26 +109,26 @@ class DynamoTransport:
         except (BadRequest, UnknownModel):
             await self._check_there()
             raise
-        return read_dynamo(answer, self._reading(ask, index, card))
+        return decode_dynamo(answer, self._reading(ask, index, card))
 
     async def _follow(
-        self, ask: Ask, index: int, card: ModelCard | None
-    ) -> AsyncGenerator[Delta | Completion, None]:
-        collected = DynamoStream(self._reading(ask, index, card))
+        self, ask: GenerateRequest, index: int, card: ModelCard | None
+    ) -> AsyncGenerator[StreamDelta | Completion, None]:
+        collected = DynamoStreamDecoder(self._reading(ask, index, card))
         body = encode_dynamo(ask, mode=self._mode, stream=True)
         events = self._link.events(ROUTE, body, timeout=ask.timeout, headers=_headers(ask))
         try:
             async with aclosing(events):
                 async for event in events:
                     for delta in collected.feed(event):
-                        yield Delta(index, delta.token_ids, delta.logprobs)
+                        yield StreamDelta(index, delta.token_ids, delta.logprobs)
         except (BadRequest, UnknownModel):
             await self._check_there()
             raise
         for completion in collected.finish():
             yield completion
 
-    def _pinned(self, ask: Ask) -> Ask:
+    def _pinned(self, ask: GenerateRequest) -> GenerateRequest:
         if self._pin is None:
             return ask
         given: dict[str, Any] = dict(ask.nvext or {})
@@ -145,11 +145,11 @@ class DynamoTransport:
         or says that it does not know the model."""
         if self._pin is None:
             return
-        health = decode_answer(HEALTH, await self._link.get("/health"))
+        health = decode_response(HEALTH, await self._link.get("/health"))
         if all(one.instance_id != self._pin for one in health.instances):
             raise Unavailable(f"worker {self._pin} is not known to {self.base_url} (any more)")
 
-    def _reading(self, ask: Ask, index: int, card: ModelCard | None) -> Reading:
+    def _reading(self, ask: GenerateRequest, index: int, card: ModelCard | None) -> Reading:
         adapter = card.id if card is not None and card.parent else None
         return Reading(ask, self._mode, self._version, self.base_url, adapter, index)
 
@@ -169,7 +169,7 @@ def _split(url: str) -> tuple[int | None, str]:
     return int(parts.username), frontend
 
 
-def _headers(ask: Ask) -> dict[str, str]:
+def _headers(ask: GenerateRequest) -> dict[str, str]:
     headers = dict(ask.headers or {})
     if ask.request_id is not None:
         headers["x-request-id"] = ask.request_id

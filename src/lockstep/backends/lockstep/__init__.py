@@ -1,0 +1,1 @@
+"""Lockstep's own workers, from outside."""

@@ -21,7 +21,8 @@ from lockstep.backends.admin import (
     WeightContents,
     WorkerView,
 )
-from lockstep.backends.admin_client import BUDGETS, Budget, Budgets, Caller
+from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
+from lockstep.protocol.control import worker as control
 from lockstep.tokens.errors import (
     BadLogprob,
     BadRequest,
@@ -29,7 +30,6 @@ from lockstep.tokens.errors import (
     Misaligned,
     Unavailable,
 )
-from lockstep.protocol.control import worker as control
 
 
 class _State(msgspec.Struct):
@@ -71,10 +71,10 @@ class LockstepAdmin:
         system_url: str,
         token: str | None = None,
         *,
-        budgets: Budgets = BUDGETS,
+        budgets: CallBudgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
-        self._caller = Caller(system_url, token=token, backoff=backoff)
+        self._caller = AdminClient(system_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._name = secrets.token_hex(8)
         self._numbers = count(1)
@@ -99,7 +99,7 @@ class LockstepAdmin:
         if mode == "wait":
             # It ends when the last request does: breaking off and asking again gains nothing.
             budget = replace(budget, attempt=budget.total)
-        body = control.Pause(mode=mode, clear_cache=clear_cache, order=self._order())
+        body = control.PauseWorker(mode=mode, clear_cache=clear_cache, order=self._order())
         await self._engine("pause_generation", body, budget, again=True)
 
     async def resume(self) -> None:
@@ -173,7 +173,7 @@ class LockstepAdmin:
     async def probe(
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> list[list[float]]:
-        body = control.Probe(token_ids=[list(ids) for ids in token_ids], lora_name=adapter)
+        body = control.ProbeRequest(token_ids=[list(ids) for ids in token_ids], lora_name=adapter)
         answer = await self._engine("probe", body, self._budgets.probe, again=True)
         scores = self._caller.read(_Scores, answer, "probe").logprobs
         check_scores(scores, token_ids, f"{self.url} probe")
@@ -182,7 +182,7 @@ class LockstepAdmin:
     async def probe_staged(self, token_ids: Sequence[Sequence[int]]) -> StagedScores:
         """Logprobs under what is staged, and its name for `commit_proved`. The worker goes on
         generating. Raises Conflict when nothing is staged."""
-        body = control.Probe(token_ids=[list(ids) for ids in token_ids], staged=True)
+        body = control.ProbeRequest(token_ids=[list(ids) for ids in token_ids], staged=True)
         answer = await self._engine("probe", body, self._budgets.probe, again=True)
         scores = self._caller.read(_StagedScores, answer, "probe of what is staged")
         check_scores(scores.logprobs, token_ids, f"{self.url} probe of what is staged")
@@ -197,7 +197,7 @@ class LockstepAdmin:
 
     async def join_group(self, how: Broadcaster) -> None:
         body = join_body(how)
-        budget = Budget(how.seconds + 10.0, 2 * how.seconds + 20.0)
+        budget = CallBudget(how.seconds + 10.0, 2 * how.seconds + 20.0)
         try:
             await self._engine("init_weights_update_group", body, budget)
         except Conflict:
@@ -237,15 +237,15 @@ class LockstepAdmin:
     async def close(self) -> None:
         await self._caller.close()
 
-    def _order(self) -> control.Order:
-        return control.Order(caller=self._name, number=next(self._numbers))
+    def _order(self) -> control.SequenceNumber:
+        return control.SequenceNumber(caller=self._name, number=next(self._numbers))
 
     async def _look(self) -> _State:
         answer = await self._engine("liveness_probe", {}, self._budgets.quick, again=True)
         return self._caller.read(_State, answer, "liveness_probe")
 
     async def _engine(
-        self, method: str, body: object, budget: Budget, *, again: bool = False
+        self, method: str, body: object, budget: CallBudget, *, again: bool = False
     ) -> dict[str, Any]:
         return await self._caller.ask(f"/engine/{method}", body, budget, again=again)
 

@@ -1,0 +1,1 @@
+"""prime-rl's inference servers, from outside."""

@@ -7,11 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, WorkerView
-from lockstep.backends.admin_client import BUDGETS, Budget, Budgets, Caller
+from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.backends.reload_weights import Reloads
+from lockstep.backends.vllm.adapters import AdapterCalls
 from lockstep.backends.vllm.admin import score
-from lockstep.backends.vllm.adapters import Adapters
 from lockstep.tokens.errors import (
     Conflict,
     ContractError,
@@ -39,14 +39,14 @@ class PrimeAdmin:
         base_url: str,
         token: str | None = None,
         *,
-        budgets: Budgets = BUDGETS,
+        budgets: CallBudgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
-        self._caller = Caller(base_url, token=token, backoff=backoff)
+        self._caller = AdminClient(base_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._paused = False
         self._reloads = Reloads(self.url, self._load, self._ready)
-        self._adapters = Adapters(self._caller, budgets, "/load_lora_adapter")
+        self._adapters = AdapterCalls(self._caller, budgets, "/load_lora_adapter")
 
     @property
     def url(self) -> str:
@@ -123,7 +123,7 @@ class PrimeAdmin:
             "inference_world_size": how.world_size - 1,
             "timeout": int(how.seconds),
         }
-        budget = Budget(how.seconds + 10.0, how.seconds + 10.0)
+        budget = CallBudget(how.seconds + 10.0, how.seconds + 10.0)
         await self._caller.ask("/init_broadcaster", body, budget)
 
     # Adapters

@@ -7,21 +7,21 @@ from contextlib import aclosing
 
 import msgspec
 
+from lockstep.backends.model_limits import ModelLimits, read_models
 from lockstep.backends.repeated_choices import gather, merge
-from lockstep.backends.model_limits import Limits, read_models
 from lockstep.backends.transport import ModelCard, TransportName
-from lockstep.http.client import Link
-from lockstep.tokens import Completion, LogprobMode
-from lockstep.tokens.errors import BadRequest, UnknownModel
-from lockstep.protocol.common.response import UNKNOWN_VERSION, Delta, Reading
-from lockstep.protocol.common.request import Ask
+from lockstep.http.client import HttpClient
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import UNKNOWN_VERSION, Reading, StreamDelta
 from lockstep.protocol.sglang.generate import (
     Layout,
-    SglangStream,
+    SglangStreamDecoder,
     check_layout,
+    decode_sglang,
     encode_sglang,
-    read_sglang,
 )
+from lockstep.tokens import Completion, LogprobMode
+from lockstep.tokens.errors import BadRequest, UnknownModel
 
 ROUTE = "/generate"
 
@@ -38,7 +38,7 @@ class SglangTransport:
 
     def __init__(
         self,
-        link: Link,
+        link: HttpClient,
         *,
         logprob_mode: LogprobMode = "processed",
         version: str = UNKNOWN_VERSION,
@@ -48,17 +48,17 @@ class SglangTransport:
         self._mode = logprob_mode
         self._version = version
         self._layout = experts_layout
-        self._limits = Limits(self.models)
+        self._limits = ModelLimits(self.models)
 
     @property
     def base_url(self) -> str:
         return self._link.base_url
 
-    async def generate(self, ask: Ask) -> list[Completion]:
+    async def generate(self, ask: GenerateRequest) -> list[Completion]:
         card = await self._prepare(ask)
         return await gather(ask, lambda one, index: self._one(one, index, card))
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Delta | Completion, None]:
+    async def stream(self, ask: GenerateRequest) -> AsyncGenerator[StreamDelta | Completion, None]:
         card = await self._prepare(ask)
         async with aclosing(merge(ask, lambda one, at: self._follow(one, at, card))) as items:
             async for item in items:
@@ -74,7 +74,7 @@ class SglangTransport:
     async def close(self) -> None:
         await self._link.close()
 
-    async def _prepare(self, ask: Ask) -> ModelCard | None:
+    async def _prepare(self, ask: GenerateRequest) -> ModelCard | None:
         """The model's card, after everything that could be refused has been."""
         check_layout(ask, self._layout)
         card = await self._limits.room(ask)
@@ -86,17 +86,17 @@ class SglangTransport:
         self._encode(ask.alone(0), card, stream=False)
         return card
 
-    async def _one(self, ask: Ask, index: int, card: ModelCard | None) -> Completion:
+    async def _one(self, ask: GenerateRequest, index: int, card: ModelCard | None) -> Completion:
         body = self._encode(ask, card, stream=False)
         answer = await self._link.post_spliced(
             ROUTE, body, timeout=ask.timeout, headers=ask.headers
         )
-        return read_sglang(answer, self._reading(ask, index, card), self._layout)
+        return decode_sglang(answer, self._reading(ask, index, card), self._layout)
 
     async def _follow(
-        self, ask: Ask, index: int, card: ModelCard | None
-    ) -> AsyncGenerator[Delta | Completion, None]:
-        collected = SglangStream(self._reading(ask, index, card), self._layout)
+        self, ask: GenerateRequest, index: int, card: ModelCard | None
+    ) -> AsyncGenerator[StreamDelta | Completion, None]:
+        collected = SglangStreamDecoder(self._reading(ask, index, card), self._layout)
         body = self._encode(ask, card, stream=True)
         events = self._link.events(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
         async with aclosing(events):
@@ -106,7 +106,7 @@ class SglangTransport:
         for completion in collected.finish():
             yield completion
 
-    def _encode(self, ask: Ask, card: ModelCard | None, *, stream: bool) -> bytes:
+    def _encode(self, ask: GenerateRequest, card: ModelCard | None, *, stream: bool) -> bytes:
         tokens = ask.sampling.max_tokens
         if tokens is None and card is not None and card.max_model_len is not None:
             tokens = card.max_model_len - len(ask.prompt_ids)
@@ -121,6 +121,6 @@ class SglangTransport:
             ask, mode=self._mode, max_new_tokens=tokens, adapter=adapter, stream=stream
         )
 
-    def _reading(self, ask: Ask, index: int, card: ModelCard | None) -> Reading:
+    def _reading(self, ask: GenerateRequest, index: int, card: ModelCard | None) -> Reading:
         adapter = card.id if card is not None and card.parent else None
         return Reading(ask, self._mode, self._version, self.base_url, adapter, index)

@@ -1,0 +1,1 @@
+"""vLLM servers, from outside; `extension` runs inside them."""

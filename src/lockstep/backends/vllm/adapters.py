@@ -6,14 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.backends.admin_client import Budgets, Caller
+from lockstep.backends.admin_client import AdminClient, CallBudgets
 from lockstep.tokens.errors import AdapterError, EngineFailure, UnknownModel
 
 UNLOAD = "/v1/unload_lora_adapter"
 SUCCESS = b"Success"
 
 
-class Card(msgspec.Struct):
+class AdapterCard(msgspec.Struct):
     """A model or adapter as /v1/models lists it; an adapter's `root` is its path."""
 
     id: str
@@ -22,24 +22,24 @@ class Card(msgspec.Struct):
 
 
 class _Cards(msgspec.Struct):
-    data: list[Card]
+    data: list[AdapterCard]
 
 
-class Adapters:
+class AdapterCalls:
     """Adapters by the route that loads them. Labels are remembered: the server knows paths only."""
 
-    def __init__(self, caller: Caller, budgets: Budgets, load: str) -> None:
+    def __init__(self, caller: AdminClient, budgets: CallBudgets, load: str) -> None:
         self._caller = caller
         self._budgets = budgets
         self._load = load
         self._labels: dict[str, tuple[str, str]] = {}
 
-    async def cards(self) -> list[Card]:
+    async def cards(self) -> list[AdapterCard]:
         raw = await self._caller.get("/v1/models", self._budgets.quick)
         fields = self._caller.fields(raw, "/v1/models")
         return self._caller.read(_Cards, fields, "/v1/models").data
 
-    def labels(self, cards: list[Card]) -> dict[str, str]:
+    def labels(self, cards: list[AdapterCard]) -> dict[str, str]:
         """The adapters among `cards`, with the label of those that were loaded from here."""
         known = self._labels
         return {
@@ -52,7 +52,7 @@ class Adapters:
         """Loads, or swaps in place. Raises AdapterError; the caller must drop cached prefixes."""
         body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
 
-        async def load() -> Card | None:
+        async def load() -> AdapterCard | None:
             self._said_success(self._load, await self._post(self._load, body))
             return await self._find(name)
 
@@ -83,7 +83,7 @@ class Adapters:
         listed = None if left is None else left.root
         self._caller.expect(listed, None, f"path of adapter {name!r} after {UNLOAD}")
 
-    async def _find(self, name: str) -> Card | None:
+    async def _find(self, name: str) -> AdapterCard | None:
         return next((card for card in await self.cards() if card.id == name and card.parent), None)
 
     async def _post(self, path: str, body: object) -> bytearray:

@@ -17,12 +17,13 @@ from lockstep.backends.admin import (
     WeightContents,
     WorkerView,
 )
-from lockstep.backends.admin_client import BUDGETS, Budget, Budgets, Caller
+from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.backends.reload_weights import Reloads
-from lockstep.backends.vllm.adapters import Adapters
-from lockstep.backends.vllm.collective_rpc import Extension, Seen, collective_rpc
+from lockstep.backends.vllm.adapters import AdapterCalls
+from lockstep.backends.vllm.collective_rpc import ExtensionClient, Seen, collective_rpc
 from lockstep.backends.vllm.transport import VllmTransport
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import (
     BadLogprob,
@@ -31,7 +32,6 @@ from lockstep.tokens.errors import (
     EngineFailure,
     UnsupportedField,
 )
-from lockstep.protocol.common.request import Ask
 
 INITIAL_VERSION = "default"
 
@@ -51,15 +51,15 @@ class VllmAdmin:
         base_url: str,
         token: str | None = None,
         *,
-        budgets: Budgets = BUDGETS,
+        budgets: CallBudgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
-        self._caller = Caller(base_url, token=token, backoff=backoff)
+        self._caller = AdminClient(base_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._seen: Seen | None = None
-        self._extension = Extension(self._caller, budgets, self._quiet, self._label)
+        self._extension = ExtensionClient(self._caller, budgets, self._quiet, self._label)
         self._reloads = Reloads(self.url, self._load, self._ready)
-        self._adapters = Adapters(self._caller, budgets, "/v1/load_lora_adapter")
+        self._adapters = AdapterCalls(self._caller, budgets, "/v1/load_lora_adapter")
 
     @property
     def url(self) -> str:
@@ -180,7 +180,7 @@ class VllmAdmin:
             "rank_offset": how.rank,
             "world_size": how.world_size,
         }
-        budget = Budget(how.seconds + 10.0, how.seconds + 10.0)
+        budget = CallBudget(how.seconds + 10.0, how.seconds + 10.0)
         await self._step("/init_weight_transfer_engine", {"init_info": info}, budget)
 
     # Adapters
@@ -259,12 +259,12 @@ class VllmAdmin:
         return await self._caller.get(path, self._budgets.quick)
 
     async def _json(
-        self, path: str, body: object, budget: Budget, *, again: bool = False
+        self, path: str, body: object, budget: CallBudget, *, again: bool = False
     ) -> dict[str, Any]:
         raw = await self._caller.post(path, body, budget, again=again)
         return self._caller.fields(raw, path)
 
-    async def _step(self, path: str, body: object, budget: Budget) -> None:
+    async def _step(self, path: str, body: object, budget: CallBudget) -> None:
         """One step of a weight transfer: it must say with a message that it is done."""
         answer = await self._json(path, body, budget)
         if not answer.get("message") or "error" in answer:
@@ -272,10 +272,10 @@ class VllmAdmin:
 
 
 async def score(
-    caller: Caller, token_ids: Sequence[int], adapter: str | None, budget: Budget
+    caller: AdminClient, token_ids: Sequence[int], adapter: str | None, budget: CallBudget
 ) -> list[float]:
     """Logprobs of every token after the first, from a server that is not paused."""
-    ask = Ask(
+    ask = GenerateRequest(
         prompt_ids=list(token_ids),
         sampling=Sampling(max_tokens=1, logprobs=0, prompt_logprobs=0),
         model=adapter,

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from lockstep.backends.admin import Broadcaster, Source, WeightContents
-from lockstep.backends.admin_client import Budget, Budgets, Caller, named
+from lockstep.backends.admin_client import AdminClient, CallBudget, CallBudgets, named
 from lockstep.backends.lockstep.admin import join_body, stage_body
+from lockstep.protocol.common.decode_error import error_of
 from lockstep.tokens.errors import (
     Conflict,
     ContractError,
@@ -21,7 +22,6 @@ from lockstep.tokens.errors import (
     NotFound,
     Unavailable,
 )
-from lockstep.protocol.common.decode_error import error_of
 
 VIEW = "lockstep_view"
 """No arguments. Gives {"version": str | null, "staged": str | null, "probes": bool, "digests":
@@ -74,7 +74,12 @@ class _Answer(msgspec.Struct):
 
 
 async def collective_rpc(
-    caller: Caller, method: str, kwargs: dict[str, Any], budget: Budget, *, again: bool = False
+    caller: AdminClient,
+    method: str,
+    kwargs: dict[str, Any],
+    budget: CallBudget,
+    *,
+    again: bool = False,
 ) -> list[Any]:
     """What each rank gave. Raises ContractError when there is none: then nobody did it."""
     body = {"method": method, "kwargs": kwargs, "timeout": budget.attempt}
@@ -85,14 +90,14 @@ async def collective_rpc(
     return results
 
 
-class Extension:
+class ExtensionClient:
     """The worker extension of one server. `quiet` keeps it paused for a block of code, `label`
     tells the server the version it serves and drops cached prefixes."""
 
     def __init__(
         self,
-        caller: Caller,
-        budgets: Budgets,
+        caller: AdminClient,
+        budgets: CallBudgets,
         quiet: Callable[[], AbstractAsyncContextManager[None]],
         label: Callable[[str], Awaitable[None]],
     ) -> None:
@@ -194,12 +199,12 @@ class Extension:
 
     async def join_group(self, how: Broadcaster) -> None:
         kwargs = msgspec.to_builtins(join_body(how))
-        budget = Budget(how.seconds + 10.0, how.seconds + 10.0)
+        budget = CallBudget(how.seconds + 10.0, how.seconds + 10.0)
         answer = await self._call(JOIN, kwargs, budget)
         self._caller.expect(answer.get("group_name"), how.group, JOIN)
 
     async def _call(
-        self, method: str, kwargs: dict[str, Any], budget: Budget, *, again: bool = False
+        self, method: str, kwargs: dict[str, Any], budget: CallBudget, *, again: bool = False
     ) -> dict[str, Any]:
         """The one answer of all ranks. Raises ContractError when they do not agree."""
         first, *others = await self._each(method, kwargs, budget, again=again)
@@ -211,7 +216,7 @@ class Extension:
         return first
 
     async def _each(
-        self, method: str, kwargs: dict[str, Any], budget: Budget, *, again: bool = False
+        self, method: str, kwargs: dict[str, Any], budget: CallBudget, *, again: bool = False
     ) -> list[dict[str, Any]]:
         """What each rank says. Raises the error of the first that states one."""
         results = await collective_rpc(self._caller, method, kwargs, budget, again=again)

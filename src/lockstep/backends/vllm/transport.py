@@ -7,15 +7,15 @@ from contextlib import aclosing
 
 import msgspec
 
-from lockstep.backends.model_limits import Limits, read_models
+from lockstep.backends.model_limits import ModelLimits, read_models
 from lockstep.backends.transport import ModelCard, TransportName
-from lockstep.http.client import Link
-from lockstep.tokens import Completion, LogprobMode
-from lockstep.protocol.common.response import UNKNOWN_VERSION, Delta, Reading
-from lockstep.protocol.common.request import Ask
+from lockstep.http.client import HttpClient
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import UNKNOWN_VERSION, Reading, StreamDelta
+from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
 from lockstep.protocol.vllm.encode_generate import encode_lockstep, encode_vllm
 from lockstep.protocol.vllm.generate_response import REQUEST_ID_PREFIX
-from lockstep.protocol.vllm.decode_generate import GenerateStream, read_generate
+from lockstep.tokens import Completion, LogprobMode
 
 ROUTE = "/inference/v1/generate"
 
@@ -31,7 +31,7 @@ class VllmTransport:
 
     def __init__(
         self,
-        link: Link,
+        link: HttpClient,
         *,
         logprob_mode: LogprobMode = "raw",
         version: str = UNKNOWN_VERSION,
@@ -41,22 +41,22 @@ class VllmTransport:
         self._mode = logprob_mode
         self._version = version
         self._lockstep = lockstep
-        self._limits = Limits(self.models)
+        self._limits = ModelLimits(self.models)
 
     @property
     def base_url(self) -> str:
         return self._link.base_url
 
-    async def generate(self, ask: Ask) -> list[Completion]:
+    async def generate(self, ask: GenerateRequest) -> list[Completion]:
         body, reading = await self._prepare(ask, stream=False)
         answer = await self._link.post_spliced(
             ROUTE, body, timeout=ask.timeout, headers=ask.headers
         )
-        return read_generate(answer, reading)
+        return decode_generate(answer, reading)
 
-    async def stream(self, ask: Ask) -> AsyncGenerator[Delta | Completion, None]:
+    async def stream(self, ask: GenerateRequest) -> AsyncGenerator[StreamDelta | Completion, None]:
         body, reading = await self._prepare(ask, stream=True)
-        collected = GenerateStream(reading)
+        collected = GenerateStreamDecoder(reading)
         batches = self._link.event_batches(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
         async with aclosing(batches):
             async for batch in batches:
@@ -65,7 +65,7 @@ class VllmTransport:
         for completion in collected.finish():
             yield completion
 
-    async def relay(self, body: bytes, ask: Ask) -> tuple[bytearray, Reading]:
+    async def relay(self, body: bytes, ask: GenerateRequest) -> tuple[bytearray, Reading]:
         """The answer to a body that was written in this dialect already, as it came.
 
         For a gateway that forwards bytes; the reading is what it needs to check them.
@@ -73,7 +73,7 @@ class VllmTransport:
         answer = await self._link.post(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
         return answer, Reading(ask, self._mode, self._version, worker=self.base_url)
 
-    def relay_events(self, body: bytes, ask: Ask) -> AsyncGenerator[list[bytes], None]:
+    def relay_events(self, body: bytes, ask: GenerateRequest) -> AsyncGenerator[list[bytes], None]:
         """`relay` for a streamed answer: the data of its events, those together that came so."""
         return self._link.event_batches(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
 
@@ -91,7 +91,7 @@ class VllmTransport:
     async def close(self) -> None:
         await self._link.close()
 
-    async def _prepare(self, ask: Ask, *, stream: bool) -> tuple[bytes, Reading]:
+    async def _prepare(self, ask: GenerateRequest, *, stream: bool) -> tuple[bytes, Reading]:
         card = await self._limits.room(ask)
         lockstep = self._lockstep
         if lockstep is None:

@@ -11,10 +11,10 @@ from uuid import uuid4
 
 from lockstep.check.compare import all_apart, shown
 from lockstep.check.outcome import NotApplicable, require
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
-GROUP = Group("adapters", mutates=True)
+GROUP = RowGroup("adapters", mutates=True)
 SEEN_WITHIN = 20.0
 """Seconds in which a deployment must know of an adapter, or that it is gone."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from lockstep.backends.admin import AdminName
 from lockstep.check.outcome import require
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
-GROUP = Group("guard", mutates=True)
+GROUP = RowGroup("guard", mutates=True)
 ROUTES: dict[AdminName, tuple[str, str]] = {
     "lockstep": ("/engine/pause_generation", "/engine/resume_generation"),
     "dynamo": ("/engine/pause_generation", "/engine/resume_generation"),

@@ -10,10 +10,10 @@ from lockstep.backends.admin import PauseMode
 from lockstep.check.compare import same
 from lockstep.check.inflight import in_flight
 from lockstep.check.outcome import require
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
-GROUP = Group("control", mutates=True)
+GROUP = RowGroup("control", mutates=True)
 STILL = 0.6
 """Seconds for which a paused server is watched."""
 SETTLE = 0.2

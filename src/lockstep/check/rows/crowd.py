@@ -6,10 +6,10 @@ import asyncio
 
 from lockstep.check.compare import all_apart, shown
 from lockstep.check.outcome import require
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
-GROUP = Group("crowd")
+GROUP = RowGroup("crowd")
 
 
 @GROUP.row("scores", "prompts scored at once score as they do alone", "L1 F46")

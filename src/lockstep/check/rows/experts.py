@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from lockstep.check.outcome import Broken, NotApplicable, require
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadExperts, BadRequest
 
-GROUP = Group("experts")
+GROUP = RowGroup("experts")
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

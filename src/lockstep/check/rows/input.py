@@ -6,10 +6,10 @@ from typing import Any
 
 from lockstep.check.outcome import NotApplicable, require
 from lockstep.check.raw import Reply
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
-GROUP = Group("input")
+GROUP = RowGroup("input")
 BEYOND = 2**31 - 1
 """An id that no vocabulary has."""
 

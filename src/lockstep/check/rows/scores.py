@@ -7,10 +7,10 @@ import asyncio
 from lockstep.check.compare import apart, same, shown
 from lockstep.check.dialect import engine_data
 from lockstep.check.outcome import require
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
-GROUP = Group("scores")
+GROUP = RowGroup("scores")
 
 
 @GROUP.row("prompt", "a prompt token's logprob is its own", "F46")

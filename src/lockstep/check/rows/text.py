@@ -6,11 +6,11 @@ from typing import Any
 
 from lockstep.check.outcome import NotApplicable, require
 from lockstep.check.raw import Reply
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 from lockstep.render import Renderer
 
-GROUP = Group("text")
+GROUP = RowGroup("text")
 TEXTS = ("Hello, world", "  two  spaces\n", "héllo 你好 😀 🧑\u200d🚀", "x = [1, 2]; y=x[0]")
 CHAT: list[dict[str, Any]] = [
     {"role": "system", "content": "Answer briefly."},

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import aclosing
 from uuid import uuid4
 
-from lockstep.backends import Delta
+from lockstep.backends import StreamDelta
 from lockstep.check.compare import same
 from lockstep.check.inflight import in_flight
 from lockstep.check.outcome import Broken, NotApplicable, require
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 from lockstep.tokens import Completion
 
-GROUP = Group("tokens")
+GROUP = RowGroup("tokens")
 
 
 @GROUP.row("prompt", "the prompt ids are used exactly as sent", "L1 F10")
@@ -139,11 +139,11 @@ async def stream(target: Target) -> str:
     }
     for what, ask in asks.items():
         (whole,) = await target.transport.generate(ask)
-        deltas: list[Delta] = []
+        deltas: list[StreamDelta] = []
         streamed: list[Completion] = []
         async with aclosing(target.transport.stream(ask)) as items:
             async for item in items:
-                if isinstance(item, Delta):
+                if isinstance(item, StreamDelta):
                     deltas.append(item)
                 else:
                     streamed.append(item)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from lockstep.check.inflight import in_flight
 from lockstep.check.outcome import NotApplicable, require
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
-from lockstep.tokens import Completion
 from lockstep.protocol.common.response import UNKNOWN_VERSION
+from lockstep.tokens import Completion
 
-GROUP = Group("versions")
+GROUP = RowGroup("versions")
 
 
 def spans(done: Completion) -> str:

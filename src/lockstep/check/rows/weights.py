@@ -10,12 +10,12 @@ from lockstep.backends.admin import Admin, Source
 from lockstep.check.compare import all_apart, apart, same, shown
 from lockstep.check.inflight import in_flight
 from lockstep.check.outcome import require
-from lockstep.check.row import Group
+from lockstep.check.row import RowGroup
 from lockstep.check.rows.versions import spans
 from lockstep.check.target import Target
 from lockstep.checkpoint.probe import Probe
 
-GROUP = Group("weights", mutates=True)
+GROUP = RowGroup("weights", mutates=True)
 PREFIX = 300
 """Tokens of a prompt whose prefix is cached: more than two blocks of any engine known."""
 

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.status import Status
 
 from lockstep.cli.serving.arguments import GatewayArguments
-from lockstep.running_gateways import RunningGateway, registered
 from lockstep.cli.serving.sources import Row, WorkerSource
 from lockstep.cli.serving.state_dir import KeptState, in_memory, open_state
 from lockstep.http.server import admin_token, run, say_ready, stop_event
+from lockstep.running_gateways import RunningGateway, registered
 from lockstep.settings import Settings
 from lockstep.tokens.errors import LockstepError, Unavailable
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from lockstep.checkpoint.files import read_object
+from lockstep.checkpoint.manifest import INDEX, WEIGHTS
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.model_identity import ModelIdentity
 from lockstep.fleet.control.desired import MEMORY, Desired, StateStore
 from lockstep.fleet.control.file_lock import FileLock
 from lockstep.settings import state_home
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict, LockstepError
-from lockstep.checkpoint.files import read_object
-from lockstep.checkpoint.manifest import INDEX, WEIGHTS
 
 log = logging.getLogger(__name__)
 STATE = "state.sqlite"

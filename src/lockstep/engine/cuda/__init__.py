@@ -1,0 +1,1 @@
+"""Decoding on CUDA: Triton kernels, captured graphs, overlapped scheduling."""

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.cuda import kernels
-from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.cuda.sampling_kernels import draw
+from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.model import Model
 from lockstep.engine.weights.weights import Weights
 
 
-class Row(NamedTuple):
+class GraphRow(NamedTuple):
     """One sequence of a step: its last token, where that goes, and how the next is drawn."""
 
     slot: int
@@ -32,14 +32,14 @@ class Row(NamedTuple):
     processed: bool
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
     token: int
     logprob: float
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class StepInFlight:
     """A step on its way: `read` waits for it."""
 
     table: Table
@@ -47,13 +47,13 @@ class Flight:
     host: Tensor
     landed: torch.cuda.Event | None
 
-    def read(self) -> list[Drawn]:
+    def read(self) -> list[DrawnTokens]:
         """What each row drew, in the order it was launched in."""
         if self.landed is not None:
             self.landed.synchronize()
         tokens, _, ranks = self.host[:, : self.rows].tolist()
         logprobs = self.host[1, : self.rows].view(torch.float32).tolist()
-        return list(map(Drawn, tokens, logprobs, ranks))
+        return list(map(DrawnTokens, tokens, logprobs, ranks))
 
 
 class Table:
@@ -76,7 +76,7 @@ class Table:
         self._up = [torch.zeros((6, rows), dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
         self._down = [torch.zeros((3, rows), dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
 
-    def fill(self, rows: Seq[Row], spare: int) -> None:
+    def fill(self, rows: Seq[GraphRow], spare: int) -> None:
         """Puts a fresh batch on the device; rows beyond it do their work in the slot `spare`."""
         self._up.reverse()
         slots, positions, tokens, uniforms, temperatures, processed = zip(*rows, strict=True)
@@ -98,7 +98,7 @@ class Table:
         up[: len(uniforms)] = torch.tensor(uniforms, dtype=torch.float32).view(torch.int32)
         self.words[4].copy_(up, non_blocking=True)
 
-    def fetch(self, rows: int) -> Flight:
+    def fetch(self, rows: int) -> StepInFlight:
         """Begins to bring home what the step wrote."""
         self._down.reverse()
         host = self._down[0]
@@ -107,7 +107,7 @@ class Table:
         if self.words.is_cuda:
             landed = torch.cuda.Event()
             landed.record()
-        return Flight(self, rows, host, landed)
+        return StepInFlight(self, rows, host, landed)
 
 
 class Decoder:
@@ -131,18 +131,18 @@ class Decoder:
         square = c.head_dim >= 32 and c.head_dim & (c.head_dim - 1) == 0
         return cache.k.is_cuda and half and square and not c.moe_layers
 
-    def launch(self, weights: Weights, rows: Seq[Row]) -> Flight:
+    def launch(self, weights: Weights, rows: Seq[GraphRow]) -> StepInFlight:
         """Starts one step for these rows."""
         table = self._table(weights, len(rows))
         table.fill(rows, self._cache.scratch)
         return self._replay(table, len(rows))
 
-    def follow(self, flight: Flight, uniforms: Seq[float]) -> Flight:
+    def follow(self, flight: StepInFlight, uniforms: Seq[float]) -> StepInFlight:
         """Starts the next step of the same rows, before `flight` was read."""
         flight.table.refill(uniforms)
         return self._replay(flight.table, flight.rows)
 
-    def _replay(self, table: Table, rows: int) -> Flight:
+    def _replay(self, table: Table, rows: int) -> StepInFlight:
         if table.graph is None:
             self._step(table)
         else:

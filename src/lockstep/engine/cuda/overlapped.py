@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockstep.engine.cuda.graphs import Decoder, Flight, Row
+from lockstep.engine.cuda.graphs import Decoder, GraphRow, StepInFlight
 from lockstep.engine.sampler import Sampled, uniform
 from lockstep.engine.scheduler import Scheduler, Work
 from lockstep.engine.sequence import Sequence
@@ -16,11 +16,11 @@ from lockstep.tokens.completion import usable
 
 @dataclass(frozen=True, slots=True)
 class _Air:
-    flight: Flight
+    flight: StepInFlight
     sequences: list[Sequence]
 
 
-class Ahead:
+class OverlappedDecoder:
     """Launches decode steps and lands them later.
 
     A sequence counts as computed from the launch on: whatever is done with its slot afterwards is
@@ -96,10 +96,10 @@ class Ahead:
             len(each.tokens) + 1 < each.max_total for each in sequences
         )
 
-    def _row(self, work: Work) -> Row:
+    def _row(self, work: Work) -> GraphRow:
         sequence = work.sequence
         options = sequence.request.sampling
-        return Row(
+        return GraphRow(
             slot=work.slot,
             position=sequence.computed,
             token=sequence.tokens[-1],

@@ -1,0 +1,1 @@
+"""Keys and values: slots of running sequences and cached prefixes."""

@@ -1,0 +1,1 @@
+"""The forward pass: layers, attention, rotary embedding, LoRA, arithmetic."""

@@ -2,8 +2,8 @@
 
 Exact rests on how matrix products behave on CPUs: a row of a product does not depend on how many
 rows there are as long as that is a certain multiple, and a sum over keys does not depend on how
-many are hidden when their number is a good one. `lockstep.engine.numerics.block_shapes` finds both on the
-machine at hand, `lockstep.engine.numerics.selftest` proves them; nothing here promises them.
+many are hidden when their number is a good one. `lockstep.engine.numerics.block_shapes` finds both
+on the machine at hand, `lockstep.engine.numerics.selftest` proves them; nothing here promises them.
 """
 
 from __future__ import annotations

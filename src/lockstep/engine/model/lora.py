@@ -18,8 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from lockstep.engine.model.arithmetic import round_up
 from lockstep.engine.config import ModelConfig
+from lockstep.engine.model.arithmetic import round_up
 from lockstep.tokens.errors import AdapterError
 
 _uids = count()
@@ -31,7 +31,7 @@ REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class LoraDelta:
     """One low-rank update, added to columns [start, start + out) of a packed module's output."""
 
     a: Tensor
@@ -47,7 +47,7 @@ class Adapter:
     path: Path
     label: str
     scaling: float
-    deltas: Mapping[tuple[int, str], tuple[Delta, ...]]
+    deltas: Mapping[tuple[int, str], tuple[LoraDelta, ...]]
     uid: int = field(default_factory=lambda: next(_uids))
 
     @property
@@ -89,7 +89,7 @@ class Adapter:
             pairs.setdefault((int(found[1]), found[2]), {})[found[3]] = tensor
         if not pairs:
             raise AdapterError(f"{path} holds no LoRA tensors")
-        deltas: dict[tuple[int, str], list[Delta]] = {}
+        deltas: dict[tuple[int, str], list[LoraDelta]] = {}
         for (layer, module), pair in sorted(pairs.items()):
             packed, start, size_in, size_out = _target(config, layer, module)
             expected = {"A": (rank, size_in), "B": (size_out, rank)}
@@ -101,7 +101,7 @@ class Adapter:
                         f"expected {shape}"
                     )
             a, b = (pair[side].to(device=device, dtype=dtype).contiguous() for side in "AB")
-            deltas.setdefault((layer, packed), []).append(Delta(a, b, start))
+            deltas.setdefault((layer, packed), []).append(LoraDelta(a, b, start))
         alpha = settings.get("lora_alpha", rank)
         if not isinstance(alpha, int | float) or not math.isfinite(alpha):
             raise AdapterError(f"{path / 'adapter_config.json'} has lora_alpha {alpha!r}")

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.engine.config import ModelConfig
+from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.arithmetic import (
     CLOSE_ROWS,
     HIDDEN,
@@ -22,11 +24,9 @@ from lockstep.engine.model.arithmetic import (
     round_up,
     route,
 )
-from lockstep.engine.numerics.block_shapes import MULTIPLES, row_multiple
-from lockstep.engine.kv.cache import SlotCache
-from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.lora import Adapter, AdapterRows
 from lockstep.engine.model.rope import frequencies, rotate
+from lockstep.engine.numerics.block_shapes import MULTIPLES, row_multiple
 from lockstep.engine.weights.weights import Weights
 
 
@@ -66,7 +66,7 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ModelBatch:
     """Segments as tensors, made once per step; rows are padded to a good number of them."""
 
     ids: Tensor
@@ -76,15 +76,15 @@ class Batch:
     decode: Decode | None
     prefills: tuple[tuple[int, Segment], ...]
     adapters: tuple[AdapterRows, ...]
-    tail: Tail | None = None
+    tail: BatchTail | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class BatchTail:
     """What is left of a batch when the last layer has its keys and values: the rows asked for."""
 
     rows: Tensor
-    batch: Batch
+    batch: ModelBatch
 
 
 class Model:
@@ -110,7 +110,7 @@ class Model:
         self._bias = torch.zeros(3 * max_len + 1024, device=device, dtype=dtype)
         self._bias[max_len + 1 :] = HIDDEN
 
-    def batch(self, segments: Sequence[Segment]) -> Batch:
+    def batch(self, segments: Sequence[Segment]) -> ModelBatch:
         """The tensors for one step over `segments`, which lie in that order in its rows."""
         singles = [len(segment.tokens) == 1 for segment in segments]
         batch = self._batch(segments, singles)
@@ -125,9 +125,9 @@ class Model:
             cut = len(segment.tokens) - segment.outputs
             left.append(segment._replace(start=segment.start + cut, tokens=segment.tokens[cut:]))
         rows += [0] * (-len(rows) % self.rows)
-        return replace(batch, tail=Tail(self._tensor(rows), self._batch(left, singles)))
+        return replace(batch, tail=BatchTail(self._tensor(rows), self._batch(left, singles)))
 
-    def _batch(self, segments: Sequence[Segment], singles: Sequence[bool]) -> Batch:
+    def _batch(self, segments: Sequence[Segment], singles: Sequence[bool]) -> ModelBatch:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -148,7 +148,7 @@ class Model:
                 rows += range(row, row + count)
         count, padding = len(ids), [0] * (-len(ids) % self.rows)
         table = self._tensor([ids + padding, positions + padding, slots + padding])
-        return Batch(
+        return ModelBatch(
             ids=table[0],
             positions=table[1],
             slots=table[2, :count],
@@ -185,7 +185,7 @@ class Model:
             bias=self._bias.unfold(0, keys, 1).index_select(0, self._tensor(windows)),
         )
 
-    def forward(self, weights: Weights, cache: SlotCache, batch: Batch) -> Tensor:
+    def forward(self, weights: Weights, cache: SlotCache, batch: ModelBatch) -> Tensor:
         """Normed hidden states of the rows asked for; writes keys, values and routed experts of all
         to their slots. Experts of the last layer are those of the rows asked for."""
         c, decode = self.config, batch.decode
@@ -224,7 +224,7 @@ class Model:
         return F.linear(chosen, weights.head)[:count].float()
 
     def _keep(
-        self, cache: SlotCache, layer: int, kv: Tensor, batch: Batch, places: Tensor | None
+        self, cache: SlotCache, layer: int, kv: Tensor, batch: ModelBatch, places: Tensor | None
     ) -> None:
         """Writes the keys and values of all rows to their slots."""
         if batch.decode is not None and places is not None:
@@ -234,7 +234,7 @@ class Model:
             run = kv[row : row + len(segment.tokens)]
             cache.write_run(layer, segment.slot, segment.start, run)
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, batch: ModelBatch) -> Tensor:
         decode, rows = batch.decode, q.shape[0]
         if decode is not None and decode.rows is None and not batch.prefills:
             out = self._attend_decode(q[: decode.width], keys, values, decode)
@@ -263,7 +263,9 @@ class Model:
             q, keys[:width, :, :length], values[:width, :, :length], decode.bias, self.scale
         )
 
-    def _mlp(self, h: Tensor, weights: Weights, cache: SlotCache, batch: Batch, i: int) -> Tensor:
+    def _mlp(
+        self, h: Tensor, weights: Weights, cache: SlotCache, batch: ModelBatch, i: int
+    ) -> Tensor:
         layer, c = weights.layers[i], self.config
         if layer.router is None:
             both = F.linear(h, layer.gate_up)
@@ -285,7 +287,7 @@ class Model:
             return self.rows
         return row_multiple(self.config.products.with_lora(adapter.rank)) or MULTIPLES[-1]
 
-    def _adapt(self, batch: Batch, out: Tensor, x: Tensor, layer: int, module: str) -> None:
+    def _adapt(self, batch: ModelBatch, out: Tensor, x: Tensor, layer: int, module: str) -> None:
         for rows in batch.adapters:
             rows.add_to(out, x, layer, module)
 

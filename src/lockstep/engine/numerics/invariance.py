@@ -7,11 +7,11 @@ import logging
 import torch
 from torch import Tensor
 
-from lockstep.engine.model.arithmetic import CLOSE_ROWS, Arithmetic, Close, Exact
-from lockstep.engine.numerics.block_shapes import row_multiple, steady_products, threads, why_unfit
-from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.kv.cache import SlotCache
+from lockstep.engine.model.arithmetic import CLOSE_ROWS, Arithmetic, Close, Exact
 from lockstep.engine.model.model import Model, Segment
+from lockstep.engine.numerics.block_shapes import row_multiple, steady_products, threads, why_unfit
 from lockstep.engine.numerics.plan import why_not_portable
 from lockstep.engine.numerics.trainer_path import trainer_logits
 from lockstep.engine.weights.weights import Weights

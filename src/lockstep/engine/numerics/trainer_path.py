@@ -17,8 +17,8 @@ from lockstep.engine.model.arithmetic import (
     route,
     silu,
 )
-from lockstep.engine.numerics.block_shapes import attention_shapes
 from lockstep.engine.model.model import Model
+from lockstep.engine.numerics.block_shapes import attention_shapes
 from lockstep.engine.weights.weights import Layer, Weights
 
 

@@ -1,0 +1,1 @@
+"""Weights: read from disk, shared memory or a broadcast, and what is served."""

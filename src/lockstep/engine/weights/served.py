@@ -8,7 +8,7 @@ import torch
 
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.model.lora import Adapter
-from lockstep.engine.sequence import Request
+from lockstep.engine.sequence import EngineRequest
 from lockstep.engine.weights.weights import Layout, Weights
 from lockstep.tokens.errors import (
     Busy,
@@ -23,7 +23,7 @@ KEPT_VERSIONS = 4096
 """How many versions back a request's floor is still known."""
 
 
-class Policy:
+class ServedWeights:
     """Weights and adapters of one engine. Loading is safe in any thread; changes are not."""
 
     def __init__(self, directory: Path, config: ModelConfig, options: EngineOptions) -> None:
@@ -114,7 +114,7 @@ class Policy:
             return self.weights.version
         return joined(self.weights.version, adapter.name, adapter.label)
 
-    def check_served(self, request: Request) -> None:
+    def check_served(self, request: EngineRequest) -> None:
         """Raises UnknownModel or VersionUnavailable unless this request's demands are met now."""
         if request.adapter is not None:
             self.adapter(request.adapter)

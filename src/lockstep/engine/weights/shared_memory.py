@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.weights.broadcast import DTYPES
-from lockstep.tokens.errors import BadRequest, NotFound, Unavailable, UnsupportedField
 from lockstep.protocol.control.worker import ALIGNMENT, PlacedTensor, TensorSpec, placed
+from lockstep.tokens.errors import BadRequest, NotFound, Unavailable, UnsupportedField
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lockstep.checkpoint.digest import combined
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.weights.digest import Digester
 from lockstep.tokens.errors import CheckpointError
-from lockstep.checkpoint.digest import combined
 
 _epochs = count()
 IGNORED_SUFFIX = "rotary_emb.inv_freq"

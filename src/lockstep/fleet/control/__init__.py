@@ -1,0 +1,1 @@
+"""Desired state, operations, leases and accepted versions."""

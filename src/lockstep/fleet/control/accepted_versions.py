@@ -9,7 +9,7 @@ from lockstep.tokens.errors import Unavailable
 from lockstep.tokens.versions import VersionLabel
 
 
-class Agreement:
+class AcceptedVersions:
     """The versions in the order in which the fleet agreed on them.
 
     A worker that restarted with old weights answers under a label that was right once: only labels

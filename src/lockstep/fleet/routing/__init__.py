@@ -1,0 +1,1 @@
+"""Which worker gets a request: admission, affinity, health."""

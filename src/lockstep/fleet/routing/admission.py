@@ -10,7 +10,7 @@ from lockstep.tokens.errors import BadRequest, Busy, Unavailable
 RETRY_AFTER = 1.0
 
 
-class Slots:
+class AdmissionLimiter:
     """`limit` slots. Those who find none wait in line, at most `queue_limit` and `seconds`.
 
     A slot that is given back goes straight to the first in line, so nobody overtakes.

@@ -17,7 +17,7 @@ MOST = BLOCK * BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class Affinity:
     """Affinity of a request: its session first, else the blocks its prompt starts with.
 
     `worker` pins it to one worker by id, whatever else holds.
@@ -36,7 +36,7 @@ class Route:
         salt: str | None = None,
         adapter: str | None = None,
         worker: str | None = None,
-    ) -> Route:
+    ) -> Affinity:
         """The route of a prompt. Requests that could share a cached prefix get the same one."""
         if session is not None:
             return cls(session=session, worker=worker)

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import TypeVar
 
 from lockstep.backends import ModelCard, TransportName
-from lockstep.fleet.control.accepted_versions import Agreement
+from lockstep.fleet.control.accepted_versions import AcceptedVersions
 from lockstep.fleet.members import Gate, Members, State, Worker
-from lockstep.fleet.routing.rendezvous import Ring
-from lockstep.fleet.routing.affinity import Route
-from lockstep.fleet.routing.admission import Slots
+from lockstep.fleet.routing.admission import AdmissionLimiter
+from lockstep.fleet.routing.affinity import Affinity
+from lockstep.fleet.routing.rendezvous import RendezvousHash
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import (
     BadRequest,
@@ -56,10 +56,10 @@ class Pool:
     ) -> None:
         if attempts < 1:
             raise BadRequest(f"attempts is {attempts}: expected at least 1", param="attempts")
-        self._ring: Ring[Worker] = Ring(load_factor)
-        self.agreement = Agreement()
+        self._ring: RendezvousHash[Worker] = RendezvousHash(load_factor)
+        self.agreement = AcceptedVersions()
         self._members = Members(self._ring, probe_seconds, self.agreement)
-        self._slots = Slots(max_in_flight, queue_limit, queue_seconds)
+        self._slots = AdmissionLimiter(max_in_flight, queue_limit, queue_seconds)
         self._attempts = attempts
         self._retry_after = probe_seconds
 
@@ -139,7 +139,7 @@ class Pool:
         """Returns when `count` workers serve. Raises Unavailable that names the others if late."""
         await self._members.wait(count, seconds)
 
-    async def run(self, route: Route, call: Callable[[Worker], Awaitable[T]]) -> T:
+    async def run(self, route: Affinity, call: Callable[[Worker], Awaitable[T]]) -> T:
         """The result of `call` on the route's worker.
 
         `call` raises Unavailable when the worker could not serve it: that worker is left out until
@@ -159,7 +159,7 @@ class Pool:
             self._slots.give()
 
     async def stream(
-        self, route: Route, open: Callable[[Worker], AsyncIterator[T]]
+        self, route: Affinity, open: Callable[[Worker], AsyncIterator[T]]
     ) -> AsyncGenerator[T, None]:
         """The items of what `open` returns for the route's worker; as `run`, up to the first item.
 
@@ -249,7 +249,7 @@ class _Attempt:
 
     __slots__ = ("_broke", "_changes", "_pool", "_route", "_tried", "_worker", "delivered")
 
-    def __init__(self, pool: Pool, route: Route) -> None:
+    def __init__(self, pool: Pool, route: Affinity) -> None:
         self._pool = pool
         self._route = route
         self._tried: list[Worker] = []

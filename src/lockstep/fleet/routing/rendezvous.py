@@ -30,7 +30,7 @@ class Placed(Protocol):
 M = TypeVar("M", bound=Placed)
 
 
-class Ring(Generic[M]):
+class RendezvousHash(Generic[M]):
     """The workers that may get a request.
 
     A key belongs to the worker with the highest hash of both, so that one that joins or leaves

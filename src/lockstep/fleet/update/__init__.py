@@ -1,0 +1,1 @@
+"""The weight transaction, its proof, and how a worker is brought up."""

@@ -6,14 +6,22 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from lockstep.checkpoint.probe import Probe
 from lockstep.fleet.control.desired import AdapterSpec, Reference
-from lockstep.fleet.update.judgement import Witness, judge
 from lockstep.fleet.member import Member, each
-from lockstep.fleet.update.proof import BUILTIN, CLOSE, Scores, ask, differs, majority, reference_of
-from lockstep.fleet.update.transaction import Budget, is_lost
+from lockstep.fleet.update.judgement import Witness, judge
+from lockstep.fleet.update.proof import (
+    BUILTIN,
+    CLOSE,
+    Scores,
+    collect_scores,
+    differs,
+    majority,
+    reference_of,
+)
+from lockstep.fleet.update.transaction import PhaseBudgets, is_lost
 from lockstep.tokens.errors import LockstepError, UpdateFailed
 from lockstep.tokens.operation import Operation
-from lockstep.checkpoint.probe import Probe
 
 Quarantine = Callable[[Member, str], None]
 
@@ -24,7 +32,7 @@ async def load_everywhere(
     path: Path,
     version: str | None,
     *,
-    budget: Budget,
+    budget: PhaseBudgets,
     operation: Operation,
     quarantine: Quarantine,
 ) -> AdapterSpec:
@@ -51,7 +59,7 @@ async def load_everywhere(
             param=first.param,
         )
     label = Counter(labels[member] for member in done).most_common(1)[0][0]
-    scores, wrong = await ask(
+    scores, wrong = await collect_scores(
         "prove", done, probe.sequences if probe else BUILTIN, name, budget.prove, operation
     )
     reference = probe or majority(scores, BUILTIN, CLOSE)
@@ -85,7 +93,7 @@ async def load_everywhere(
 
 
 async def _base_answers(
-    members: list[Member], probe: Reference | None, budget: Budget, operation: Operation
+    members: list[Member], probe: Reference | None, budget: PhaseBudgets, operation: Operation
 ) -> dict[Member, Scores]:
     """What the weights without the adapter say: a worker that serves those instead is told apart.
 
@@ -93,7 +101,7 @@ async def _base_answers(
     """
     if probe is None or probe.tolerance == 0.0 or probe.previous is not None:
         return {}
-    scores, _ = await ask("ask", members, probe.sequences, None, budget.prove, operation)
+    scores, _ = await collect_scores("ask", members, probe.sequences, None, budget.prove, operation)
     return scores
 
 
@@ -101,7 +109,7 @@ async def prove_again(
     members: list[Member],
     name: str,
     *,
-    budget: Budget,
+    budget: PhaseBudgets,
     operation: Operation,
     quarantine: Quarantine,
 ) -> Reference | None:
@@ -110,7 +118,9 @@ async def prove_again(
     Members that the majority does not agree with are quarantined; without a majority nothing is
     known, and None is returned.
     """
-    scores, wrong = await ask("adapters", members, BUILTIN, name, budget.prove, operation)
+    scores, wrong = await collect_scores(
+        "adapters", members, BUILTIN, name, budget.prove, operation
+    )
     reference = majority(scores, BUILTIN, CLOSE)
     if reference is not None:
         for member, said in scores.items():
@@ -124,7 +134,7 @@ async def unload_everywhere(
     members: list[Member],
     name: str,
     *,
-    budget: Budget,
+    budget: PhaseBudgets,
     operation: Operation,
     quarantine: Quarantine,
 ) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lockstep.backends.admin import Source, WorkerView
 from lockstep.fleet.control.desired import AdapterSpec, Desired, Reference
-from lockstep.fleet.update.judgement import Witness, judge
 from lockstep.fleet.member import Member
+from lockstep.fleet.update.judgement import Witness, judge
 from lockstep.fleet.update.proof import contents_of, match, scores_of
 from lockstep.tokens.errors import Conflict, Disproved
 

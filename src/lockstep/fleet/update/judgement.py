@@ -24,10 +24,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.checkpoint.probe import compare
 from lockstep.fleet.control.desired import Closeness, Reference
 from lockstep.tokens.errors import Disproved
 from lockstep.tokens.operation import Evidence
-from lockstep.checkpoint.probe import compare
 
 Scores = Sequence[Sequence[float]]
 Contents = Literal["match", "mismatch", "unknown"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.backends.admin import Source
-from lockstep.checkpoint.validate import Checkpoint, Signature, resolve
+from lockstep.checkpoint.validate import Checkpoint, ModelSignature, resolve
 from lockstep.fleet.control.desired import Desired
 from lockstep.fleet.update.proof import Proof, reference_of
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError
@@ -25,13 +25,13 @@ class NewWeights:
     digest: str | None = None
 
 
-class Weights:
+class WeightReader:
     """Reads what an update asks for. `model_dir` is where the first weights are, if known."""
 
     def __init__(self, roots: Sequence[Path], model_dir: Path | None) -> None:
         self._roots = roots
         self._model_dir = model_dir
-        self._signature: Signature | None = None
+        self._signature: ModelSignature | None = None
         self._first: str | None = None
 
     async def read(
@@ -60,12 +60,12 @@ class Weights:
         proof = Proof(reference_of(found.probe), tensors=found.tensors, same=found.digest == now)
         return NewWeights(Source(directory=path), proof, str(path), found.digest)
 
-    async def _served(self, desired: Desired) -> Signature | None:
+    async def _served(self, desired: Desired) -> ModelSignature | None:
         """What the weights of the served model look like, where that is known."""
         where = self._model_dir or desired.checkpoint
         if self._signature is None and where is not None:
             with suppress(LockstepError):  # the workers themselves check too
-                self._signature = await asyncio.to_thread(Signature.of, Path(where))
+                self._signature = await asyncio.to_thread(ModelSignature.of, Path(where))
         return self._signature
 
     async def _digest(self, desired: Desired) -> str | None:

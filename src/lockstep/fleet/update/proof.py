@@ -16,13 +16,13 @@ from dataclasses import replace
 import msgspec
 
 from lockstep.backends.admin import ProbesStaged, TellsContents, WeightContents
-from lockstep.fleet.control.desired import Closeness, Reference
-from lockstep.fleet.update.judgement import Contents, Judgement, Witness, judge
-from lockstep.fleet.member import Failures, Member, each
-from lockstep.tokens.errors import Conflict, Disproved
-from lockstep.tokens.operation import Evidence, Operation, WorkerResult
 from lockstep.checkpoint.digest import SCHEME, combined, differing
 from lockstep.checkpoint.probe import Probe, builtin, compare
+from lockstep.fleet.control.desired import Closeness, Reference
+from lockstep.fleet.member import Failures, Member, each
+from lockstep.fleet.update.judgement import Contents, Judgement, Witness, judge
+from lockstep.tokens.errors import Conflict, Disproved
+from lockstep.tokens.operation import Evidence, Operation, WorkerResult
 
 Scores = tuple[tuple[float, ...], ...]
 CLOSE = 1e-4
@@ -73,7 +73,9 @@ class Proof:
 
     async def before(self, members: list[Member], seconds: float, operation: Operation) -> None:
         """Asks what the live weights answer. Members that cannot say are judged without it."""
-        self._before, _ = await ask("ask", members, self._sequences, None, seconds, operation)
+        self._before, _ = await collect_scores(
+            "ask", members, self._sequences, None, seconds, operation
+        )
 
     async def ahead(
         self, members: list[Member], seconds: float, operation: Operation
@@ -209,7 +211,9 @@ class Proof:
         self, members: list[Member], seconds: float, operation: Operation
     ) -> tuple[list[Member], Failures]:
         """Who answers again what it answered before."""
-        scores, failed = await ask("prove", members, self._sequences, None, seconds, operation)
+        scores, failed = await collect_scores(
+            "prove", members, self._sequences, None, seconds, operation
+        )
         good: list[Member] = []
         for member, said in scores.items():
             before = self._before.get(member)
@@ -243,7 +247,7 @@ def majority(
     return None if best is None or votes[best] * 2 <= len(scores) else best
 
 
-async def ask(
+async def collect_scores(
     phase: str,
     members: list[Member],
     sequences: tuple[tuple[int, ...], ...],

@@ -32,7 +32,7 @@ from lockstep.tokens.operation import Operation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class PhaseBudgets:
     """Seconds that one worker may take for each phase."""
 
     stage: float = 600.0
@@ -61,7 +61,7 @@ class Transaction:
         hold: Callable[[Member, bool], None],
         mode: PauseMode = "keep",
         paused: PauseMode | None = None,
-        budget: Budget | None = None,
+        budget: PhaseBudgets | None = None,
     ) -> None:
         self._members = list(members)
         self._source = source
@@ -72,7 +72,7 @@ class Transaction:
         self._hold = hold
         self._mode: PauseMode = mode
         self._paused_before = paused
-        self._budget = budget or Budget()
+        self._budget = budget or PhaseBudgets()
         self._paused_at: float | None = None
         self._swapped: set[Member] = set()
 

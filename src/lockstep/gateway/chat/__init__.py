@@ -1,0 +1,1 @@
+"""OpenAI's chat completions in front of a fleet."""

@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 
+from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer, plain_messages, plain_tools
 from lockstep.render.messages import Plain
 from lockstep.tokens.errors import BadRequest, BadTokenId, PrefixBreak
 from lockstep.tokens.ids import check_ids
-from lockstep.protocol.openai.chat_request import ChatRequest
 
 PROMPT, SAMPLED, LOGPROBS = "prompt_token_ids", "generation_token_ids", "generation_log_probs"
 PLACES = 2**31
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptIds:
     """The ids of a turn as its caller kept them; `field` is where they came from."""
 
     field: str
@@ -50,7 +50,7 @@ def _any_kept(messages: Sequence[dict[str, Any]]) -> bool:
     )
 
 
-def kept_by_messages(messages: Sequence[dict[str, Any]]) -> Kept | None:
+def kept_by_messages(messages: Sequence[dict[str, Any]]) -> KeptIds | None:
     """The ids on the last assistant message, each turn's checked against those before it.
 
     Raises BadRequest when only a part is there, when lengths differ, or when a turn's prompt does
@@ -58,7 +58,7 @@ def kept_by_messages(messages: Sequence[dict[str, Any]]) -> Kept | None:
     """
     if not _any_kept(messages):
         return None
-    last: Kept | None = None
+    last: KeptIds | None = None
     for at, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
@@ -83,7 +83,7 @@ def kept_by_messages(messages: Sequence[dict[str, Any]]) -> Kept | None:
     return last
 
 
-def _kept_by(message: dict[str, Any], where: str) -> Kept | None:
+def _kept_by(message: dict[str, Any], where: str) -> KeptIds | None:
     given = {key: message.get(key) for key in (PROMPT, SAMPLED, LOGPROBS)}
     missing = [key for key, value in given.items() if value is None]
     if len(missing) == len(given):
@@ -104,7 +104,7 @@ def _kept_by(message: dict[str, Any], where: str) -> Kept | None:
     check_ids(prompt, PLACES, f"{where}.{PROMPT}")
     if sampled:
         check_ids(sampled, PLACES, f"{where}.{SAMPLED}")
-    return Kept(where, prompt, sampled)
+    return KeptIds(where, prompt, sampled)
 
 
 def _ids(value: Any, where: str, key: str) -> list[int]:
@@ -114,7 +114,7 @@ def _ids(value: Any, where: str, key: str) -> list[int]:
         raise BadTokenId(f"{where}.{key}: {error}", param=f"{where}.{key}") from None
 
 
-def prefixed(asked: ChatRequest, kept: Kept | None, renderer: Renderer) -> list[int]:
+def prefixed(asked: ChatRequest, kept: KeptIds | None, renderer: Renderer) -> list[int]:
     """The kept ids and what follows them.
 
     Raises BadRequest when they cannot be of these messages, PrefixBreak when the chat format has
@@ -156,7 +156,7 @@ def prefixed(asked: ChatRequest, kept: Kept | None, renderer: Renderer) -> list[
 
 def _split(
     ids: list[int], messages: list[Plain], turn: int, tools: list[Plain] | None, renderer: Renderer
-) -> Kept:
+) -> KeptIds:
     """Where the last assistant turn begins: after the last place that opens one."""
     before = messages[:turn] or [{"role": "user", "content": ""}]
     closed = renderer.render_plain(before, tools, ask=False)
@@ -164,7 +164,7 @@ def _split(
     for at in range(len(ids) - len(opening), -1, -1):
         if opening and ids[at : at + len(opening)] == opening:
             cut = at + len(opening)
-            return Kept("required_prefix_token_ids", ids[:cut], ids[cut:])
+            return KeptIds("required_prefix_token_ids", ids[:cut], ids[cut:])
     raise BadRequest(
         f"required_prefix_token_ids hold no assistant turn: {renderer.decode(opening)!r} opens one",
         param="required_prefix_token_ids",
@@ -172,7 +172,7 @@ def _split(
 
 
 def _check_fits(
-    kept: Kept, messages: list[Plain], turn: int, tools: list[Plain] | None, renderer: Renderer
+    kept: KeptIds, messages: list[Plain], turn: int, tools: list[Plain] | None, renderer: Renderer
 ) -> None:
     """Raises BadRequest when the ids do not say what the messages say.
 
@@ -201,7 +201,7 @@ def _check_fits(
             raise _misfit(kept, turn, "tool_calls")
 
 
-def _misfit(kept: Kept, at: int, what: str) -> BadRequest:
+def _misfit(kept: KeptIds, at: int, what: str) -> BadRequest:
     return BadRequest(
         f"{kept.field}: the ids do not hold the {what} of messages[{at}], so they are not of these "
         "messages",

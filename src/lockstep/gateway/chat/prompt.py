@@ -5,52 +5,53 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.gateway.chat.prefix import Kept, bare_messages, kept_by_messages, prefixed
+from lockstep.gateway.chat.prefix import KeptIds, bare_messages, kept_by_messages, prefixed
 from lockstep.gateway.sessions.sessions import Session
-from lockstep.render import Plan, Renderer, plain_messages, plain_tools
-from lockstep.tokens.errors import BadRequest
+from lockstep.ledger import PromptPlan
 from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.render import Renderer, plain_messages, plain_tools
+from lockstep.tokens.errors import BadRequest
 
 LONG = 4000
 """Characters from which on rendering is done off the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class ChatPrompt:
     """The ids to send, and the plan they come from when a session made it."""
 
     ids: Sequence[int]
-    plan: Plan | None = None
+    plan: PromptPlan | None = None
 
 
-async def prompt_of(asked: ChatRequest, renderer: Renderer, session: Session | None) -> Prompt:
+async def prompt_of(asked: ChatRequest, renderer: Renderer, session: Session | None) -> ChatPrompt:
     """The prompt of a request. Raises BadRequest, and PrefixBreak where a session is strict."""
     given = asked.given_prompt()
     if given is not None:
         # Messages beside ids are a placeholder that some clients must send.
         field, ids = given
         _refuse_with_session(session, field)
-        return Prompt(ids)
+        return ChatPrompt(ids)
     kept = kept_by_messages(asked.messages)
     if kept is not None or asked.required_prefix_token_ids is not None:
         field = "required_prefix_token_ids" if kept is None else f"{kept.field}.prompt_token_ids"
         _refuse_with_session(session, field)
         _refuse_unopened(asked, field)
-        return Prompt(await _off_loop(asked, renderer, kept))
+        return ChatPrompt(await _off_loop(asked, renderer, kept))
     if session is not None:
         _refuse_unopened(asked, "a session")
         plan = await session.plan(bare_messages(asked.messages), asked.tools)
-        return Prompt(plan.prompt_ids, plan)
-    return Prompt(await _off_loop(asked, renderer, None))
+        return ChatPrompt(plan.prompt_ids, plan)
+    return ChatPrompt(await _off_loop(asked, renderer, None))
 
 
-async def _off_loop(asked: ChatRequest, renderer: Renderer, kept: Kept | None) -> list[int]:
+async def _off_loop(asked: ChatRequest, renderer: Renderer, kept: KeptIds | None) -> list[int]:
     if sum(len(str(message.get("content", ""))) for message in asked.messages) < LONG:
         return _rendered(asked, renderer, kept)
     return await renderer.offload(_rendered, asked, renderer, kept)
 
 
-def _rendered(asked: ChatRequest, renderer: Renderer, kept: Kept | None) -> list[int]:
+def _rendered(asked: ChatRequest, renderer: Renderer, kept: KeptIds | None) -> list[int]:
     if kept is not None or asked.required_prefix_token_ids is not None:
         return prefixed(asked, kept, renderer)
     if asked.continues:

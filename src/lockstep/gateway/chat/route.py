@@ -8,30 +8,30 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
+from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Worker
-from lockstep.fleet.routing.affinity import Route
-from lockstep.gateway.chat.prompt import Prompt, prompt_of
+from lockstep.gateway.chat.prompt import ChatPrompt, prompt_of
 from lockstep.gateway.chat.stream import ChatStream
 from lockstep.gateway.chat.template import Variants
 from lockstep.gateway.chat.turn import ChatTurn
-from lockstep.gateway.context import Gateway, request_id, session_id
+from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.sessions.sessions import Session
 from lockstep.http.handlers import EventStream, json_response, read_json, unless_gone
-from lockstep.render import Renderer
 from lockstep.ledger.breaks import GATEWAY_BREAKS, check_breaks
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.dynamo.nvext import instance_id
+from lockstep.protocol.openai import chat_response as wire
+from lockstep.protocol.openai.chat_decode import decode_chat
+from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.render import Renderer
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest
-from lockstep.protocol.openai import chat_response as wire
-from lockstep.protocol.common.request import Ask
-from lockstep.protocol.openai.chat_request import ChatRequest
-from lockstep.protocol.openai.chat_decode import decode_chat
-from lockstep.protocol.dynamo.nvext import instance_id
 
 
-class ChatFace:
+class ChatRoutes:
     """POST /v1/chat/completions, and /v1/chat/completions/tokens for prompts that are ids."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayContext) -> None:
         self._gateway = gateway
         self._variants = Variants(gateway.book)
         self.routes = [
@@ -73,7 +73,7 @@ class ChatFace:
         return ChatTurn(
             asked=asked,
             ask=ask,
-            route=Route.of(
+            route=Affinity.of(
                 ask.prompt_ids,
                 session=session_id(http) or asked.session_id,
                 salt=ask.cache_salt,
@@ -102,7 +102,7 @@ class ChatFace:
         async def work() -> bytes:
             worker, done = await self._gateway.pool.run(turn.route, call)
             choices = await turn.commit([await turn.read(each) for each in done])
-            return wire.answer(turn.shape, choices, worker=worker, timing=turn.timing(None))
+            return wire.chat_response(turn.shape, choices, worker=worker, timing=turn.timing(None))
 
         return json_response(await unless_gone(http, work()))
 
@@ -128,8 +128,10 @@ class ChatFace:
         )
 
 
-def _ask(asked: ChatRequest, prompt: Prompt, model: str, renderer: Renderer, chosen: str) -> Ask:
-    return Ask(
+def _ask(
+    asked: ChatRequest, prompt: ChatPrompt, model: str, renderer: Renderer, chosen: str
+) -> GenerateRequest:
+    return GenerateRequest(
         prompt_ids=prompt.ids,
         sampling=asked.sampling(renderer.stop_token_ids),
         model=model,
@@ -145,8 +147,8 @@ def _ask(asked: ChatRequest, prompt: Prompt, model: str, renderer: Renderer, cho
 
 def _shape(
     asked: ChatRequest, model: str, renderer: Renderer, chosen: str, created: int
-) -> wire.Shape:
-    return wire.Shape(
+) -> wire.ChatResponseShape:
+    return wire.ChatResponseShape(
         id=chosen if chosen.startswith("chatcmpl-") else f"chatcmpl-{chosen}",
         model=model,
         created=created,

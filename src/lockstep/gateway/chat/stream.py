@@ -14,20 +14,20 @@ from typing import Any
 from lockstep.fleet.routing.pool import Pool, Worker
 from lockstep.gateway.chat.turn import ChatTurn, said
 from lockstep.http import sse
-from lockstep.render.streaming_parser import Part, Unfolding
+from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.common.response import StreamDelta
+from lockstep.protocol.dynamo.nvext import NvextResponse
+from lockstep.protocol.openai import chat_response as wire
+from lockstep.protocol.vllm.generate_response import usage_of
+from lockstep.render.streaming_parser import MessagePart, StreamingParser
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
-from lockstep.protocol.openai import chat_response as wire
-from lockstep.protocol.common.response import Delta
-from lockstep.protocol.vllm.generate_response import usage_of
-from lockstep.protocol.common.lazy_ids import as_list
-from lockstep.protocol.dynamo.nvext import Extension
 
 
 class _Progress:
     """How far one choice is: what came, what was sent."""
 
-    def __init__(self, unfolding: Unfolding) -> None:
+    def __init__(self, unfolding: StreamingParser) -> None:
         self.unfolding = unfolding
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -35,7 +35,7 @@ class _Progress:
         self.scored = 0
         self.calls = 0
 
-    def add(self, delta: Delta) -> Part:
+    def add(self, delta: StreamDelta) -> MessagePart:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         return self.unfolding.feed(delta.token_ids)
@@ -60,12 +60,14 @@ class ChatStream:
         self._turn = turn
         self._shape = turn.shape
         self._worker: str | None = None
-        self._items: AsyncGenerator[Delta | Completion, None] = pool.stream(turn.route, self._open)
-        self._first: Delta | Completion | None = None
+        self._items: AsyncGenerator[StreamDelta | Completion, None] = pool.stream(
+            turn.route, self._open
+        )
+        self._first: StreamDelta | Completion | None = None
         self._first_at: float | None = None
         self._choices = [_Progress(turn.unfolding()) for _ in range(turn.ask.sampling.n)]
 
-    def _open(self, worker: Worker) -> AsyncIterator[Delta | Completion]:
+    def _open(self, worker: Worker) -> AsyncIterator[StreamDelta | Completion]:
         self._worker = worker.id
         return worker.stream(self._turn.ask)
 
@@ -89,7 +91,7 @@ class ChatStream:
         for chunk in await self._ended(done):
             yield sse.event(chunk)
 
-    def _progress(self, delta: Delta) -> _Progress:
+    def _progress(self, delta: StreamDelta) -> _Progress:
         if not 0 <= delta.index < len(self._choices):
             raise ContractError(
                 f"{len(self._choices)} choices were asked for, but tokens of choice {delta.index} "
@@ -97,7 +99,7 @@ class ChatStream:
             )
         return self._choices[delta.index]
 
-    async def _ended(self, done: list[Completion]) -> list[wire.Body]:
+    async def _ended(self, done: list[Completion]) -> list[wire.ChatCompletionBody]:
         """The last chunks: what was held back, how each choice ended, and the usage."""
         if sorted(one.index for one in done) != list(range(len(self._choices))):
             raise MissingFinish(
@@ -120,19 +122,21 @@ class ChatStream:
             chunks.append(chunk)
         return chunks
 
-    def _opening(self, index: int) -> wire.Body:
-        delta = wire.Message(role="assistant", content="")
-        chunk = self._body([wire.Choice(index=index, delta=delta)])
+    def _opening(self, index: int) -> wire.ChatCompletionBody:
+        delta = wire.AssistantMessage(role="assistant", content="")
+        chunk = self._body([wire.ChatChoice(index=index, delta=delta)])
         if self._shape.token_ids and index == 0:
             chunk.prompt_token_ids = as_list(self._turn.ask.prompt_ids)
         return chunk
 
-    def _chunk(self, index: int, part: Part, end: wire.Said | None = None) -> wire.Body:
+    def _chunk(
+        self, index: int, part: MessagePart, end: wire.ChatReply | None = None
+    ) -> wire.ChatCompletionBody:
         """What is new in a choice: its text, and every token since the chunk before."""
         shape, choice = self._shape, self._choices[index]
         new_ids = choice.token_ids[choice.sent :]
         choice.sent = len(choice.token_ids)
-        item = wire.Choice(
+        item = wire.ChatChoice(
             index=index, delta=self._delta(choice, part), logprobs=self._scores(choice, end)
         )
         if shape.token_ids:
@@ -150,10 +154,10 @@ class ChatStream:
                     shape, done, new_ids, worker=self._worker, timing=timing
                 )
         elif "completion_token_ids" in shape.wanted:
-            chunk.nvext = Extension(completion_token_ids=new_ids)
+            chunk.nvext = NvextResponse(completion_token_ids=new_ids)
         return chunk
 
-    def _scores(self, choice: _Progress, end: wire.Said | None) -> wire.Logprobs | None:
+    def _scores(self, choice: _Progress, end: wire.ChatReply | None) -> wire.ChatLogprobs | None:
         """Entries for the tokens that have none yet. Alternatives are only known at the end."""
         shape = self._shape
         early = not shape.top and len(choice.logprobs) == len(choice.token_ids)
@@ -168,8 +172,8 @@ class ChatStream:
             None if tops is None else tops[start:],
         )
 
-    def _delta(self, choice: _Progress, part: Part) -> wire.Message:
-        delta = wire.Message()
+    def _delta(self, choice: _Progress, part: MessagePart) -> wire.AssistantMessage:
+        delta = wire.AssistantMessage()
         if part.content:
             delta.content = part.content
         if part.reasoning and self._shape.reasoning:
@@ -188,9 +192,9 @@ class ChatStream:
             delta.tool_calls = calls
         return delta
 
-    def _body(self, choices: list[wire.Choice]) -> wire.Body:
+    def _body(self, choices: list[wire.ChatChoice]) -> wire.ChatCompletionBody:
         shape = self._shape
-        return wire.Body(
+        return wire.ChatCompletionBody(
             id=shape.id,
             object="chat.completion.chunk",
             created=shape.created,

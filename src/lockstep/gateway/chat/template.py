@@ -7,10 +7,10 @@ import re
 from collections import OrderedDict
 from typing import Any
 
-from lockstep.gateway.models import Book
+from lockstep.gateway.models import ModelRegistry
+from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest, UnsupportedField
-from lockstep.protocol.openai.chat_request import ChatRequest
 
 KEPT = 32
 """Variants in memory; callers choose the values, so there must be an end to them."""
@@ -22,7 +22,7 @@ RESERVED = ("messages", "conversation", "tools", "documents", "chat_template", "
 class Variants:
     """The model's renderer, and those that differ from it in template variables."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: ModelRegistry) -> None:
         self._book = book
         self._made: OrderedDict[str, Renderer] = OrderedDict()
 

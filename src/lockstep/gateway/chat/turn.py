@@ -8,17 +8,18 @@ from time import time
 from typing import Any
 from urllib.parse import quote
 
-from lockstep.fleet.routing.affinity import Route
+from lockstep.fleet.routing.affinity import Affinity
 from lockstep.gateway.sessions.sessions import Session
-from lockstep.render import Answer, Plan, Renderer
-from lockstep.render.streaming_parser import Unfolding
+from lockstep.ledger import PromptPlan
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.dynamo.nvext import Timing
+from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.protocol.openai.chat_response import ChatReply, ChatResponseShape
+from lockstep.render import ParsedMessage, Renderer
 from lockstep.render.reading import read_completion_async
+from lockstep.render.streaming_parser import StreamingParser
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import Misaligned
-from lockstep.protocol.common.request import Ask
-from lockstep.protocol.openai.chat_request import ChatRequest
-from lockstep.protocol.openai.chat_response import Said, Shape
-from lockstep.protocol.dynamo.nvext import Timing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +27,12 @@ class ChatTurn:
     """A request that is ready to be sent. `headers` are those of its response."""
 
     asked: ChatRequest
-    ask: Ask
-    route: Route
+    ask: GenerateRequest
+    route: Affinity
     renderer: Renderer
     session: Session | None
-    plan: Plan | None
-    shape: Shape
+    plan: PromptPlan | None
+    shape: ChatResponseShape
     received: float
     headers: dict[str, str] = field(default_factory=dict)
 
@@ -46,12 +47,12 @@ class ChatTurn:
         """The tools whose calls are read out of the answer."""
         return self.asked.tools if self.asked.calls_tools else None
 
-    def unfolding(self) -> Unfolding:
-        return Unfolding(
+    def unfolding(self) -> StreamingParser:
+        return StreamingParser(
             self.renderer, self.tools, self.ask.prompt_ids, verbatim=self.asked.continues
         )
 
-    async def read(self, done: Completion) -> Said:
+    async def read(self, done: Completion) -> ChatReply:
         """What a completion says. Raises Misaligned when it is of another prompt."""
         if done.prompt_ids is not self.ask.prompt_ids and done.prompt_ids != self.ask.prompt_ids:
             raise Misaligned("the completion is of another prompt than the one that was sent")
@@ -64,7 +65,7 @@ class ChatTurn:
         )
         return said(done, answer)
 
-    async def commit(self, choices: Sequence[Said]) -> list[Said]:
+    async def commit(self, choices: Sequence[ChatReply]) -> list[ChatReply]:
         """Stores the turn in its session, before anybody sees it; the choices by index."""
         ordered = sorted(choices, key=lambda each: each.completion.index)
         if self.session is not None and self.plan is not None:
@@ -86,5 +87,5 @@ class ChatTurn:
         )
 
 
-def said(done: Completion, answer: Answer) -> Said:
-    return Said(completion=done, message=answer.message(), finish=answer.finish(done.finish))
+def said(done: Completion, answer: ParsedMessage) -> ChatReply:
+    return ChatReply(completion=done, message=answer.message(), finish=answer.finish(done.finish))

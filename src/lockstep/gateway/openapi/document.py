@@ -1,4 +1,4 @@
-"""GET /openapi.json and GET /docs: every route and field, generated from the wire types."""
+"""GET /openapi.json and GET /docs: every route and field, generated from the protocol types."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from lockstep.gateway.routes import completions
 from lockstep.gateway.openapi import page as docs_page
-from lockstep.gateway.routes import tokenize as text
-from lockstep.gateway.openapi.route_doc import Operation
+from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.openapi.schemas import schemas_of
+from lockstep.gateway.routes import completions
+from lockstep.gateway.routes import tokenize as text
 from lockstep.http.handlers import json_response
 from lockstep.protocol.openai import chat_response as chat_answer
+from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.vllm import generate_response as generate_answer
 from lockstep.protocol.vllm.abort import AbortRequest
-from lockstep.protocol.openai.chat_request import ChatRequest
-from lockstep.protocol.vllm.generate_request import GenerateRequest
+from lockstep.protocol.vllm.generate_request import GenerateBody
 
-__all__ = ["OPERATIONS", "OpenApiFace", "Operation", "describe"]
+__all__ = ["OPERATIONS", "OpenApiRoutes", "RouteDoc", "describe"]
 
 TITLE = "Lockstep gateway"
 SESSION = "X-Session-ID"
@@ -41,7 +41,7 @@ class Health(msgspec.Struct):
     serving: int
 
 
-class ModelCard(msgspec.Struct):
+class ModelCardSchema(msgspec.Struct):
     """A served model, or an adapter whose `parent` is its base model."""
 
     id: str
@@ -58,10 +58,10 @@ class ModelCard(msgspec.Struct):
 
 class ModelList(msgspec.Struct):
     object: str
-    data: list[ModelCard]
+    data: list[ModelCardSchema]
 
 
-class FaultDetail(msgspec.Struct):
+class ErrorDetailSchema(msgspec.Struct):
     """What went wrong. `code` is the HTTP status, `reason` a stable name, `param` the field."""
 
     message: str
@@ -72,40 +72,40 @@ class FaultDetail(msgspec.Struct):
     request_id: str | None
 
 
-class Fault(msgspec.Struct):
-    error: FaultDetail
+class ErrorSchema(msgspec.Struct):
+    error: ErrorDetailSchema
 
 
-OPERATIONS: tuple[Operation, ...] = (
-    Operation(
-        "POST", "/inference/v1/generate", GenerateRequest, generate_answer.Answer,
+OPERATIONS: tuple[RouteDoc, ...] = (
+    RouteDoc(
+        "POST", "/inference/v1/generate", GenerateBody, generate_answer.GenerateResponse,
         "Token ids in, token ids and logprobs out: vLLM's dialect.", streams=True, sessions=False,
     ),
-    Operation(
+    RouteDoc(
         "POST", "/inference/v1/abort_requests", AbortRequest, Aborted,
         "Stops requests by id; says how many it stopped.", sessions=False,
     ),
-    Operation(
-        "POST", "/v1/chat/completions", ChatRequest, chat_answer.Body,
+    RouteDoc(
+        "POST", "/v1/chat/completions", ChatRequest, chat_answer.ChatCompletionBody,
         "OpenAI's chat, with the extras of vLLM, Dynamo and NeMo.", streams=True,
     ),
-    Operation(
-        "POST", "/v1/chat/completions/tokens", ChatRequest, chat_answer.Body,
+    RouteDoc(
+        "POST", "/v1/chat/completions/tokens", ChatRequest, chat_answer.ChatCompletionBody,
         "The same for a prompt that is ids, in `tokens`.", streams=True,
     ),
     *completions.OPERATIONS,
     *text.OPERATIONS,
-    Operation("GET", "/v1/models", None, ModelList, "The base model, and its adapters."),
-    Operation("GET", "/v1/models/{model}", None, ModelCard, "One of them."),
-    Operation("GET", "/health", None, Health, "Whether any worker serves."),
-    Operation("GET", "/metrics", None, None, "Prometheus metrics.", sessions=False),
+    RouteDoc("GET", "/v1/models", None, ModelList, "The base model, and its adapters."),
+    RouteDoc("GET", "/v1/models/{model}", None, ModelCardSchema, "One of them."),
+    RouteDoc("GET", "/health", None, Health, "Whether any worker serves."),
+    RouteDoc("GET", "/metrics", None, None, "Prometheus metrics.", sessions=False),
 )  # fmt: skip
 
 
-class OpenApiFace:
+class OpenApiRoutes:
     """The description of the data plane, made once from what it is given."""
 
-    def __init__(self, operations: Sequence[Operation] = OPERATIONS) -> None:
+    def __init__(self, operations: Sequence[RouteDoc] = OPERATIONS) -> None:
         document = describe(operations)
         self._json = msgspec.json.encode(document)
         self._page = docs_page.page(document)
@@ -121,11 +121,11 @@ class OpenApiFace:
         return HTMLResponse(self._page)
 
 
-def describe(operations: Iterable[Operation]) -> dict[str, Any]:
+def describe(operations: Iterable[RouteDoc]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these routes."""
     listed = list(operations)
     structs = [each for one in listed for each in (one.request, one.response) if each is not None]
-    references, components = schemas_of([*structs, Fault])
+    references, components = schemas_of([*structs, ErrorSchema])
     paths: dict[str, Any] = {}
     for one in listed:
         for prefix in ("", "/sessions/{session}") if one.sessions else ("",):
@@ -144,7 +144,7 @@ def describe(operations: Iterable[Operation]) -> dict[str, Any]:
     }
 
 
-def _operation(one: Operation, prefix: str, references: dict[Any, Any]) -> dict[str, Any]:
+def _operation(one: RouteDoc, prefix: str, references: dict[Any, Any]) -> dict[str, Any]:
     names = re.findall(r"{(\w+)}", prefix + one.path)
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -160,7 +160,7 @@ def _operation(one: Operation, prefix: str, references: dict[Any, Any]) -> dict[
         content = {"application/json": {"schema": references[one.response]}}
     if one.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    fault = {"application/json": {"schema": references[Fault]}}
+    fault = {"application/json": {"schema": references[ErrorSchema]}}
     found: dict[str, Any] = {
         "summary": one.summary,
         "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{prefix}{one.path}").strip("_"),

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class RouteDoc:
     """`request` and `response` are wire structs; a response of None is plain text.
 
     `streams` says that the answer may be server-sent events, `sessions` that the route also

@@ -8,47 +8,47 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from time import time
 
-from lockstep.fleet.routing.affinity import Route
-from lockstep.gateway.routes.token_text import LegacyText, Spelling
+from lockstep.fleet.routing.affinity import Affinity
+from lockstep.gateway.routes.token_text import CompletionText, TokenSpelling
 from lockstep.http import sse
-from lockstep.tokens import Completion
-from lockstep.tokens.errors import ContractError
-from lockstep.protocol.common.response import Delta
-from lockstep.protocol.common.request import Ask
+from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import StreamDelta
 from lockstep.protocol.openai.completions import (
     ID_PREFIX,
-    CompletionAnswer,
     CompletionChoice,
     CompletionRequest,
+    CompletionResponse,
 )
 from lockstep.protocol.vllm.generate_response import experts_field, usage_of
-from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.tokens import Completion
+from lockstep.tokens.errors import ContractError
 
-Items = AsyncGenerator[Delta | Completion, None]
+Items = AsyncGenerator[StreamDelta | Completion, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class CompletionPrompt:
     """One prompt of a request: its text if it came as text, its ask, and where that is sent.
 
     `first` is the index of its first choice.
     """
 
     text: str | None
-    ask: Ask
-    route: Route
+    ask: GenerateRequest
+    route: Affinity
     first: int
 
 
-class Writer:
+class CompletionWriter:
     """Writes the answer of one request, whole or in chunks."""
 
     def __init__(
         self,
         asked: CompletionRequest,
         model: str,
-        spelling: Spelling,
-        prompts: Sequence[Prompt],
+        spelling: TokenSpelling,
+        prompts: Sequence[CompletionPrompt],
         chosen: str,
     ) -> None:
         self._asked = asked
@@ -58,9 +58,9 @@ class Writer:
         self._id = ID_PREFIX + chosen.removeprefix(ID_PREFIX)
         self._created = int(time())
 
-    def whole(self, done: Sequence[Sequence[Completion]]) -> CompletionAnswer:
+    def whole(self, done: Sequence[Sequence[Completion]]) -> CompletionResponse:
         choices = [
-            self._choice(prompt, each, LegacyText(self._spelling))
+            self._choice(prompt, each, CompletionText(self._spelling))
             for prompt, completions in zip(self._prompts, done, strict=True)
             for each in completions
         ]
@@ -68,7 +68,11 @@ class Writer:
         return self._answer(choices, sampled)
 
     def _choice(
-        self, prompt: Prompt, done: Completion, text: LegacyText, sent: int | None = None
+        self,
+        prompt: CompletionPrompt,
+        done: Completion,
+        text: CompletionText,
+        sent: int | None = None,
     ) -> CompletionChoice:
         """A finished choice; of a stream, what comes after `sent` tokens."""
         asked = self._asked
@@ -99,7 +103,9 @@ class Writer:
             adapter=done.adapter,
         )
 
-    def _echo(self, prompt: Prompt, done: Completion | None, text: LegacyText) -> None:
+    def _echo(
+        self, prompt: CompletionPrompt, done: Completion | None, text: CompletionText
+    ) -> None:
         ids = prompt.ask.prompt_ids
         scored = done.prompt_logprobs if done is not None else None
         text.add_prompt(ids, self._spelling.prompt_data(ids, prompt.text), scored)
@@ -112,14 +118,14 @@ class Writer:
         """
         asked = self._asked
         held = bool(asked.logprobs) or asked.prompt_tops is not None or asked.scores
-        texts: dict[int, LegacyText] = {}
+        texts: dict[int, CompletionText] = {}
         sent: dict[int, int] = {}
         tokens = 0
         async with aclosing(merged(items)) as came:
             async for at, item in came:
                 prompt = self._prompts[at]
                 index = prompt.first + item.index
-                text = texts.setdefault(index, LegacyText(self._spelling))
+                text = texts.setdefault(index, CompletionText(self._spelling))
                 if isinstance(item, Completion):
                     tokens += 0 if asked.scores else len(item.token_ids)
                     yield self._event(self._choice(prompt, item, text, sent.get(index)))
@@ -130,7 +136,7 @@ class Writer:
             yield sse.event(self._answer([], tokens))
 
     def _chunk(
-        self, prompt: Prompt, delta: Delta, text: LegacyText, first: bool
+        self, prompt: CompletionPrompt, delta: StreamDelta, text: CompletionText, first: bool
     ) -> CompletionChoice:
         asked = self._asked
         if first and asked.echo:
@@ -155,9 +161,9 @@ class Writer:
     def _event(self, choice: CompletionChoice) -> bytes:
         return sse.event(self._answer([choice], None))
 
-    def _answer(self, choices: list[CompletionChoice], sampled: int | None) -> CompletionAnswer:
+    def _answer(self, choices: list[CompletionChoice], sampled: int | None) -> CompletionResponse:
         asked = sum(len(prompt.ask.prompt_ids) for prompt in self._prompts)
-        return CompletionAnswer(
+        return CompletionResponse(
             id=self._id,
             created=self._created,
             model=self._model,
@@ -168,13 +174,15 @@ class Writer:
 
 async def merged(
     items: Sequence[Items],
-) -> AsyncGenerator[tuple[int, Delta | Completion], None]:
+) -> AsyncGenerator[tuple[int, StreamDelta | Completion], None]:
     """What several streams bring, as it comes; an error of one ends all.
 
     A stream goes on when what it brought was taken, so that a slow client slows the workers
     instead of filling this process.
     """
-    queue: asyncio.Queue[tuple[int, Delta | Completion] | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, StreamDelta | Completion] | BaseException | None] = (
+        asyncio.Queue()
+    )
     taken = [asyncio.Semaphore(0) for _ in items]
 
     async def follow(at: int, each: Items) -> None:

@@ -10,20 +10,25 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.fleet.fleet import Fleet
+from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.routes.fleet import FleetRoutes
-from lockstep.gateway.context import Gateway
 from lockstep.gateway.routes.sessions import SessionRoutes
 from lockstep.http.auth import RequestAuth
 from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, require_bearer
+from lockstep.protocol.common.error_body import error_fields
 from lockstep.tokens.errors import Unauthorized
-from lockstep.protocol.common.error_body import fault
 
 
 class ControlPlane:
     """Routes of the admin listener. Every one of them needs the admin token."""
 
     def __init__(
-        self, gateway: Gateway, fleet: Fleet, token: str, *, hosts: Iterable[str] | None = None
+        self,
+        gateway: GatewayContext,
+        fleet: Fleet,
+        token: str,
+        *,
+        hosts: Iterable[str] | None = None,
     ) -> None:
         self.app = Starlette(
             routes=[*FleetRoutes(gateway, fleet).routes, *SessionRoutes(gateway).routes],
@@ -47,6 +52,6 @@ class _Admin:
             try:
                 require_bearer(Request(scope), self._token)
             except Unauthorized as error:
-                await json_response(fault(error), error.status)(scope, receive, send)
+                await json_response(error_fields(error), error.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

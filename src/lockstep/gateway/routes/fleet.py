@@ -15,12 +15,12 @@ from lockstep.backends.admin import Source, TensorSpec
 from lockstep.backends.admin_registry import open_admin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.state_view import fleet_state, worker_views
-from lockstep.gateway.context import Gateway
+from lockstep.gateway.context import GatewayContext
 from lockstep.http.handlers import json_response, read_json
+from lockstep.protocol.common.strict import decode
+from lockstep.protocol.control import fleet as wire
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
 from lockstep.tokens.operation import Operation
-from lockstep.protocol.control import fleet as wire
-from lockstep.protocol.common.strict import decode
 
 B = TypeVar("B", bound=msgspec.Struct)
 BODY_LIMIT = 8 << 20
@@ -30,7 +30,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 class FleetRoutes:
     """Routes under /v1/rl. Mutations are operations: same Idempotency-Key, same answer."""
 
-    def __init__(self, gateway: Gateway, fleet: Fleet) -> None:
+    def __init__(self, gateway: GatewayContext, fleet: Fleet) -> None:
         self._gateway = gateway
         self._fleet = fleet
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
@@ -97,7 +97,7 @@ class FleetRoutes:
 
     async def pause(self, http: Request) -> Response:
         """Mode, lease and cache come in the query, as in vLLM and prime-rl, or in the body."""
-        body = await self._body(http, wire.Pause)
+        body = await self._body(http, wire.PauseFleet)
         query = dict(http.query_params)
         mode = query.pop("mode", None) or body.mode or "keep"
         clear = query.pop("clear_cache", None)
@@ -115,11 +115,11 @@ class FleetRoutes:
         return _answer(done, status="paused", mode=mode)
 
     async def resume(self, http: Request) -> Response:
-        await self._body(http, wire.Nothing)
+        await self._body(http, wire.EmptyFleetBody)
         return _answer(await self._fleet.resume(key=_key(http)), status="resumed")
 
     async def flush(self, http: Request) -> Response:
-        await self._body(http, wire.Nothing)
+        await self._body(http, wire.EmptyFleetBody)
         return _answer(await self._fleet.flush(key=_key(http)))
 
     async def update_weights(self, http: Request) -> Response:

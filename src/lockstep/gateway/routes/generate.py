@@ -16,27 +16,27 @@ from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
 from lockstep.backends.vllm.transport import VllmTransport
+from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Worker
-from lockstep.fleet.routing.affinity import Route
-from lockstep.gateway.models import Served
-from lockstep.gateway.context import Gateway, request_id, session_id
+from lockstep.gateway.context import GatewayContext, request_id, session_id
+from lockstep.gateway.models import ServedModel
 from lockstep.http import sse
 from lockstep.http.handlers import EventStream, json_response, read_json, unless_gone
-from lockstep.tokens import Completion, VersionSpan
-from lockstep.tokens.errors import BadRequest, LockstepError
-from lockstep.protocol.vllm import generate_response as wire
-from lockstep.protocol.vllm.abort import decode_abort
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
-    Delta,
     Reading,
+    StreamDelta,
     check_indices,
-    decode_answer,
+    decode_response,
     finish_of,
     ids_of,
 )
-from lockstep.protocol.common.request import Ask
+from lockstep.protocol.vllm import generate_response as wire
+from lockstep.protocol.vllm.abort import decode_abort
+from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
 from lockstep.protocol.vllm.generate_request import GenerateFields, decode_relayed
-from lockstep.protocol.vllm.decode_generate import GenerateStream, read_generate
+from lockstep.tokens import Completion, VersionSpan
+from lockstep.tokens.errors import BadRequest, LockstepError
 
 
 class _BareChoice(msgspec.Struct):
@@ -54,10 +54,10 @@ BARE = msgspec.json.Decoder(_BareAnswer)
 ANSWERED_AS = (wire.REQUEST_ID_PREFIX, "chatcmpl-", "cmpl-")
 
 
-class GenerateFace:
+class GenerateRoutes:
     """POST /inference/v1/generate and /inference/v1/abort_requests."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayContext) -> None:
         self._gateway = gateway
         self.routes = [
             HttpRoute("/inference/v1/generate", self.generate, methods=["POST"]),
@@ -71,7 +71,7 @@ class GenerateFace:
         asked, ids = decode_relayed(body)
         served = await self._gateway.book.resolve(asked.model)
         ask = _ask(asked, ids, served, request_id(http, asked.request_id))
-        route = Route.of(
+        route = Affinity.of(
             ask.prompt_ids, session=session_id(http), salt=ask.cache_salt, adapter=served.adapter
         )
         if asked.stream:
@@ -84,7 +84,12 @@ class GenerateFace:
         return json_response(await unless_gone(http, self._gateway.pool.run(route, call)))
 
     async def _whole(
-        self, worker: Worker, ask: Ask, asked: GenerateFields, served: Served, body: bytes
+        self,
+        worker: Worker,
+        ask: GenerateRequest,
+        asked: GenerateFields,
+        served: ServedModel,
+        body: bytes,
     ) -> bytes | bytearray:
         if worker.lockstep and isinstance(worker.transport, VllmTransport):
             since = worker.agreement.mark()
@@ -92,7 +97,7 @@ class GenerateFace:
             _check(answer, reading, asked, worker, since)
             return answer
         done = await worker.generate(ask)
-        return wire.answer(
+        return wire.generate_response(
             done,
             request_id=wire.REQUEST_ID_PREFIX + (ask.request_id or ""),
             model=served.name,
@@ -101,7 +106,7 @@ class GenerateFace:
         )
 
     def _events(
-        self, route: Route, ask: Ask, asked: GenerateFields, body: bytes
+        self, route: Affinity, ask: GenerateRequest, asked: GenerateFields, body: bytes
     ) -> AsyncGenerator[bytes, None]:
         def opened(worker: Worker) -> AsyncIterator[bytes]:
             if worker.lockstep and isinstance(worker.transport, VllmTransport):
@@ -130,7 +135,11 @@ def bare_id(name: str) -> str:
 
 
 async def _relayed(
-    worker: Worker, transport: VllmTransport, ask: Ask, asked: GenerateFields, body: bytes
+    worker: Worker,
+    transport: VllmTransport,
+    ask: GenerateRequest,
+    asked: GenerateFields,
+    body: bytes,
 ) -> AsyncIterator[bytes]:
     """The worker's events as they come, checked; the stream must end with every choice finished.
 
@@ -156,9 +165,9 @@ async def _relayed(
 class _ScoredEvents:
     """Checks a streamed answer with logprobs, event by event and as a whole."""
 
-    def __init__(self, worker: Worker, ask: Ask) -> None:
+    def __init__(self, worker: Worker, ask: GenerateRequest) -> None:
         self._worker, self._since = worker, worker.agreement.mark()
-        self._collected = GenerateStream(Reading(ask))
+        self._collected = GenerateStreamDecoder(Reading(ask))
         self.check = self._collected.collect
 
     def finish(self) -> None:
@@ -168,14 +177,14 @@ class _ScoredEvents:
 class _BareEvents:
     """The same without logprobs, where there is less to check."""
 
-    def __init__(self, worker: Worker, ask: Ask) -> None:
+    def __init__(self, worker: Worker, ask: GenerateRequest) -> None:
         self._worker, self._since = worker, worker.agreement.mark()
         self._choices = ask.sampling.n
         self._finished: set[int] = set()
 
     def check(self, batch: list[bytes]) -> Iterator[None]:
         for event in batch:
-            for choice in decode_answer(BARE, event).choices:
+            for choice in decode_response(BARE, event).choices:
                 spans = choice.weight_versions or ()
                 self._worker.agreement.check_spans(spans, self._since, self._worker.id)
                 if choice.finish_reason:
@@ -186,16 +195,18 @@ class _BareEvents:
         check_indices(self._finished, self._choices)
 
 
-async def _rewritten(worker: Worker, ask: Ask, asked: GenerateFields) -> AsyncIterator[bytes]:
+async def _rewritten(
+    worker: Worker, ask: GenerateRequest, asked: GenerateFields
+) -> AsyncIterator[bytes]:
     """Another dialect's stream in this one's words."""
     named = wire.REQUEST_ID_PREFIX + (ask.request_id or "")
-    stream = wire.Stream(named, ask.prompt_ids, asked.form)
+    stream = wire.GenerateStreamEncoder(named, ask.prompt_ids, asked.form)
     # Completions come last and repeat what the deltas brought: they only add how it ended.
     async with aclosing(worker.stream(ask)) as events:
         async for event in events:
             if isinstance(event, Completion):
                 yield sse.event(stream.chunk(event.index, [], [], None, None, event))
-            elif isinstance(event, Delta):
+            elif isinstance(event, StreamDelta):
                 chunk = stream.chunk(event.index, event.token_ids, event.logprobs, None, None, None)
                 yield sse.event(chunk)
     if asked.include_usage:
@@ -207,9 +218,9 @@ def _check(
 ) -> None:
     """Raises the error of an answer that must not be handed on."""
     if asked.sampling_params.logprobs is not None:
-        worker.agreement.check(read_generate(answer, reading), since, worker.id)
+        worker.agreement.check(decode_generate(answer, reading), since, worker.id)
         return
-    bare = decode_answer(BARE, answer)
+    bare = decode_response(BARE, answer)
     check_indices((choice.index for choice in bare.choices), reading.ask.sampling.n)
     for choice in bare.choices:
         ids_of(choice.token_ids, f"choice {choice.index} of the answer")
@@ -217,9 +228,11 @@ def _check(
         worker.agreement.check_spans(choice.weight_versions or (), since, worker.id)
 
 
-def _ask(asked: GenerateFields, ids: Sequence[int], served: Served, chosen: str) -> Ask:
+def _ask(
+    asked: GenerateFields, ids: Sequence[int], served: ServedModel, chosen: str
+) -> GenerateRequest:
     bare = chosen.removeprefix(wire.REQUEST_ID_PREFIX)
-    return Ask(
+    return GenerateRequest(
         prompt_ids=ids,
         sampling=asked.sampling(),
         model=asked.model or served.name,

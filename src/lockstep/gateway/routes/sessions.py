@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.gateway.context import Gateway, request_id
+from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.gateway.sessions.sessions import SessionInfo
 from lockstep.http.handlers import json_response
 from lockstep.tokens import Sample
@@ -24,7 +24,7 @@ FLAGS = {"": True, "1": True, "true": True, "0": False, "false": False}
 class SessionRoutes:
     """GET /v1/rl/sessions, GET and DELETE /v1/rl/sessions/{id}."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayContext) -> None:
         self._sessions = gateway.sessions
         self.routes = [
             Route("/v1/rl/sessions", self.page, methods=["GET"]),

@@ -8,15 +8,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.gateway.context import Gateway
+from lockstep.gateway.context import GatewayContext
 from lockstep.http.handlers import json_response
 from lockstep.tokens.errors import NotFound, Unavailable
 
 
-class StatusFace:
+class StatusRoutes:
     """Health of the fleet, and its models in OpenAI's and vLLM's shape."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayContext) -> None:
         self._gateway = gateway
         self._started = int(time())
         self.routes = [

@@ -10,15 +10,15 @@ import codecs
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from lockstep.protocol.common.response import TOKEN_PREFIX
+from lockstep.protocol.openai.completions import LegacyLogprobs
+from lockstep.protocol.vllm.generate_response import GeneratePromptLogprob, PromptLogprobs
 from lockstep.render import Renderer
 from lockstep.tokens import PromptLogprob, Ranked
 from lockstep.tokens.errors import BadTokenId
-from lockstep.protocol.common.response import TOKEN_PREFIX
-from lockstep.protocol.openai.completions import LegacyLogprobs
-from lockstep.protocol.vllm.generate_response import PromptEntry, PromptLogprobs
 
 
-class Spelling:
+class TokenSpelling:
     """How token ids are written: as text, or as `token_id:N`; special tokens kept or left out."""
 
     def __init__(self, renderer: Renderer, *, as_ids: bool, keep_special: bool) -> None:
@@ -91,14 +91,14 @@ class Spelling:
             # An id that only pads the vocabulary: the engine takes it, and it says nothing.
             return b""
 
-    def _prompt_entry(self, entry: PromptLogprob | Ranked) -> PromptEntry:
-        return PromptEntry(entry.logprob, entry.rank, self.decoded(entry.token_id))
+    def _prompt_entry(self, entry: PromptLogprob | Ranked) -> GeneratePromptLogprob:
+        return GeneratePromptLogprob(entry.logprob, entry.rank, self.decoded(entry.token_id))
 
 
-class LegacyText:
+class CompletionText:
     """The text of one choice as it grows, and where in it each token begins."""
 
-    def __init__(self, spelling: Spelling) -> None:
+    def __init__(self, spelling: TokenSpelling) -> None:
         self._spelling = spelling
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._length = 0

@@ -9,40 +9,42 @@ from starlette.routing import Route
 
 from lockstep.gateway.chat.prompt import prompt_of
 from lockstep.gateway.chat.template import Variants
-from lockstep.gateway.context import Gateway, request_id
-from lockstep.gateway.openapi.route_doc import Operation
+from lockstep.gateway.context import GatewayContext, request_id
+from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.http.handlers import json_response, read_json
-from lockstep.render import Renderer
-from lockstep.tokens.errors import BadTokenId
-from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.vllm.tokenize import (
+    DetokenizedText,
     DetokenizeRequest,
-    Text,
+    TokenizedPrompt,
     TokenizeRequest,
-    Tokens,
     decode_detokenize,
     decode_tokenize,
 )
+from lockstep.render import Renderer
+from lockstep.tokens.errors import BadTokenId
 
 OPERATIONS = tuple(
     operation
     for base in ("", "/v1")
     for operation in (
-        Operation("POST", f"{base}/tokenize", TokenizeRequest, Tokens, "Text or a chat as ids."),
-        Operation("POST", f"{base}/detokenize", DetokenizeRequest, Text, "Ids as text."),
+        RouteDoc(
+            "POST", f"{base}/tokenize", TokenizeRequest, TokenizedPrompt, "Text or a chat as ids."
+        ),
+        RouteDoc("POST", f"{base}/detokenize", DetokenizeRequest, DetokenizedText, "Ids as text."),
     )
 )
 
 
-class TextFace:
+class TokenizeRoutes:
     """Both routes at the root, and the same under /v1.
 
     A chat is rendered by what renders it for /v1/chat/completions, so that the ids are those that
     a chat request would send.
     """
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: GatewayContext) -> None:
         self._gateway = gateway
         self._variants = Variants(gateway.book)
         self.routes = [
@@ -61,7 +63,7 @@ class TextFace:
             ids = await renderer.offload(renderer.encode, text, special=asked.special)
         else:
             ids = await self._chat_ids(asked, renderer)
-        answer = Tokens(count=len(ids), max_model_len=served.max_model_len, tokens=ids)
+        answer = TokenizedPrompt(count=len(ids), max_model_len=served.max_model_len, tokens=ids)
         if asked.return_token_strs:
             answer.token_strs = renderer.tokenizer.convert_ids_to_tokens(ids)
         if asked.return_token_bytes:
@@ -74,7 +76,7 @@ class TextFace:
         await self._gateway.book.resolve(asked.model)
         renderer = await self._gateway.book.renderer()
         pieces = await renderer.offload(pieces_of, asked.tokens, renderer, "tokens")
-        answer = Text(prompt=b"".join(pieces).decode(errors="replace"))
+        answer = DetokenizedText(prompt=b"".join(pieces).decode(errors="replace"))
         if asked.return_token_bytes:
             answer.token_bytes = [list(piece) for piece in pieces]
         return json_response(msgspec.json.encode(answer))

@@ -1,0 +1,1 @@
+"""Sessions: stored turns, the cache of busy ones, limits and samples."""

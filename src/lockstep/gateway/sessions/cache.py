@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from weakref import WeakSet, WeakValueDictionary
 
-from lockstep.gateway.sessions.store import Row
-from lockstep.render import Ledger
+from lockstep.gateway.sessions.store import TurnRow
+from lockstep.ledger import Ledger
 from lockstep.tokens.errors import LockstepError
 
 PER_SESSION = 2000
@@ -14,12 +14,12 @@ PER_SESSION = 2000
 PER_BREAK = 100
 
 
-class Entry:
+class CacheEntry:
     """What is known of a session, in memory or not."""
 
     __slots__ = ("bytes", "created", "id", "read_turns", "tokenizer", "turns", "used")
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: TurnRow) -> None:
         self.id, self.tokenizer = row.id, row.tokenizer
         self.created, self.used = row.created, row.used
         self.turns, self.bytes, self.read_turns = row.turns, row.bytes, row.read_turns
@@ -29,14 +29,14 @@ class Entry:
         """Whether somebody has the samples of all its turns."""
         return self.read_turns >= self.turns
 
-    def row(self, name: str) -> Row:
-        return Row(
+    def row(self, name: str) -> TurnRow:
+        return TurnRow(
             self.id, name, self.tokenizer, self.created, self.used, self.turns, self.bytes,
             self.read_turns,
         )  # fmt: skip
 
 
-class HotSession:
+class CachedSession:
     """A session in memory. Whoever uses it holds it, and so keeps it the only one of its name.
 
     `ended` says why it takes no more turns: it was deleted, or a write of it failed.
@@ -44,7 +44,7 @@ class HotSession:
 
     __slots__ = ("__weakref__", "counted", "ended", "entry", "ledger", "name", "unsaved")
 
-    def __init__(self, name: str, entry: Entry, ledger: Ledger) -> None:
+    def __init__(self, name: str, entry: CacheEntry, ledger: Ledger) -> None:
         self.name, self.entry, self.ledger = name, entry, ledger
         self.counted = 0
         self.ended: LockstepError | None = None
@@ -69,16 +69,16 @@ class HotSession:
             node.children.clear()
 
 
-class HotSessions:
+class SessionCache:
     """The most recently used sessions, up to `limit` bytes, and those somebody holds."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.nbytes = 0
         self.evicted = 0
-        self._recent: OrderedDict[str, HotSession] = OrderedDict()
-        self._held: WeakValueDictionary[str, HotSession] = WeakValueDictionary()
-        self._begun: WeakSet[HotSession] = WeakSet()
+        self._recent: OrderedDict[str, CachedSession] = OrderedDict()
+        self._held: WeakValueDictionary[str, CachedSession] = WeakValueDictionary()
+        self._begun: WeakSet[CachedSession] = WeakSet()
 
     @property
     def begun(self) -> int:
@@ -88,19 +88,19 @@ class HotSessions:
     def __len__(self) -> int:
         return len(self._recent)
 
-    def find(self, name: str) -> HotSession | None:
+    def find(self, name: str) -> CachedSession | None:
         hot = self._held.get(name)
         if hot is not None:
             self.touch(hot)
         return hot
 
-    def add(self, hot: HotSession) -> None:
+    def add(self, hot: CachedSession) -> None:
         self._held[hot.name] = hot
         if not hot.entry.turns:
             self._begun.add(hot)
         self.touch(hot)
 
-    def touch(self, hot: HotSession) -> None:
+    def touch(self, hot: CachedSession) -> None:
         """Makes it the most recent, counts what it has grown, and lets others go for it."""
         if self._held.get(hot.name) is not hot or not hot.entry.turns:
             return
@@ -116,7 +116,7 @@ class HotSessions:
             self.nbytes -= oldest.counted
             self.evicted += 1
 
-    def drop(self, hot: HotSession, why: LockstepError) -> None:
+    def drop(self, hot: CachedSession, why: LockstepError) -> None:
         """Ends it for whoever still holds it, and frees its name."""
         hot.ended = why
         self._begun.discard(hot)

@@ -13,7 +13,7 @@ REFUSALS = ("sessions", "total_bytes", "turns", "bytes")
 
 
 @dataclass(slots=True)
-class Counts:
+class SessionCounts:
     """What happened to sessions since the start, for the metrics."""
 
     turns: int = 0
@@ -34,7 +34,7 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SessionLimits:
     """Limits of one session (TooLarge past them) and of all together (Busy past them)."""
 
     sessions: int
@@ -42,7 +42,7 @@ class Limits:
     bytes_per_session: int
     bytes_total: int
 
-    def check_session(self, name: str, turns: int, nbytes: int, counts: Counts) -> None:
+    def check_session(self, name: str, turns: int, nbytes: int, counts: SessionCounts) -> None:
         for what, value, limit in (
             ("turns", turns, self.turns),
             ("bytes", nbytes, self.bytes_per_session),
@@ -54,7 +54,7 @@ class Limits:
                     "and go on in another session"
                 )
 
-    def check_all(self, sessions: int, nbytes: int, counts: Counts) -> None:
+    def check_all(self, sessions: int, nbytes: int, counts: SessionCounts) -> None:
         """Whether one more session, or turn, may come."""
         for what, value, limit in (
             ("sessions", sessions, self.sessions),

@@ -9,8 +9,9 @@ from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from lockstep.render import Node, Renderer
+from lockstep.ledger import Node
 from lockstep.ledger.branch_sample import branch_sample
+from lockstep.render import Renderer
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import LockstepError, Unavailable
 

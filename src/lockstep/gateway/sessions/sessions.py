@@ -15,14 +15,15 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.gateway.sessions import store as table
-from lockstep.gateway.sessions.cache import Entry, HotSession, HotSessions
-from lockstep.gateway.sessions.limits import Counts, Limits
+from lockstep.gateway.sessions.cache import CachedSession, CacheEntry, SessionCache
+from lockstep.gateway.sessions.limits import SessionCounts, SessionLimits
 from lockstep.gateway.sessions.samples import Tokenizers, ends_of, samples_of, whole
-from lockstep.gateway.sessions.store import Row, SessionStore
-from lockstep.render import Breaks, Ledger, Node, Plan, Renderer
+from lockstep.gateway.sessions.store import SessionStore, TurnRow
+from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
 from lockstep.ledger.breaks import GATEWAY_BREAKS
 from lockstep.ledger.codec import load_turns
 from lockstep.ledger.tree import leaves
+from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import Conflict, LockstepError, NotFound, Unavailable
 
@@ -52,7 +53,7 @@ class Session:
     """One request's hold on a session. Plan and commit with the same one."""
 
     def __init__(
-        self, owner: Sessions, hot: HotSession, renderer: Renderer, breaks: Breaks
+        self, owner: Sessions, hot: CachedSession, renderer: Renderer, breaks: Breaks
     ) -> None:
         self._owner, self._hot, self._renderer, self._breaks = owner, hot, renderer, breaks
 
@@ -60,7 +61,7 @@ class Session:
     def id(self) -> str:
         return self._hot.name
 
-    async def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> Plan:
+    async def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> PromptPlan:
         """The prompt for these messages, its ids perhaps undecoded; see Ledger.plan.
 
         Raises what that raises, and TooLarge when the session is at its limit of turns or bytes.
@@ -74,12 +75,12 @@ class Session:
         finally:
             self._owner.count_breaks(self._hot)
 
-    def continue_(self, node: Node) -> Plan:
+    def continue_(self, node: Node) -> PromptPlan:
         """The prompt that goes on where an aborted turn stopped; see Ledger.continue_."""
         self._owner.check_room(self._hot)
         return self._hot.ledger.continue_(node)
 
-    async def commit(self, plan: Plan, answers: Sequence[tuple[Completion, Any]]) -> None:
+    async def commit(self, plan: PromptPlan, answers: Sequence[tuple[Completion, Any]]) -> None:
         """Stores every choice of an answer as a branch: all of them, or none.
 
         Returns when they are in the file. Raises what Ledger.commit raises; Conflict when the
@@ -111,10 +112,10 @@ class Sessions:
         hot_bytes: int = 256 << 20,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.counts = Counts()
-        self.hot = HotSessions(hot_bytes)
+        self.counts = SessionCounts()
+        self.hot = SessionCache(hot_bytes)
         self.nbytes = 0
-        self._limits = Limits(
+        self._limits = SessionLimits(
             sessions=max_sessions,
             turns=max_turns,
             bytes_per_session=max_bytes_per_session,
@@ -123,16 +124,16 @@ class Sessions:
         self._ttl, self._clock = ttl_seconds, clock
         self._expire_unread = expire_unread
         self._store = SessionStore(path)
-        self._index: dict[str, Entry] = {}
+        self._index: dict[str, CacheEntry] = {}
         self._next_id = 1
         self._ending: set[str] = set()
-        self._loading: dict[str, asyncio.Task[HotSession]] = {}
+        self._loading: dict[str, asyncio.Task[CachedSession]] = {}
         self._tokenizers = Tokenizers()
         self._sweeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Sessions:
         for row in await self._store.start():
-            self._index[row.name] = Entry(row)
+            self._index[row.name] = CacheEntry(row)
             self.nbytes += row.bytes
             self._next_id = max(self._next_id, row.id + 1)
         self._sweeping = asyncio.create_task(self._sweep_for_ever())
@@ -195,7 +196,7 @@ class Sessions:
         return found
 
     async def _samples(
-        self, session_id: str, entry: Entry, hot: HotSession | None, train_aborted: bool
+        self, session_id: str, entry: CacheEntry, hot: CachedSession | None, train_aborted: bool
     ) -> list[Sample]:
         if hot is None:
             stored = await self._store.read(lambda db: table.read_session(db, entry.id))
@@ -207,7 +208,7 @@ class Sessions:
         hot.check_alive()
         return await asyncio.to_thread(samples_of, leaves(hot.ledger.nodes), train_aborted)
 
-    async def _note_read(self, entry: Entry, turns: int) -> None:
+    async def _note_read(self, entry: CacheEntry, turns: int) -> None:
         if entry.read_turns >= turns:
             return
         entry.read_turns = turns
@@ -252,13 +253,13 @@ class Sessions:
             if name not in self._ending and self.hot.release(name):
                 yield name
 
-    def check_room(self, hot: HotSession) -> None:
+    def check_room(self, hot: CachedSession) -> None:
         """Raises TooLarge or Busy when one more turn is past a limit, Conflict when it ended."""
         hot.check_alive()
         self._limits.check_session(hot.name, hot.entry.turns, hot.entry.bytes, self.counts)
         self._limits.check_all(0, self.nbytes, self.counts)
 
-    def count_breaks(self, hot: HotSession) -> None:
+    def count_breaks(self, hot: CachedSession) -> None:
         """Counts new breaks, and stores those of a session that is stored."""
         if not hot.unsaved:
             return
@@ -267,7 +268,7 @@ class Sessions:
             self._write(hot, [])
 
     async def store(
-        self, hot: HotSession, plan: Plan, answers: Sequence[tuple[Completion, Any]]
+        self, hot: CachedSession, plan: PromptPlan, answers: Sequence[tuple[Completion, Any]]
     ) -> None:
         """See Session.commit."""
         hot.check_alive()
@@ -281,7 +282,7 @@ class Sessions:
         await asyncio.shield(written)
         self.counts.turns += len(nodes)
 
-    def _write(self, hot: HotSession, nodes: list[Node]) -> asyncio.Future[None]:
+    def _write(self, hot: CachedSession, nodes: list[Node]) -> asyncio.Future[None]:
         """Gives turns and new breaks to the store; a failure ends the session in memory."""
         entry, ledger = hot.entry, hot.ledger
         grown = hot.nbytes - entry.bytes
@@ -310,7 +311,7 @@ class Sessions:
         written.add_done_callback(settled)
         return written
 
-    def _take_back(self, hot: HotSession, turns: int, nbytes: int) -> None:
+    def _take_back(self, hot: CachedSession, turns: int, nbytes: int) -> None:
         entry = hot.entry
         if self._index.get(hot.name) is not entry:
             return
@@ -320,7 +321,7 @@ class Sessions:
         if not entry.turns:
             del self._index[hot.name]
 
-    async def _load(self, name: str, renderer: Renderer, tokenizer: bytes) -> HotSession:
+    async def _load(self, name: str, renderer: Renderer, tokenizer: bytes) -> CachedSession:
         if name in self._ending:
             raise Conflict(f"session {name!r} is being deleted: try again", param="x-session-id")
         entry = self._index.get(name)
@@ -334,14 +335,14 @@ class Sessions:
         count = len(self._index) + self.hot.begun
         self._limits.check_all(count, self.nbytes, self.counts)
         now = self._clock()
-        begun = Entry(Row(self._next_id, name, tokenizer, now, now, 0, 0, 0))
+        begun = CacheEntry(TurnRow(self._next_id, name, tokenizer, now, now, 0, 0, 0))
         self._next_id += 1
         self.counts.opened += 1
-        hot = HotSession(name, begun, Ledger(renderer, breaks=GATEWAY_BREAKS))
+        hot = CachedSession(name, begun, Ledger(renderer, breaks=GATEWAY_BREAKS))
         self.hot.add(hot)
         return hot
 
-    async def _read(self, name: str, entry: Entry, renderer: Renderer) -> HotSession:
+    async def _read(self, name: str, entry: CacheEntry, renderer: Renderer) -> CachedSession:
         stored = await self._store.read(lambda db: table.read_session(db, entry.id))
         with whole(name):
             ledger = await renderer.offload(
@@ -349,7 +350,7 @@ class Sessions:
             )
         if self._index.get(name) is not entry or name in self._ending:
             raise Conflict(f"session {name!r} was deleted meanwhile", param="x-session-id")
-        hot = HotSession(name, entry, ledger)
+        hot = CachedSession(name, entry, ledger)
         self.hot.add(hot)
         self.counts.loaded += 1
         return hot
@@ -366,7 +367,7 @@ class Sessions:
         removed.add_done_callback(functools.partial(self._forget, ending))
         await asyncio.shield(removed)
 
-    def _forget(self, ending: dict[str, Entry], removed: asyncio.Future[None]) -> None:
+    def _forget(self, ending: dict[str, CacheEntry], removed: asyncio.Future[None]) -> None:
         self._ending.difference_update(ending)
         if removed.exception() is None:
             for name, entry in ending.items():
@@ -381,13 +382,13 @@ class Sessions:
             except LockstepError as error:
                 log.warning("expired sessions stay for now: %s", error)
 
-    def _entry(self, session_id: str) -> Entry:
+    def _entry(self, session_id: str) -> CacheEntry:
         entry = self._index.get(session_id)
         if entry is None or session_id in self._ending:
             raise NotFound(f"there is no session {session_id!r}", param="session_id")
         return entry
 
 
-def _info(row: Row) -> SessionInfo:
+def _info(row: TurnRow) -> SessionInfo:
     unread = max(0, row.turns - row.read_turns)
     return SessionInfo(row.name, row.turns, row.bytes, row.created, row.used, unread)

@@ -43,7 +43,7 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 
-class Row(NamedTuple):
+class TurnRow(NamedTuple):
     """A session as its row in the table tells it. Times are seconds since 1970.
 
     `read_turns` is how many turns it had when somebody last read its samples.
@@ -59,7 +59,7 @@ class Row(NamedTuple):
     read_turns: int
 
 
-class Stored(NamedTuple):
+class StoredSession(NamedTuple):
     """The turns of a session in order, and its prefix breaks as (key, cause)."""
 
     turns: list[bytes]
@@ -89,7 +89,7 @@ class SessionStore:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = False
 
-    async def start(self) -> list[Row]:
+    async def start(self) -> list[TurnRow]:
         """Opens the file; the sessions in it. Raises BadRequest when it cannot be used."""
         self._loop = asyncio.get_running_loop()
         self._open = True
@@ -211,7 +211,7 @@ def connect(path: str) -> sqlite3.Connection:
 
 def write_turns(
     connection: sqlite3.Connection,
-    row: Row,
+    row: TurnRow,
     turns: Iterable[tuple[int, bytes]],
     breaks: Iterable[tuple[bytes, str]],
 ) -> None:
@@ -244,7 +244,7 @@ def remove(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
         connection.executemany(f"DELETE FROM {table} WHERE {column} = ?", wanted)
 
 
-def read_session(connection: sqlite3.Connection, session: int) -> Stored:
+def read_session(connection: sqlite3.Connection, session: int) -> StoredSession:
     """Raises NotFound, or Unavailable when what is left is not what was answered."""
     kept = connection.execute("SELECT turns FROM sessions WHERE id = ?", (session,)).fetchone()
     if kept is None:
@@ -258,18 +258,18 @@ def read_session(connection: sqlite3.Connection, session: int) -> Stored:
             "damaged"
         )
     breaks = connection.execute("SELECT key, cause FROM breaks WHERE session = ?", (session,))
-    return Stored([data for _, data in rows], breaks.fetchall())
+    return StoredSession([data for _, data in rows], breaks.fetchall())
 
 
-def read_page(connection: sqlite3.Connection, after: str, limit: int) -> list[Row]:
+def read_page(connection: sqlite3.Connection, after: str, limit: int) -> list[TurnRow]:
     found = connection.execute(
         "SELECT * FROM sessions WHERE name > ? ORDER BY name LIMIT ?", (after, limit)
     )
-    return [Row(*each) for each in found]
+    return [TurnRow(*each) for each in found]
 
 
-def _rows(connection: sqlite3.Connection) -> list[Row]:
-    return [Row(*each) for each in connection.execute("SELECT * FROM sessions ORDER BY used")]
+def _rows(connection: sqlite3.Connection) -> list[TurnRow]:
+    return [TurnRow(*each) for each in connection.execute("SELECT * FROM sessions ORDER BY used")]
 
 
 def _transact(

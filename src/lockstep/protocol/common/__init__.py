@@ -1,0 +1,1 @@
+"""What all dialects share: strict decoding, errors, logprob entries, routed experts."""

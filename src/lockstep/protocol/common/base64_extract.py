@@ -44,7 +44,7 @@ class Base64Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Spliced:
+class ExtractedBody:
     """`json` is the body with each value replaced by `":0"`, `":1"`...; `values` are the bytes."""
 
     json: Body
@@ -57,17 +57,17 @@ class Spliced:
         return Base64Text((memoryview(field.encode()),))
 
 
-def splice(body: Body | Spliced, most: int = 1) -> Spliced:
+def extract_base64(body: Body | ExtractedBody, most: int = 1) -> ExtractedBody:
     """The body without the base64 of its routed experts. Never raises: bad JSON stays as it is.
 
     The search ends after `most` keys, so that it need not read all of an answer that has no more;
     a value it did not reach is still right, only decoded with the rest.
     """
-    if isinstance(body, Spliced):
+    if isinstance(body, ExtractedBody):
         return body
     spans = find_values(body, most)
     if not spans:
-        return Spliced(body, ())
+        return ExtractedBody(body, ())
     view = memoryview(body)
     pieces: list[memoryview | bytes] = []
     at = 0
@@ -76,7 +76,7 @@ def splice(body: Body | Spliced, most: int = 1) -> Spliced:
         at = end
     pieces.append(view[at:])
     values = tuple(Base64Text((view[start:end],)) for start, end in spans)
-    return Spliced(b"".join(pieces), values)
+    return ExtractedBody(b"".join(pieces), values)
 
 
 def find_values(body: Body, most: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from lockstep.protocol.common.base64_extract import KEY, MARK, NEEDLE, Base64Text, Spliced
+from lockstep.protocol.common.base64_extract import KEY, MARK, NEEDLE, Base64Text, ExtractedBody
 
 LOOK_BACK = 4096
 """How far before new bytes the key may stand: its object holds a shape and a dtype, not more."""
@@ -20,7 +20,7 @@ OPEN = re.compile(
 """A body that ends inside the base64 of a `routed_experts` value."""
 
 
-class Splicer:
+class Base64Extractor:
     """Feed it the body as it comes; `finish` gives the JSON and the values taken out."""
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class Splicer:
             self._open = None
             self.feed(chunk[end:])
 
-    def finish(self) -> Spliced:
+    def finish(self) -> ExtractedBody:
         self._give_back()
-        return Spliced(self._json, tuple(self._values))
+        return ExtractedBody(self._json, tuple(self._values))
 
     def _look(self, start: int) -> None:
         """Opens a value when the JSON so far ends inside one."""

@@ -44,8 +44,8 @@ NO_ERROR = msgspec.Raw()
 def error_of(status: int, body: bytes | bytearray) -> LockstepError:
     """The typed error for an HTTP answer with `status`; keeps the server's own message.
 
-    What a server of Lockstep wrote (`lockstep.protocol.common.error_body`) comes back as the class it was there,
-    with its fields.
+    What a Lockstep server wrote (`error_body`) comes back as the class it was there, with its
+    fields.
     """
     whole = _object(body)
     fields = _fields(whole)

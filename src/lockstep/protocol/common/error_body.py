@@ -25,7 +25,7 @@ TYPES = {
 }
 
 
-def fault(error: LockstepError, request_id: str | None = None) -> dict[str, object]:
+def error_fields(error: LockstepError, request_id: str | None = None) -> dict[str, object]:
     """The body {"error": {...}}: vLLM's four fields, and Lockstep's stable code as `reason`.
 
     What else the error carries stands beside them, where there is any: `retry_after` and the
@@ -34,13 +34,13 @@ def fault(error: LockstepError, request_id: str | None = None) -> dict[str, obje
     more: dict[str, object] = {name: getattr(error, name) for name in error.fields}
     if error.retry_after is not None:
         more["retry_after"] = error.retry_after
-    body = fault_body(error.status, error.message, error.code, error.param, request_id, more)
+    body = error_body(error.status, error.message, error.code, error.param, request_id, more)
     if error.operation is not None:
         body["operation"] = msgspec.to_builtins(error.operation)
     return body
 
 
-def fault_body(
+def error_body(
     status: int,
     message: str,
     reason: str,

@@ -6,7 +6,7 @@ that may be given such ids say `Sequence[int]`; who needs a list, or JSON, asks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 import msgspec
@@ -71,3 +71,31 @@ def as_list(ids: Sequence[int]) -> list[int]:
 def as_json(ids: Sequence[int]) -> msgspec.Raw:
     """The ids as JSON for an encoder: as they came where they are JSON already."""
     return msgspec.Raw(ids.json if isinstance(ids, LazyIds) else ENCODER.encode(as_list(ids)))
+
+
+class PlannedIds(LazyIds):
+    """The ids of a prompt: JSON as a whole, and as a list those that follow the turn before."""
+
+    __slots__ = ("added", "start")
+
+    def __init__(self, json: bytes, start: int, added: list[int]) -> None:
+        super().__init__(json)
+        self.start = start
+        self.added = added
+
+    def __len__(self) -> int:
+        return self.start + len(self.added)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.decoded())
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice) and at.step is None:
+            first, last, _ = at.indices(len(self))
+            if first >= self.start:
+                return self.added[first - self.start : max(last - self.start, 0)]
+        return self.decoded()[at]

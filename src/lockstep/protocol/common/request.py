@@ -8,16 +8,16 @@ from typing import Any
 
 import msgspec
 
+from lockstep.protocol.common.lazy_ids import LazyIds
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, BadTokenId
 from lockstep.tokens.versions import check_label
-from lockstep.protocol.common.lazy_ids import LazyIds
 
 MAX_SALT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerateRequest:
     """Token ids in, with how to sample. Raises BadTokenId or BadRequest that names the field.
 
     `priority` has vLLM's sign everywhere: lower is sooner; each dialect turns it into its own.
@@ -67,7 +67,7 @@ class Ask:
         if self.timeout is not None and self.timeout <= 0:
             raise BadRequest(f"timeout is {self.timeout}: expected seconds > 0", param="timeout")
 
-    def alone(self, index: int) -> Ask:
+    def alone(self, index: int) -> GenerateRequest:
         """This ask for choice `index` only, for dialects that are asked n times.
 
         Seeds differ per choice, as vLLM's do, or all n choices would be the same.

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
+from lockstep.protocol.common.prompt_logprobs import most_likely
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Finish, LogprobMode, Ranked, VersionSpan
 from lockstep.tokens.errors import (
     BadLogprob,
@@ -19,8 +21,6 @@ from lockstep.tokens.errors import (
     MissingFinish,
     MissingTokenIds,
 )
-from lockstep.protocol.common.request import Ask
-from lockstep.protocol.common.prompt_logprobs import most_likely
 
 T = TypeVar("T")
 UNKNOWN_VERSION = "unknown"
@@ -42,7 +42,7 @@ FINISH: dict[str, Finish] = {
 class Reading:
     """What a reader must know beside the answer: the ask, and what the server does not repeat."""
 
-    ask: Ask
+    ask: GenerateRequest
     logprob_mode: LogprobMode = "raw"
     version: str = UNKNOWN_VERSION
     worker: str | None = None
@@ -51,7 +51,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class StreamDelta:
     """Tokens that a stream has just brought for choice `index`, with their logprobs."""
 
     index: int
@@ -59,14 +59,14 @@ class Delta:
     logprobs: list[float]
 
 
-class Alternative(msgspec.Struct, gc=False):
+class TopLogprob(msgspec.Struct, gc=False):
     token_id: int | None = None
     token: str | None = None
     logprob: float | None = None
     rank: int | None = None
 
 
-class LeanEntry(msgspec.Struct, gc=False):
+class BareLogprobEntry(msgspec.Struct, gc=False):
     """One sampled token of a server that writes `token_id`: its text is not even decoded."""
 
     token_id: int | None = None
@@ -74,19 +74,19 @@ class LeanEntry(msgspec.Struct, gc=False):
     rank: int | None = None
 
 
-class Entry(LeanEntry, gc=False):
+class LogprobEntry(BareLogprobEntry, gc=False):
     """One sampled token. Its id stands in `token_id`, or in `token` as `token_id:N`, or in both."""
 
     token: str | None = None
 
 
-class RankedEntry(Entry, gc=False):
+class RankedLogprobEntry(LogprobEntry, gc=False):
     """The same with its alternatives, for callers who asked for them; others need not pay."""
 
-    top_logprobs: list[Alternative] | None = None
+    top_logprobs: list[TopLogprob] | None = None
 
 
-def decode_answer(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
+def decode_response(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
     """The typed answer. Raises ContractError when it is not JSON or of another shape."""
     try:
         return decoder.decode(body)
@@ -114,7 +114,7 @@ def ids_of(token_ids: list[int] | None, where: str) -> list[int]:
 
 
 def logprobs_of(
-    token_ids: list[int], content: Sequence[LeanEntry | None] | None, *, nulls: bool = False
+    token_ids: list[int], content: Sequence[BareLogprobEntry | None] | None, *, nulls: bool = False
 ) -> list[float]:
     """The logprob of each sampled token. The list is never shortened, nor a gap filled.
 
@@ -148,7 +148,7 @@ def numbers(values: list[float | None], *, nulls: bool) -> list[float]:
     return values  # type: ignore[return-value]  # None was ruled out above
 
 
-def present(content: Sequence[LeanEntry | None]) -> Sequence[LeanEntry]:
+def present(content: Sequence[BareLogprobEntry | None]) -> Sequence[BareLogprobEntry]:
     """The entries, none of them null. Raises BadLogprob with the position of the first that is."""
     for at, entry in enumerate(content):
         if entry is None:
@@ -156,7 +156,7 @@ def present(content: Sequence[LeanEntry | None]) -> Sequence[LeanEntry]:
     return content  # type: ignore[return-value]  # None was ruled out above
 
 
-def check_named(token_ids: list[int], entries: Sequence[LeanEntry]) -> None:
+def check_named(token_ids: list[int], entries: Sequence[BareLogprobEntry]) -> None:
     """Raises Misaligned at the first entry that names another token than the id at its place.
 
     An entry that names its token only as text names no id, and so proves nothing: Misaligned too.
@@ -166,7 +166,7 @@ def check_named(token_ids: list[int], entries: Sequence[LeanEntry]) -> None:
     for at, (token, entry) in enumerate(zip(token_ids, entries, strict=True)):
         if token_named(entry) != token:
             shown = entry.token_id
-            if shown is None and isinstance(entry, Entry):
+            if shown is None and isinstance(entry, LogprobEntry):
                 raise Misaligned(
                     f"the logprob at position {at} names token {entry.token!r}, "
                     f"but the id there is {token}"
@@ -176,11 +176,11 @@ def check_named(token_ids: list[int], entries: Sequence[LeanEntry]) -> None:
             )
 
 
-def _named(entries: Sequence[LeanEntry], token_ids: list[int]) -> bool:
+def _named(entries: Sequence[BareLogprobEntry], token_ids: list[int]) -> bool:
     """Whether all entries name the ids at their places, if all spell them the same way."""
     if entries[0].token_id is not None:
         return [entry.token_id for entry in entries] == token_ids
-    if not isinstance(entries[0], Entry):
+    if not isinstance(entries[0], LogprobEntry):
         return False
     try:
         names = "\n".join([entry.token for entry in entries])  # type: ignore[attr-defined]
@@ -192,16 +192,16 @@ def _named(entries: Sequence[LeanEntry], token_ids: list[int]) -> bool:
     return names == TOKEN_PREFIX + expected
 
 
-def token_named(entry: LeanEntry | Alternative) -> int | None:
+def token_named(entry: BareLogprobEntry | TopLogprob) -> int | None:
     """The id an entry names, or None when it only has text."""
     if entry.token_id is not None:
         return entry.token_id
-    text = (entry.token if isinstance(entry, Entry | Alternative) else None) or ""
+    text = (entry.token if isinstance(entry, LogprobEntry | TopLogprob) else None) or ""
     digits = text.removeprefix(TOKEN_PREFIX)
     return int(digits) if digits != text and digits.isdecimal() else None
 
 
-def ranks_of(content: Sequence[LeanEntry | None] | None) -> list[int] | None:
+def ranks_of(content: Sequence[BareLogprobEntry | None] | None) -> list[int] | None:
     """The rank of each sampled token, where the server tells all of them."""
     if not content or content[0] is None or content[0].rank is None:
         return None
@@ -214,19 +214,19 @@ def ranks_of(content: Sequence[LeanEntry | None] | None) -> list[int] | None:
 
 
 def tops_of(
-    content: Sequence[LeanEntry | None] | None, asked: int
+    content: Sequence[BareLogprobEntry | None] | None, asked: int
 ) -> list[tuple[Ranked, ...]] | None:
     """The `asked` most likely tokens at each position, or None when none were asked for."""
     if not asked or content is None:
         return None
     result = []
     for at, entry in enumerate(content):
-        listed = entry.top_logprobs if isinstance(entry, RankedEntry) else None
+        listed = entry.top_logprobs if isinstance(entry, RankedLogprobEntry) else None
         result.append(most_likely((_ranked(one, at) for one in listed or ()), asked))
     return result
 
 
-def _ranked(one: Alternative, at: int) -> Ranked:
+def _ranked(one: TopLogprob, at: int) -> Ranked:
     token = token_named(one)
     if token is None:
         raise MissingTokenIds(
@@ -260,7 +260,9 @@ def spans_of(
     return tuple(spans)
 
 
-def stop_token_of(named: object, finish: Finish, ids: list[int], ask: Ask) -> int | None:
+def stop_token_of(
+    named: object, finish: Finish, ids: list[int], ask: GenerateRequest
+) -> int | None:
     """The token that ended the turn: the one the server names, else a stop id that came last."""
     if isinstance(named, int):
         return named

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from lockstep.protocol.common.base64_extract import Base64Text, ExtractedBody
 from lockstep.tokens import RoutedExperts
 from lockstep.tokens.errors import BadExperts
 from lockstep.tokens.experts import DTYPES, Buffer
-from lockstep.protocol.common.base64_extract import Base64Text, Spliced
 
 NPY_MAGIC = b"\x93NUMPY"
 NPY_HEADER_LIMIT = 64 * 1024
@@ -102,7 +102,7 @@ class EncodedExperts(RoutedExperts):
 
 
 def read_experts(
-    field: ExpertsField, spliced: Spliced, *, total: int, asked: int | None
+    field: ExpertsField, spliced: ExtractedBody, *, total: int, asked: int | None
 ) -> RoutedExperts | None:
     """The experts of a sequence of `total` tokens, trimmed to start at `asked` when that is given.
 

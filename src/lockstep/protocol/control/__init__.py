@@ -1,0 +1,1 @@
+"""Bodies of the control plane: of one worker, and of a fleet."""

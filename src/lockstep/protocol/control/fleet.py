@@ -11,11 +11,11 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defau
     pass
 
 
-class Nothing(_Body):
+class EmptyFleetBody(_Body):
     pass
 
 
-class Tensor(_Body):
+class FleetTensor(_Body):
     name: str
     dtype: str
     shape: list[int]
@@ -32,10 +32,10 @@ class UpdateWeights(_Body):
     mode: Literal["keep", "wait", "abort"] = "keep"
     shared_memory: str | None = None
     group: str | None = None
-    tensors: list[Tensor] | None = None
+    tensors: list[FleetTensor] | None = None
 
 
-class Pause(_Body):
+class PauseFleet(_Body):
     mode: Literal["keep", "wait", "abort"] | None = None
     clear_cache: bool | None = None
     lease_seconds: float | None = None

@@ -71,11 +71,11 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defau
     pass
 
 
-class Nothing(_Body):
+class EmptyBody(_Body):
     pass
 
 
-class Order(_Body):
+class SequenceNumber(_Body):
     """Which of a caller's pauses and resumes this is. One that arrives after a later one was
     thought lost, and is refused: it would undo what the caller decided since."""
 
@@ -83,17 +83,17 @@ class Order(_Body):
     number: int
 
 
-class Pause(_Body):
+class PauseWorker(_Body):
     mode: Literal["keep", "wait", "abort"] = "keep"
     clear_cache: bool = False
-    order: Order | None = None
+    order: SequenceNumber | None = None
 
 
 class Resume(_Body):
     """With `proved`, refuses to go on unless the very weights of that `proof` are served."""
 
     proved: str | None = None
-    order: Order | None = None
+    order: SequenceNumber | None = None
 
 
 class Abort(_Body):
@@ -180,7 +180,7 @@ class Rollback(_Body):
     weights_id: str | None = None
 
 
-class Probe(_Body):
+class ProbeRequest(_Body):
     """Scores sequences under the live (or staged) weights, and compares when `logprobs` come along.
 
     `logprobs[i]` has one entry per token of `token_ids[i]` after the first.

@@ -1,0 +1,1 @@
+"""NVIDIA Dynamo's dialect: chat with token ids in `nvext`."""

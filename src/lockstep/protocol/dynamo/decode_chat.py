@@ -11,16 +11,18 @@ from typing import Any
 
 import msgspec
 
-from lockstep.tokens import Completion, Finish, VersionSpan
-from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
+from lockstep.protocol.common.base64_extract import ExtractedBody, extract_base64
+from lockstep.protocol.common.decode_error import NO_ERROR, raise_stated
+from lockstep.protocol.common.prompt_logprobs import PromptField
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
-    Delta,
-    RankedEntry,
+    RankedLogprobEntry,
     Reading,
+    StreamDelta,
     check_echo,
     check_indices,
     check_named,
-    decode_answer,
+    decode_response,
     finish_of,
     ids_of,
     logprobs_of,
@@ -30,25 +32,23 @@ from lockstep.protocol.common.response import (
     stop_token_of,
     tops_of,
 )
-from lockstep.protocol.common.request import Ask
 from lockstep.protocol.common.routed_experts import ExpertsField, read_experts
-from lockstep.protocol.common.decode_error import NO_ERROR, raise_stated
-from lockstep.protocol.common.prompt_logprobs import PromptField
 from lockstep.protocol.vllm.decode_generate import prompt_of
-from lockstep.protocol.common.base64_extract import Spliced, splice
+from lockstep.tokens import Completion, Finish, VersionSpan
+from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
 
 
-class Logprobs(msgspec.Struct):
-    content: list[RankedEntry | None] | None = None
+class DynamoLogprobs(msgspec.Struct):
+    content: list[RankedLogprobEntry | None] | None = None
 
 
-class Choice(msgspec.Struct):
+class DynamoChoice(msgspec.Struct):
     index: int = 0
     finish_reason: str | None = None
-    logprobs: Logprobs | None = None
+    logprobs: DynamoLogprobs | None = None
 
 
-class EngineData(msgspec.Struct):
+class DynamoEngineData(msgspec.Struct):
     """What the worker itself says; Lockstep's adds finish_reason, versions, mode, temperature."""
 
     completion_token_ids: list[int] | None = None
@@ -65,60 +65,60 @@ class EngineData(msgspec.Struct):
     adapter: str | None = None
 
 
-class WorkerId(msgspec.Struct):
+class DynamoWorkerId(msgspec.Struct):
     decode_worker_id: int | None = None
 
 
-class Extension(msgspec.Struct):
-    engine_data: EngineData | None = None
+class DynamoExtension(msgspec.Struct):
+    engine_data: DynamoEngineData | None = None
     completion_token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptField | None = None
     routed_experts: ExpertsField = None
-    worker_id: WorkerId | None = None
+    worker_id: DynamoWorkerId | None = None
 
 
-class Answer(msgspec.Struct):
+class DynamoResponse(msgspec.Struct):
     """Both the whole answer and one streamed event."""
 
     id: str | None = None
-    choices: list[Choice] = []
-    nvext: Extension | None = None
+    choices: list[DynamoChoice] = []
+    nvext: DynamoExtension | None = None
     prompt_logprobs: PromptField | None = None
     error: msgspec.Raw = NO_ERROR
 
 
-DECODER = msgspec.json.Decoder(Answer)
+DECODER = msgspec.json.Decoder(DynamoResponse)
 
 
-def read_dynamo(body: bytes | bytearray | Spliced, reading: Reading) -> Completion:
+def decode_dynamo(body: bytes | bytearray | ExtractedBody, reading: Reading) -> Completion:
     """The completion of a whole answer to an ask for one choice.
 
     Raises a ContractError that names the position wherever the answer breaks the token contract.
     """
-    spliced = splice(body, most=2)
+    spliced = extract_base64(body, most=2)
     return _completion(_decode(spliced), spliced, reading)
 
 
-class DynamoStream:
+class DynamoStreamDecoder:
     """Collects the events of one stream; frontend ids are deltas, engine_data comes at the end."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._whole = Answer(nvext=Extension())
-        self._spliced = Spliced(b"", ())
+        self._whole = DynamoResponse(nvext=DynamoExtension())
+        self._spliced = ExtractedBody(b"", ())
 
-    def feed(self, event: bytes | bytearray) -> list[Delta]:
+    def feed(self, event: bytes | bytearray) -> list[StreamDelta]:
         """The tokens that this event brought. Raises what the server states as an error."""
-        spliced = splice(event, most=2)
+        spliced = extract_base64(event, most=2)
         chunk = _decode(spliced)
-        whole, extension = self._whole, self._whole.nvext or Extension()
+        whole, extension = self._whole, self._whole.nvext or DynamoExtension()
         whole.id = chunk.id or whole.id
         whole.prompt_logprobs = chunk.prompt_logprobs or whole.prompt_logprobs
         ids: list[int] | None = None
         if chunk.nvext is not None:
             ids, chunk.nvext.completion_token_ids = chunk.nvext.completion_token_ids, None
-            for field in Extension.__struct_fields__:
+            for field in DynamoExtension.__struct_fields__:
                 if (value := getattr(chunk.nvext, field)) is not None:
                     setattr(extension, field, value)
             if spliced.values:
@@ -129,11 +129,11 @@ class DynamoStream:
             extension.completion_token_ids += ids
         return [self._add(choice, ids) for choice in chunk.choices]
 
-    def _add(self, new: Choice, ids: list[int] | None) -> Delta:
+    def _add(self, new: DynamoChoice, ids: list[int] | None) -> StreamDelta:
         content = None if new.logprobs is None else new.logprobs.content
         known = list(ids or ())
         values = [entry.logprob for entry in content or () if entry and entry.logprob is not None]
-        delta = Delta(new.index, known, values if len(values) == len(known) else [])
+        delta = StreamDelta(new.index, known, values if len(values) == len(known) else [])
         if not self._whole.choices:
             self._whole.choices.append(new)
             return delta
@@ -153,18 +153,18 @@ class DynamoStream:
         return [_completion(self._whole, self._spliced, self._reading)]
 
 
-def _decode(spliced: Spliced) -> Answer:
-    answer = decode_answer(DECODER, spliced.json)
+def _decode(spliced: ExtractedBody) -> DynamoResponse:
+    answer = decode_response(DECODER, spliced.json)
     raise_stated(answer.error)
     return answer
 
 
-def _completion(answer: Answer, spliced: Spliced, reading: Reading) -> Completion:
+def _completion(answer: DynamoResponse, spliced: ExtractedBody, reading: Reading) -> Completion:
     ask = reading.ask
     check_indices((choice.index for choice in answer.choices), 1)
     choice = answer.choices[0]
-    extension = answer.nvext or Extension()
-    engine = extension.engine_data or EngineData()
+    extension = answer.nvext or DynamoExtension()
+    engine = extension.engine_data or DynamoEngineData()
     stated = finish_of(choice.finish_reason)
     ids = _first(engine.completion_token_ids, extension.completion_token_ids)
     ids = ids_of(ids, "nvext of the answer")
@@ -204,7 +204,10 @@ def _completion(answer: Answer, spliced: Spliced, reading: Reading) -> Completio
 
 
 def _logprobs(
-    ids: list[int], engine: EngineData, content: list[RankedEntry | None] | None, ask: Ask
+    ids: list[int],
+    engine: DynamoEngineData,
+    content: list[RankedLogprobEntry | None] | None,
+    ask: GenerateRequest,
 ) -> list[float]:
     """The engine's own float64 numbers, else the frontend's float32 echo of them."""
     values = engine.completion_logprobs
@@ -218,7 +221,7 @@ def _logprobs(
     return numbers(values, nulls=ask.allow_nonfinite)
 
 
-def _doubted(stated: Finish, ids: list[int], ask: Ask) -> Finish:
+def _doubted(stated: Finish, ids: list[int], ask: GenerateRequest) -> Finish:
     """`stop` only counts with one of the asked stop tokens at the end: else it hides an abort."""
     stops = ask.sampling.stop_token_ids
     hidden = stated == "stop" and stops and (not ids or ids[-1] not in stops)

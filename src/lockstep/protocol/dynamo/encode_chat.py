@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.vllm.encode_generate import refuse_mode, refuse_stop_strings, refuse_versions
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnknownField, UnsupportedField
-from lockstep.protocol.common.request import Ask
-from lockstep.protocol.vllm.encode_generate import refuse_mode, refuse_stop_strings, refuse_versions
-from lockstep.protocol.common.lazy_ids import as_list
 
 PLACEHOLDER = "(token-in mode)"
 """Dynamo demands a message and ignores its text when token_data is there."""
@@ -51,7 +51,7 @@ EXPERTS_FROM = "lockstep.experts:"
 field `routed_experts` would send them twice. Dynamo's own engines return them when started so."""
 
 
-class ChatRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+class DynamoChatRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     model: str | None = None
     messages: list[dict[str, str]]
     stream: bool = False
@@ -75,7 +75,7 @@ class ChatRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 ENCODER = msgspec.json.Encoder()
 
 
-def encode_dynamo(ask: Ask, *, mode: LogprobMode, stream: bool = False) -> bytes:
+def encode_dynamo(ask: GenerateRequest, *, mode: LogprobMode, stream: bool = False) -> bytes:
     """The body for one choice. Nothing is dropped: what Dynamo would not forward is refused.
 
     Raises UnsupportedField for stop strings, logit_bias, ignore_eos with stop ids, versions and
@@ -109,7 +109,7 @@ def encode_dynamo(ask: Ask, *, mode: LogprobMode, stream: bool = False) -> bytes
             f"n is {sampling.n}: Dynamo keeps the engine data of one choice only; ask n times",
             param="n",
         )
-    request = ChatRequest(
+    request = DynamoChatRequest(
         model=ask.model,
         messages=[{"role": "user", "content": PLACEHOLDER}],
         stream=stream,
@@ -135,7 +135,7 @@ def encode_dynamo(ask: Ask, *, mode: LogprobMode, stream: bool = False) -> bytes
     return ENCODER.encode(request)
 
 
-def extension(ask: Ask) -> dict[str, Any]:
+def extension(ask: GenerateRequest) -> dict[str, Any]:
     """The caller's nvext with ours merged in: salt and priority each once, extra_fields united."""
     given: Mapping[str, Any] = ask.nvext or {}
     if unknown := sorted(set(given) - NVEXT):
@@ -171,7 +171,7 @@ def extension(ask: Ask) -> dict[str, Any]:
     return merged
 
 
-def extra_fields(ask: Ask, given: Mapping[str, Any]) -> list[str]:
+def extra_fields(ask: GenerateRequest, given: Mapping[str, Any]) -> list[str]:
     wanted = ["engine_data", "completion_token_ids", "worker_id"]
     if ask.sampling.prompt_logprobs is not None:
         wanted.append("prompt_logprobs")

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
+from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
+from lockstep.protocol.vllm.generate_response import ExpertsField, PromptLogprobs
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, UnknownField
-from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
-from lockstep.protocol.vllm.generate_response import Experts, PromptLogprobs
-from lockstep.protocol.common.lazy_ids import as_list
 
 EXTRA_FIELDS = (
     "engine_data",
@@ -163,7 +163,7 @@ class Timing(msgspec.Struct, kw_only=True, omit_defaults=True):
     total_time_ms: float
 
 
-class Extension(msgspec.Struct, kw_only=True, omit_defaults=True):
+class NvextResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The answer's extension: what was asked for with extra_fields, and nothing else."""
 
     worker_id: WorkerId | None = None
@@ -171,7 +171,7 @@ class Extension(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     timing: Timing | None = None
-    routed_experts: Experts | str | None = None
+    routed_experts: ExpertsField | str | None = None
     engine_data: EngineData | None = None
 
 

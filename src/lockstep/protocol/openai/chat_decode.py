@@ -10,13 +10,13 @@ import re
 
 import msgspec
 
+from lockstep.protocol.common.strict import decode
+from lockstep.protocol.dynamo.nvext import check_nvext
+from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.ids import check_ids
 from lockstep.tokens.sampling import MAX_LOGPROBS
-from lockstep.protocol.openai.chat_request import ChatRequest
-from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
-from lockstep.protocol.dynamo.nvext import check_nvext
-from lockstep.protocol.common.strict import decode
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PLACES = 2**31

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from lockstep.tokens import LogprobMode, Sampling
-from lockstep.protocol.dynamo.nvext import NvExt
 from lockstep.protocol.common.strict import read_biases
+from lockstep.protocol.dynamo.nvext import NvExt
+from lockstep.tokens import LogprobMode, Sampling
 
 NOTHING = NvExt()
 SHOWS_PROMPT = frozenset({"prompt_token_ids", "prompt_logprobs", "engine_data"})

@@ -14,23 +14,23 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, VersionSpan
+from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.dynamo.nvext import EngineData, NvextResponse, Timing, worker_id
 from lockstep.protocol.vllm.generate_response import (
-    Experts,
-    PromptEntry,
+    ExpertsField,
+    GeneratePromptLogprob,
+    GenerateUsage,
     PromptLogprobs,
-    Usage,
     experts_field,
     usage_of,
 )
-from lockstep.protocol.common.lazy_ids import as_list
-from lockstep.protocol.dynamo.nvext import EngineData, Extension, Timing, worker_id
+from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, VersionSpan
 
 MOST_NAMES = 1 << 16
 """Tokens whose spelling is kept, per way to spell them."""
 
 
-class Spelt(Protocol):
+class TokenText(Protocol):
     """A token's bytes, and a string for them."""
 
     @property
@@ -39,38 +39,38 @@ class Spelt(Protocol):
     def text(self) -> str: ...
 
 
-class Spelling(Protocol):
+class TokenTexts(Protocol):
     """How token ids are written as text."""
 
-    def piece(self, token_id: int) -> Spelt: ...
+    def piece(self, token_id: int) -> TokenText: ...
     def __hash__(self) -> int: ...
 
 
-class Alternative(msgspec.Struct, gc=False):
+class ChatTopLogprob(msgspec.Struct, gc=False):
     token: str
     token_id: int
     bytes: msgspec.Raw
     logprob: float
 
 
-class Entry(msgspec.Struct, gc=False):
+class ChatLogprob(msgspec.Struct, gc=False):
     token: str
     token_id: int
     bytes: msgspec.Raw
     logprob: float
-    top_logprobs: list[Alternative]
+    top_logprobs: list[ChatTopLogprob]
 
 
-NONE: list[Alternative] = []
+NONE: list[ChatTopLogprob] = []
 """Shared: it is only ever written out."""
 
 
-class Logprobs(msgspec.Struct):
-    content: list[Entry]
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob]
     refusal: None = None
 
 
-class Message(msgspec.Struct, kw_only=True):
+class AssistantMessage(msgspec.Struct, kw_only=True):
     """The assistant's message, or what a chunk adds to it."""
 
     role: str | UnsetType = UNSET
@@ -84,42 +84,42 @@ class Message(msgspec.Struct, kw_only=True):
     generation_log_probs: list[float] | UnsetType = UNSET
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
-    message: Message | UnsetType = UNSET
-    delta: Message | UnsetType = UNSET
-    logprobs: Logprobs | None = None
+    message: AssistantMessage | UnsetType = UNSET
+    delta: AssistantMessage | UnsetType = UNSET
+    logprobs: ChatLogprobs | None = None
     finish_reason: Finish | None = None
     stop_reason: int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType | None = UNSET
     weight_versions: Sequence[VersionSpan] | UnsetType = UNSET
-    routed_experts: Experts | str | UnsetType | None = UNSET
+    routed_experts: ExpertsField | str | UnsetType | None = UNSET
 
 
-class Body(msgspec.Struct, kw_only=True):
+class ChatCompletionBody(msgspec.Struct, kw_only=True):
     """The whole answer, or one streamed chunk of it."""
 
     id: str
     object: str
     created: int
     model: str
-    choices: list[Choice]
-    usage: Usage | UnsetType = UNSET
+    choices: list[ChatChoice]
+    usage: GenerateUsage | UnsetType = UNSET
     system_fingerprint: str | UnsetType | None = UNSET
     service_tier: UnsetType | None = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
-    nvext: Extension | UnsetType = UNSET
+    nvext: NvextResponse | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ChatResponseShape:
     """What an answer has to show, as its request asked."""
 
     id: str
     model: str
     created: int
-    spelling: Spelling
+    spelling: TokenTexts
     logprobs: bool = False
     top: int = 0
     tokens_as_ids: bool = False
@@ -133,7 +133,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class ChatReply:
     """One finished choice: what the engine sampled, and the message it was read as."""
 
     completion: Completion
@@ -142,31 +142,31 @@ class Said:
 
 
 def entries(
-    shape: Shape,
+    shape: ChatResponseShape,
     token_ids: Sequence[int],
     logprobs: Sequence[float],
     tops: Sequence[tuple[Ranked, ...]] | None = None,
-) -> Logprobs:
+) -> ChatLogprobs:
     named = _names(shape.spelling, shape.tokens_as_ids)
     if not shape.top or tops is None:
         content = [
-            Entry(*named[token], logprob, NONE)
+            ChatLogprob(*named[token], logprob, NONE)
             for token, logprob in zip(token_ids, logprobs, strict=True)
         ]
-        return Logprobs(content)
+        return ChatLogprobs(content)
     content = []
     for token, logprob, others in zip(token_ids, logprobs, tops, strict=True):
-        top = [Alternative(*named[one.token_id], one.logprob) for one in others[: shape.top]]
-        content.append(Entry(*named[token], logprob, top))
-    return Logprobs(content)
+        top = [ChatTopLogprob(*named[one.token_id], one.logprob) for one in others[: shape.top]]
+        content.append(ChatLogprob(*named[token], logprob, top))
+    return ChatLogprobs(content)
 
 
-def message_of(shape: Shape, said: Said) -> Message:
+def message_of(shape: ChatResponseShape, said: ChatReply) -> AssistantMessage:
     """The whole message. Its content is null beside tool calls when nothing else was said."""
     given, done = said.message, said.completion
     reasoning = given.get("reasoning_content") if shape.reasoning else None
     calls = given.get("tool_calls")
-    message = Message(
+    message = AssistantMessage(
         role="assistant",
         content=given["content"] or (None if calls else ""),
         refusal=None,
@@ -178,12 +178,16 @@ def message_of(shape: Shape, said: Said) -> Message:
     return _with_ids(message, shape, done)
 
 
-def answer(
-    shape: Shape, choices: Sequence[Said], *, worker: str | None, timing: Timing | None
+def chat_response(
+    shape: ChatResponseShape,
+    choices: Sequence[ChatReply],
+    *,
+    worker: str | None,
+    timing: Timing | None,
 ) -> bytes:
     """The whole answer for the choices of one request, in order of their index."""
     first = choices[0].completion
-    body = Body(
+    body = ChatCompletionBody(
         id=shape.id,
         object="chat.completion",
         created=shape.created,
@@ -205,16 +209,16 @@ def answer(
 
 
 def extension(
-    shape: Shape,
+    shape: ChatResponseShape,
     done: Completion,
     new_ids: list[int],
     *,
     worker: str | None,
     timing: Timing | None,
-) -> Extension:
+) -> NvextResponse:
     """What was asked for under nvext; `new_ids` are those since the chunk before."""
     wanted = shape.wanted
-    return Extension(
+    return NvextResponse(
         worker_id=worker_id(worker) if "worker_id" in wanted else None,
         completion_token_ids=new_ids if "completion_token_ids" in wanted else None,
         prompt_token_ids=as_list(done.prompt_ids) if "prompt_token_ids" in wanted else None,
@@ -227,7 +231,7 @@ def extension(
     )
 
 
-def ending(shape: Shape, choice: Choice, said: Said) -> None:
+def ending(shape: ChatResponseShape, choice: ChatChoice, said: ChatReply) -> None:
     """Puts on a choice what is known when it has ended."""
     done = said.completion
     choice.finish_reason = said.finish
@@ -240,7 +244,7 @@ def ending(shape: Shape, choice: Choice, said: Said) -> None:
 
 
 def prompt_entries(
-    shape: Shape, prompt: list[PromptLogprob | None] | None
+    shape: ChatResponseShape, prompt: list[PromptLogprob | None] | None
 ) -> PromptLogprobs | None:
     """vLLM's form: per prompt token a dict by id, the token itself first, null for the first."""
     if prompt is None:
@@ -250,11 +254,11 @@ def prompt_entries(
         if entry is None:
             result.append(None)
             continue
-        found: dict[str, PromptEntry] = {}
+        found: dict[str, GeneratePromptLogprob] = {}
         every: tuple[PromptLogprob | Ranked, ...] = (entry, *entry.top)
         for one in every:
             text = shape.spelling.piece(one.token_id).text
-            found.setdefault(str(one.token_id), PromptEntry(one.logprob, one.rank, text))
+            found.setdefault(str(one.token_id), GeneratePromptLogprob(one.logprob, one.rank, text))
         result.append(found)
     return result
 
@@ -264,9 +268,9 @@ def fingerprint(done: Completion) -> str | None:
     return f"lockstep-{done.versions[-1].version}" if done.versions else None
 
 
-def _choice(shape: Shape, said: Said) -> Choice:
+def _choice(shape: ChatResponseShape, said: ChatReply) -> ChatChoice:
     done = said.completion
-    choice = Choice(
+    choice = ChatChoice(
         index=done.index,
         message=message_of(shape, said),
         logprobs=(
@@ -280,7 +284,9 @@ def _choice(shape: Shape, said: Said) -> Choice:
     return choice
 
 
-def _with_ids(message: Message, shape: Shape, done: Completion) -> Message:
+def _with_ids(
+    message: AssistantMessage, shape: ChatResponseShape, done: Completion
+) -> AssistantMessage:
     if shape.ids_on_message:
         message.prompt_token_ids = as_list(done.prompt_ids)
         message.generation_token_ids = done.token_ids
@@ -291,7 +297,7 @@ def _with_ids(message: Message, shape: Shape, done: Completion) -> Message:
 class _Names(dict[int, tuple[str, int, msgspec.Raw]]):
     """A token's string, its id and its bytes, by id; each is made once."""
 
-    def __init__(self, spelling: Spelling, as_id: bool) -> None:
+    def __init__(self, spelling: TokenTexts, as_id: bool) -> None:
         self._spelling, self._as_id = spelling, as_id
 
     def __missing__(self, token: int) -> tuple[str, int, msgspec.Raw]:
@@ -304,5 +310,5 @@ class _Names(dict[int, tuple[str, int, msgspec.Raw]]):
 
 
 @lru_cache(maxsize=32)
-def _names(spelling: Spelling, as_id: bool) -> _Names:
+def _names(spelling: TokenTexts, as_id: bool) -> _Names:
     return _Names(spelling, as_id)

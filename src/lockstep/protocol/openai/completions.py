@@ -7,13 +7,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from lockstep.protocol.common.strict import decode, read_biases
+from lockstep.protocol.vllm.generate_request import StreamOptions, refuse_unless_neutral
+from lockstep.protocol.vllm.generate_response import ExpertsField, GenerateUsage, PromptLogprobs
 from lockstep.tokens import Sampling, VersionSpan
 from lockstep.tokens.errors import BadRequest, BadTokenId, UnsupportedField
 from lockstep.tokens.ids import check_ids
 from lockstep.tokens.sampling import MAX_LOGPROBS
-from lockstep.protocol.vllm.generate_request import StreamOptions, refuse_unless_neutral
-from lockstep.protocol.vllm.generate_response import Experts, PromptLogprobs, Usage
-from lockstep.protocol.common.strict import decode, read_biases
 
 ID_PREFIX = "cmpl-"
 DEFAULT_MAX_TOKENS = 16
@@ -212,7 +212,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
-    routed_experts: Experts | str | None = None
+    routed_experts: ExpertsField | str | None = None
     weight_versions: Sequence[VersionSpan] | None = None
     scored_version: str | None = None
     logprob_mode: str | None = None
@@ -221,7 +221,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     adapter: str | None = None
 
 
-class CompletionAnswer(msgspec.Struct, kw_only=True):
+class CompletionResponse(msgspec.Struct, kw_only=True):
     """The answer, or one chunk of it. Choices of prompt p start at index p * n."""
 
     id: str
@@ -229,7 +229,7 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: GenerateUsage | None = None
     service_tier: None = None
     system_fingerprint: None = None
 

@@ -11,6 +11,20 @@ from typing import Any
 
 import msgspec
 
+from lockstep.protocol.common.base64_extract import ExtractedBody, extract_base64
+from lockstep.protocol.common.decode_error import NO_ERROR, error_of, raise_stated
+from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import (
+    Reading,
+    StreamDelta,
+    decode_response,
+    finish_of,
+    spans_of,
+    stop_token_of,
+)
+from lockstep.protocol.common.routed_experts import EncodedExperts, decoded_size, trim
+from lockstep.protocol.vllm.encode_generate import biases, refuse_mode, refuse_versions
 from lockstep.tokens import Completion, LogprobMode, PromptLogprob, Ranked, RoutedExperts
 from lockstep.tokens.completion import usable
 from lockstep.tokens.errors import (
@@ -22,13 +36,6 @@ from lockstep.tokens.errors import (
     MissingTokenIds,
     UnsupportedField,
 )
-from lockstep.protocol.common.response import Delta, Reading, decode_answer, finish_of, spans_of, stop_token_of
-from lockstep.protocol.common.request import Ask
-from lockstep.protocol.vllm.encode_generate import biases, refuse_mode, refuse_versions
-from lockstep.protocol.common.routed_experts import EncodedExperts, decoded_size, trim
-from lockstep.protocol.common.decode_error import NO_ERROR, error_of, raise_stated
-from lockstep.protocol.common.lazy_ids import as_list
-from lockstep.protocol.common.base64_extract import Spliced, splice
 
 ENCODER = msgspec.json.Encoder()
 Layout = tuple[int, int]
@@ -37,7 +44,12 @@ ITEM = 4
 
 
 def encode_sglang(
-    ask: Ask, *, mode: LogprobMode, max_new_tokens: int, adapter: str | None, stream: bool = False
+    ask: GenerateRequest,
+    *,
+    mode: LogprobMode,
+    max_new_tokens: int,
+    adapter: str | None,
+    stream: bool = False,
 ) -> bytes:
     """The body for one choice; `max_new_tokens` is explicit, as SGLang's default is only 128.
 
@@ -87,7 +99,7 @@ def encode_sglang(
     return ENCODER.encode(body)
 
 
-def check_layout(ask: Ask, layout: Layout | None) -> None:
+def check_layout(ask: GenerateRequest, layout: Layout | None) -> None:
     """Raises BadRequest when experts are asked for but their shape is not known."""
     if ask.experts_start is not None and layout is None:
         raise BadRequest(
@@ -119,21 +131,21 @@ class Meta(msgspec.Struct):
     routed_experts: str | None = None
 
 
-class Answer(msgspec.Struct):
+class SglangResponse(msgspec.Struct):
     meta_info: Meta | None = None
     output_ids: list[int] | None = None
     error: msgspec.Raw = NO_ERROR
 
 
-DECODER = msgspec.json.Decoder(Answer)
+DECODER = msgspec.json.Decoder(SglangResponse)
 
 
-def read_sglang(
-    body: bytes | bytearray | Spliced, reading: Reading, layout: Layout | None = None
+def decode_sglang(
+    body: bytes | bytearray | ExtractedBody, reading: Reading, layout: Layout | None = None
 ) -> Completion:
     """The completion of a whole answer, or of a stream's last event, to an ask for one choice."""
-    spliced = splice(body)
-    answer = decode_answer(DECODER, spliced.json)
+    spliced = extract_base64(body)
+    answer = decode_response(DECODER, spliced.json)
     raise_stated(answer.error)
     ask, meta = reading.ask, answer.meta_info or Meta()
     reason = meta.finish_reason
@@ -164,7 +176,7 @@ def read_sglang(
     )
 
 
-class SglangStream:
+class SglangStreamDecoder:
     """Follows a stream of cumulative events; the last one is read as the whole answer."""
 
     def __init__(self, reading: Reading, layout: Layout | None = None) -> None:
@@ -172,8 +184,8 @@ class SglangStream:
         self._seen = 0
         self._last: bytes | bytearray = b""
 
-    def feed(self, event: bytes | bytearray) -> list[Delta]:
-        answer = decode_answer(DECODER, splice(event).json)
+    def feed(self, event: bytes | bytearray) -> list[StreamDelta]:
+        answer = decode_response(DECODER, extract_base64(event).json)
         raise_stated(answer.error)
         ids, logprobs = sampled(answer, self._reading.ask, stopped=True)
         if len(ids) < self._seen:
@@ -181,17 +193,19 @@ class SglangStream:
                 f"a streamed event has {len(ids)} tokens after one with {self._seen}: expected "
                 "cumulative events (the server must not stream incremental output)"
             )
-        delta = Delta(self._reading.index, ids[self._seen :], logprobs[self._seen :])
+        delta = StreamDelta(self._reading.index, ids[self._seen :], logprobs[self._seen :])
         self._seen, self._last = len(ids), event
         return [delta]
 
     def finish(self) -> list[Completion]:
         if not self._last:
             raise MissingFinish("the stream ended without a single event")
-        return [read_sglang(self._last, self._reading, self._layout)]
+        return [decode_sglang(self._last, self._reading, self._layout)]
 
 
-def sampled(answer: Answer, ask: Ask, *, stopped: bool) -> tuple[list[int], list[float]]:
+def sampled(
+    answer: SglangResponse, ask: GenerateRequest, *, stopped: bool
+) -> tuple[list[int], list[float]]:
     """Ids and logprobs from meta_info, checked against the ids at the top level of the answer."""
     meta = answer.meta_info or Meta()
     entries, echo = meta.output_token_logprobs, answer.output_ids
@@ -228,7 +242,7 @@ def _ranked(items: list[LogprobItem], asked: int) -> tuple[Ranked, ...]:
     return tuple(Ranked(one.token_id, one.logprob, at) for at, one in enumerate(known[:asked], 1))
 
 
-def _prompt(meta: Meta, ask: Ask) -> list[PromptLogprob | None] | None:
+def _prompt(meta: Meta, ask: GenerateRequest) -> list[PromptLogprob | None] | None:
     top = ask.sampling.prompt_logprobs
     if top is None:
         return None
@@ -253,7 +267,11 @@ def _prompt(meta: Meta, ask: Ask) -> list[PromptLogprob | None] | None:
 
 
 def _experts(
-    field: str | None, spliced: Spliced, layout: Layout | None, ask: Ask, tokens: int
+    field: str | None,
+    spliced: ExtractedBody,
+    layout: Layout | None,
+    ask: GenerateRequest,
+    tokens: int,
 ) -> RoutedExperts | None:
     if ask.experts_start is None or layout is None:
         return None

@@ -1,0 +1,1 @@
+"""vLLM's dialect: token-in/token-out generate, abort, tokenize."""

@@ -11,17 +11,24 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from lockstep.tokens import Completion, LogprobMode, PromptLogprob, RoutedExperts, VersionSpan
-from lockstep.tokens.errors import BadLogprob, ContractError, Misaligned, MissingFinish
+from lockstep.protocol.common.base64_extract import (
+    NEEDLE,
+    Base64Text,
+    ExtractedBody,
+    extract_base64,
+)
+from lockstep.protocol.common.decode_error import NO_ERROR, raise_stated
+from lockstep.protocol.common.prompt_logprobs import PromptField, flatten
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
-    Delta,
-    Entry,
-    LeanEntry,
-    RankedEntry,
+    BareLogprobEntry,
+    LogprobEntry,
+    RankedLogprobEntry,
     Reading,
+    StreamDelta,
     check_echo,
     check_indices,
-    decode_answer,
+    decode_response,
     finish_of,
     ids_of,
     logprobs_of,
@@ -31,17 +38,15 @@ from lockstep.protocol.common.response import (
     stop_token_of,
     tops_of,
 )
-from lockstep.protocol.common.request import Ask
 from lockstep.protocol.common.routed_experts import ExpertsField, read_experts
-from lockstep.protocol.common.decode_error import NO_ERROR, raise_stated
-from lockstep.protocol.common.prompt_logprobs import PromptField, flatten
-from lockstep.protocol.common.base64_extract import NEEDLE, Base64Text, Spliced, splice
+from lockstep.tokens import Completion, LogprobMode, PromptLogprob, RoutedExperts, VersionSpan
+from lockstep.tokens.errors import BadLogprob, ContractError, Misaligned, MissingFinish
 
-E = TypeVar("E", LeanEntry, Entry, RankedEntry)
+E = TypeVar("E", BareLogprobEntry, LogprobEntry, RankedLogprobEntry)
 T = TypeVar("T")
 
 
-class Logprobs(msgspec.Struct, Generic[E]):
+class VllmLogprobs(msgspec.Struct, Generic[E]):
     """Entries, or Lockstep's flat form: bare numbers in the order of the ids."""
 
     content: list[E | None] | None = None
@@ -49,17 +54,17 @@ class Logprobs(msgspec.Struct, Generic[E]):
     ranks: list[int] | None = None
 
 
-class Choice(msgspec.Struct, Generic[E]):
+class VllmChoice(msgspec.Struct, Generic[E]):
     index: int = 0
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[VersionSpan] | None = None
     routed_experts: ExpertsField = None
-    logprobs: Logprobs[E] | None = None
+    logprobs: VllmLogprobs[E] | None = None
 
 
-class Answer(msgspec.Struct, Generic[E]):
+class VllmResponse(msgspec.Struct, Generic[E]):
     """Both the whole answer and one streamed event: a chunk is an answer with less in it."""
 
     request_id: str | None = None
@@ -70,51 +75,55 @@ class Answer(msgspec.Struct, Generic[E]):
     worker: str | None = None
     adapter: str | None = None
     error: msgspec.Raw = NO_ERROR
-    choices: list[Choice[E]] = []
+    choices: list[VllmChoice[E]] = []
 
 
-AnyLogprobs = Logprobs[LeanEntry] | Logprobs[Entry] | Logprobs[RankedEntry]
-AnyChoice = Choice[LeanEntry] | Choice[Entry] | Choice[RankedEntry]
-AnyAnswer = Answer[LeanEntry] | Answer[Entry] | Answer[RankedEntry]
-LEAN = msgspec.json.Decoder(Answer[LeanEntry])
-PLAIN = msgspec.json.Decoder(Answer[Entry])
-RANKED = msgspec.json.Decoder(Answer[RankedEntry])
+AnyLogprobs = (
+    VllmLogprobs[BareLogprobEntry] | VllmLogprobs[LogprobEntry] | VllmLogprobs[RankedLogprobEntry]
+)
+AnyChoice = VllmChoice[BareLogprobEntry] | VllmChoice[LogprobEntry] | VllmChoice[RankedLogprobEntry]
+AnyAnswer = (
+    VllmResponse[BareLogprobEntry] | VllmResponse[LogprobEntry] | VllmResponse[RankedLogprobEntry]
+)
+LEAN = msgspec.json.Decoder(VllmResponse[BareLogprobEntry])
+PLAIN = msgspec.json.Decoder(VllmResponse[LogprobEntry])
+RANKED = msgspec.json.Decoder(VllmResponse[RankedLogprobEntry])
 Tokens = tuple[int, list[int], list[float]]
 """The index of a choice, new ids of it, and their logprobs."""
-UNSPLICED = Spliced(b"", ())
+UNSPLICED = ExtractedBody(b"", ())
 ONCE = ("request_id", "prompt_token_ids", "prompt_logprobs", "logprob_mode", "temperature",
         "worker", "adapter")  # fmt: skip
 
 
-def read_generate(body: bytes | bytearray | Spliced, reading: Reading) -> list[Completion]:
+def decode_generate(body: bytes | bytearray | ExtractedBody, reading: Reading) -> list[Completion]:
     """The completions of a whole answer, in order of their index.
 
     Raises a ContractError that names the position wherever the answer breaks the token contract,
     and the typed error that the server states in a body with `error`.
     """
-    spliced = splice(body, most=reading.ask.sampling.n)
+    spliced = extract_base64(body, most=reading.ask.sampling.n)
     return _completions(_decode(spliced, reading), spliced, reading)
 
 
-class GenerateStream:
+class GenerateStreamDecoder:
     """Collects the events of one stream; the completions are those of the whole answer."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._whole: AnyAnswer = Answer[Entry]()
+        self._whole: AnyAnswer = VllmResponse[LogprobEntry]()
         self._choices: dict[int, AnyChoice] = {}
         self._values: list[Base64Text] = []
 
-    def feed(self, event: bytes | bytearray) -> list[Delta]:
+    def feed(self, event: bytes | bytearray) -> list[StreamDelta]:
         """The tokens that this event brought. Raises what the server states as an error."""
         return list(self.deltas([event]))
 
-    def deltas(self, events: Sequence[bytes | bytearray]) -> Iterator[Delta]:
+    def deltas(self, events: Sequence[bytes | bytearray]) -> Iterator[StreamDelta]:
         """The same for events that came together; each is checked before its tokens are given."""
         for tokens in self.collect(events):
             for index, ids, values in tokens:
                 # Copies: what a choice collects must not grow in a delta that somebody keeps.
-                yield Delta(index, list(ids), list(values))
+                yield StreamDelta(index, list(ids), list(values))
 
     def collect(self, events: Sequence[bytes | bytearray]) -> Iterator[list[Tokens]]:
         """What each of the events brought, checked when it is taken. It raises what `feed` does.
@@ -127,7 +136,7 @@ class GenerateStream:
                     setattr(self._whole, field, value)
             yield [self._add(choice, spliced) for choice in chunk.choices]
 
-    def _add(self, new: AnyChoice, spliced: Spliced) -> Tokens:
+    def _add(self, new: AnyChoice, spliced: ExtractedBody) -> Tokens:
         index = new.index
         ids = new.token_ids
         if ids is None:
@@ -159,7 +168,7 @@ class GenerateStream:
             old.routed_experts = new.routed_experts
         return index, ids, values
 
-    def _keep(self, field: str, spliced: Spliced) -> str:
+    def _keep(self, field: str, spliced: ExtractedBody) -> str:
         self._values.append(spliced.text(field))
         return f":{len(self._values) - 1}"
 
@@ -170,18 +179,18 @@ class GenerateStream:
             if index not in self._choices or self._choices[index].finish_reason is None:
                 raise MissingFinish(f"the stream ended before choice {index} of {n} had finished")
         self._whole.choices = list(self._choices.values())  # type: ignore[assignment]
-        spliced = Spliced(b"", tuple(self._values))
+        spliced = ExtractedBody(b"", tuple(self._values))
         return _completions(self._whole, spliced, self._reading)
 
 
 def _decode_all(
     events: Sequence[bytes | bytearray], reading: Reading
-) -> Iterator[tuple[AnyAnswer, Spliced]]:
+) -> Iterator[tuple[AnyAnswer, ExtractedBody]]:
     """Each event decoded; all in one go where that works, which is several times cheaper."""
     answers = _decode_lines(events, reading) if len(events) > 1 else None
     if answers is None:
         for event in events:
-            spliced = splice(event)
+            spliced = extract_base64(event)
             yield _decode(spliced, reading), spliced
         return
     for answer in answers:
@@ -208,15 +217,15 @@ def _decode_lines(
     return answers
 
 
-def _decode(spliced: Spliced, reading: Reading) -> AnyAnswer:
+def _decode(spliced: ExtractedBody, reading: Reading) -> AnyAnswer:
     body = spliced.json
     answer: AnyAnswer
     if reading.ask.sampling.logprobs:
-        answer = decode_answer(RANKED, body)
-    elif b'"token_id"' in body and _by_id(answer := decode_answer(LEAN, body)):
+        answer = decode_response(RANKED, body)
+    elif b'"token_id"' in body and _by_id(answer := decode_response(LEAN, body)):
         pass
     else:
-        answer = decode_answer(PLAIN, body)
+        answer = decode_response(PLAIN, body)
     raise_stated(answer.error)
     return answer
 
@@ -238,7 +247,7 @@ def _joined(known: list[T] | None, new: list[T]) -> list[T]:
     return known
 
 
-def _by_id(answer: Answer[LeanEntry]) -> bool:
+def _by_id(answer: VllmResponse[BareLogprobEntry]) -> bool:
     """Whether the entries do name their tokens by id, as far as the first of each choice shows."""
     for choice in answer.choices:
         if choice.logprobs is not None and choice.logprobs.content:
@@ -248,7 +257,7 @@ def _by_id(answer: Answer[LeanEntry]) -> bool:
     return True
 
 
-def _completions(answer: AnyAnswer, spliced: Spliced, reading: Reading) -> list[Completion]:
+def _completions(answer: AnyAnswer, spliced: ExtractedBody, reading: Reading) -> list[Completion]:
     ask = reading.ask
     check_indices((choice.index for choice in answer.choices), ask.sampling.n)
     check_echo(ask.prompt_ids, answer.prompt_token_ids)
@@ -261,7 +270,7 @@ def _completion(
     choice: AnyChoice,
     answer: AnyAnswer,
     prompt: list[PromptLogprob | None] | None,
-    spliced: Spliced,
+    spliced: ExtractedBody,
     reading: Reading,
 ) -> Completion:
     ask = reading.ask
@@ -296,7 +305,9 @@ def _completion(
     )
 
 
-def _experts(choice: AnyChoice, spliced: Spliced, ask: Ask, sampled: int) -> RoutedExperts | None:
+def _experts(
+    choice: AnyChoice, spliced: ExtractedBody, ask: GenerateRequest, sampled: int
+) -> RoutedExperts | None:
     if choice.routed_experts is None and ask.experts_start is None:
         return None
     total = len(ask.prompt_ids) + sampled

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from lockstep.protocol.common.lazy_ids import as_json
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.vllm.generate_request import RelayedBody, SamplingParams
 from lockstep.tokens import LogprobMode, Sampling
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.sampling import MAX_LOGPROBS
-from lockstep.protocol.common.request import Ask
-from lockstep.protocol.vllm.generate_request import RelayedRequest, SamplingParams
-from lockstep.protocol.common.lazy_ids import as_json
 
 ENCODER = msgspec.json.Encoder()
 
 
-def encode_vllm(ask: Ask, *, mode: LogprobMode, stream: bool = False) -> bytes:
+def encode_vllm(ask: GenerateRequest, *, mode: LogprobMode, stream: bool = False) -> bytes:
     """The body for a plain vLLM server, whose logprob mode is `mode`.
 
     vLLM ignores fields it does not know, so what only Lockstep can honour is refused here:
@@ -29,7 +29,7 @@ def encode_vllm(ask: Ask, *, mode: LogprobMode, stream: bool = False) -> bytes:
     return ENCODER.encode(_request(ask, params, stream=stream, features=ask.features))
 
 
-def encode_lockstep(ask: Ask, *, stream: bool = False) -> bytes:
+def encode_lockstep(ask: GenerateRequest, *, stream: bool = False) -> bytes:
     """The body for a Lockstep server, which honours versions, logprob modes and row starts."""
     params = _params(ask)
     params.logprob_mode = ask.sampling.logprob_mode
@@ -43,7 +43,7 @@ def encode_lockstep(ask: Ask, *, stream: bool = False) -> bytes:
     return ENCODER.encode(request)
 
 
-def encode_dynamo_generate(ask: Ask, *, mode: LogprobMode) -> bytes:
+def encode_dynamo_generate(ask: GenerateRequest, *, mode: LogprobMode) -> bytes:
     """The body for Dynamo's own /inference/v1/generate: one choice, no stream.
 
     Dynamo sends no EOS ids to the worker on this route, so an ask that relies on them would run
@@ -65,8 +65,10 @@ def encode_dynamo_generate(ask: Ask, *, mode: LogprobMode) -> bytes:
     return ENCODER.encode(_request(ask, params, stream=False, features=None))
 
 
-def _request(ask: Ask, params: SamplingParams, *, stream: bool, features: object) -> RelayedRequest:
-    return RelayedRequest(
+def _request(
+    ask: GenerateRequest, params: SamplingParams, *, stream: bool, features: object
+) -> RelayedBody:
+    return RelayedBody(
         token_ids=as_json(ask.prompt_ids),
         sampling_params=params,
         request_id=ask.request_id,
@@ -78,7 +80,7 @@ def _request(ask: Ask, params: SamplingParams, *, stream: bool, features: object
     )
 
 
-def _params(ask: Ask) -> SamplingParams:
+def _params(ask: GenerateRequest) -> SamplingParams:
     """Every option that shapes the distribution is spelt out: no server default may slip in."""
     sampling = ask.sampling
     return SamplingParams(
@@ -109,7 +111,7 @@ def biases(sampling: Sampling) -> dict[str, float] | None:
     return {str(token): bias for token, bias in sampling.logit_bias.items()}
 
 
-def refuse_versions(ask: Ask, server: str) -> None:
+def refuse_versions(ask: GenerateRequest, server: str) -> None:
     """Raises UnsupportedField for a version demand, which this server would silently ignore."""
     for field in ("weight_version", "min_weight_version"):
         if getattr(ask, field) is not None:
@@ -120,7 +122,7 @@ def refuse_versions(ask: Ask, server: str) -> None:
             )
 
 
-def refuse_mode(ask: Ask, mode: LogprobMode) -> None:
+def refuse_mode(ask: GenerateRequest, mode: LogprobMode) -> None:
     """Raises UnsupportedField when the ask wants another logprob mode than the server has."""
     wanted = ask.sampling.logprob_mode
     if wanted is not None and wanted != mode:
@@ -132,7 +134,7 @@ def refuse_mode(ask: Ask, mode: LogprobMode) -> None:
         )
 
 
-def refuse_stop_strings(ask: Ask) -> None:
+def refuse_stop_strings(ask: GenerateRequest) -> None:
     """Raises UnsupportedField: Dynamo enforces stop strings itself and then drops engine data."""
     if ask.stop:
         raise UnsupportedField(

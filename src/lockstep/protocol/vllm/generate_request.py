@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from lockstep.protocol.common.lazy_ids import LazyIds
+from lockstep.protocol.common.strict import decode, read_biases
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.versions import check_label
-from lockstep.protocol.common.lazy_ids import LazyIds
-from lockstep.protocol.common.strict import decode, read_biases
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -182,32 +182,32 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
         )
 
 
-class GenerateRequest(GenerateFields, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class GenerateBody(GenerateFields, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The request body."""
 
     token_ids: list[int]
 
 
-class RelayedRequest(GenerateFields, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+class RelayedBody(GenerateFields, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The same for those who hand it on: the ids, most of its bytes, stay JSON."""
 
     token_ids: msgspec.Raw
 
 
-DECODER = msgspec.json.Decoder(GenerateRequest)
-RELAYED = msgspec.json.Decoder(RelayedRequest)
+DECODER = msgspec.json.Decoder(GenerateBody)
+RELAYED = msgspec.json.Decoder(RelayedBody)
 
 
-def decode_request(body: bytes) -> GenerateRequest:
+def decode_request(body: bytes) -> GenerateBody:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
-    request: GenerateRequest = decode(DECODER, body)
+    request: GenerateBody = decode(DECODER, body)
     _check(request, request.token_ids)
     return request
 
 
 def decode_relayed(body: bytes) -> tuple[GenerateFields, Sequence[int]]:
     """`decode_request`, and the ids apart from it: decoded only if somebody looks at them."""
-    relayed: RelayedRequest = decode(RELAYED, body)
+    relayed: RelayedBody = decode(RELAYED, body)
     ids = LazyIds.of(relayed.token_ids)
     if ids is None:  # no such ids: the strict decoder knows what is wrong with them
         request = decode_request(body)

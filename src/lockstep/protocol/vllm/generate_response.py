@@ -15,30 +15,30 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, RoutedExperts, VersionSpan
-from lockstep.protocol.vllm.generate_request import Form
 from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.vllm.generate_request import Form
+from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, RoutedExperts, VersionSpan
 
 REQUEST_ID_PREFIX = "generate-tokens-"
 
 
-class Alternative(msgspec.Struct):
+class GenerateTopLogprob(msgspec.Struct):
     token: str
     token_id: int
     logprob: float
     rank: int | None
 
 
-class Entry(msgspec.Struct):
+class GenerateLogprob(msgspec.Struct):
     token: str
     token_id: int
     logprob: float
     rank: int | None
-    top_logprobs: list[Alternative]
+    top_logprobs: list[GenerateTopLogprob]
 
 
-class Logprobs(msgspec.Struct):
-    content: list[Entry]
+class GenerateLogprobs(msgspec.Struct):
+    content: list[GenerateLogprob]
 
 
 class FlatLogprobs(msgspec.Struct):
@@ -48,31 +48,31 @@ class FlatLogprobs(msgspec.Struct):
     ranks: list[int] | None
 
 
-class PromptEntry(msgspec.Struct):
+class GeneratePromptLogprob(msgspec.Struct):
     logprob: float
     rank: int | None
     decoded_token: str | None = None
 
 
-class Experts(msgspec.Struct):
+class ExpertsField(msgspec.Struct):
     data: str
     shape: tuple[int, int, int]
     dtype: str
     start: int
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class GenerateChoice(msgspec.Struct, kw_only=True):
     index: int
     finish_reason: Finish | None
     stop_reason: int | None
     token_ids: list[int]
-    routed_experts: Experts | str | None = None
+    routed_experts: ExpertsField | str | None = None
     sampling_mask: None = None
     weight_versions: Sequence[VersionSpan] | None = None
-    logprobs: Logprobs | FlatLogprobs | None = None
+    logprobs: GenerateLogprobs | FlatLogprobs | None = None
 
 
-class Usage(msgspec.Struct):
+class GenerateUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
@@ -80,16 +80,16 @@ class Usage(msgspec.Struct):
     completion_tokens_details: dict[str, int] | None = None
 
 
-PromptLogprobs = list[dict[str, PromptEntry] | None]
+PromptLogprobs = list[dict[str, GeneratePromptLogprob] | None]
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class GenerateResponse(msgspec.Struct, kw_only=True):
     """The unary answer. The last block is Lockstep's own: how the numbers were made, by whom."""
 
     request_id: str
     model: str
     created: int
-    usage: Usage
+    usage: GenerateUsage
     prompt_logprobs: PromptLogprobs | None
     prompt_token_id_logprobs: None = None
     prompt_token_ids: list[int] | None
@@ -98,20 +98,20 @@ class Answer(msgspec.Struct, kw_only=True):
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     output_mode: Literal["tokens"] = "tokens"
-    choices: list[Choice]
+    choices: list[GenerateChoice]
     logprob_mode: str
     temperature: float
     worker: str | None
     adapter: str | None
 
 
-class Chunk(msgspec.Struct, kw_only=True, omit_defaults=True):
+class GenerateChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One streamed event; versions, experts and how it was made come with the last token."""
 
     request_id: str
-    usage: Usage | None
+    usage: GenerateUsage | None
     output_mode: str
-    choices: list[Choice]
+    choices: list[GenerateChoice]
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
     logprob_mode: str | None = None
@@ -126,7 +126,7 @@ def logprobs_field(
     logprobs: list[float],
     ranks: list[int] | None,
     tops: Sequence[tuple[Ranked, ...]] | None,
-) -> Logprobs | FlatLogprobs | None:
+) -> GenerateLogprobs | FlatLogprobs | None:
     if form.logprobs is None:
         return None
     if form.logprobs == "flat":
@@ -139,20 +139,20 @@ def entries(
     logprobs: Sequence[float],
     ranks: Sequence[int] | None,
     tops: Sequence[tuple[Ranked, ...]] | None,
-) -> Logprobs:
+) -> GenerateLogprobs:
     content = []
     for at, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
         rank = ranks[at] if ranks is not None else None
         name = f"token_id:{token}"
-        top = [Alternative(name, token, logprob, rank)]
+        top = [GenerateTopLogprob(name, token, logprob, rank)]
         if tops is not None:
             top += [
-                Alternative(f"token_id:{t.token_id}", t.token_id, t.logprob, t.rank)
+                GenerateTopLogprob(f"token_id:{t.token_id}", t.token_id, t.logprob, t.rank)
                 for t in tops[at]
                 if t.token_id != token
             ]
-        content.append(Entry(name, token, logprob, rank, top))
-    return Logprobs(content)
+        content.append(GenerateLogprob(name, token, logprob, rank, top))
+    return GenerateLogprobs(content)
 
 
 def prompt_entries(prompt: list[PromptLogprob | None] | None) -> PromptLogprobs | None:
@@ -163,14 +163,14 @@ def prompt_entries(prompt: list[PromptLogprob | None] | None) -> PromptLogprobs 
         if entry is None:
             result.append(None)
             continue
-        at_position = {str(entry.token_id): PromptEntry(entry.logprob, entry.rank)}
+        at_position = {str(entry.token_id): GeneratePromptLogprob(entry.logprob, entry.rank)}
         for top in entry.top:
-            at_position.setdefault(str(top.token_id), PromptEntry(top.logprob, top.rank))
+            at_position.setdefault(str(top.token_id), GeneratePromptLogprob(top.logprob, top.rank))
         result.append(at_position)
     return result
 
 
-def experts_field(experts: RoutedExperts | None, form: str) -> Experts | str | None:
+def experts_field(experts: RoutedExperts | None, form: str) -> ExpertsField | str | None:
     """`raw`: {data, shape, dtype, start}; `npy`: vLLM's base64 string of an .npy file."""
     if experts is None:
         return None
@@ -179,11 +179,11 @@ def experts_field(experts: RoutedExperts | None, form: str) -> Experts | str | N
         np.save(file, experts.numpy(), allow_pickle=False)
         return base64.b64encode(file.getbuffer()).decode()
     data = base64.b64encode(experts.data).decode()
-    return Experts(data, experts.shape, experts.dtype, experts.start)
+    return ExpertsField(data, experts.shape, experts.dtype, experts.start)
 
 
-def choice_of(done: Completion, form: Form) -> Choice:
-    return Choice(
+def choice_of(done: Completion, form: Form) -> GenerateChoice:
+    return GenerateChoice(
         index=done.index,
         finish_reason=done.finish,
         stop_reason=done.stop_token,
@@ -194,12 +194,16 @@ def choice_of(done: Completion, form: Form) -> Choice:
     )
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int, cached: int | None = None) -> Usage:
+def usage_of(
+    prompt_tokens: int, completion_tokens: int, cached: int | None = None
+) -> GenerateUsage:
     details = None if cached is None else {"cached_tokens": cached}
-    return Usage(prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details)
+    return GenerateUsage(
+        prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details
+    )
 
 
-def answer(
+def generate_response(
     completions: Sequence[Completion],
     *,
     request_id: str,
@@ -209,7 +213,7 @@ def answer(
 ) -> bytes:
     """The whole answer for the choices of one request, in order of their index."""
     first = completions[0]
-    body = Answer(
+    body = GenerateResponse(
         request_id=request_id,
         model=model,
         created=created,
@@ -225,7 +229,7 @@ def answer(
     return msgspec.json.encode(body)
 
 
-class Stream:
+class GenerateStreamEncoder:
     """Makes the chunks of one streamed answer, and counts what its usage must say."""
 
     def __init__(self, request_id: str, prompt_ids: Sequence[int], form: Form) -> None:
@@ -243,10 +247,10 @@ class Stream:
         ranks: list[int] | None,
         tops: Sequence[tuple[Ranked, ...]] | None,
         done: Completion | None,
-    ) -> Chunk:
+    ) -> GenerateChunk:
         """The new tokens of one choice, with its ending when `done` is its completion."""
         self._tokens += len(token_ids)
-        choice = Choice(
+        choice = GenerateChoice(
             index=index,
             finish_reason=None if done is None else done.finish,
             stop_reason=None if done is None else done.stop_token,
@@ -254,7 +258,7 @@ class Stream:
             logprobs=logprobs_field(self._form, token_ids, logprobs, ranks, tops),
         )
         first, self._started = not self._started, True
-        chunk = Chunk(
+        chunk = GenerateChunk(
             request_id=self._request_id,
             usage=None,
             output_mode="tokens",
@@ -273,6 +277,8 @@ class Stream:
             chunk.adapter = done.adapter
         return chunk
 
-    def usage(self) -> Chunk:
+    def usage(self) -> GenerateChunk:
         usage = usage_of(len(self._prompt_ids), self._tokens)
-        return Chunk(request_id=self._request_id, usage=usage, output_mode="tokens", choices=[])
+        return GenerateChunk(
+            request_id=self._request_id, usage=usage, output_mode="tokens", choices=[]
+        )

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from lockstep.protocol.common.strict import decode
+from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.ids import check_ids
-from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
-from lockstep.protocol.common.strict import decode
 
 CHAT_ONLY = (
     "add_generation_prompt", "continue_final_message", "tools", "chat_template",
@@ -56,7 +56,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return self.messages is None if given is None else given
 
 
-class Tokens(msgspec.Struct, kw_only=True):
+class TokenizedPrompt(msgspec.Struct, kw_only=True):
     """The answer. `token_strs` are the vocabulary's own strings, which lose nothing."""
 
     count: int
@@ -72,7 +72,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     return_token_bytes: bool | None = None
 
 
-class Text(msgspec.Struct, kw_only=True):
+class DetokenizedText(msgspec.Struct, kw_only=True):
     """The answer, special tokens included. Bytes that are no UTF-8 are replaced in `prompt`."""
 
     prompt: str

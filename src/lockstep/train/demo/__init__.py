@@ -1,0 +1,1 @@
+"""The demo, its terminal view and its report page."""

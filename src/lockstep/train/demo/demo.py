@@ -31,13 +31,13 @@ from lockstep.train.config import (
     RolloutConfig,
     TrainConfig,
 )
-from lockstep.train.loop import Trainer
-from lockstep.train.records.metrics import StepMetrics
-from lockstep.train.retry import PASSING
 from lockstep.train.demo.report import Row, Run, Summary
 from lockstep.train.demo.report_page import write_report
+from lockstep.train.demo.view import RunView
+from lockstep.train.loop import Trainer
+from lockstep.train.records.metrics import StepMetrics
 from lockstep.train.records.run_dir import EVENTS, RunDirectory
-from lockstep.train.demo.view import View
+from lockstep.train.retry import PASSING
 
 Task = Literal["calc", "reverse", "guess"]
 
@@ -96,7 +96,7 @@ class Demo:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class DemoGateway:
     """A `lockstep serve` of this demo's own."""
 
     url: str
@@ -115,11 +115,11 @@ async def run_demo(demo: Demo, console: Console) -> tuple[Summary, Path]:
     RunDirectory(demo.run_dir).start()
     kinds = " with a LoRA adapter" if demo.lora else ""
     title = f"Lockstep demo: {demo.task} on {demo.model}{kinds}, {WORKERS} workers"
-    with View(console, title, demo.steps) as view:
+    with RunView(console, title, demo.steps) as view:
         view.phase(f"starting a gateway and {WORKERS} workers")
         async with serving(demo) as served:
             victim = Victim(demo, served.workers[-1])
-            tail = Tail(demo.run_dir / EVENTS, view)
+            tail = EventTail(demo.run_dir / EVENTS, view)
             following = asyncio.create_task(tail.follow())
             trainer = Trainer(
                 config,
@@ -182,7 +182,7 @@ class Victim:
 
 
 @asynccontextmanager
-async def serving(demo: Demo) -> AsyncIterator[Served]:
+async def serving(demo: Demo) -> AsyncIterator[DemoGateway]:
     """`lockstep serve`, as anybody would start it, while the block runs; its log is in the run."""
     log = demo.run_dir / "serve.log"
     token = secrets.token_urlsafe(32)
@@ -201,7 +201,7 @@ async def serving(demo: Demo) -> AsyncIterator[Served]:
         )  # fmt: skip
     try:
         ready = await _ready(process, log)
-        yield Served(ready["url"], ready["admin_url"], token, ready["workers"])
+        yield DemoGateway(ready["url"], ready["admin_url"], token, ready["workers"])
     finally:
         await _stop(process)
 
@@ -237,7 +237,7 @@ async def _stop(process: Process) -> None:
         await process.wait()
 
 
-async def _agreed(demo: Demo, served: Served, last: str) -> dict[str, str]:
+async def _agreed(demo: Demo, served: DemoGateway, last: str) -> dict[str, str]:
     """What each worker itself says it serves, when that is the `last` version for all of them.
 
     Raises EngineFailure if it never is. The trainer writes down who comes back while it runs; after
@@ -291,10 +291,10 @@ async def _version(demo: Demo, row: Row) -> str | None:
     return None
 
 
-class Tail:
+class EventTail:
     """Shows what happens besides the steps, whoever writes it down."""
 
-    def __init__(self, path: Path, view: View) -> None:
+    def __init__(self, path: Path, view: RunView) -> None:
         self._path = path
         self._view = view
         self._seen = 0

@@ -24,7 +24,7 @@ SHOWN_EVENTS = 4
 STATES = {"serving": "green", "quarantined": "red", "down": "red"}
 
 
-class View:
+class RunView:
     """Shows steps, workers and events while the block runs. Feed it from one thread."""
 
     def __init__(self, console: Console, title: str, steps: int) -> None:
@@ -43,7 +43,7 @@ class View:
             else None
         )
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> RunView:
         if self._live is not None:
             self._live.start()
         else:

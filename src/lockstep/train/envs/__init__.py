@@ -1,0 +1,1 @@
+"""Environments: the protocol, the bundled tasks, and those of `verifiers`."""

@@ -1,0 +1,1 @@
+"""The learner: batches, losses, expert replay, and whether it can be exact."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+from lockstep.checkpoint.probe import builtin
 from lockstep.client.policy import connect
 from lockstep.tokens.errors import Conflict
 from lockstep.train.config import TrainConfig
 from lockstep.train.learning.exactness import CLOSE_BOUND
 from lockstep.train.learning.learner import Learner
-from lockstep.train.retry import Patience
-from lockstep.checkpoint.probe import builtin
+from lockstep.train.retry import RetryPolicy
 
 
-async def check_base(learner: Learner, url: str, config: TrainConfig, patience: Patience) -> None:
+async def check_base(
+    learner: Learner, url: str, config: TrainConfig, patience: RetryPolicy
+) -> None:
     """Raises Conflict when the base weights of trainer and fleet are not the same.
 
     The fleet would find out as well, but only by keeping every worker out.

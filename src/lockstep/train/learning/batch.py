@@ -28,14 +28,14 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RolloutGroup:
     """The rollouts of one task, which are compared with each other."""
 
     rollouts: tuple[Rollout, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class TrainItem:
     """One sample to learn from; `learn_T` is true for the tokens that count."""
 
     sample: Sample
@@ -46,10 +46,10 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class TrainBatch:
     """What a step learns from, and the counts that say what it does not."""
 
-    items: tuple[Item, ...]
+    items: tuple[TrainItem, ...]
     rewards: tuple[float, ...]
     solved: float
     tokens: int
@@ -91,14 +91,14 @@ class Clock:
 
 
 def make_batch(
-    groups: Sequence[Group], clock: Clock, now: int, config: TrainConfig, max_off_policy: int
-) -> Batch:
+    groups: Sequence[RolloutGroup], clock: Clock, now: int, config: TrainConfig, max_off_policy: int
+) -> TrainBatch:
     """The items of `groups` as of update `now`.
 
     Raises Conflict for a sample whose logprobs were made otherwise than the config says, and
     BadVersions for one of weights that are not this run's.
     """
-    items: list[Item] = []
+    items: list[TrainItem] = []
     lags: list[npt.NDArray[np.int64]] = []
     mixed = aborts = dropped = 0
     for group in groups:
@@ -122,10 +122,10 @@ def make_batch(
                 if len(labels) > 1 and config.loop.mixed == "mask":
                     mask &= lag_T == lag_T[mask].min()
                 lags.append(lag_T[mask])
-                items.append(Item(sample, advantage, mask, rollout.reward.value))
+                items.append(TrainItem(sample, advantage, mask, rollout.reward.value))
     every = [rollout for group in groups for rollout in group.rollouts]
     joined = np.concatenate(lags) if lags else np.zeros(0, dtype=np.int64)
-    return Batch(
+    return TrainBatch(
         items=tuple(items),
         rewards=tuple(rollout.reward.value for rollout in every),
         solved=sum(rollout.reward.solved for rollout in every) / max(len(every), 1),
@@ -140,7 +140,7 @@ def make_batch(
     )
 
 
-def is_stale(group: Group, clock: Clock, now: int, max_off_policy: int) -> bool:
+def is_stale(group: RolloutGroup, clock: Clock, now: int, max_off_policy: int) -> bool:
     """Whether the group has samples, and none is young enough to be learnt from."""
     samples = [sample for rollout in group.rollouts for sample in rollout.samples]
     return bool(samples) and all(

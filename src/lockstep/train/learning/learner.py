@@ -16,26 +16,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.manifest import begin, mark_stable, write_manifest
 from lockstep.engine import exact
-from lockstep.engine.numerics import plan as numerics
+from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.model.arithmetic import round_up
+from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.numerics.block_shapes import row_multiple
-from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.probe import save_checkpoint, write_probe
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from lockstep.tokens.numerics import NumericsPlan
-from lockstep.train.learning.batch import Batch, Item
 from lockstep.train.config import TrainConfig
+from lockstep.train.learning.batch import TrainBatch, TrainItem
 from lockstep.train.learning.distill import distill_loss, reverse_kl
-from lockstep.train.learning.loss import Ratio, Tally, masks, policy_loss
 from lockstep.train.learning.expert_replay import ExpertReplay
-from lockstep.checkpoint.manifest import begin, mark_stable, write_manifest
+from lockstep.train.learning.loss import Ratio, Tally, masks, policy_loss
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class StepOutcome:
     """What a step did; `logprobs` are the trainer's own, of the items in their order."""
 
     metrics: dict[str, float]
@@ -46,7 +46,7 @@ class Learner:
     """A transformers causal LM under AdamW, trained whole or through LoRA.
 
     `weights` is the directory to start from: by default the config's model, after a crash the
-    checkpoint. `exact` has it compute as the engine does: see `lockstep.train.learning.exactness`. Raises
+    checkpoint. `exact` has it compute as the engine does (see `exactness`). Raises
     BadRequest when the model cannot be loaded.
     """
 
@@ -99,7 +99,7 @@ class Learner:
 
     # One step
 
-    def step(self, batch: Batch, number: int) -> Learnt:
+    def step(self, batch: TrainBatch, number: int) -> StepOutcome:
         """Learns from the batch. Raises Conflict when there is no token to learn from."""
         total = batch.learnt_tokens
         if not total:
@@ -130,9 +130,9 @@ class Learner:
             raise Conflict(f"the gradient of step {number} is {float(norm)}: nothing was learnt")
         self._optimizer.step()
         metrics = {**tally.means(), "loss": loss_sum / total, "grad_norm": float(norm), "lr": lr}
-        return Learnt(metrics, logprobs)
+        return StepOutcome(metrics, logprobs)
 
-    def _micro(self, items: list[Item], tally: Tally) -> tuple[Tensor, Tensor]:
+    def _micro(self, items: list[TrainItem], tally: Tally) -> tuple[Tensor, Tensor]:
         """The summed loss of some items, and the trainer's logprobs of their tokens."""
         longest = max(len(item.sample.token_ids) for item in items)
         width = round_up(longest, exact.rows_of(self.model))
@@ -161,7 +161,7 @@ class Learner:
         tally.add(ratio, masked, advantage_BT, learn_BT, **more)
         return loss, trainer_BT.detach()
 
-    def _forward(self, items: list[Item], ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, items: list[TrainItem], ids_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Logprobs of tokens 1 to T given those before, and the entropy where they were drawn."""
         replays = self._replay is not None and self._config.learner.replay_experts
         context = (

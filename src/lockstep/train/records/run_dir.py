@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from lockstep.tokens.errors import CheckpointError, Conflict
 from lockstep.checkpoint.files import write_whole
 from lockstep.checkpoint.manifest import Manifest, check_stable
+from lockstep.tokens.errors import CheckpointError, Conflict
 
 METRICS, SAMPLES, EVENTS, RUN = "metrics.jsonl", "samples.jsonl", "events.jsonl", "run.json"
 _STEP = re.compile(r"step-(\d+)")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from lockstep.train.learning.batch import Batch
-from lockstep.train.learning.learner import Learnt
+from lockstep.train.learning.batch import TrainBatch
+from lockstep.train.learning.learner import StepOutcome
 from lockstep.train.records.metrics import StepMetrics
 
 NAMED = ("mismatch_kl", "masked_mismatch_kl", "is_masked", "is_masked_low", "is_masked_high",
          "entropy", "loss", "grad_norm", "lr")  # fmt: skip
 
 
-def nothing_learnt() -> Learnt:
+def nothing_learnt() -> StepOutcome:
     """What a step without a token to learn from comes to: the weights are as before."""
-    return Learnt(dict.fromkeys((*NAMED, "mismatch_max"), 0.0), [])
+    return StepOutcome(dict.fromkeys((*NAMED, "mismatch_max"), 0.0), [])
 
 
 def step_metrics(
-    step: int, batch: Batch, learnt: Learnt, played: float, trained: float
+    step: int, batch: TrainBatch, learnt: StepOutcome, played: float, trained: float
 ) -> StepMetrics:
     """All that is known before the weights are published; version, workers and the times of saving
     and updating are added after."""

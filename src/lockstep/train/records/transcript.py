@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.train.learning.batch import Batch
+from lockstep.train.learning.batch import TrainBatch
 
 OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
 TOOL_OPEN, TOOL_CLOSE = "<tool_response>", "</tool_response>"
@@ -13,7 +13,12 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def transcripts(
-    step: int, env: str, batch: Batch, logprobs: Sequence[list[float]], tokenizer: Any, count: int
+    step: int,
+    env: str,
+    batch: TrainBatch,
+    logprobs: Sequence[list[float]],
+    tokenizer: Any,
+    count: int,
 ) -> list[dict[str, Any]]:
     """Up to `count` samples of a step, the best and the worst first."""
     by_reward = sorted(range(len(batch.items)), key=lambda at: batch.items[at].reward)

@@ -1,0 +1,1 @@
+"""The embedded engine as a worker of an NVIDIA Dynamo deployment."""

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from lockstep.engine.sampler import Sampled
-from lockstep.engine.sequence import Piece
-from lockstep.tokens import Completion
+from lockstep.engine.sequence import StreamedToken
 from lockstep.protocol.vllm.generate_response import experts_field, prompt_entries
+from lockstep.tokens import Completion
 
 Chunk = dict[str, Any]
 SECONDS = 0.03
@@ -23,14 +23,14 @@ FINISH = {"stop": "stop", "length": "length", "tool_calls": "stop", "abort": "ca
 
 
 async def collected(
-    pieces: AsyncIterator[Piece], seconds: float = SECONDS, most: int = MOST
-) -> AsyncGenerator[list[Piece], None]:
+    pieces: AsyncIterator[StreamedToken], seconds: float = SECONDS, most: int = MOST
+) -> AsyncGenerator[list[StreamedToken], None]:
     """The pieces in lists: all that came within `seconds`, or `most`. Closed early, it stops them.
 
     An end token and the record of its choice are one piece, so they stay together: the frontend
     ends a choice at its end token, and would not wait for more.
     """
-    waiting: list[Piece] = []
+    waiting: list[StreamedToken] = []
     came = asyncio.Event()
 
     async def pump() -> None:
@@ -67,7 +67,7 @@ async def collected(
             await asyncio.gather(task, return_exceptions=True)
 
 
-def chunks_of(pieces: list[Piece], *, engine_data: bool) -> list[Chunk]:
+def chunks_of(pieces: list[StreamedToken], *, engine_data: bool) -> list[Chunk]:
     """One chunk for each choice that has something new."""
     indices = dict.fromkeys(piece.index for piece in pieces)
     return [
@@ -75,7 +75,7 @@ def chunks_of(pieces: list[Piece], *, engine_data: bool) -> list[Chunk]:
     ]
 
 
-def _chunk(index: int, pieces: list[Piece], engine_data: bool) -> Chunk:
+def _chunk(index: int, pieces: list[StreamedToken], engine_data: bool) -> Chunk:
     tokens = [piece.sampled for piece in pieces if piece.sampled is not None]
     chunk: Chunk = {
         "index": index,

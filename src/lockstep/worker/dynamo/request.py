@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.tokens.errors import UnsupportedField
 from lockstep.protocol.dynamo.encode_chat import EXPERTS_FROM
-from lockstep.protocol.vllm.generate_request import GenerateRequest, decode_request
+from lockstep.protocol.vllm.generate_request import GenerateBody, decode_request
+from lockstep.tokens.errors import UnsupportedField
 
 Fields = dict[str, Any]
 VERBATIM = "vllm_tito"
@@ -34,7 +34,7 @@ class DynamoRequest:
     logprob modes and aborts.
     """
 
-    asked: GenerateRequest
+    asked: GenerateBody
     engine_data: bool
     verbatim: bool
 
@@ -57,7 +57,7 @@ def read_request(fields: Fields, *, has_experts: bool) -> DynamoRequest:
     return DynamoRequest(asked, engine_data=engine_data, verbatim=False)
 
 
-def _verbatim(fields: Fields, sent: Fields, has_experts: bool) -> GenerateRequest:
+def _verbatim(fields: Fields, sent: Fields, has_experts: bool) -> GenerateBody:
     params = dict(sent.get("sampling_params") or {})
     # The answer cannot say how they were made, so it is what Dynamo's workers for RL do.
     params.setdefault("logprob_mode", "processed")
@@ -107,7 +107,7 @@ def _body(fields: Fields, extra: Fields, wanted: set[str]) -> Fields:
     return body
 
 
-def _refuse_lossy(fields: Fields, asked: GenerateRequest) -> None:
+def _refuse_lossy(fields: Fields, asked: GenerateBody) -> None:
     """Raises UnsupportedField where the frontend would drop what it was asked to return."""
     stop = (fields.get("stop_conditions") or {}).get("stop")
     if stop:

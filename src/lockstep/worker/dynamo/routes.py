@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from lockstep.tokens.errors import EngineFailure, LockstepError
-from lockstep.protocol.common.error_body import fault
+from lockstep.protocol.common.error_body import error_fields
 from lockstep.protocol.common.strict import decode
+from lockstep.tokens.errors import EngineFailure, LockstepError
 from lockstep.worker.system import SystemPlane
 
 log = logging.getLogger(__name__)
@@ -88,5 +88,5 @@ def _answered(name: str, run: Route) -> Route:
 
 def _failed(error: LockstepError) -> Answer:
     """The fields of an error answer, flat: Dynamo's clients look for `message` at the top."""
-    fields = fault(error)["error"]
+    fields = error_fields(error)["error"]
     return {"status": "error", **(fields if isinstance(fields, dict) else {})}

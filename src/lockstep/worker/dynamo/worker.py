@@ -17,8 +17,8 @@ import aiohttp
 from lockstep.engine import Engine
 from lockstep.http.server import run, say_ready, stop_event
 from lockstep.models import bundled
-from lockstep.tokens.errors import BadRequest, EngineFailure, UnsupportedField
 from lockstep.protocol.dynamo import environment as dynamo_env
+from lockstep.tokens.errors import BadRequest, EngineFailure, UnsupportedField
 from lockstep.worker.dynamo.routes import engine_routes
 from lockstep.worker.serve import WorkerOptions, drain
 from lockstep.worker.system import SystemPlane

@@ -1,0 +1,1 @@
+"""Lockstep inside a vLLM worker: staged weights, probes, repairs."""

@@ -22,9 +22,9 @@ from vllm.model_executor.model_loader import get_model_loader
 
 from lockstep.backends.vllm.extension.load import load
 from lockstep.backends.vllm.extension.source import Sources
-from lockstep.backends.vllm.extension.weights import Weights
-from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.backends.vllm.extension.weights import RankWeights
 from lockstep.protocol.control.worker import Stage
+from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 NAME = "lockstep"
 
@@ -65,7 +65,7 @@ class LockstepTransfer(WeightTransferEngine):  # type: ignore[misc]
         self.sources = Sources(vllm_config.parallel_config.rank)
         self._partial = False
         text = vllm_config.model_config.hf_config.get_text_config()
-        self.weights = Weights(
+        self.weights = RankWeights(
             _at_start(vllm_config, model),
             self._load,
             self.sources.read,

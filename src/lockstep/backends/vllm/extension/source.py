@@ -9,14 +9,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from lockstep.engine.weights.broadcast import Broadcast, TensorSpec
-from lockstep.engine.weights.digest import Digester
-from lockstep.engine.weights.shared_memory import read_shared
-from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden, NotFound
-from lockstep.protocol.control.worker import JoinGroup, Stage
 from lockstep.checkpoint.digest import DERIVED
 from lockstep.checkpoint.files import read_object
 from lockstep.checkpoint.manifest import INDEX, WEIGHTS, Manifest, check_stable
+from lockstep.engine.weights.broadcast import Broadcast, TensorSpec
+from lockstep.engine.weights.digest import Digester
+from lockstep.engine.weights.shared_memory import read_shared
+from lockstep.protocol.control.worker import JoinGroup, Stage
+from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden, NotFound
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.backends.vllm.extension.source import Read, completed
-from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, LockstepError
 from lockstep.protocol.control.worker import Stage
+from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, LockstepError
 
 INITIAL_VERSION = "default"
 """What vLLM calls the weights it was started with."""
@@ -55,7 +55,7 @@ class _Staging:
             self.error = EngineFailure(f"staging failed with {type(error).__name__}: {error}")
 
 
-class Weights:
+class RankWeights:
     """`live` are the tensors the model was loaded from, as the checkpoint names them.
 
     Not for several threads: vLLM runs one call after the other.

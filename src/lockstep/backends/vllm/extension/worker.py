@@ -15,10 +15,10 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from lockstep.backends.vllm.extension.backend import NAME, LockstepTransfer, stage_of
 from lockstep.backends.vllm.extension.probe import can_probe, score
-from lockstep.tokens.errors import BadRequest, LockstepError, UnsupportedField
-from lockstep.protocol.control.worker import JoinGroup
 from lockstep.checkpoint.digest import combined
-from lockstep.protocol.common.error_body import fault
+from lockstep.protocol.common.error_body import error_fields
+from lockstep.protocol.control.worker import JoinGroup
+from lockstep.tokens.errors import BadRequest, LockstepError, UnsupportedField
 
 Answer = dict[str, Any]
 Method = Callable[..., Answer]
@@ -35,7 +35,7 @@ def answering(method: Method) -> Method:
         try:
             return method(*args, **kwargs)
         except LockstepError as error:
-            return fault(error)
+            return error_fields(error)
 
     return answer
 
