@@ -31,6 +31,7 @@ lint: $(VENV)/.ready
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/failure_modes.py --check
 	$(BIN)/python scripts/reference.py --check
+	$(BIN)/python scripts/package_map.py --check
 
 format: $(VENV)/.ready
 	$(BIN)/ruff format .

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.wire.ask import Ask
-
+from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Sampling
 
 WIRE = Path(__file__).parent / "wire"
@@ -28,7 +27,7 @@ class Capture:
     def streamed(self) -> bool:
         return self.body.startswith(b"data:")
 
-    def ask(self) -> Ask:
+    def ask(self) -> GenerateRequest:
         """The ask that leads to this request, as far as an answer is read with it."""
         asked = self.asked if isinstance(self.asked, dict) else {}
         nvext = asked.get("nvext") or {}
@@ -51,7 +50,9 @@ class Capture:
             temperature=max(params.get("temperature", 1.0), 0.0),
             stop_token_ids=tuple(params.get("stop_token_ids") or ()),
         )
-        return Ask(prompt_ids=[i for i in ids if 0 <= i < 2**40] or [1], sampling=sampling)
+        return GenerateRequest(
+            prompt_ids=[i for i in ids if 0 <= i < 2**40] or [1], sampling=sampling
+        )
 
 
 def load(server: str, name: str) -> Capture:
