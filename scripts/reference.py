@@ -21,12 +21,12 @@ import typer
 from prometheus_client.metrics import MetricWrapperBase
 
 from lockstep.cli import app
-from lockstep.gateway.metrics import GatewayMetrics as GatewayMetrics
+from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.settings import PREFIX, Settings
 from lockstep.tokens import errors
 from lockstep.train.config import TrainConfig
-from lockstep.worker.metrics import WorkerMetrics as WorkerMetrics
+from lockstep.worker.metrics import WorkerMetrics
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- written by scripts/reference.py --write: change the code, not this page -->"
