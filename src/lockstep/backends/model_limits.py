@@ -71,7 +71,7 @@ class ModelLimits:
         self._fetch = fetch
         self._retry_after = retry_after
         self._cards: dict[str, ModelCard] = {}
-        self._asked_at: float | None = None
+        self._fetched_at: float | None = None
         self._lock = asyncio.Lock()
 
     async def card(self, model: str | None) -> ModelCard | None:
@@ -81,23 +81,23 @@ class ModelLimits:
         async with self._lock:
             if (known := self._find(model)) is not None or self._too_soon():
                 return known
-            self._asked_at = monotonic()
+            self._fetched_at = monotonic()
             try:
                 self._cards = {card.id: card for card in await self._fetch()}
             except LockstepError:
-                # The ask itself goes on: it will meet the same trouble and name it better.
+                # The request itself goes on: it will meet the same trouble and name it better.
                 return None
             return self._find(model)
 
-    async def room(self, ask: GenerateRequest) -> ModelCard | None:
-        """The card for `ask`. Raises PromptTooLong when its prompt leaves no room for a token."""
-        card = await self.card(ask.model)
+    async def check_length(self, request: GenerateRequest) -> ModelCard | None:
+        """The card of the model. Raises PromptTooLong when the prompt fills its whole context."""
+        card = await self.card(request.model)
         if card is not None and card.max_model_len is not None:
-            length = len(ask.prompt_ids)
+            length = len(request.prompt_ids)
             if length >= card.max_model_len:
                 raise PromptTooLong(
                     f"the prompt has {length} tokens and {card.id} holds {card.max_model_len}: "
-                    "there is no room for one more token",
+                    "not one more token fits",
                     param="prompt_ids",
                 )
         return card
@@ -113,4 +113,4 @@ class ModelLimits:
         return bases[0] if len(bases) == 1 else None
 
     def _too_soon(self) -> bool:
-        return self._asked_at is not None and monotonic() - self._asked_at < self._retry_after
+        return self._fetched_at is not None and monotonic() - self._fetched_at < self._retry_after

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from lockstep.protocol.common.request import GenerateRequest
-from lockstep.protocol.common.response import StreamDelta
+from lockstep.protocol.common.response import Reading, StreamDelta
 from lockstep.tokens import Completion
 from lockstep.tokens.numerics import NumericsPlan
 
-__all__ = ["GenerateRequest", "ModelCard", "StreamDelta", "Transport", "TransportName"]
+__all__ = ["GenerateRequest", "ModelCard", "Relay", "StreamDelta", "Transport", "TransportName"]
 
 TransportName = Literal["vllm", "dynamo", "dynamo-generate", "sglang"]
 
@@ -31,6 +31,20 @@ class ModelCard:
     numerics: NumericsPlan | None = None
 
 
+class Relay(Protocol):
+    """Forwards request bodies as bytes to a server that speaks the gateway's own dialect."""
+
+    async def forward(self, raw: bytes, request: GenerateRequest) -> tuple[bytearray, Reading]:
+        """The response as it came, and what is needed to check it; `request` is what `raw` says."""
+        ...
+
+    def forward_events(
+        self, raw: bytes, request: GenerateRequest
+    ) -> AsyncGenerator[list[bytes], None]:
+        """`forward` for a streamed response: the data of its events, in batches as they came."""
+        ...
+
+
 class Transport(Protocol):
     """Talks to one server in its dialect. Every method raises LockstepError, nothing of HTTP."""
 
@@ -40,11 +54,24 @@ class Transport(Protocol):
     @property
     def base_url(self) -> str: ...
 
-    async def generate(self, ask: GenerateRequest) -> list[Completion]:
+    @property
+    def relay(self) -> Relay | None:
+        """How /inference/v1/generate bodies are forwarded unchanged; None where they are not.
+
+        It is known once `models` has told what kind of server this is.
+        """
+        ...
+
+    @property
+    def aborts_by_id(self) -> bool:
+        """Whether `abort` reaches the server: some have no route for it."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
         """The n completions in order of their index. Cancelling it stops the server's work."""
         ...
 
-    def stream(self, ask: GenerateRequest) -> AsyncGenerator[StreamDelta | Completion, None]:
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta | Completion, None]:
         """Deltas as they come, then the n completions, equal to those `generate` would give.
 
         Closing the iterator early closes the connection, so that the server stops.
@@ -52,11 +79,11 @@ class Transport(Protocol):
         ...
 
     async def models(self) -> list[ModelCard]:
-        """What is served now, asked anew."""
+        """What the server lists now, fetched anew."""
         ...
 
     async def abort(self, request_id: str) -> int | None:
-        """Asks the server to end that request; how many it stopped, or None if it does not tell."""
+        """Has the server end that request; how many it stopped, or None if it does not tell."""
         ...
 
     async def close(self) -> None:

@@ -7,11 +7,11 @@ from contextlib import aclosing
 
 import msgspec
 
-from lockstep.backends.model_limits import ModelLimits, read_models
-from lockstep.backends.transport import ModelCard, TransportName
+from lockstep.backends.http_transport import HttpTransport
+from lockstep.backends.transport import ModelCard, Relay, TransportName
 from lockstep.http.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
-from lockstep.protocol.common.response import UNKNOWN_VERSION, Reading, StreamDelta
+from lockstep.protocol.common.response import Reading, StreamDelta
 from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
 from lockstep.protocol.vllm.encode_generate import encode_lockstep, encode_vllm
 from lockstep.protocol.vllm.generate_response import REQUEST_ID_PREFIX
@@ -20,86 +20,92 @@ from lockstep.tokens import Completion, LogprobMode
 ROUTE = "/inference/v1/generate"
 
 
-class VllmTransport:
+class VllmTransport(HttpTransport):
     """A vLLM server started with --enable-scale-out, or a Lockstep worker or gateway.
 
     `logprob_mode` is what the vLLM server was started with; a Lockstep server says it itself.
-    `lockstep` is found out from the model cards unless it is given.
+    `lockstep` says which of the two it is; by default the model cards tell.
     """
 
     name: TransportName = "vllm"
+    usual_mode: LogprobMode = "raw"
+    aborts_by_id = True
 
     def __init__(
         self,
-        link: HttpClient,
+        http: HttpClient,
         *,
-        logprob_mode: LogprobMode = "raw",
-        version: str = UNKNOWN_VERSION,
+        logprob_mode: LogprobMode | None = None,
+        version: str | None = None,
         lockstep: bool | None = None,
     ) -> None:
-        self._link = link
-        self._mode = logprob_mode
-        self._version = version
+        super().__init__(http, logprob_mode=logprob_mode, version=version)
         self._lockstep = lockstep
-        self._limits = ModelLimits(self.models)
+        self._relays = lockstep is True
 
     @property
-    def base_url(self) -> str:
-        return self._link.base_url
+    def relay(self) -> Relay | None:
+        return self if self._relays else None
 
-    async def generate(self, ask: GenerateRequest) -> list[Completion]:
-        body, reading = await self._prepare(ask, stream=False)
-        answer = await self._link.post_spliced(
-            ROUTE, body, timeout=ask.timeout, headers=ask.headers
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        body, reading = await self._prepare(request, stream=False)
+        response = await self._http.post_spliced(
+            ROUTE, body, timeout=request.timeout, headers=request.headers
         )
-        return decode_generate(answer, reading)
+        return decode_generate(response, reading)
 
-    async def stream(self, ask: GenerateRequest) -> AsyncGenerator[StreamDelta | Completion, None]:
-        body, reading = await self._prepare(ask, stream=True)
-        collected = GenerateStreamDecoder(reading)
-        batches = self._link.event_batches(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
+    async def stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[StreamDelta | Completion, None]:
+        body, reading = await self._prepare(request, stream=True)
+        decoder = GenerateStreamDecoder(reading)
+        batches = self._http.event_batches(
+            ROUTE, body, timeout=request.timeout, headers=request.headers
+        )
         async with aclosing(batches):
             async for batch in batches:
-                for delta in collected.deltas(batch):
+                for delta in decoder.deltas(batch):
                     yield delta
-        for completion in collected.finish():
+        for completion in decoder.finish():
             yield completion
 
-    async def relay(self, body: bytes, ask: GenerateRequest) -> tuple[bytearray, Reading]:
-        """The answer to a body that was written in this dialect already, as it came.
+    async def forward(self, raw: bytes, request: GenerateRequest) -> tuple[bytearray, Reading]:
+        response = await self._http.post(
+            ROUTE, raw, timeout=request.timeout, headers=request.headers
+        )
+        return response, self._reading(request, None)
 
-        For a gateway that forwards bytes; the reading is what it needs to check them.
-        """
-        answer = await self._link.post(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
-        return answer, Reading(ask, self._mode, self._version, worker=self.base_url)
-
-    def relay_events(self, body: bytes, ask: GenerateRequest) -> AsyncGenerator[list[bytes], None]:
-        """`relay` for a streamed answer: the data of its events, those together that came so."""
-        return self._link.event_batches(ROUTE, body, timeout=ask.timeout, headers=ask.headers)
+    def forward_events(
+        self, raw: bytes, request: GenerateRequest
+    ) -> AsyncGenerator[list[bytes], None]:
+        return self._http.event_batches(
+            ROUTE, raw, timeout=request.timeout, headers=request.headers
+        )
 
     async def models(self) -> list[ModelCard]:
-        return read_models(await self._link.get("/v1/models"))
+        cards = await super().models()
+        if self._lockstep is None:
+            # Looked at each time: behind the same URL another kind of server may have started.
+            self._relays = any(card.owned_by == "lockstep" for card in cards)
+        return cards
 
     async def abort(self, request_id: str) -> int | None:
         # vLLM knows requests by the prefixed id it answers with, and does not say what it stopped.
         names = [REQUEST_ID_PREFIX + request_id.removeprefix(REQUEST_ID_PREFIX)]
         body = msgspec.json.encode({"request_ids": names})
-        answer = await self._link.post("/inference/v1/abort_requests", body)
-        stopped = msgspec.json.decode(answer).get("aborted") if answer.startswith(b"{") else None
+        response = await self._http.post("/inference/v1/abort_requests", body)
+        stopped = (
+            msgspec.json.decode(response).get("aborted") if response.startswith(b"{") else None
+        )
         return stopped if isinstance(stopped, int) else None
 
-    async def close(self) -> None:
-        await self._link.close()
-
-    async def _prepare(self, ask: GenerateRequest, *, stream: bool) -> tuple[bytes, Reading]:
-        card = await self._limits.room(ask)
+    async def _prepare(self, request: GenerateRequest, *, stream: bool) -> tuple[bytes, Reading]:
+        card = await self._limits.check_length(request)
         lockstep = self._lockstep
         if lockstep is None:
             lockstep = card is not None and card.owned_by == "lockstep"
         if lockstep:
-            body = encode_lockstep(ask, stream=stream)
+            body = encode_lockstep(request, stream=stream)
         else:
-            body = encode_vllm(ask, mode=self._mode, stream=stream)
-        adapter = card.id if card is not None and card.parent else None
-        reading = Reading(ask, self._mode, self._version, worker=self.base_url, adapter=adapter)
-        return body, reading
+            body = encode_vllm(request, mode=self._mode, stream=stream)
+        return body, self._reading(request, card)

@@ -1,0 +1,56 @@
+"""What every transport over HTTP shares: its client, its model cards, and how to read responses."""
+
+from __future__ import annotations
+
+from lockstep.backends.model_limits import ModelLimits, read_models
+from lockstep.backends.transport import ModelCard, Relay, TransportName
+from lockstep.http.client import HttpClient
+from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.response import UNKNOWN_VERSION, Reading
+from lockstep.tokens import LogprobMode
+
+
+class HttpTransport:
+    """One server behind an `HttpClient`, which owns deadlines and retries.
+
+    `logprob_mode` is how that server computes logprobs where its responses do not say so; by
+    default `usual_mode`, what such a server does unless told otherwise. `version` labels the tokens
+    of servers that tell no weight version.
+    """
+
+    name: TransportName
+    usual_mode: LogprobMode
+    aborts_by_id: bool
+
+    def __init__(
+        self,
+        http: HttpClient,
+        *,
+        logprob_mode: LogprobMode | None = None,
+        version: str | None = None,
+    ) -> None:
+        self._http = http
+        self._mode: LogprobMode = logprob_mode or self.usual_mode
+        self._version = UNKNOWN_VERSION if version is None else version
+        self._limits = ModelLimits(self.models)
+
+    @property
+    def base_url(self) -> str:
+        return self._http.base_url
+
+    @property
+    def relay(self) -> Relay | None:
+        """None: most dialects are not the gateway's own, so its bodies must be encoded anew."""
+        return None
+
+    async def models(self) -> list[ModelCard]:
+        """The models and adapters that the server lists now."""
+        return read_models(await self._http.get("/v1/models"))
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    def _reading(self, request: GenerateRequest, card: ModelCard | None, index: int = 0) -> Reading:
+        """What the decoder of a response to `request` must know beside its body."""
+        adapter = card.id if card is not None and card.parent else None
+        return Reading(request, self._mode, self._version, self.base_url, adapter, index)
