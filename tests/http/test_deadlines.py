@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -119,7 +120,35 @@ async def test_a_handler_that_takes_long_has_no_deadline_of_ours() -> None:
         assert (await peer.answer())[1] == b"released"
 
 
+async def test_a_refused_client_that_goes_on_sending_is_cut_off() -> None:
+    async with talking(Handlers(), QUICK) as peer:
+        peer.writer.write(b"nonsense\r\n\r\n")
+        assert (await peer.head()).startswith("http/1.1 400 ")
+        until = monotonic() + 5
+        while not peer.writer.transport.is_closing() and monotonic() < until:
+            peer.writer.write(b"x")
+            await asyncio.sleep(0.02)
+        assert monotonic() < until
+
+
 # Connections
+
+
+async def test_connections_that_come_at_once_each_take_the_place_of_another() -> None:
+    async with running(Handlers(), ServerLimits(connections=3)) as port:
+        async with AsyncExitStack() as stack:
+            peers = [await stack.enter_async_context(connected(port)) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            # Without a turn of the event loop in between, so that the server sees all at once.
+            late = [
+                stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3)
+            ]
+            await asyncio.sleep(0.2)
+            assert [await peer.cut(0.05) for peer in peers] == [True, True, True]
+            for one in late:
+                one.sendall(b"GET /echo HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asyncio.sleep(0.2)
+            assert [one.recv(15) for one in late] == [b"HTTP/1.1 200 OK"] * 3
 
 
 async def test_past_the_number_of_connections_the_longest_idle_one_is_closed() -> None:

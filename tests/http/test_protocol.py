@@ -306,8 +306,8 @@ async def test_a_request_between_one_under_way_and_a_refused_one_does_not_run() 
 async def test_nothing_runs_after_a_request_that_closes(more: str) -> None:
     handlers = Handlers()
     async with talking(handlers) as peer:
-        peer.send(f"GET /named?name=first {HOST}\nconnection: close")
-        peer.send(f"GET /named?name=second {HOST}{more}")
+        first = f"GET /named?name=first {HOST}\nconnection: close\n\n"
+        peer.send(f"{first}GET /named?name=second {HOST}{more}")
         assert (await peer.rest()).endswith(b"first")
         assert handlers.order == ["first"]
 
