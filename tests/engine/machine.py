@@ -13,7 +13,7 @@ DECIDING = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY", "ONEDN
             "ONEDNN_MAX_CPU_ISA_CHECKED")  # fmt: skip
 SELF_TEST = """
 import json, sys
-from lockstep.engine import selftest
+from lockstep.engine.numerics import selftest
 from lockstep.engine.config import EngineOptions
 report = selftest.run(sys.argv[1], EngineOptions(max_seqs=4, arithmetic=sys.argv[2]))
 print(json.dumps({"exact": report.exact, "problem": report.problem, **report.plan.to_json(),

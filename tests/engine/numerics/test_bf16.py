@@ -67,6 +67,6 @@ def test_where_nothing_helps_or_it_is_too_late_it_is_refused(
 
 
 def test_a_fork_tells_whether_a_product_survives() -> None:
-    done = child("from lockstep.engine import bf16; print(bf16.survives())",
+    done = child("from lockstep.engine.numerics.bf16 import survives; print(survives())",
                  ONEDNN_MAX_CPU_ISA="AVX2")  # fmt: skip
     assert done.stdout.strip() == "True", done.stderr

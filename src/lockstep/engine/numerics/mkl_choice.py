@@ -31,7 +31,7 @@ ADVICE = ("MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "ATEN_CPU_CAPABILITY"
 """Variables that change what MKL does, so an answer holds for their values."""
 _TRIAL = """
 import sys
-from lockstep.engine import mkl
+from lockstep.engine.numerics import mkl
 from lockstep.engine.numerics.block_shapes import attention_shapes, products, row_multiple
 mode = sys.argv[1]
 held = mode == "OFF" or mkl.set_mode(mode)
