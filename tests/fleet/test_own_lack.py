@@ -13,7 +13,7 @@ CHILD = """
 import asyncio, os, resource, sys
 import uvloop
 from lockstep.fleet.routing.pool import Pool
-from lockstep.fleet.routing.affinity import Route
+from lockstep.fleet.routing.affinity import Affinity
 from lockstep.tokens.errors import Busy
 
 async def main(url):
@@ -32,7 +32,7 @@ async def main(url):
                 await asyncio.sleep(0.1)
         asked = False
         try:
-            await pool.run(Route.of([1]), lambda worker: worker.transport.models())
+            await pool.run(Affinity.of([1]), lambda worker: worker.transport.models())
         except Busy:
             asked = True
         state = worker.state

@@ -329,12 +329,12 @@ async def test_a_request_names_one_host() -> None:
 OUT_OF_DESCRIPTORS = """
 import asyncio, os, resource, socket, sys
 import uvloop
-from lockstep.http.client import Link
+from lockstep.http.client import HttpClient
 from lockstep.tokens.errors import Busy
 
 async def main():
     listening = socket.create_server(("127.0.0.1", 0))
-    link = Link(f"http://127.0.0.1:{listening.getsockname()[1]}", backoff=0.01)
+    link = HttpClient(f"http://127.0.0.1:{listening.getsockname()[1]}", backoff=0.01)
     soft = len(os.listdir("/proc/self/fd"))
     held = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft + 8, soft + 8))
