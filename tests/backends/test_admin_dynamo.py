@@ -12,8 +12,8 @@ import pytest
 
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
 from lockstep.backends.admin_client import CallBudget, CallBudgets
-from lockstep.backends.admin_registry import open_admin
 from lockstep.backends.dynamo.admin import TRANSACTION, DynamoAdmin
+from lockstep.backends.registry import open_admin
 from lockstep.tokens.errors import (
     AdapterError,
     BadRequest,

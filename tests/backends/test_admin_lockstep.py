@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from lockstep.backends.admin import Broadcaster, ProbesStaged, Source, TensorSpec
 from lockstep.backends.admin_client import CallBudget, CallBudgets
-from lockstep.backends.admin_registry import open_admin
 from lockstep.backends.lockstep.admin import LockstepAdmin
+from lockstep.backends.registry import open_admin
 from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.shared_memory import shared_tensors
 from lockstep.models import bundled
@@ -387,7 +387,7 @@ async def test_a_proved_commit_whose_answer_is_lost_counts_if_the_proved_weights
         # Somebody else's "B" is served, and nothing is staged: it was not this commit that did it.
         await admin.stage(source, "B")
         await admin.commit("B")
-        with pytest.raises(Conflict, match="the answer was lost"):
+        with pytest.raises(Conflict, match="the response was lost"):
             await driver.commit_proved("B", proved.proof)
 
 

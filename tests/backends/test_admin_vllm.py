@@ -13,8 +13,8 @@ import pytest
 
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
 from lockstep.backends.admin_client import CallBudget, CallBudgets
-from lockstep.backends.admin_registry import open_admin
 from lockstep.backends.prime_rl.admin import PrimeAdmin
+from lockstep.backends.registry import open_admin
 from lockstep.backends.vllm import collective_rpc as rpc
 from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.tokens.errors import (
@@ -328,7 +328,7 @@ async def test_a_pause_that_did_not_pause_is_a_failure() -> None:
         with pytest.raises(ContractError, match="'default', expected 'step-7'"):
             await admin.commit("step-7")
         fake.replies["reload_weights"] = [whole({"results": []})]
-        with pytest.raises(ContractError, match="no rank answered"):
+        with pytest.raises(ContractError, match="no rank responded"):
             await admin.commit("step-7")
         await admin.close()
 
@@ -433,7 +433,7 @@ async def test_a_lost_answer_of_the_extension_is_settled_by_looking() -> None:
     fake = Vllm(extension=True)
     async with serving(fake.script) as server:
         admin = driver(server)
-        await admin.meet()
+        await admin.detect_extension()
         await admin.pause("keep")
         await admin.stage(B, "B")
         fake.replies[rpc.COMMIT] = [Reply(fault="reset")]
@@ -451,7 +451,7 @@ async def test_ranks_that_do_not_agree_are_an_error() -> None:
     fake = Vllm(extension=True)
     async with serving(fake.script) as server:
         admin = driver(server)
-        await admin.meet()
+        await admin.detect_extension()
         fake.replies[rpc.VIEW] = [whole({"results": [one, other]})]
         with pytest.raises(ContractError, match="the same of all ranks"):
             await admin.view()
@@ -464,7 +464,7 @@ async def test_an_error_of_one_rank_is_the_error_of_the_call() -> None:
     fake = Vllm(extension=True)
     async with serving(fake.script) as server:
         admin = driver(server)
-        await admin.meet()
+        await admin.detect_extension()
         fake.replies[rpc.STAGE] = [whole({"results": [{"staged": "B"}, stated]})]
         with pytest.raises(CheckpointError, match=rf"{server.url} {rpc.STAGE}: NaN weights"):
             await admin.stage(B, "B")
@@ -475,7 +475,7 @@ async def test_an_adapter_is_probed_over_http_while_the_server_runs() -> None:
     fake = Vllm(extension=True, probes=True, adapters={"ad": "/l"})
     async with serving(fake.script) as server:
         admin = driver(server)
-        await admin.meet()
+        await admin.detect_extension()
         assert await admin.probe([[1, 2]], adapter="ad") == [[-2.0]]
         (asked,) = server.asked("/inference/v1/generate")
         assert asked.json["model"] == "ad"

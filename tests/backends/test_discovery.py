@@ -11,8 +11,8 @@ import pytest
 
 from lockstep.backends.admin_client import CallBudget, CallBudgets
 from lockstep.backends.dynamo.discovery import (
-    Dynamo,
-    Found,
+    DiscoveredWorker,
+    DynamoDiscovery,
     until_ready,
     watch,
     workers_url,
@@ -47,9 +47,9 @@ def answering(*replies: Reply):
     return script
 
 
-async def found(reply: Reply) -> dict[str, Found]:
+async def found(reply: Reply) -> dict[str, DiscoveredWorker]:
     async with serving(answering(reply)) as server:
-        discovery = Dynamo(FRONT, server.url, budgets=QUICK)
+        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
         try:
             return {one.id: one for one in await discovery.find()}
         finally:
@@ -86,7 +86,7 @@ async def test_a_loopback_system_url_is_only_good_next_to_the_discovery() -> Non
     async with serving(answering(whole({"protocol_version": 1, "workers": [worker]}))) as server:
         # The same server by an address that is not a loopback one.
         for url, ready in ((server.url, True), (server.url.replace("127.0.0.1", "0.0.0.0"), False)):
-            discovery = Dynamo(FRONT, url, budgets=QUICK)
+            discovery = DynamoDiscovery(FRONT, url, budgets=QUICK)
             (one,) = await discovery.find()
             assert one.ready is ready
             assert ready or "its own host" in (one.error or "")
@@ -119,13 +119,13 @@ async def test_discovery_is_asked_until_workers_are_ready() -> None:
     replies = (Reply(fault="reset"), empty, captured("rl_workers_after_kill9"),
                captured("rl_workers_two"))  # fmt: skip
     async with serving(answering(*replies)) as server:
-        discovery = Dynamo(FRONT, server.url, budgets=QUICK)
+        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
         workers = await until_ready(discovery, 2, seconds=10, interval=0.01)
         assert len(workers) == 2
         assert len(server.requests) == 4
         await discovery.close()
     async with serving(answering(captured("rl_workers_after_kill9"))) as server:
-        discovery = Dynamo(FRONT, server.url, budgets=QUICK)
+        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
         with pytest.raises(DeadlineExceeded, match="1 are ready; 10482494335621261157: Unavail"):
             await until_ready(discovery, 2, seconds=0.2, interval=0.01)
         await discovery.close()
@@ -134,11 +134,11 @@ async def test_discovery_is_asked_until_workers_are_ready() -> None:
 class Turns:
     """A discovery that gives each of these in turn, then the last for ever."""
 
-    def __init__(self, *looks: frozenset[Found] | Unavailable) -> None:
+    def __init__(self, *looks: frozenset[DiscoveredWorker] | Unavailable) -> None:
         self._looks = list(looks)
         self.over = asyncio.Event()
 
-    async def find(self) -> frozenset[Found]:
+    async def find(self) -> frozenset[DiscoveredWorker]:
         look = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
         if len(self._looks) == 1:
             self.over.set()
@@ -150,8 +150,8 @@ class Turns:
         return None
 
 
-A = Found("a", "http://a", "http://a")
-B = Found("b", "http://b", "http://b")
+A = DiscoveredWorker("a", "http://a", "http://a")
+B = DiscoveredWorker("b", "http://b", "http://b")
 
 
 @pytest.mark.failure_mode("F26")

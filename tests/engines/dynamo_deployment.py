@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lockstep.backends.dynamo.admin import DynamoAdmin
-from lockstep.backends.dynamo.discovery import Dynamo, Found
+from lockstep.backends.dynamo.discovery import DiscoveredWorker, DynamoDiscovery
 
 PYTHON = Path(__file__).parents[2] / ".venv-dynamo/bin/python"
 START_SECONDS = 240
@@ -49,10 +49,10 @@ class Deployment:
         self.pid: int = ready["pid"]
         self.workers: list[dict[str, Any]] = ready["workers"]
 
-    def discovery(self) -> Dynamo:
-        return Dynamo(self.url, self.rl_url)
+    def discovery(self) -> DynamoDiscovery:
+        return DynamoDiscovery(self.url, self.rl_url)
 
-    async def found(self) -> list[Found]:
+    async def found(self) -> list[DiscoveredWorker]:
         """Its workers, in the order in which they were started."""
         discovery = self.discovery()
         try:

@@ -13,7 +13,7 @@ import pytest
 import lockstep
 from lockstep.backends.admin import Source
 from lockstep.backends.dynamo.admin import TRANSACTION, DynamoAdmin
-from lockstep.backends.dynamo.frontend_probe import ProvingAdmin
+from lockstep.backends.dynamo.frontend_probe import FrontendProbeAdmin
 from lockstep.models import bundled
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import CheckpointError, Conflict, UnknownModel
@@ -163,7 +163,7 @@ async def test_a_worker_without_a_probe_route_is_proved_through_the_frontend(
     """As Dynamo's own engines: no staging, and scores only as the logprobs of a prompt."""
     [found] = await dynamo.found()
     routes = tuple(set(found.routes) - TRANSACTION)
-    bare = ProvingAdmin(replace(found, routes=routes))
+    bare = FrontendProbeAdmin(replace(found, routes=routes))
     try:
         assert not bare.stages
         assert await bare.probe(PROBE) == [reference(TINY, ids) for ids in PROBE]

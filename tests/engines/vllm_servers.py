@@ -45,7 +45,7 @@ class Vllm:
     async def admin(self) -> AsyncIterator[VllmAdmin]:
         admin = VllmAdmin(self.url)
         try:
-            await admin.meet()
+            await admin.detect_extension()
             yield admin
         finally:
             await admin.close()

@@ -1,8 +1,8 @@
-"""One worker, from outside: a driver per kind of server, all with one protocol."""
+"""Drivers of inference servers: one folder per engine, behind the same two protocols."""
 
 from lockstep.backends.dynamo.generate_transport import DynamoGenerateTransport
 from lockstep.backends.dynamo.transport import DynamoTransport
-from lockstep.backends.registry import detect, open_transport
+from lockstep.backends.registry import open_transport
 from lockstep.backends.sglang.transport import SglangTransport
 from lockstep.backends.transport import (
     GenerateRequest,
@@ -23,6 +23,5 @@ __all__ = [
     "Transport",
     "TransportName",
     "VllmTransport",
-    "detect",
     "open_transport",
 ]

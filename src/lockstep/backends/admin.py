@@ -1,4 +1,4 @@
-"""The control side of a backend: one worker's weights, adapters and pauses, from outside."""
+"""The control side of a backend: pauses, weights and adapters of one worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class WorkerView:
     """Loaded adapters: name to the label of its contents ("" where the backend knows none)."""
     in_flight: int | None = None
     incarnation: str | None = None
-    """Another one after the worker's process was started anew: all it was told is forgotten."""
+    """Changes when the worker's process is started anew: then it has forgotten everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class WeightContents:
 class Admin(Protocol):
     """Controls one worker in its dialect. Every method raises LockstepError, nothing of HTTP.
 
-    Each attempt has a timeout and each call a budget; only what is idempotent is tried again. An
-    answer that says it failed (whatever its status), or says nothing, is a failure.
+    Each attempt has a timeout and each call a budget; only what is idempotent is tried again. A
+    response that says it failed (whatever its status), or says nothing, is a failure.
     """
 
     @property
@@ -157,7 +157,7 @@ class Admin(Protocol):
 
     async def unload_adapter(self, name: str) -> None: ...
 
-    async def join_group(self, how: Broadcaster) -> None: ...
+    async def join_group(self, broadcaster: Broadcaster) -> None: ...
 
     async def close(self) -> None: ...
 

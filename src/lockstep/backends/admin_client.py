@@ -1,4 +1,4 @@
-"""Calls to one worker's control routes: bounded, repeated where harmless, and checked."""
+"""The HTTP client of admin drivers: bounded calls, repeated only where that is harmless."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from lockstep.tokens.errors import (
 
 T = TypeVar("T")
 LOST = (Unavailable, DeadlineExceeded)
-"""After these nobody knows whether the worker did what it was asked."""
+"""After these nobody knows whether the worker carried out the command."""
 TRANSIENT = (*LOST, Busy)
-GOOD = ("ok", "success")
+SUCCESS_STATUSES = ("ok", "success")
 STILL_AT_WORK = 1.0
 """Seconds between two looks at a call that was given up here and goes on there."""
-SOFT: tuple[tuple[re.Pattern[str], type[LockstepError]], ...] = (
+SOFT_ERRORS: tuple[tuple[re.Pattern[str], type[LockstepError]], ...] = (
     (re.compile(r"must be paused|already|under way", re.IGNORECASE), Conflict),
     (re.compile(r"not (?:implemented|supported)", re.IGNORECASE), UnsupportedField),
     (re.compile(r"not found|not loaded", re.IGNORECASE), UnknownModel),
@@ -65,7 +65,7 @@ BUDGETS = CallBudgets()
 class AdminClient:
     """Calls one worker. Every error names it.
 
-    With `again` a call is repeated when it may have been lost; without, it is sent once.
+    An `idempotent` call is repeated when it may have been lost; any other is sent once.
     """
 
     def __init__(
@@ -75,36 +75,36 @@ class AdminClient:
         token: str | None = None,
         backoff: float = 0.1,
     ) -> None:
-        # The link itself must not repeat anything: it cannot know what is harmless.
-        self.link = HttpClient(url, api_key=token, retries=0, connections=16)
+        # The HTTP client itself must not repeat anything: it cannot know what is harmless.
+        self.http = HttpClient(url, api_key=token, retries=0, connections=16)
         self._backoff = backoff
         self._closed = False
 
     @property
     def url(self) -> str:
-        return self.link.base_url
+        return self.http.base_url
 
     async def get(self, path: str, budget: CallBudget) -> bytearray:
-        return await self._call(f"GET {path}", lambda s: self.link.get(path, timeout=s), budget)
+        return await self._call(f"GET {path}", lambda s: self.http.get(path, timeout=s), budget)
 
     async def post(
-        self, path: str, body: object, budget: CallBudget, *, again: bool = False
+        self, path: str, body: object, budget: CallBudget, *, idempotent: bool = False
     ) -> bytearray:
         raw = b"" if body is None else msgspec.json.encode(body)
         return await self._call(
             f"POST {path}",
-            lambda seconds: self.link.post(path, raw, timeout=seconds),
+            lambda seconds: self.http.post(path, raw, timeout=seconds),
             budget,
-            again=again,
+            idempotent=idempotent,
         )
 
-    async def ask(
-        self, path: str, body: object, budget: CallBudget, *, again: bool = False
+    async def command(
+        self, path: str, body: object, budget: CallBudget, *, idempotent: bool = False
     ) -> dict[str, Any]:
-        """The fields of a POST's answer, which must say "ok" or "success"."""
-        return self.said_yes(await self.post(path, body, budget, again=again), path)
+        """POSTs a command; the fields of its response, which must say "ok" or "success"."""
+        return self.check_status(await self.post(path, body, budget, idempotent=idempotent), path)
 
-    async def once(
+    async def exactly_once(
         self,
         what: str,
         call: Callable[[], Awaitable[T]],
@@ -113,7 +113,7 @@ class AdminClient:
     ) -> T:
         """The result of a call that must not happen twice.
 
-        When its answer is lost, `settled` looks at the worker: what it gives is the result; None
+        When the response is lost, `settled` looks at the worker: what it gives is the result; None
         says that the call did not happen, and only then it is made again.
         """
         try:
@@ -122,12 +122,12 @@ class AdminClient:
                     try:
                         return await call()
                     except (*LOST, Conflict) as error:
-                        # A conflict of the first attempt is an answer; later it may be the echo
-                        # of an attempt that was thought lost.
+                        # A conflict of the first attempt is the worker's verdict; later it may be
+                        # the echo of an attempt that was thought lost.
                         if self._closed or (isinstance(error, Conflict) and not attempt):
                             raise
-                        if (found := await settled()) is not None:
-                            return found
+                        if (outcome := await settled()) is not None:
+                            return outcome
                         if attempt == budget.tries - 1:
                             raise
                     await asyncio.sleep(self._backoff * 2**attempt)
@@ -135,40 +135,42 @@ class AdminClient:
             pass
         raise DeadlineExceeded(
             f"{self.url} {what}: not settled within {budget.total:g} s; look at the worker before "
-            "asking again"
+            "trying again"
         )
 
     async def close(self) -> None:
         self._closed = True
-        await self.link.close()
+        await self.http.close()
 
-    # Answers
+    # Responses
 
-    def said_yes(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
-        """The fields of an answer whose `status` is good. Raises what a soft error says."""
-        fields = self.fields(body, what)
+    def check_status(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
+        """The fields of a response whose `status` is good. Raises what an error in it says."""
+        fields = self.decode_object(body, what)
         status = fields.get("status")
-        if status in GOOD:
+        if status in SUCCESS_STATUSES:
             return fields
         message = f"{self.url} {what}: {_message(fields, body)}"
         if status is None and "error" not in fields:
-            raise ContractError(f"{message} (expected status {' or '.join(GOOD)})")
-        raise next((kind for words, kind in SOFT if words.search(message)), EngineFailure)(message)
+            raise ContractError(f"{message} (expected status {' or '.join(SUCCESS_STATUSES)})")
+        raise next((kind for words, kind in SOFT_ERRORS if words.search(message)), EngineFailure)(
+            message
+        )
 
-    def fields(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
-        """The object in an answer. Raises ContractError for null, text or nothing."""
+    def decode_object(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
+        """The JSON object of a response. Raises ContractError for null, text or nothing."""
         try:
-            found = msgspec.json.decode(body)
+            decoded = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            found = None
-        if not isinstance(found, dict):
+            decoded = None
+        if not isinstance(decoded, dict):
             raise ContractError(
                 f"{self.url} {what}: expected a JSON object that says how it went, "
                 f"got {_text(body)}"
             )
-        return found
+        return decoded
 
-    def read(self, kind: type[T], fields: object, what: str) -> T:
+    def convert(self, kind: type[T], fields: object, what: str) -> T:
         """The fields as a typed value. Raises ContractError."""
         try:
             return msgspec.convert(fields, kind)
@@ -186,7 +188,7 @@ class AdminClient:
         send: Callable[[float], Awaitable[bytearray]],
         budget: CallBudget,
         *,
-        again: bool = True,
+        idempotent: bool = True,
     ) -> bytearray:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + budget.total
@@ -202,14 +204,14 @@ class AdminClient:
                 elif isinstance(error, TRANSIENT):
                     attempt += 1
                 else:
-                    raise named(error, self.url, what) from None
+                    raise name_worker(error, self.url, what) from None
                 spent = attempt >= budget.tries or loop.time() + pause >= deadline
-                if spent or not again or self._closed:
-                    raise named(error, self.url, what) from None
+                if spent or not idempotent or self._closed:
+                    raise name_worker(error, self.url, what) from None
             await asyncio.sleep(pause)
 
 
-def named(error: LockstepError, worker: str, what: str) -> LockstepError:
+def name_worker(error: LockstepError, worker: str, what: str) -> LockstepError:
     """The same error, saying which worker and which call."""
     if worker in error.message:
         return error
@@ -220,7 +222,7 @@ def _message(fields: dict[str, Any], body: bytes | bytearray) -> str:
     for name in ("message", "error", "detail"):
         if isinstance(fields.get(name), str) and fields[name]:
             return str(fields[name])
-    return f"it answered {_text(body)}"
+    return f"its response is {_text(body)}"
 
 
 def _text(body: bytes | bytearray) -> str:

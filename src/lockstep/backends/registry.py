@@ -1,28 +1,43 @@
-"""Opens the transport for a server, by name or by asking the server what it is."""
+"""Every kind of server by name: opens its transport or its admin driver.
+
+A name that is not given is found out by `detect`. A new engine is a line in these tables.
+"""
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal, get_args
 
-import msgspec
-
+from lockstep.backends.admin import Admin, AdminName
+from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudgets
+from lockstep.backends.detect import detect_admin, detect_transport
+from lockstep.backends.dynamo.admin import DynamoAdmin
 from lockstep.backends.dynamo.generate_transport import DynamoGenerateTransport
 from lockstep.backends.dynamo.transport import DynamoTransport
-from lockstep.backends.model_limits import read_models
+from lockstep.backends.lockstep.admin import LockstepAdmin
+from lockstep.backends.prime_rl.admin import PrimeAdmin
 from lockstep.backends.sglang.transport import SglangTransport
 from lockstep.backends.transport import Transport, TransportName
+from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.backends.vllm.transport import VllmTransport
 from lockstep.http.client import HttpClient
 from lockstep.tokens import LogprobMode
-from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
+from lockstep.tokens.errors import BadRequest, LockstepError
 
-NAMES: tuple[TransportName, ...] = get_args(TransportName)
-OWNERS: dict[str, TransportName] = {
-    "vllm": "vllm",
-    "lockstep": "vllm",
-    "nvidia": "dynamo",
-    "sglang": "sglang",
+TRANSPORTS: Mapping[TransportName, Callable[..., Transport]] = {
+    "vllm": VllmTransport,
+    "dynamo": DynamoTransport,
+    "dynamo-generate": DynamoGenerateTransport,
+    "sglang": SglangTransport,
 }
+ADMINS: Mapping[AdminName, Callable[..., Admin]] = {
+    "lockstep": LockstepAdmin,
+    "vllm": VllmAdmin,
+    "prime-rl": PrimeAdmin,
+    "dynamo": DynamoAdmin,
+}
+BackendName = Literal["auto", AdminName]
+BACKENDS: tuple[str, ...] = ("auto", *get_args(AdminName))
 
 
 async def open_transport(
@@ -40,84 +55,68 @@ async def open_transport(
     """The transport named, or the one the server at `base_url` turns out to speak.
 
     `logprob_mode` says how that server computes logprobs where it does not say so itself,
-    `version` labels tokens of servers that tell no weight version, `timeout` is the default
-    deadline of one call in seconds. Raises BadRequest for an unknown name, and Unavailable when
-    the server cannot be reached or recognised.
+    `version` labels tokens of servers that tell no weight version, `experts_layout` is for SGLang
+    (see there), `timeout` is the default deadline of one call in seconds. Raises BadRequest for an
+    unknown name, and Unavailable when the server cannot be reached or recognised.
     """
-    if transport is not None and transport not in NAMES:
+    if transport is not None and transport not in TRANSPORTS:
         raise BadRequest(
-            f"transport is {transport!r}, expected one of {', '.join(NAMES)}", param="transport"
+            f"transport is {transport!r}, expected one of {', '.join(TRANSPORTS)}",
+            param="transport",
         )
-    link = HttpClient(
+    http = HttpClient(
         base_url, api_key=api_key, timeout=timeout, retries=retries, connections=connections
     )
     try:
-        name = transport or await detect(link)
+        name = transport or await detect_transport(http)
     except LockstepError:
-        await link.close()
+        await http.close()
         raise
-    options: dict[str, Any] = {"logprob_mode": logprob_mode, "version": version}
-    options = {key: value for key, value in options.items() if value is not None}
-    if name == "vllm":
-        return VllmTransport(link, **options)
-    if name == "dynamo":
-        return DynamoTransport(link, **options)
-    if name == "dynamo-generate":
-        return DynamoGenerateTransport(link, **options)
-    return SglangTransport(link, experts_layout=experts_layout, **options)
+    own = {"experts_layout": experts_layout} if name == "sglang" else {}
+    return TRANSPORTS[name](http, logprob_mode=logprob_mode, version=version, **own)
 
 
-async def detect(link: HttpClient) -> TransportName:
-    """What the server speaks: by the owner of its models, its API description, or its workers.
+async def open_admin(
+    url: str,
+    token: str | None = None,
+    backend: BackendName = "auto",
+    *,
+    routes: Iterable[str] | None = None,
+    budgets: CallBudgets = BUDGETS,
+    backoff: float = 0.1,
+) -> Admin:
+    """The driver named, or the one for what the worker at `url` turns out to be.
 
-    `dynamo-generate` is never chosen here: nothing shows whether its workers opted in.
-    Raises Unavailable that lists what was tried.
+    `routes` are those a Dynamo worker advertises, as discovery lists them. Raises BadRequest for an
+    unknown name, Unauthorized for a wrong token, UnsupportedField for a worker whose control
+    routes are switched off, and Unavailable when it cannot be reached or recognised.
     """
-    tried: list[str] = []
-    for path, judge in (
-        ("/v1/models", _by_owner),
-        ("/openapi.json", _by_description),
-        ("/v1/rl/workers", _by_workers),
-    ):
+    if backend not in BACKENDS:
+        raise BadRequest(
+            f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}", param="backend"
+        )
+    if backend == "auto":
+        client = AdminClient(url, token=token, backoff=backoff)
         try:
-            name = judge(await link.get(path))
-        except LockstepError as error:
-            tried.append(f"{path}: {error.message}")
-            continue
-        if name is not None:
-            return name
-        tried.append(f"{path}: nothing known in it")
-    raise Unavailable(
-        f"cannot tell what {link.base_url} speaks, name it with transport=... "
-        f"({', '.join(NAMES)}); {'; '.join(tried)}"
-    )
-
-
-def _by_owner(body: bytes | bytearray) -> TransportName | None:
-    owners = {OWNERS.get(card.owned_by or "") for card in read_models(body)} - {None}
-    return owners.pop() if len(owners) == 1 else None
-
-
-class _Description(msgspec.Struct):
-    info: dict[str, Any] = {}
-    paths: dict[str, Any] = {}
-
-
-def _by_description(body: bytes | bytearray) -> TransportName | None:
-    try:
-        found = msgspec.json.decode(body, type=_Description)
-    except msgspec.DecodeError:
-        return None
-    if "dynamo" in str(found.info.get("title", "")).lower():
-        return "dynamo"
-    if "/inference/v1/generate" in found.paths:
-        return "vllm"
-    return "sglang" if {"/generate", "/get_model_info"} <= found.paths.keys() else None
-
-
-def _by_workers(body: bytes | bytearray) -> TransportName | None:
-    try:
-        found = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        return None
-    return "dynamo" if isinstance(found, dict) and "protocol_version" in found else None
+            name = await detect_admin(client, budgets.quick)
+        finally:
+            await client.close()
+    else:
+        name = backend
+    own = {}
+    if name == "dynamo":
+        if routes is None:
+            raise BadRequest(
+                f"{url} is a Dynamo worker, and which routes it has is told by discovery only: "
+                "give routes, as GET /v1/rl/workers lists them",
+                param="routes",
+            )
+        own = {"routes": routes}
+    admin = ADMINS[name](url, token=token, budgets=budgets, backoff=backoff, **own)
+    if isinstance(admin, VllmAdmin):
+        try:
+            await admin.detect_extension()
+        except BaseException:
+            await admin.close()
+            raise
+    return admin

@@ -1,4 +1,4 @@
-"""Weights of a server that cannot stage: sources are remembered, loaded at commit, loaded back."""
+"""Weight updates of a server that cannot stage: `commit` loads, `rollback` loads the last again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, Unsuppor
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """Weights under a label; `source` is None when nobody told where they came from."""
+class LoadedWeights:
+    """Weights under a label; `source` is None when it is not known where they came from."""
 
     version: str | None
     source: Source | None
 
 
-class Reloads:
-    """The weights one server was given.
+class ReloadedWeights:
+    """The weights that were loaded into one server from here.
 
     `load` loads a source under a label while the server is paused; `ready` raises unless that is
     safe now. A load that failed leaves the server with weights that must not be served: it is
@@ -38,8 +38,8 @@ class Reloads:
         self._load = load
         self._ready = ready
         self._untouched = untouched
-        self._live: Known | None = None
-        self._previous: Known | None = None
+        self._live: LoadedWeights | None = None
+        self._previous: LoadedWeights | None = None
         self._pending: tuple[Source, str] | None = None
         self.broken: str | None = None
 
@@ -52,13 +52,13 @@ class Reloads:
         """The label of what is served; None when nobody knows, or when it is broken."""
         return None if self._live is None or self.broken is not None else self._live.version
 
-    def seen(self, version: str | None, source: Source | None = None) -> None:
+    def observe(self, version: str | None, source: Source | None = None) -> None:
         """What the server itself says that it serves. Another label ends what was remembered,
         except after a failed load, when the label says nothing about the weights."""
         if self.broken is not None:
             return
         if self._live is None or (version is not None and version != self._live.version):
-            self._live, self._previous = Known(version, source), None
+            self._live, self._previous = LoadedWeights(version, source), None
 
     def stage(self, source: Source, version: str) -> None:
         """Remembers. Raises BadRequest unless the source is exactly one, and one of these."""
@@ -79,12 +79,12 @@ class Reloads:
         """Loads what is staged. Raises Conflict for another version, or when not paused."""
         if self._pending is None or self._pending[1] != version:
             raise Conflict(
-                f"{self._url}: commit of {version!r} was asked, but {self.staged!r} is staged"
+                f"{self._url}: commit of {version!r} was requested, but {self.staged!r} is staged"
             )
         await self._ready()
         source, _ = self._pending
         await self._loading(source, version, self._live)
-        self._previous, self._live, self._pending = self._live, Known(version, source), None
+        self._previous, self._live, self._pending = self._live, LoadedWeights(version, source), None
 
     async def rollback(self) -> str | None:
         """Forgets what is staged, or loads the weights before the last commit (also one that
@@ -117,7 +117,7 @@ class Reloads:
                 "commit a good version, before it is resumed"
             )
 
-    async def _loading(self, source: Source, version: str, good: Known | None) -> None:
+    async def _loading(self, source: Source, version: str, good: LoadedWeights | None) -> None:
         """Loads; when that fails, `good` is what the server has to go back to."""
         try:
             await self._load(source, version)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lockstep.backends.admin import Admin
-from lockstep.backends.admin_registry import open_admin
-from lockstep.backends.dynamo.discovery import Dynamo
+from lockstep.backends.dynamo.discovery import DynamoDiscovery
+from lockstep.backends.registry import open_admin
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
 
 
@@ -13,7 +13,7 @@ async def open_any_admin(url: str, token: str | None) -> Admin:
 
     Raises BadRequest when there are several workers: the kit changes one server at a time.
     """
-    discovery = Dynamo(url, url=url)
+    discovery = DynamoDiscovery(url, url=url)
     try:
         found = await discovery.find()
     except LockstepError:

@@ -149,11 +149,11 @@ class DynamoWorkers:
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
         """They serve in the fleet, as Dynamo's discovery finds them, while the block runs."""
-        from lockstep.backends.dynamo.discovery import Dynamo
+        from lockstep.backends.dynamo.discovery import DynamoDiscovery
         from lockstep.fleet.dynamo_members import following
 
         say(f"Looking for the workers of {self.frontend}")
-        discovery = Dynamo(self.frontend)
+        discovery = DynamoDiscovery(self.frontend)
         try:
             async with fleet.pool, fleet:
                 async with following(

@@ -35,7 +35,7 @@ class VllmWorkers:
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
         """They serve in the fleet, both while the block runs."""
-        from lockstep.backends.admin_registry import open_admin
+        from lockstep.backends.registry import open_admin
         from lockstep.launch.vllm import VllmServers
         from lockstep.launch.workers import Child
 
@@ -88,7 +88,7 @@ class VllmElsewhere:
     @asynccontextmanager
     async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
         """They serve in the fleet while the block runs."""
-        from lockstep.backends.admin_registry import open_admin
+        from lockstep.backends.registry import open_admin
 
         say(f"Connecting to {', '.join(self.urls)}")
         async with fleet.pool, fleet:

@@ -12,8 +12,14 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
-from lockstep.backends.dynamo.discovery import Change, Discovery, Found, until_ready, watch
-from lockstep.backends.dynamo.frontend_probe import ProvingAdmin
+from lockstep.backends.dynamo.discovery import (
+    DiscoveredWorker,
+    Discovery,
+    WorkerChange,
+    until_ready,
+    watch,
+)
+from lockstep.backends.dynamo.frontend_probe import FrontendProbeAdmin
 from lockstep.backends.dynamo.transport import pinned
 from lockstep.fleet.fleet import Fleet
 from lockstep.tokens.errors import BadRequest, LockstepError, NotFound
@@ -52,7 +58,7 @@ async def following(
         )
     found = await until_ready(discovery, 1, seconds=wait_seconds)
     follower = _Follower(fleet, token, options)
-    await follower.apply(Change(found, found, frozenset()))
+    await follower.apply(WorkerChange(found, found, frozenset()))
     await fleet.pool.wait_ready(1, wait_seconds)
     task = asyncio.create_task(follower.run(discovery, look_seconds), name="follow Dynamo")
     try:
@@ -68,14 +74,14 @@ class _Follower:
         self._fleet = fleet
         self._token = token
         self._options = options
-        self._joined: dict[str, Found] = {}
+        self._joined: dict[str, DiscoveredWorker] = {}
 
     async def run(self, discovery: Discovery, seconds: float) -> None:
         async with aclosing(watch(discovery, seconds)) as changes:
             async for change in changes:
                 await self.apply(change)
 
-    async def apply(self, change: Change) -> None:
+    async def apply(self, change: WorkerChange) -> None:
         """Lets those go that are gone, and takes in those that came; one that fails is logged, and
         tried again when discovery tells something new about it."""
         ready = {one.id: one for one in change.now if one.ready}
@@ -86,9 +92,9 @@ class _Follower:
         new = [one for name, one in ready.items() if name not in self._joined]
         await asyncio.gather(*map(self._join, new))
 
-    async def _join(self, found: Found) -> None:
+    async def _join(self, found: DiscoveredWorker) -> None:
         url = pinned(found.data_url or "", found.id)
-        admin = ProvingAdmin(found, token=self._token)
+        admin = FrontendProbeAdmin(found, token=self._token)
         try:
             await self._fleet.add(url, admin, worker_id=found.id, **self._options)
         except LockstepError as error:

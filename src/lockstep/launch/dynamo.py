@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.backends.dynamo.discovery import Dynamo, until_ready
+from lockstep.backends.dynamo.discovery import DynamoDiscovery, until_ready
 from lockstep.backends.dynamo.transport import DynamoTransport
 from lockstep.http.client import HttpClient
 from lockstep.http.server import listen, url_of
@@ -130,7 +130,7 @@ class LocalDynamo:
         """Returns when the frontend serves all workers. Raises EngineFailure or DeadlineExceeded
         that says which of them does not."""
         await asyncio.gather(*(worker.ready for worker in self.workers))
-        discovery = Dynamo(self.url, self.rl_url)
+        discovery = DynamoDiscovery(self.url, self.rl_url)
         try:
             await until_ready(discovery, len(self.workers), seconds=READY_SECONDS, interval=0.2)
         finally:

@@ -19,7 +19,7 @@ from lockstep.backends.admin import (
 )
 from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
 from lockstep.backends.lockstep.admin import LockstepAdmin, join_body
-from lockstep.backends.reload_weights import Reloads
+from lockstep.backends.reload_weights import ReloadedWeights
 from lockstep.protocol.common.decode_error import stated_error
 from lockstep.protocol.control import worker as control
 from lockstep.tokens.errors import (
@@ -53,17 +53,17 @@ class DynamoAdmin:
         backoff: float = 0.1,
     ) -> None:
         self.routes = frozenset(routes)
-        self._caller = AdminClient(system_url, token=token, backoff=backoff)
+        self._client = AdminClient(system_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._own: LockstepAdmin | None = None
         if self.routes >= TRANSACTION:
             self._own = _Advertised(system_url, token, budgets=budgets, backoff=backoff)
-        self._reloads = Reloads(self.url, self._load, self._ready, untouched=(Conflict,))
+        self._reloads = ReloadedWeights(self.url, self._load, self._ready, untouched=(Conflict,))
         self._adapters: dict[str, str] = {}
 
     @property
     def url(self) -> str:
-        return self._caller.url
+        return self._client.url
 
     @property
     def stages(self) -> bool:
@@ -77,10 +77,10 @@ class DynamoAdmin:
         if self._own is not None:
             return await self._own.view()
         if "liveness_probe" in self.routes:
-            await self._engine("liveness_probe", {}, self._budgets.quick, again=True)
+            await self._engine("liveness_probe", {}, self._budgets.quick, idempotent=True)
         version = None
         if "get_weight_version" in self.routes:
-            self._reloads.seen(await self._version())
+            self._reloads.observe(await self._version())
             version = self._reloads.version
         return WorkerView(
             version=version, staged=self._reloads.staged, adapters=dict(self._adapters)
@@ -91,16 +91,16 @@ class DynamoAdmin:
         if mode == "wait":
             budget = replace(budget, attempt=budget.total)
         body = {"mode": mode, "clear_cache": clear_cache}
-        answer = await self._engine("pause_generation", body, budget, again=True)
-        if "mode" in answer:
-            self._caller.expect(answer["mode"], mode, "pause_generation")
+        response = await self._engine("pause_generation", body, budget, idempotent=True)
+        if "mode" in response:
+            self._client.expect(response["mode"], mode, "pause_generation")
 
     async def resume(self) -> None:
         self._reloads.check_whole()
-        await self._engine("resume_generation", {}, self._budgets.quick, again=True)
+        await self._engine("resume_generation", {}, self._budgets.quick, idempotent=True)
 
     async def flush(self) -> None:
-        await self._engine("flush_cache", {}, self._budgets.quick, again=True)
+        await self._engine("flush_cache", {}, self._budgets.quick, idempotent=True)
 
     # Weights
 
@@ -139,13 +139,13 @@ class DynamoAdmin:
             return WeightContents()
         return await self._own.contents(staged=staged, tensors=tensors)
 
-    async def join_group(self, how: Broadcaster) -> None:
+    async def join_group(self, broadcaster: Broadcaster) -> None:
         self._offers("init_weights_update_group")
         if self._own is not None:
-            await self._own.join_group(how)
+            await self._own.join_group(broadcaster)
             return
-        budget = CallBudget(how.seconds + 10.0, how.seconds + 10.0)
-        body = msgspec.to_builtins(join_body(how))
+        budget = CallBudget(broadcaster.seconds + 10.0, broadcaster.seconds + 10.0)
+        body = msgspec.to_builtins(join_body(broadcaster))
         await self._engine("init_weights_update_group", body, budget)
 
     # Adapters
@@ -160,19 +160,19 @@ class DynamoAdmin:
 
         async def load() -> bool:
             body = {"lora_name": name, "source": {"uri": path.as_uri()}}
-            answer = await self._engine("load_lora", body, self._budgets.load)
-            return self._swapped(name, answer)
+            response = await self._engine("load_lora", body, self._budgets.load)
+            return self._swapped(name, response)
 
         async def settled() -> None:
-            # Nothing tells what is loaded; a load again is told apart by `hot_swap`.
+            # Nothing tells what is loaded; the response to a second load has `hot_swap`.
             if "liveness_probe" in self.routes:
-                await self._engine("liveness_probe", {}, self._budgets.quick, again=True)
+                await self._engine("liveness_probe", {}, self._budgets.quick, idempotent=True)
 
         try:
-            if not await self._caller.once("load_lora", load, settled, self._budgets.load):
-                # Without hot swap the old contents stay, and the answer says success.
+            if not await self._client.exactly_once("load_lora", load, settled, self._budgets.load):
+                # Without hot swap the old contents stay, and the response says success.
                 await self.unload_adapter(name)
-                await self._caller.once("load_lora", load, settled, self._budgets.load)
+                await self._client.exactly_once("load_lora", load, settled, self._budgets.load)
         except (EngineFailure, Conflict) as error:
             raise AdapterError(error.message, param="path") from None
         self._adapters[name] = label or ""
@@ -187,16 +187,16 @@ class DynamoAdmin:
         self._adapters.pop(name, None)
 
     async def close(self) -> None:
-        await self._caller.close()
+        await self._client.close()
         if self._own is not None:
             await self._own.close()
 
     # Parts
 
-    def _swapped(self, name: str, answer: dict[str, Any]) -> bool:
+    def _swapped(self, name: str, response: dict[str, Any]) -> bool:
         """Whether the adapter has the new contents now."""
-        there = name in self._adapters or "already" in str(answer.get("message", "")).lower()
-        return answer.get("hot_swap") is True or not there
+        there = name in self._adapters or "already" in str(response.get("message", "")).lower()
+        return response.get("hot_swap") is True or not there
 
     async def _load(self, source: Source, version: str) -> None:
         route, budget = _update_route(source), self._budgets.load
@@ -208,8 +208,8 @@ class DynamoAdmin:
                 weight_version=version,
                 group_name=source.group or "",
             )
-            answer = await self._engine(route, body, budget)
-            self._caller.expect(answer.get("version"), version, route)
+            response = await self._engine(route, body, budget)
+            self._client.expect(response.get("version"), version, route)
             return
 
         before = await self._version() if "get_weight_version" in self.routes else version
@@ -220,22 +220,24 @@ class DynamoAdmin:
 
         async def settled() -> object:
             # The label tells that it happened only if it was another one before. Otherwise it is
-            # loaded again, which a paused worker bears, and one that is not refuses.
+            # loaded again: harmless while paused, and refused by a worker that is not.
             if before == version:
                 return None
             now = await self._version()
             return now if now == version else None
 
-        done = await self._caller.once(route, load, settled, budget)
-        self._caller.expect(done, version, route)
+        loaded = await self._client.exactly_once(route, load, settled, budget)
+        self._client.expect(loaded, version, route)
 
     async def _ready(self) -> None:
         """Dynamo's worker refuses an update itself unless it is paused."""
 
     async def _version(self) -> str | None:
-        answer = await self._engine("get_weight_version", {}, self._budgets.quick, again=True)
-        found = answer.get("version")
-        return None if found is None else str(found)
+        response = await self._engine(
+            "get_weight_version", {}, self._budgets.quick, idempotent=True
+        )
+        version = response.get("version")
+        return None if version is None else str(version)
 
     def _offers(self, route: str) -> None:
         if route not in self.routes:
@@ -246,14 +248,14 @@ class DynamoAdmin:
             )
 
     async def _engine(
-        self, route: str, body: object, budget: CallBudget, *, again: bool = False
+        self, route: str, body: object, budget: CallBudget, *, idempotent: bool = False
     ) -> dict[str, Any]:
         self._offers(route)
-        return await self._caller.ask(f"/engine/{route}", body, budget, again=again)
+        return await self._client.command(f"/engine/{route}", body, budget, idempotent=idempotent)
 
 
 class _Advertised(LockstepAdmin):
-    """A Lockstep worker whose routes are served by Dynamo, which answers errors with status 200."""
+    """A Lockstep worker whose routes are served by Dynamo, which sends errors with status 200."""
 
     def __init__(
         self,
@@ -264,19 +266,19 @@ class _Advertised(LockstepAdmin):
         backoff: float = 0.1,
     ) -> None:
         super().__init__(system_url, token, budgets=budgets, backoff=backoff)
-        self._caller = _ReasonedCaller(system_url, token=token, backoff=backoff)
+        self._client = _ReasonClient(system_url, token=token, backoff=backoff)
 
 
-class _ReasonedCaller(AdminClient):
+class _ReasonClient(AdminClient):
     """Takes the error from its stable `reason`, not from its words."""
 
-    def said_yes(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
-        fields = self.fields(body, what)
+    def check_status(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
+        fields = self.decode_object(body, what)
         if fields.get("status") == "error":
             error = stated_error(fields, f"{self.url} {what}: {fields.get('message')}")
             if error is not None:
                 raise error
-        return super().said_yes(body, what)
+        return super().check_status(body, what)
 
 
 def _update_route(source: Source) -> str:

@@ -1,4 +1,4 @@
-"""Where the workers of a Dynamo deployment are, and how that changes."""
+"""Lists the workers of a Dynamo deployment, and watches them come and go."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ ROUTE = "/v1/rl/workers"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One worker. `id` stays the same while it lives; `error` says why it is not ready.
+class DiscoveredWorker:
+    """One worker of a deployment.
 
-    `routes` is what a Dynamo worker advertises.
+    `id` stays the same while it lives; `error` says why it is not ready. `routes` is what it
+    advertises.
     """
 
     id: str
@@ -47,36 +48,36 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """The workers there are now, and what is new since the last look.
+class WorkerChange:
+    """The workers there are now, and what is new since the last lookup.
 
     A worker of which something changed has left as it was, and come as it is.
     """
 
-    now: frozenset[Found]
-    came: frozenset[Found]
-    left: frozenset[Found]
+    now: frozenset[DiscoveredWorker]
+    came: frozenset[DiscoveredWorker]
+    left: frozenset[DiscoveredWorker]
 
 
 class Discovery(Protocol):
     """A way to find workers."""
 
-    async def find(self) -> frozenset[Found]:
+    async def find(self) -> frozenset[DiscoveredWorker]:
         """The workers there are now. Raises LockstepError when that cannot be told."""
         ...
 
     async def close(self) -> None: ...
 
 
-async def watch(discovery: Discovery, interval: float = 2.0) -> AsyncGenerator[Change, None]:
+async def watch(discovery: Discovery, interval: float = 2.0) -> AsyncGenerator[WorkerChange, None]:
     """The first set, then every change, until it is closed or cancelled.
 
-    A look that fails changes nothing: workers do not go because a name server did. Before the
+    A lookup that fails changes nothing: workers do not go because a name server did. Before the
     first success it is retried.
     """
     if not interval > 0:
         raise BadRequest(f"interval is {interval}: expected seconds > 0", param="interval")
-    before: frozenset[Found] | None = None
+    before: frozenset[DiscoveredWorker] | None = None
     while True:
         try:
             now = await discovery.find()
@@ -86,24 +87,24 @@ async def watch(discovery: Discovery, interval: float = 2.0) -> AsyncGenerator[C
             if before is None or now != before:
                 old = before or frozenset()
                 before = now
-                yield Change(now, now - old, old - now)
+                yield WorkerChange(now, now - old, old - now)
         await asyncio.sleep(interval)
 
 
 async def until_ready(
     discovery: Discovery, count: int = 1, *, seconds: float = 300.0, interval: float = 1.0
-) -> frozenset[Found]:
+) -> frozenset[DiscoveredWorker]:
     """The workers, once `count` of them are ready. Raises DeadlineExceeded, naming the others."""
-    trouble = "no worker was found"
+    trouble = "discovery lists no worker"
     try:
         async with asyncio.timeout(seconds):
             while True:
                 try:
-                    found = await discovery.find()
-                    ready = frozenset(one for one in found if one.ready)
+                    workers = await discovery.find()
+                    ready = frozenset(one for one in workers if one.ready)
                     if len(ready) >= count:
-                        return found
-                    others = [f"{one.id}: {one.error}" for one in found - ready]
+                        return workers
+                    others = [f"{one.id}: {one.error}" for one in workers - ready]
                     trouble = f"{len(ready)} are ready; {'; '.join(sorted(others)[:5])}"
                 except LockstepError as error:
                     trouble = error.message
@@ -127,7 +128,7 @@ class _Workers(msgspec.Struct):
     workers: list[_Worker]
 
 
-class Dynamo:
+class DynamoDiscovery:
     """The workers of a Dynamo deployment, by GET /v1/rl/workers.
 
     `frontend` is where requests go. The discovery URL is `url`, or the frontend's host at the port
@@ -143,32 +144,32 @@ class Dynamo:
         budgets: CallBudgets = BUDGETS,
     ) -> None:
         self._frontend = urlunsplit(_parts(frontend, "frontend")).rstrip("/")
-        self._caller = AdminClient(url or workers_url(frontend, environ))
+        self._client = AdminClient(url or workers_url(frontend, environ))
         self._budgets = budgets
 
-    async def find(self) -> frozenset[Found]:
-        raw = await self._caller.get(ROUTE, self._budgets.quick)
-        listed = self._caller.read(_Workers, self._caller.fields(raw, ROUTE), ROUTE)
+    async def find(self) -> frozenset[DiscoveredWorker]:
+        raw = await self._client.get(ROUTE, self._budgets.quick)
+        listed = self._client.convert(_Workers, self._client.decode_object(raw, ROUTE), ROUTE)
         if listed.protocol_version != 1:
             raise Unavailable(
-                f"{self._caller.url}{ROUTE} speaks protocol {listed.protocol_version}, expected 1"
+                f"{self._client.url}{ROUTE} speaks protocol {listed.protocol_version}, expected 1"
             )
-        found = [self._worker(one) for one in listed.workers]
-        urls = Counter(one.admin_url for one in found if one.ready)
+        workers = [self._worker(one) for one in listed.workers]
+        urls = Counter(one.admin_url for one in workers if one.ready)
         return frozenset(
             replace(one, ready=False, error=f"others have its system_url {one.admin_url} too")
             if one.ready and urls[one.admin_url] > 1
             else one
-            for one in found
+            for one in workers
         )
 
-    def _worker(self, one: _Worker) -> Found:
+    def _worker(self, one: _Worker) -> DiscoveredWorker:
         error = one.error
         if error is None and one.system_url is None:
             error = "it tells no system_url"
-        if error is None and _loopback(one.system_url) and not _loopback(self._caller.url):
+        if error is None and _loopback(one.system_url) and not _loopback(self._client.url):
             error = f"its system_url {one.system_url} is only good on its own host"
-        return Found(
+        return DiscoveredWorker(
             id=str(one.instance_id),
             data_url=self._frontend,
             admin_url=one.system_url,
@@ -180,7 +181,7 @@ class Dynamo:
         )
 
     async def close(self) -> None:
-        await self._caller.close()
+        await self._client.close()
 
 
 def workers_url(frontend: str, environ: Mapping[str, str] = os.environ) -> str:

@@ -1,4 +1,4 @@
-"""Control of a Dynamo worker that has no route for probes: it is asked through the frontend."""
+"""Control of a Dynamo worker that has no route for probes: they go through the frontend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.backends.admin_client import BUDGETS, CallBudgets
 from lockstep.backends.dynamo.admin import DynamoAdmin
-from lockstep.backends.dynamo.discovery import Found
+from lockstep.backends.dynamo.discovery import DiscoveredWorker
 from lockstep.backends.dynamo.transport import DynamoTransport, pinned
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.http.client import HttpClient
@@ -21,21 +21,23 @@ LISTED_SECONDS = 15.0
 LOOK_SECONDS = 0.1
 
 
-class ProvingAdmin(DynamoAdmin):
+class FrontendProbeAdmin(DynamoAdmin):
     """One worker that discovery found; every kind of it can be probed.
 
-    Lockstep's workers score by themselves, also while paused. Dynamo's own are asked for the
-    logprobs of a prompt, pinned to this worker, at temperature 1: there all modes agree.
+    Lockstep's workers score by themselves, also while paused. For Dynamo's own, the logprobs of a
+    prompt are requested, pinned to this worker, at temperature 1: there all modes agree.
     """
 
     def __init__(
-        self, found: Found, *, token: str | None = None, budgets: CallBudgets = BUDGETS
+        self, worker: DiscoveredWorker, *, token: str | None = None, budgets: CallBudgets = BUDGETS
     ) -> None:
-        if found.admin_url is None or found.data_url is None:
-            raise BadRequest(f"worker {found.id} cannot be controlled: {found.error}", param="url")
-        super().__init__(found.admin_url, found.routes, token, budgets=budgets)
-        self._model = found.model
-        self._transport = DynamoTransport(HttpClient(pinned(found.data_url, found.id), retries=0))
+        if worker.admin_url is None or worker.data_url is None:
+            raise BadRequest(
+                f"worker {worker.id} cannot be controlled: {worker.error}", param="url"
+            )
+        super().__init__(worker.admin_url, worker.routes, token, budgets=budgets)
+        self._model = worker.model
+        self._transport = DynamoTransport(HttpClient(pinned(worker.data_url, worker.id), retries=0))
 
     async def probe(
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
@@ -59,10 +61,12 @@ class ProvingAdmin(DynamoAdmin):
 
     async def _score(self, ids: list[int], model: str | None) -> list[float]:
         sampling = Sampling(temperature=1.0, max_tokens=1, prompt_logprobs=0)
-        [done] = await self._transport.generate(
+        [completion] = await self._transport.generate(
             GenerateRequest(prompt_ids=ids, model=model, sampling=sampling)
         )
-        return [entry.logprob for entry in (done.prompt_logprobs or [])[1:] if entry is not None]
+        return [
+            entry.logprob for entry in (completion.prompt_logprobs or [])[1:] if entry is not None
+        ]
 
     async def _listed(self, name: str) -> None:
         try:

@@ -74,14 +74,14 @@ class LockstepAdmin:
         budgets: CallBudgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
-        self._caller = AdminClient(system_url, token=token, backoff=backoff)
+        self._client = AdminClient(system_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._name = secrets.token_hex(8)
         self._numbers = count(1)
 
     @property
     def url(self) -> str:
-        return self._caller.url
+        return self._client.url
 
     async def view(self) -> WorkerView:
         state = await self._look()
@@ -97,10 +97,10 @@ class LockstepAdmin:
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
         budget = self._budgets.pause
         if mode == "wait":
-            # It ends when the last request does: breaking off and asking again gains nothing.
+            # It ends when the last request does: breaking off and trying again gains nothing.
             budget = replace(budget, attempt=budget.total)
         body = control.PauseWorker(mode=mode, clear_cache=clear_cache, order=self._order())
-        await self._engine("pause_generation", body, budget, again=True)
+        await self._engine("pause_generation", body, budget, idempotent=True)
 
     async def resume(self) -> None:
         await self._resume(None)
@@ -112,19 +112,19 @@ class LockstepAdmin:
 
     async def _resume(self, proof: str | None) -> None:
         body = control.Resume(proved=proof, order=self._order())
-        await self._engine("resume_generation", body, self._budgets.quick, again=True)
+        await self._engine("resume_generation", body, self._budgets.quick, idempotent=True)
 
     async def flush(self) -> None:
-        await self._engine("flush_cache", {}, self._budgets.quick, again=True)
+        await self._engine("flush_cache", {}, self._budgets.quick, idempotent=True)
 
     # Weights
 
     async def stage(self, source: Source, version: str) -> None:
         body = stage_body(source, version)
         # Tensors of a broadcast come once; anything else can be read again.
-        again = source.group is None
-        answer = await self._engine("stage", body, self._budgets.load, again=again)
-        self._caller.expect(answer.get("staged"), version, "stage")
+        idempotent = source.group is None
+        response = await self._engine("stage", body, self._budgets.load, idempotent=idempotent)
+        self._client.expect(response.get("staged"), version, "stage")
 
     async def commit(self, version: str) -> None:
         await self._commit(version, None)
@@ -137,8 +137,8 @@ class LockstepAdmin:
     async def _commit(self, version: str, proof: str | None) -> None:
         async def commit() -> str:
             body = control.Commit(weight_version=version, proved=proof)
-            answer = await self._engine("commit", body, self._budgets.commit)
-            self._caller.expect(answer.get("version"), version, "commit")
+            response = await self._engine("commit", body, self._budgets.commit)
+            self._client.expect(response.get("version"), version, "commit")
             return version
 
         async def settled() -> str | None:
@@ -148,19 +148,19 @@ class LockstepAdmin:
             if state.version == version and proof in (None, state.serves):
                 return version
             raise Conflict(
-                f"{self.url} commit: the answer was lost, and now {state.version!r} is served and "
-                f"{state.staged!r} staged, not {version!r}: stage it again"
+                f"{self.url} commit: the response was lost, and now {state.version!r} is served "
+                f"and {state.staged!r} staged, not {version!r}: stage it again"
             )
 
-        await self._caller.once("commit", commit, settled, self._budgets.commit)
+        await self._client.exactly_once("commit", commit, settled, self._budgets.commit)
 
     async def rollback(self) -> str | None:
         before = await self._look()
 
         async def rollback() -> str:
             body = control.Rollback(weights_id=before.weights_id)
-            answer = await self._engine("rollback", body, self._budgets.commit)
-            return str(answer.get("version"))
+            response = await self._engine("rollback", body, self._budgets.commit)
+            return str(response.get("version"))
 
         async def settled() -> str | None:
             state = await self._look()
@@ -168,14 +168,14 @@ class LockstepAdmin:
                 raise Unavailable(f"{self.url} rollback: the worker was started anew meanwhile")
             return None if state.weights_id == before.weights_id else state.version
 
-        return await self._caller.once("rollback", rollback, settled, self._budgets.commit)
+        return await self._client.exactly_once("rollback", rollback, settled, self._budgets.commit)
 
     async def probe(
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> list[list[float]]:
         body = control.ProbeRequest(token_ids=[list(ids) for ids in token_ids], lora_name=adapter)
-        answer = await self._engine("probe", body, self._budgets.probe, again=True)
-        scores = self._caller.read(_Scores, answer, "probe").logprobs
+        response = await self._engine("probe", body, self._budgets.probe, idempotent=True)
+        scores = self._client.convert(_Scores, response, "probe").logprobs
         check_scores(scores, token_ids, f"{self.url} probe")
         return scores
 
@@ -183,26 +183,26 @@ class LockstepAdmin:
         """Logprobs under what is staged, and its name for `commit_proved`. The worker goes on
         generating. Raises Conflict when nothing is staged."""
         body = control.ProbeRequest(token_ids=[list(ids) for ids in token_ids], staged=True)
-        answer = await self._engine("probe", body, self._budgets.probe, again=True)
-        scores = self._caller.read(_StagedScores, answer, "probe of what is staged")
+        response = await self._engine("probe", body, self._budgets.probe, idempotent=True)
+        scores = self._client.convert(_StagedScores, response, "probe of what is staged")
         check_scores(scores.logprobs, token_ids, f"{self.url} probe of what is staged")
         return StagedScores(scores.logprobs, scores.proof)
 
     async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
         """What the worker read. Raises Conflict when nothing is staged."""
         body = control.WeightsDigest(staged=staged, tensors=tensors)
-        answer = await self._engine("weights_digest", body, self._budgets.quick, again=True)
-        found = self._caller.read(_Contents, answer, "weights_digest")
-        return WeightContents(found.digest, found.dtype, found.proof, found.tensors)
+        response = await self._engine("weights_digest", body, self._budgets.quick, idempotent=True)
+        contents = self._client.convert(_Contents, response, "weights_digest")
+        return WeightContents(contents.digest, contents.dtype, contents.proof, contents.tensors)
 
-    async def join_group(self, how: Broadcaster) -> None:
-        body = join_body(how)
-        budget = CallBudget(how.seconds + 10.0, 2 * how.seconds + 20.0)
+    async def join_group(self, broadcaster: Broadcaster) -> None:
+        body = join_body(broadcaster)
+        budget = CallBudget(broadcaster.seconds + 10.0, 2 * broadcaster.seconds + 20.0)
         try:
             await self._engine("init_weights_update_group", body, budget)
         except Conflict:
             # Left over from a trainer that is gone: its place would stay taken for ever.
-            leave = control.LeaveGroup(group_name=how.group)
+            leave = control.LeaveGroup(group_name=broadcaster.group)
             await self._engine("destroy_weights_update_group", leave, self._budgets.quick)
             await self._engine("init_weights_update_group", body, budget)
 
@@ -212,15 +212,17 @@ class LockstepAdmin:
         body = control.LoadLora(lora_name=name, lora_path=str(path), version=label)
 
         async def load() -> str:
-            answer = await self._engine("load_lora_adapter", body, self._budgets.load)
-            return str(answer.get("label"))
+            response = await self._engine("load_lora_adapter", body, self._budgets.load)
+            return str(response.get("label"))
 
         async def settled() -> None:
             # A label in the view may be that of earlier contents. Loading again is always right:
             # the same name from the same path ends in the same state.
             await self._look()
 
-        return await self._caller.once("load_lora_adapter", load, settled, self._budgets.load)
+        return await self._client.exactly_once(
+            "load_lora_adapter", load, settled, self._budgets.load
+        )
 
     async def unload_adapter(self, name: str) -> None:
         body = control.UnloadLora(lora_name=name)
@@ -232,28 +234,28 @@ class LockstepAdmin:
         async def settled() -> bool | None:
             return None if name in (await self._look()).adapter_labels else True
 
-        await self._caller.once("unload_lora_adapter", unload, settled, self._budgets.quick)
+        await self._client.exactly_once("unload_lora_adapter", unload, settled, self._budgets.quick)
 
     async def close(self) -> None:
-        await self._caller.close()
+        await self._client.close()
 
     def _order(self) -> control.SequenceNumber:
         return control.SequenceNumber(caller=self._name, number=next(self._numbers))
 
     async def _look(self) -> _State:
-        answer = await self._engine("liveness_probe", {}, self._budgets.quick, again=True)
-        return self._caller.read(_State, answer, "liveness_probe")
+        response = await self._engine("liveness_probe", {}, self._budgets.quick, idempotent=True)
+        return self._client.convert(_State, response, "liveness_probe")
 
     async def _engine(
-        self, method: str, body: object, budget: CallBudget, *, again: bool = False
+        self, method: str, body: object, budget: CallBudget, *, idempotent: bool = False
     ) -> dict[str, Any]:
-        return await self._caller.ask(f"/engine/{method}", body, budget, again=again)
+        return await self._client.command(f"/engine/{method}", body, budget, idempotent=idempotent)
 
 
 def stage_body(source: Source, version: str) -> control.Stage:
     """The body of `stage`. Raises BadRequest unless the source is exactly one."""
-    given = [source.directory, source.shared, source.group]
-    if given.count(None) != 2:
+    sources = [source.directory, source.shared, source.group]
+    if sources.count(None) != 2:
         raise BadRequest(
             f"source has directory {source.directory}, shared {source.shared!r} and group "
             f"{source.group!r}: expected exactly one of them",
@@ -269,15 +271,15 @@ def stage_body(source: Source, version: str) -> control.Stage:
     )
 
 
-def join_body(how: Broadcaster) -> control.JoinGroup:
+def join_body(broadcaster: Broadcaster) -> control.JoinGroup:
     return control.JoinGroup(
-        master_address=how.host,
-        master_port=how.port,
-        rank=how.rank,
-        world_size=how.world_size,
-        group_name=how.group,
-        backend=how.backend,
-        timeout_seconds=how.seconds,
+        master_address=broadcaster.host,
+        master_port=broadcaster.port,
+        rank=broadcaster.rank,
+        world_size=broadcaster.world_size,
+        group_name=broadcaster.group,
+        backend=broadcaster.backend,
+        timeout_seconds=broadcaster.seconds,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, WorkerView
 from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
 from lockstep.backends.lockstep.admin import check_scores
-from lockstep.backends.reload_weights import Reloads
+from lockstep.backends.reload_weights import ReloadedWeights
 from lockstep.backends.vllm.adapters import AdapterCalls
 from lockstep.backends.vllm.admin import score
 from lockstep.tokens.errors import (
@@ -24,7 +24,7 @@ PAUSE = "/pause?mode=keep&clear_cache=false"
 
 
 class PrimeAdmin:
-    """One server of prime-rl. It tells neither its version nor whether it is paused.
+    """One inference server of prime-rl. It tells neither its version nor whether it is paused.
 
     It only pauses with `keep`, and does not drop prefixes cached under older weights by itself:
     where it has no /reset_prefix_cache, requests must carry a cache salt for each version.
@@ -42,19 +42,19 @@ class PrimeAdmin:
         budgets: CallBudgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
-        self._caller = AdminClient(base_url, token=token, backoff=backoff)
+        self._client = AdminClient(base_url, token=token, backoff=backoff)
         self._budgets = budgets
         self._paused = False
-        self._reloads = Reloads(self.url, self._load, self._ready)
-        self._adapters = AdapterCalls(self._caller, budgets, "/load_lora_adapter")
+        self._reloads = ReloadedWeights(self.url, self._load, self._ready)
+        self._adapters = AdapterCalls(self._client, budgets, "/load_lora_adapter")
 
     @property
     def url(self) -> str:
-        return self._caller.url
+        return self._client.url
 
     async def view(self) -> WorkerView:
-        raw = await self._caller.get("/liveness", self._budgets.quick)
-        self._caller.said_yes(raw, "/liveness")
+        raw = await self._client.get("/liveness", self._budgets.quick)
+        self._client.check_status(raw, "/liveness")
         adapters = self._adapters.labels(await self._adapters.cards())
         return WorkerView(version=None, staged=self._reloads.staged, adapters=adapters)
 
@@ -65,29 +65,33 @@ class PrimeAdmin:
                 "prime-rl's server only keeps requests, with their caches",
                 param="mode",
             )
-        # Until it said yes nobody knows; then a load is refused, and a resume is always tried.
+        # Until it confirmed nobody knows; then a load is refused, and a resume is always tried.
         self._paused = False
-        self._agreed(await self._caller.post(PAUSE, None, self._budgets.pause, again=True), PAUSE)
+        self._check_done(
+            await self._client.post(PAUSE, None, self._budgets.pause, idempotent=True), PAUSE
+        )
         self._paused = True
 
     async def resume(self) -> None:
         self._reloads.check_whole()
         path = "/resume"
-        self._agreed(await self._caller.post(path, None, self._budgets.quick, again=True), path)
+        self._check_done(
+            await self._client.post(path, None, self._budgets.quick, idempotent=True), path
+        )
         self._paused = False
 
     async def flush(self, *, running_too: bool = False) -> None:
         """Forgets cached prefixes. Raises UnsupportedField where the server has no such route."""
         path = "/reset_prefix_cache" + "?reset_running_requests=true" * running_too
         try:
-            raw = await self._caller.post(path, None, self._budgets.quick, again=True)
+            raw = await self._client.post(path, None, self._budgets.quick, idempotent=True)
         except NotFound:
             raise UnsupportedField(
                 f"{self.url} has no {path}: salt the cache of each version instead", param="flush"
             ) from None
-        answer = self._caller.fields(raw, path)
-        if answer.get("success") is not True:
-            raise Conflict(f"{self.url} {path} answered {answer}: requests hold cached prefixes")
+        response = self._client.decode_object(raw, path)
+        if response.get("success") is not True:
+            raise Conflict(f"{self.url} {path} returned {response}: requests hold cached prefixes")
 
     # Weights
 
@@ -110,21 +114,21 @@ class PrimeAdmin:
                 param="probe",
             )
         budget = self._budgets.probe
-        scores = [await score(self._caller, ids, adapter, budget) for ids in token_ids]
+        scores = [await score(self._client, ids, adapter, budget) for ids in token_ids]
         check_scores(scores, token_ids, f"{self.url} probe")
         return scores
 
-    async def join_group(self, how: Broadcaster) -> None:
-        # It counts the inference side only; rank 0 of the whole is the trainer.
+    async def join_group(self, broadcaster: Broadcaster) -> None:
+        # prime-rl counts the inference side only; rank 0 of the whole is the trainer.
         body = {
-            "host": how.host,
-            "port": how.port,
-            "rank_offset": how.rank - 1,
-            "inference_world_size": how.world_size - 1,
-            "timeout": int(how.seconds),
+            "host": broadcaster.host,
+            "port": broadcaster.port,
+            "rank_offset": broadcaster.rank - 1,
+            "inference_world_size": broadcaster.world_size - 1,
+            "timeout": int(broadcaster.seconds),
         }
-        budget = CallBudget(how.seconds + 10.0, how.seconds + 10.0)
-        await self._caller.ask("/init_broadcaster", body, budget)
+        budget = CallBudget(broadcaster.seconds + 10.0, broadcaster.seconds + 10.0)
+        await self._client.command("/init_broadcaster", body, budget)
 
     # Adapters
 
@@ -135,17 +139,17 @@ class PrimeAdmin:
         await self._adapters.unload(name)
 
     async def close(self) -> None:
-        await self._caller.close()
+        await self._client.close()
 
     async def _load(self, source: Source, version: str) -> None:
         path = "/update_weights"
         budget = self._budgets.load
         if source.directory is None:
             # The trainer sends once: a second receive would wait for ever.
-            await self._caller.ask(path, {"weight_dir": None}, budget)
+            await self._client.command(path, {"weight_dir": None}, budget)
         else:
             body = {"weight_dir": str(source.directory)}
-            await self._caller.ask(path, body, budget, again=True)
+            await self._client.command(path, body, budget, idempotent=True)
         with suppress(UnsupportedField):  # then prefixes are salted, as this class says
             await self.flush(running_too=True)
 
@@ -153,9 +157,9 @@ class PrimeAdmin:
         if not self._paused:
             raise Conflict(f"{self.url} was not paused from here: pause it before a weight update")
 
-    def _agreed(self, raw: bytearray, path: str) -> None:
-        fields = self._caller.fields(raw, path)
+    def _check_done(self, raw: bytearray, path: str) -> None:
+        fields = self._client.decode_object(raw, path)
         if fields.get("status") not in ("ok", "success", "paused", "resumed"):
             if "error" in fields or fields.get("status") == "error":
-                raise EngineFailure(f"{self.url} {path} answered {fields}")
+                raise EngineFailure(f"{self.url} {path} failed: {fields}")
             raise ContractError(f"{self.url} {path} does not say that it did it: {fields}")

@@ -1,4 +1,4 @@
-"""Adapters of a server built on vLLM: loaded and unloaded, and believed when they are listed."""
+"""Adapters of a server built on vLLM: loaded, unloaded, and checked against its model list."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class _Cards(msgspec.Struct):
 class AdapterCalls:
     """Adapters by the route that loads them. Labels are remembered: the server knows paths only."""
 
-    def __init__(self, caller: AdminClient, budgets: CallBudgets, load: str) -> None:
-        self._caller = caller
+    def __init__(self, client: AdminClient, budgets: CallBudgets, load: str) -> None:
+        self._client = client
         self._budgets = budgets
         self._load = load
         self._labels: dict[str, tuple[str, str]] = {}
 
     async def cards(self) -> list[AdapterCard]:
-        raw = await self._caller.get("/v1/models", self._budgets.quick)
-        fields = self._caller.fields(raw, "/v1/models")
-        return self._caller.read(_Cards, fields, "/v1/models").data
+        raw = await self._client.get("/v1/models", self._budgets.quick)
+        fields = self._client.decode_object(raw, "/v1/models")
+        return self._client.convert(_Cards, fields, "/v1/models").data
 
     def labels(self, cards: list[AdapterCard]) -> dict[str, str]:
         """The adapters among `cards`, with the label of those that were loaded from here."""
@@ -53,7 +53,7 @@ class AdapterCalls:
         body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
 
         async def load() -> AdapterCard | None:
-            self._said_success(self._load, await self._post(self._load, body))
+            self._check_success(self._load, await self._post(self._load, body))
             return await self._find(name)
 
         async def settled() -> None:
@@ -61,35 +61,35 @@ class AdapterCalls:
             await self.cards()
 
         try:
-            card = await self._caller.once(self._load, load, settled, self._budgets.load)
+            card = await self._client.exactly_once(self._load, load, settled, self._budgets.load)
         except (UnknownModel, EngineFailure) as error:
             raise AdapterError(error.message, param="path") from None
         listed = None if card is None else card.root
-        self._caller.expect(listed, str(path), f"path of adapter {name!r} after {self._load}")
+        self._client.expect(listed, str(path), f"path of adapter {name!r} after {self._load}")
         self._labels[name] = (str(path), label or "")
         return label or ""
 
     async def unload(self, name: str) -> None:
         async def unload() -> bool:
-            self._said_success(UNLOAD, await self._post(UNLOAD, {"lora_name": name}))
+            self._check_success(UNLOAD, await self._post(UNLOAD, {"lora_name": name}))
             return True
 
         async def settled() -> bool | None:
             return True if await self._find(name) is None else None
 
-        await self._caller.once(UNLOAD, unload, settled, self._budgets.quick)
+        await self._client.exactly_once(UNLOAD, unload, settled, self._budgets.quick)
         self._labels.pop(name, None)
         left = await self._find(name)
         listed = None if left is None else left.root
-        self._caller.expect(listed, None, f"path of adapter {name!r} after {UNLOAD}")
+        self._client.expect(listed, None, f"path of adapter {name!r} after {UNLOAD}")
 
     async def _find(self, name: str) -> AdapterCard | None:
         return next((card for card in await self.cards() if card.id == name and card.parent), None)
 
     async def _post(self, path: str, body: object) -> bytearray:
-        return await self._caller.post(path, body, self._budgets.load)
+        return await self._client.post(path, body, self._budgets.load)
 
-    def _said_success(self, path: str, raw: bytearray) -> None:
-        # vLLM answers with a sentence, prime-rl's server with a status.
+    def _check_success(self, path: str, raw: bytearray) -> None:
+        # vLLM confirms with a sentence, prime-rl's server with a status.
         if not raw.lstrip(b'"').startswith(SUCCESS):
-            self._caller.said_yes(raw, path)
+            self._client.check_status(raw, path)

@@ -19,9 +19,9 @@ from lockstep.backends.admin import (
 )
 from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
 from lockstep.backends.lockstep.admin import check_scores
-from lockstep.backends.reload_weights import Reloads
+from lockstep.backends.reload_weights import ReloadedWeights
 from lockstep.backends.vllm.adapters import AdapterCalls
-from lockstep.backends.vllm.collective_rpc import ExtensionClient, Seen, collective_rpc
+from lockstep.backends.vllm.collective_rpc import ExtensionClient, ExtensionView, collective_rpc
 from lockstep.backends.vllm.transport import VllmTransport
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Sampling
@@ -37,7 +37,8 @@ INITIAL_VERSION = "default"
 
 
 class VllmAdmin:
-    """One vLLM server. `meet` finds out whether the Lockstep worker extension is loaded there.
+    """One vLLM server. `detect_extension` must run first: with the Lockstep worker extension it can
+    stage and score.
 
     Without it nothing can be staged: `commit` loads while the server is paused, and a server whose
     load failed is not resumed, as it would die of its next forward pass. vLLM queues requests while
@@ -54,43 +55,43 @@ class VllmAdmin:
         budgets: CallBudgets = BUDGETS,
         backoff: float = 0.1,
     ) -> None:
-        self._caller = AdminClient(base_url, token=token, backoff=backoff)
+        self._client = AdminClient(base_url, token=token, backoff=backoff)
         self._budgets = budgets
-        self._seen: Seen | None = None
-        self._extension = ExtensionClient(self._caller, budgets, self._quiet, self._label)
-        self._reloads = Reloads(self.url, self._load, self._ready)
-        self._adapters = AdapterCalls(self._caller, budgets, "/v1/load_lora_adapter")
+        self._extension_view: ExtensionView | None = None
+        self._extension = ExtensionClient(self._client, budgets, self._quiet, self._label)
+        self._reloads = ReloadedWeights(self.url, self._load, self._ready)
+        self._adapters = AdapterCalls(self._client, budgets, "/v1/load_lora_adapter")
 
     @property
     def url(self) -> str:
-        return self._caller.url
+        return self._client.url
 
     @property
     def stages(self) -> bool:
-        return self._seen is not None
+        return self._extension_view is not None
 
     @property
     def probes_while_paused(self) -> bool:
-        return self._seen is not None and self._seen.probes
+        return self._extension_view is not None and self._extension_view.probes
 
-    async def meet(self) -> None:
-        """Looks for the extension; to be called before use, and when the server came back."""
-        self._seen = await self._extension.find()
+    async def detect_extension(self) -> None:
+        """Looks for the extension; to be called before use, and when the server was restarted."""
+        self._extension_view = await self._extension.detect()
 
     async def view(self) -> WorkerView:
-        if self._seen is not None:
-            self._seen = await self._extension.view()
-        answer = self._caller.fields(await self._get("/weight_info"), "/weight_info")
-        label = answer.get("weight_version")
+        if self._extension_view is not None:
+            self._extension_view = await self._extension.view()
+        response = self._client.decode_object(await self._get("/weight_info"), "/weight_info")
+        label = response.get("weight_version")
         version = label if isinstance(label, str) else None
         cards = await self._adapters.cards()
-        if self._seen is not None:
-            version, staged = self._seen.version or version, self._seen.staged
+        if self._extension_view is not None:
+            version, staged = self._extension_view.version or version, self._extension_view.staged
         else:
             # Until the first update the weights are those it was started with.
             root = next((card.root for card in cards if card.parent is None), None)
             first = Source(directory=Path(root)) if root and version == INITIAL_VERSION else None
-            self._reloads.seen(version, first)
+            self._reloads.observe(version, first)
             version, staged = self._reloads.version, self._reloads.staged
         return WorkerView(
             version=version,
@@ -104,46 +105,46 @@ class VllmAdmin:
         if mode == "wait":
             budget = replace(budget, attempt=budget.total)
         path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
-        answer = await self._json(path, None, budget, again=True)
-        self._caller.expect(answer.get("status"), "paused", "/pause")
-        self._caller.expect(await self._paused(), True, "/is_paused after /pause")
+        response = await self._json(path, None, budget, idempotent=True)
+        self._client.expect(response.get("status"), "paused", "/pause")
+        self._client.expect(await self._paused(), True, "/is_paused after /pause")
 
     async def resume(self) -> None:
         self._reloads.check_whole()
-        answer = await self._json("/resume", None, self._budgets.quick, again=True)
-        self._caller.expect(answer.get("status"), "resumed", "/resume")
-        self._caller.expect(await self._paused(), False, "/is_paused after /resume")
+        response = await self._json("/resume", None, self._budgets.quick, idempotent=True)
+        self._client.expect(response.get("status"), "resumed", "/resume")
+        self._client.expect(await self._paused(), False, "/is_paused after /resume")
 
     async def flush(self, *, running_too: bool = False) -> None:
         """Forgets cached prefixes. Raises Conflict when running requests hold some of them, unless
         `running_too`: then theirs are computed anew."""
         path = "/reset_prefix_cache"
-        answer = await self._json(path, None, self._budgets.quick, again=True)
-        if answer.get("success") is not True and running_too:
+        response = await self._json(path, None, self._budgets.quick, idempotent=True)
+        if response.get("success") is not True and running_too:
             path += "?reset_running_requests=true"
-            answer = await self._json(path, None, self._budgets.quick, again=True)
-        if answer.get("success") is not True:
+            response = await self._json(path, None, self._budgets.quick, idempotent=True)
+        if response.get("success") is not True:
             raise Conflict(
-                f"{self.url} {path} answered {answer}: requests hold cached prefixes; pause with "
+                f"{self.url} {path} returned {response}: requests hold cached prefixes; pause with "
                 "abort or wait first, or flush with running_too"
             )
 
     # Weights
 
     async def stage(self, source: Source, version: str) -> None:
-        if self._seen is not None:
+        if self._extension_view is not None:
             await self._extension.stage(source, version)
         else:
             self._reloads.stage(source, version)
 
     async def commit(self, version: str) -> None:
-        if self._seen is not None:
+        if self._extension_view is not None:
             await self._extension.commit(version)
         else:
             await self._reloads.commit(version)
 
     async def rollback(self) -> str | None:
-        if self._seen is not None:
+        if self._extension_view is not None:
             return await self._extension.rollback()
         return await self._reloads.rollback()
 
@@ -152,7 +153,7 @@ class VllmAdmin:
     ) -> list[list[float]]:
         if not await self._paused():
             budget = self._budgets.probe
-            scores = [await score(self._caller, ids, adapter, budget) for ids in token_ids]
+            scores = [await score(self._client, ids, adapter, budget) for ids in token_ids]
         elif self.probes_while_paused and adapter is None:
             scores = await self._extension.probe(token_ids)
         else:
@@ -166,36 +167,36 @@ class VllmAdmin:
 
     async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
         """What the extension read; a server without it, or with an older one, does not tell."""
-        if self._seen is None or not self._seen.digests:
+        if self._extension_view is None or not self._extension_view.digests:
             return WeightContents()
         return await self._extension.contents(staged=staged, tensors=tensors)
 
-    async def join_group(self, how: Broadcaster) -> None:
-        if self._seen is not None:
-            await self._extension.join_group(how)
+    async def join_group(self, broadcaster: Broadcaster) -> None:
+        if self._extension_view is not None:
+            await self._extension.join_group(broadcaster)
             return
         info = {
-            "master_address": how.host,
-            "master_port": how.port,
-            "rank_offset": how.rank,
-            "world_size": how.world_size,
+            "master_address": broadcaster.host,
+            "master_port": broadcaster.port,
+            "rank_offset": broadcaster.rank,
+            "world_size": broadcaster.world_size,
         }
-        budget = CallBudget(how.seconds + 10.0, how.seconds + 10.0)
+        budget = CallBudget(broadcaster.seconds + 10.0, broadcaster.seconds + 10.0)
         await self._step("/init_weight_transfer_engine", {"init_info": info}, budget)
 
     # Adapters
 
     async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
-        found = await self._adapters.load(name, path, label)
+        loaded = await self._adapters.load(name, path, label)
         # Prefixes are cached under the adapter's path: new contents there would meet old ones.
         await self.flush(running_too=True)
-        return found
+        return loaded
 
     async def unload_adapter(self, name: str) -> None:
         await self._adapters.unload(name)
 
     async def close(self) -> None:
-        await self._caller.close()
+        await self._client.close()
 
     # Parts
 
@@ -204,9 +205,9 @@ class VllmAdmin:
         if source.directory is not None:
             kwargs = {"weights_path": str(source.directory)}
             # The same directory may be loaded twice, as long as nothing runs on what is there.
-            await self._caller.once(
+            await self._client.exactly_once(
                 "reload_weights",
-                lambda: collective_rpc(self._caller, "reload_weights", kwargs, budget),
+                lambda: collective_rpc(self._client, "reload_weights", kwargs, budget),
                 self._ready,
                 budget,
             )
@@ -236,60 +237,67 @@ class VllmAdmin:
 
     async def _ready(self) -> None:
         """Raises Conflict unless paused: weights changed under a running server kill it."""
-        if self._seen is None and self._reloads.version is None:
+        if self._extension_view is None and self._reloads.version is None:
             await self.view()
         if not await self._paused():
             raise Conflict(f"{self.url} is not paused: pause it before its weights are changed")
 
     async def _label(self, version: str) -> None:
         path = "/update_weight_version"
-        answer = await self._json(path, {"new_version": version}, self._budgets.quick, again=True)
-        self._caller.expect(answer.get("success"), True, path)
-        info = self._caller.fields(await self._get("/weight_info"), "/weight_info")
-        self._caller.expect(info.get("weight_version"), version, "/weight_info")
+        response = await self._json(
+            path, {"new_version": version}, self._budgets.quick, idempotent=True
+        )
+        self._client.expect(response.get("success"), True, path)
+        info = self._client.decode_object(await self._get("/weight_info"), "/weight_info")
+        self._client.expect(info.get("weight_version"), version, "/weight_info")
         await self.flush(running_too=True)
 
     async def _paused(self) -> bool:
-        found = self._caller.fields(await self._get("/is_paused"), "/is_paused").get("is_paused")
-        if not isinstance(found, bool):
-            raise ContractError(f"{self.url} /is_paused does not say whether it is: {found!r}")
-        return found
+        response = self._client.decode_object(await self._get("/is_paused"), "/is_paused")
+        paused = response.get("is_paused")
+        if not isinstance(paused, bool):
+            raise ContractError(f"{self.url} /is_paused does not say whether it is: {paused!r}")
+        return paused
 
     async def _get(self, path: str) -> bytearray:
-        return await self._caller.get(path, self._budgets.quick)
+        return await self._client.get(path, self._budgets.quick)
 
     async def _json(
-        self, path: str, body: object, budget: CallBudget, *, again: bool = False
+        self, path: str, body: object, budget: CallBudget, *, idempotent: bool = False
     ) -> dict[str, Any]:
-        raw = await self._caller.post(path, body, budget, again=again)
-        return self._caller.fields(raw, path)
+        raw = await self._client.post(path, body, budget, idempotent=idempotent)
+        return self._client.decode_object(raw, path)
 
     async def _step(self, path: str, body: object, budget: CallBudget) -> None:
-        """One step of a weight transfer: it must say with a message that it is done."""
-        answer = await self._json(path, body, budget)
-        if not answer.get("message") or "error" in answer:
-            raise EngineFailure(f"{self.url} {path} answered {answer}")
+        """One step of a weight transfer, which confirms it with a `message`."""
+        response = await self._json(path, body, budget)
+        if not response.get("message") or "error" in response:
+            raise EngineFailure(f"{self.url} {path} failed: {response}")
 
 
 async def score(
-    caller: AdminClient, token_ids: Sequence[int], adapter: str | None, budget: CallBudget
+    client: AdminClient, token_ids: Sequence[int], adapter: str | None, budget: CallBudget
 ) -> list[float]:
     """Logprobs of every token after the first, from a server that is not paused."""
-    ask = GenerateRequest(
+    request = GenerateRequest(
         prompt_ids=list(token_ids),
         sampling=Sampling(max_tokens=1, logprobs=0, prompt_logprobs=0),
         model=adapter,
-        # A salt of its own: a probe must not be answered from what was cached before.
+        # A salt of its own: a probe must not be served from what was cached before.
         cache_salt=uuid4().hex,
         timeout=budget.attempt,
     )
-    transport = VllmTransport(caller.link, lockstep=False)
+    transport = VllmTransport(client.http, lockstep=False)
 
     async def not_settled() -> None:
-        return None
+        return None  # scoring changes nothing: it may be repeated
 
-    (done,) = await caller.once("probe", lambda: transport.generate(ask), not_settled, budget)
-    scores = [None if entry is None else entry.logprob for entry in done.prompt_logprobs or ()]
+    (completion,) = await client.exactly_once(
+        "probe", lambda: transport.generate(request), not_settled, budget
+    )
+    scores = [
+        None if entry is None else entry.logprob for entry in completion.prompt_logprobs or ()
+    ]
     if None in scores[1:]:
-        raise BadLogprob(f"{caller.url} probe: a prompt token came without its logprob")
+        raise BadLogprob(f"{client.url} probe: a prompt token came without its logprob")
     return [value for value in scores[1:] if value is not None]

@@ -1,4 +1,4 @@
-"""vLLM's /collective_rpc, and the Lockstep worker extension that answers behind it."""
+"""Calls methods of the Lockstep worker extension through vLLM's /collective_rpc."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lockstep.backends.admin import Broadcaster, Source, WeightContents
-from lockstep.backends.admin_client import AdminClient, CallBudget, CallBudgets, named
+from lockstep.backends.admin_client import AdminClient, CallBudget, CallBudgets, name_worker
 from lockstep.backends.lockstep.admin import join_body, stage_body
 from lockstep.protocol.common.decode_error import error_of
 from lockstep.tokens.errors import (
@@ -26,12 +26,12 @@ from lockstep.tokens.errors import (
 VIEW = "lockstep_view"
 """No arguments. Gives {"version": str | null, "staged": str | null, "probes": bool, "digests":
 bool}; `probes` says whether the extension has PROBE, `digests` whether it has DIGEST. Every method
-gives the same on every rank, or {"error": {...}} in the shape of wire.fault on a rank where it
-failed."""
+gives the same on every rank, or {"error": {...}} with the fields of protocol.common.error_body on a
+rank where it failed."""
 STAGE = "lockstep_stage"
-"""Keyword arguments: the fields of wire.control.Stage. Gives {"staged": version} once they are in
-memory; until then {"staged": null}, and is to be asked again, as a call that waited would hold up
-generation. Leaves the live weights alone."""
+"""Keyword arguments: the fields of protocol.control.worker.Stage. Gives {"staged": version} once
+they are in memory; until then {"staged": null}, and is to be called again, as a call that waited
+would hold up generation. Leaves the live weights alone."""
 COMMIT = "lockstep_commit"
 """Keyword argument `version`: swaps in what is staged, packs it, keeps the old for one rollback.
 Raises unless that version is staged. Gives {"version": version}. The server is paused."""
@@ -45,8 +45,8 @@ DIGEST = "lockstep_digest"
 """Keyword arguments `staged` and `tensors` (both bool). Gives {"digest": str | null, "dtype": str}
 of what was read when the live or staged weights were loaded, and "tensors" with that of each."""
 JOIN = "lockstep_join_group"
-"""Keyword arguments: the fields of wire.control.JoinGroup; `rank` is that of the server's first
-rank, the others follow. Gives {"group_name": str}."""
+"""Keyword arguments: the fields of protocol.control.worker.JoinGroup; `rank` is that of the
+server's first rank, the others follow. Gives {"group_name": str}."""
 
 ROUTE = "/collective_rpc"
 POLL_FIRST, POLL_LAST = 0.02, 1.0
@@ -54,7 +54,7 @@ POLL_FIRST, POLL_LAST = 0.02, 1.0
 NO_METHOD = re.compile(r"has no attribute|not implemented", re.IGNORECASE)
 
 
-class Seen(msgspec.Struct, frozen=True):
+class ExtensionView(msgspec.Struct, frozen=True):
     """What the extension says of itself."""
 
     version: str | None
@@ -69,24 +69,24 @@ class _Contents(msgspec.Struct):
     tensors: dict[str, str] = {}
 
 
-class _Answer(msgspec.Struct):
+class _RankResults(msgspec.Struct):
     results: list[Any]
 
 
 async def collective_rpc(
-    caller: AdminClient,
+    client: AdminClient,
     method: str,
     kwargs: dict[str, Any],
     budget: CallBudget,
     *,
-    again: bool = False,
+    idempotent: bool = False,
 ) -> list[Any]:
     """What each rank gave. Raises ContractError when there is none: then nobody did it."""
     body = {"method": method, "kwargs": kwargs, "timeout": budget.attempt}
-    raw = await caller.post(ROUTE, body, budget, again=again)
-    results = caller.read(_Answer, caller.fields(raw, method), method).results
+    raw = await client.post(ROUTE, body, budget, idempotent=idempotent)
+    results = client.convert(_RankResults, client.decode_object(raw, method), method).results
     if not results:
-        raise ContractError(f"{caller.url} {method}: no rank answered")
+        raise ContractError(f"{client.url} {method}: no rank responded")
     return results
 
 
@@ -96,21 +96,21 @@ class ExtensionClient:
 
     def __init__(
         self,
-        caller: AdminClient,
+        client: AdminClient,
         budgets: CallBudgets,
         quiet: Callable[[], AbstractAsyncContextManager[None]],
         label: Callable[[str], Awaitable[None]],
     ) -> None:
-        self._caller = caller
+        self._client = client
         self._budgets = budgets
         self._quiet = quiet
         self._label = label
 
-    async def view(self) -> Seen:
-        answer = await self._call(VIEW, {}, self._budgets.quick, again=True)
-        return self._caller.read(Seen, answer, VIEW)
+    async def view(self) -> ExtensionView:
+        response = await self._call(VIEW, {}, self._budgets.quick, idempotent=True)
+        return self._client.convert(ExtensionView, response, VIEW)
 
-    async def find(self) -> Seen | None:
+    async def detect(self) -> ExtensionView | None:
         """The view, or None where no extension is loaded."""
         try:
             return await self.view()
@@ -124,18 +124,18 @@ class ExtensionClient:
     async def stage(self, source: Source, version: str) -> None:
         kwargs = msgspec.to_builtins(stage_body(source, version))
         # Tensors of a broadcast come once; anything else can be read again.
-        again = source.group is None
+        idempotent = source.group is None
         loop = asyncio.get_running_loop()
         deadline, pause = loop.time() + self._budgets.load.total, POLL_FIRST
         while True:
-            answers = await self._each(STAGE, kwargs, self._budgets.load, again=again)
-            staged = [answer.get("staged") for answer in answers]
+            responses = await self._each(STAGE, kwargs, self._budgets.load, idempotent=idempotent)
+            staged = [response.get("staged") for response in responses]
             if None not in staged:
-                self._caller.expect(staged, [version] * len(staged), STAGE)
+                self._client.expect(staged, [version] * len(staged), STAGE)
                 return
             if loop.time() + pause > deadline:
                 raise DeadlineExceeded(
-                    f"{self._caller.url} {STAGE}: {version!r} was not in memory after "
+                    f"{self._client.url} {STAGE}: {version!r} was not in memory after "
                     f"{self._budgets.load.total:g} s"
                 )
             await asyncio.sleep(pause)
@@ -143,8 +143,8 @@ class ExtensionClient:
 
     async def commit(self, version: str) -> None:
         async def commit() -> bool:
-            answer = await self._call(COMMIT, {"version": version}, self._budgets.commit)
-            self._caller.expect(answer.get("version"), version, COMMIT)
+            response = await self._call(COMMIT, {"version": version}, self._budgets.commit)
+            self._client.expect(response.get("version"), version, COMMIT)
             return True
 
         async def settled() -> bool | None:
@@ -154,12 +154,12 @@ class ExtensionClient:
             if seen.version == version:
                 return True
             raise Conflict(
-                f"{self._caller.url} {COMMIT}: the answer was lost, and {version!r} is neither "
+                f"{self._client.url} {COMMIT}: the response was lost, and {version!r} is neither "
                 "staged nor served now: stage it again"
             )
 
         async with self._quiet():
-            await self._caller.once(COMMIT, commit, settled, self._budgets.commit)
+            await self._client.exactly_once(COMMIT, commit, settled, self._budgets.commit)
             await self._label(version)
 
     async def rollback(self) -> str | None:
@@ -167,66 +167,70 @@ class ExtensionClient:
         expected = {"version": before.version, "staged": before.staged}
 
         async def rollback() -> str:
-            answer = await self._call(ROLLBACK, expected, self._budgets.commit)
-            return str(answer.get("version"))
+            response = await self._call(ROLLBACK, expected, self._budgets.commit)
+            return str(response.get("version"))
 
         async def settled() -> str | None:
             now = await self.view()
             if now == before:
                 return None
             if now.version is None:
-                raise Unavailable(f"{self._caller.url} {ROLLBACK}: it was started anew meanwhile")
+                raise Unavailable(f"{self._client.url} {ROLLBACK}: it was started anew meanwhile")
             return now.version
 
         if before.staged is not None:
-            return await self._caller.once(ROLLBACK, rollback, settled, self._budgets.commit)
+            return await self._client.exactly_once(
+                ROLLBACK, rollback, settled, self._budgets.commit
+            )
         async with self._quiet():
-            version = await self._caller.once(ROLLBACK, rollback, settled, self._budgets.commit)
+            version = await self._client.exactly_once(
+                ROLLBACK, rollback, settled, self._budgets.commit
+            )
             await self._label(version)
         return version
 
     async def probe(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         kwargs = {"token_ids": [list(ids) for ids in token_ids], "adapter": None}
-        answer = await self._call(PROBE, kwargs, self._budgets.probe, again=True)
-        return self._caller.read(list[list[float]], answer.get("logprobs"), PROBE)
+        response = await self._call(PROBE, kwargs, self._budgets.probe, idempotent=True)
+        return self._client.convert(list[list[float]], response.get("logprobs"), PROBE)
 
     async def contents(self, *, staged: bool, tensors: bool) -> WeightContents:
         """What every rank read. Raises ContractError when they did not read the same."""
         kwargs = {"staged": staged, "tensors": tensors}
-        answer = await self._call(DIGEST, kwargs, self._budgets.quick, again=True)
-        found = self._caller.read(_Contents, answer, DIGEST)
-        return WeightContents(found.digest, found.dtype, None, found.tensors)
+        response = await self._call(DIGEST, kwargs, self._budgets.quick, idempotent=True)
+        contents = self._client.convert(_Contents, response, DIGEST)
+        return WeightContents(contents.digest, contents.dtype, None, contents.tensors)
 
-    async def join_group(self, how: Broadcaster) -> None:
-        kwargs = msgspec.to_builtins(join_body(how))
-        budget = CallBudget(how.seconds + 10.0, how.seconds + 10.0)
-        answer = await self._call(JOIN, kwargs, budget)
-        self._caller.expect(answer.get("group_name"), how.group, JOIN)
+    async def join_group(self, broadcaster: Broadcaster) -> None:
+        kwargs = msgspec.to_builtins(join_body(broadcaster))
+        budget = CallBudget(broadcaster.seconds + 10.0, broadcaster.seconds + 10.0)
+        response = await self._call(JOIN, kwargs, budget)
+        self._client.expect(response.get("group_name"), broadcaster.group, JOIN)
 
     async def _call(
-        self, method: str, kwargs: dict[str, Any], budget: CallBudget, *, again: bool = False
+        self, method: str, kwargs: dict[str, Any], budget: CallBudget, *, idempotent: bool = False
     ) -> dict[str, Any]:
-        """The one answer of all ranks. Raises ContractError when they do not agree."""
-        first, *others = await self._each(method, kwargs, budget, again=again)
+        """The one response of all ranks. Raises ContractError when they do not agree."""
+        first, *others = await self._each(method, kwargs, budget, idempotent=idempotent)
         if any(other != first for other in others):
             raise ContractError(
-                f"{self._caller.url} {method}: expected the same of all ranks, "
+                f"{self._client.url} {method}: expected the same of all ranks, "
                 f"got {[first, *others]!r:.200}"
             )
         return first
 
     async def _each(
-        self, method: str, kwargs: dict[str, Any], budget: CallBudget, *, again: bool = False
+        self, method: str, kwargs: dict[str, Any], budget: CallBudget, *, idempotent: bool = False
     ) -> list[dict[str, Any]]:
         """What each rank says. Raises the error of the first that states one."""
-        results = await collective_rpc(self._caller, method, kwargs, budget, again=again)
+        results = await collective_rpc(self._client, method, kwargs, budget, idempotent=idempotent)
         for result in results:
             if not isinstance(result, dict):
                 raise ContractError(
-                    f"{self._caller.url} {method}: expected one object, the same of all ranks, "
+                    f"{self._client.url} {method}: expected one object, the same of all ranks, "
                     f"got {results!r:.200}"
                 )
             if stated := result.get("error"):
                 body = msgspec.json.encode(stated)
-                raise named(error_of(500, body), self._caller.url, method)
+                raise name_worker(error_of(500, body), self._client.url, method)
         return results

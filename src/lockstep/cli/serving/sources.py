@@ -109,7 +109,7 @@ class RunningWorkers:
         URL,ADMIN_URL names a worker's control port too, for which `token` is used: only then can
         its weights be updated from here.
         """
-        from lockstep.backends.admin_registry import open_admin
+        from lockstep.backends.registry import open_admin
 
         pool = fleet.pool
         say(f"Connecting to {', '.join(self.urls)}")

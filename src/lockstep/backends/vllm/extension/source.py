@@ -24,7 +24,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class TensorsRead:
     """Tensors by name, and the digests of those that were read from a checkpoint."""
 
     tensors: dict[str, Any]
@@ -39,7 +39,7 @@ class Sources:
         self._groups: dict[str, Broadcast] = {}
         self.roots: tuple[Path, ...] = ()
 
-    def read(self, ask: Stage) -> Read:
+    def read(self, ask: Stage) -> TensorsRead:
         """The tensors by name, copied: whatever happens to the source later does not matter.
 
         Raises BadRequest unless exactly one source is named, and what reading it can raise.
@@ -54,12 +54,12 @@ class Sources:
         if ask.model_path is not None:
             return self._directory(Path(ask.model_path))
         if ask.shared_name is not None:
-            return Read(dict(read_shared(ask.shared_name, ask.tensors)))
+            return TensorsRead(dict(read_shared(ask.shared_name, ask.tensors)))
         group = self._groups.get(str(ask.group_name))
         if group is None:
             raise NotFound(f"group {ask.group_name!r} was not joined", param="group_name")
         specs = [TensorSpec(one.name, tuple(one.shape), one.dtype) for one in ask.tensors]
-        return Read(dict(group.receive(specs, "cpu")))
+        return TensorsRead(dict(group.receive(specs, "cpu")))
 
     def join(self, ask: JoinGroup) -> None:
         """Joins a broadcast group; `rank` is that of the server's first rank."""
@@ -75,7 +75,7 @@ class Sources:
     def leave(self) -> None:
         self._groups.clear()
 
-    def _directory(self, given: Path) -> Read:
+    def _directory(self, given: Path) -> TensorsRead:
         if not given.is_absolute():
             raise BadRequest(
                 f"model_path is {str(given)!r}, a relative path: give an absolute one",
@@ -135,7 +135,7 @@ def completed(
     return {name: found.get(name, tensor) for name, tensor in wanted.items()}
 
 
-def _tensors(files: Iterable[Path]) -> Read:
+def _tensors(files: Iterable[Path]) -> TensorsRead:
     found: dict[str, Any] = {}
     with Digester() as digester:
         for path in files:
@@ -147,7 +147,7 @@ def _tensors(files: Iterable[Path]) -> Read:
                         digester.add(name, found[name])
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from None
-        return Read(found, digester.digests())
+        return TensorsRead(found, digester.digests())
 
 
 def _some(names: list[str]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.backends.vllm.extension.source import Read, completed
+from lockstep.backends.vllm.extension.source import TensorsRead, completed
 from lockstep.protocol.control.worker import Stage
 from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, LockstepError
 
@@ -19,7 +19,7 @@ Load = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldWeights:
     """All tensors of a checkpoint, in memory; `version` is None where nobody gave a label.
 
     `digests` are those of a checkpoint that was read as a whole.
@@ -30,12 +30,12 @@ class Held:
     digests: Mapping[str, str] | None = None
 
 
-class _Staging:
+class StagingThread:
     """Reads in a thread of its own, as generation goes on meanwhile."""
 
-    def __init__(self, ask: Stage, read: Callable[[], Held]) -> None:
+    def __init__(self, ask: Stage, read: Callable[[], HeldWeights]) -> None:
         self.ask = ask
-        self.held: Held | None = None
+        self.held: HeldWeights | None = None
         self.error: LockstepError | None = None
         self._read = read
         self._thread = threading.Thread(target=self._run, name="lockstep-stage", daemon=True)
@@ -65,13 +65,13 @@ class RankWeights:
         self,
         live: Mapping[str, Any],
         load: Load,
-        read: Callable[[Stage], Read],
+        read: Callable[[Stage], TensorsRead],
         *,
         tied: bool,
     ) -> None:
-        self._live = Held(live, INITIAL_VERSION)
-        self._previous: Held | None = None
-        self._staging: _Staging | None = None
+        self._live = HeldWeights(live, INITIAL_VERSION)
+        self._previous: HeldWeights | None = None
+        self._staging: StagingThread | None = None
         self._session: dict[str, Any] | None = None
         self._session_version: str | None = None
         self._load = load
@@ -123,7 +123,7 @@ class RankWeights:
             return None
         if now is None or now.ask != ask or (now.held is None and now.error is None):
             live = self._live.tensors
-            self._staging = _Staging(ask, lambda: self._complete(ask, live, version))
+            self._staging = StagingThread(ask, lambda: self._complete(ask, live, version))
             return None
         if now.error is not None:
             self._staging = None
@@ -177,14 +177,14 @@ class RankWeights:
         if parts is None:
             raise Conflict("no weight update was started")
         whole = completed(parts, self._live.tensors, tied=self._tied, partial=partial)
-        self._swap(Held(whole, self._session_version))
+        self._swap(HeldWeights(whole, self._session_version))
 
-    def _complete(self, ask: Stage, live: Mapping[str, Any], version: str) -> Held:
+    def _complete(self, ask: Stage, live: Mapping[str, Any], version: str) -> HeldWeights:
         found = self._read(ask)
         whole = completed(found.tensors, live, tied=self._tied, partial=ask.partial)
-        return Held(whole, version, None if ask.partial else found.digests)
+        return HeldWeights(whole, version, None if ask.partial else found.digests)
 
-    def _swap(self, new: Held) -> None:
+    def _swap(self, new: HeldWeights) -> None:
         before = self._live
         try:
             self._load(new.tensors, before.tensors)

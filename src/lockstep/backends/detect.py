@@ -1,0 +1,149 @@
+"""Finds out what kind of server answers at a URL, without changing anything there."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+
+from lockstep.backends.admin import AdminName
+from lockstep.backends.admin_client import AdminClient, CallBudget
+from lockstep.backends.model_limits import read_models
+from lockstep.backends.transport import TransportName
+from lockstep.http.client import HttpClient
+from lockstep.tokens.errors import (
+    BadRequest,
+    EngineFailure,
+    Forbidden,
+    LockstepError,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+    UnsupportedField,
+)
+
+OWNERS: dict[str, TransportName] = {
+    "vllm": "vllm",
+    "lockstep": "vllm",
+    "nvidia": "dynamo",
+    "sglang": "sglang",
+}
+"""What a server speaks, by the `owned_by` of its model cards."""
+LIVENESS = "/engine/liveness_probe"
+
+
+async def detect_transport(http: HttpClient) -> TransportName:
+    """What the data port speaks: by the owner of its models, its API description, or its workers.
+
+    `dynamo-generate` is never chosen here: nothing shows whether its workers opted in.
+    Raises Unavailable that lists what was tried.
+    """
+    tried: list[str] = []
+    for path, recognise in (
+        ("/v1/models", _by_owner),
+        ("/openapi.json", _by_description),
+        ("/v1/rl/workers", _by_workers),
+    ):
+        try:
+            name = recognise(await http.get(path))
+        except LockstepError as error:
+            tried.append(f"{path}: {error.message}")
+            continue
+        if name is not None:
+            return name
+        tried.append(f"{path}: nothing known in it")
+    raise Unavailable(
+        f"cannot tell what {http.base_url} speaks, name it with transport=... "
+        f"({', '.join(get_args(TransportName))}); {'; '.join(tried)}"
+    )
+
+
+async def detect_admin(client: AdminClient, budget: CallBudget) -> AdminName:
+    """How the worker at this URL is controlled.
+
+    Raises Unauthorized for a wrong token, UnsupportedField for a server without control routes, and
+    Unavailable, listing what was tried, when it cannot be reached or recognised.
+    """
+    tried: list[str] = []
+    try:
+        response = await client.post(LIVENESS, {}, budget, idempotent=True)
+        fields = client.decode_object(response, LIVENESS)
+        return "lockstep" if "weights_id" in fields else "dynamo"
+    except (Unauthorized, Forbidden, Unavailable):
+        raise
+    except LockstepError as error:
+        # Dynamo's system server names the routes it lacks in these words.
+        if "Route /engine/" in error.message:
+            return "dynamo"
+        tried.append(error.message)
+    owner = await _owner(client, budget, tried)
+    if owner == "lockstep":
+        raise UnsupportedField(
+            f"{client.url} is the data port of a Lockstep worker: give its system_url",
+            param="url",
+        )
+    # prime-rl's server is vLLM, and may have vLLM's own control routes beside its own.
+    if await _has(client, "/liveness", budget, tried):
+        return "prime-rl"
+    if await _has(client, "/is_paused", budget, tried):
+        return "vllm"
+    if owner == "vllm":
+        raise UnsupportedField(
+            f"{client.url} is a vLLM server without control routes: start it with "
+            "VLLM_SERVER_DEV_MODE=1, on a port that only the fleet can reach",
+            param="url",
+        )
+    raise Unavailable(
+        f"cannot tell what {client.url} is, name it with backend=... "
+        f"({', '.join(get_args(AdminName))}); {'; '.join(tried)}"
+    )
+
+
+def _by_owner(body: bytes | bytearray) -> TransportName | None:
+    names = {OWNERS.get(card.owned_by or "") for card in read_models(body)} - {None}
+    return names.pop() if len(names) == 1 else None
+
+
+class _Description(msgspec.Struct):
+    info: dict[str, Any] = {}
+    paths: dict[str, Any] = {}
+
+
+def _by_description(body: bytes | bytearray) -> TransportName | None:
+    try:
+        description = msgspec.json.decode(body, type=_Description)
+    except msgspec.DecodeError:
+        return None
+    if "dynamo" in str(description.info.get("title", "")).lower():
+        return "dynamo"
+    if "/inference/v1/generate" in description.paths:
+        return "vllm"
+    return "sglang" if {"/generate", "/get_model_info"} <= description.paths.keys() else None
+
+
+def _by_workers(body: bytes | bytearray) -> TransportName | None:
+    try:
+        listing = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return None
+    return "dynamo" if isinstance(listing, dict) and "protocol_version" in listing else None
+
+
+async def _owner(client: AdminClient, budget: CallBudget, tried: list[str]) -> str | None:
+    try:
+        cards = read_models(await client.get("/v1/models", budget))
+    except LockstepError as error:
+        tried.append(error.message)
+        return None
+    return next((card.owned_by for card in cards if card.owned_by), None)
+
+
+async def _has(client: AdminClient, path: str, budget: CallBudget, tried: list[str]) -> bool:
+    try:
+        client.decode_object(await client.get(path, budget), path)
+    except (NotFound, EngineFailure, BadRequest) as error:
+        tried.append(error.message)
+        return False
+    except Unavailable:
+        return True  # the route is there: it says that the engine behind it does not answer
+    return True
