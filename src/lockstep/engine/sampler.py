@@ -115,9 +115,13 @@ def _shape(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _shapes(options: Sampling) -> bool:
+    return options.temperature not in (0.0, 1.0) or restricts(options)
+
+
+def restricts(options: Sampling) -> bool:
+    """Whether an option other than the temperature changes the distribution that is sampled."""
     return bool(
-        options.temperature not in (0.0, 1.0)
-        or options.logit_bias
+        options.logit_bias
         or options.allowed_token_ids is not None
         or options.top_k
         or options.top_p < 1

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from lockstep.tokens.errors import BadRequest
 
 LogprobMode = Literal["raw", "processed"]
 MAX_LOGPROBS = 20
 MAX_N = 1024
+# Beyond these, fp32 has no precision left: the distribution would be NaN, or not the one requested.
 MIN_TEMPERATURE = 1e-4
 MIN_TOP_P = 1e-6
 MAX_BIAS = 100.0
-"""Beyond these, fp32 has no room left: the distribution would be NaN, or not the one asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,31 +45,17 @@ class Sampling:
     logprob_mode: LogprobMode | None = None
 
     def __post_init__(self) -> None:
-        def require(ok: bool, field: str, expected: str) -> None:
-            if not ok:
-                value = getattr(self, field)
+        for field, (makes_sense, expected) in CHECKS.items():
+            if (value := getattr(self, field)) is None and field in OPTIONAL:
+                continue
+            if not makes_sense(value):
                 raise BadRequest(f"{field} must be {expected}, got {value!r}", param=field)
-
-        warm = self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf
-        require(warm, "temperature", f"0 (greedy) or at least {MIN_TEMPERATURE}")
-        require(MIN_TOP_P <= self.top_p <= 1, "top_p", f"between {MIN_TOP_P} and 1")
-        require(self.top_k >= 0, "top_k", ">= 0 (0 turns it off)")
-        require(0 <= self.min_p <= 1, "min_p", "in [0, 1]")
-        require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer")
-        require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
-        require(self.min_tokens >= 0, "min_tokens", ">= 0")
-        if self.max_tokens is not None:
-            require(self.min_tokens <= self.max_tokens, "min_tokens", "at most max_tokens")
-        require(1 <= self.n <= MAX_N, "n", f"between 1 and {MAX_N}")
-        require(0 <= self.logprobs <= MAX_LOGPROBS, "logprobs", f"between 0 and {MAX_LOGPROBS}")
-        require(
-            self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
-            "prompt_logprobs",
-            f"between 0 and {MAX_LOGPROBS}",
-        )
-        require(self.logprob_mode in (None, "raw", "processed"), "logprob_mode", "raw or processed")
-        require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
-                "allowed_token_ids", "a list with at least one id")  # fmt: skip
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise BadRequest(
+                f"min_tokens must be at most max_tokens, got {self.min_tokens} and "
+                f"{self.max_tokens}",
+                param="min_tokens",
+            )
         for token, bias in (self.logit_bias or {}).items():
             if not abs(bias) <= MAX_BIAS:
                 raise BadRequest(
@@ -77,3 +63,24 @@ class Sampling:
                     f"token {token}",
                     param="logit_bias",
                 )
+
+
+OPTIONAL = frozenset(field.name for field in fields(Sampling) if field.default is None)
+CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (
+        lambda value: value == 0 or MIN_TEMPERATURE <= value < math.inf,
+        f"0 (greedy) or at least {MIN_TEMPERATURE}",
+    ),
+    "top_p": (lambda value: MIN_TOP_P <= value <= 1, f"between {MIN_TOP_P} and 1"),
+    "top_k": (lambda value: value >= 0, ">= 0 (0 turns it off)"),
+    "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+    "seed": (lambda value: -(2**63) <= value < 2**63, "a 64-bit integer"),
+    "max_tokens": (lambda value: value >= 1, "at least 1"),
+    "min_tokens": (lambda value: value >= 0, ">= 0"),
+    "n": (lambda value: 1 <= value <= MAX_N, f"between 1 and {MAX_N}"),
+    "allowed_token_ids": (lambda value: len(value) > 0, "a list with at least one id"),
+    "logprobs": (lambda value: 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    "prompt_logprobs": (lambda value: 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    "logprob_mode": (lambda value: value in ("raw", "processed"), "raw or processed"),
+}
+"""What each option may be, and in words for the error. NaN fails every comparison."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.engine.cuda.graphs import Decoder, GraphRow, StepInFlight
-from lockstep.engine.sampler import Sampled, uniform
+from lockstep.engine.sampler import Sampled, restricts, uniform
 from lockstep.engine.scheduler import Scheduler, Work
 from lockstep.engine.sequence import Sequence
 from lockstep.engine.weights.weights import Weights
@@ -116,8 +116,6 @@ def _plain(sequence: Sequence) -> bool:
         sequence.generated > 0
         and sequence.adapter is None
         and not options.logprobs
-        and not (options.top_k or options.top_p < 1 or options.min_p)
-        and not options.logit_bias
-        and options.allowed_token_ids is None
+        and not restricts(options)
         and sequence.generated >= options.min_tokens
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
-from lockstep.tokens.errors import BadRequest, UnknownField
+from lockstep.tokens.errors import BadRequest, UnknownField, UnsupportedField
 
 T = TypeVar("T")
 PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
@@ -56,6 +57,20 @@ def _at(value: Any, path: str) -> Any:
         elif isinstance(value, dict) and name in value:
             value = value[name]
     return value
+
+
+def refuse_unless_neutral(
+    struct: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]], prefix: str = ""
+) -> None:
+    """Raises UnsupportedField for the first field that is set to something we cannot honour."""
+    for field, allowed in neutral.items():
+        value = getattr(struct, field)
+        if value is not None and value not in allowed:
+            options = ", ".join(["null", *(msgspec.json.encode(v).decode() for v in allowed)])
+            raise UnsupportedField(
+                f"{prefix}{field} is not supported by this engine: leave it out, or send {options}",
+                param=prefix + field,
+            )
 
 
 def read_biases(raw: dict[str, float] | None, field: str = "logit_bias") -> dict[int, float] | None:

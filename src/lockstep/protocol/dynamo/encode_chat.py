@@ -1,4 +1,4 @@
-"""Asks in Dynamo's chat dialect: ids in `nvext.token_data`, beside one placeholder message."""
+"""Writes requests in Dynamo's chat dialect: ids in `nvext.token_data`, one placeholder message."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 
 from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.common.sampling_fields import LEFT_OUT_WHEN_OFF, write_sampling
 from lockstep.protocol.vllm.encode_generate import refuse_mode, refuse_stop_strings, refuse_versions
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnknownField, UnsupportedField
@@ -45,48 +46,45 @@ EXTRA_FIELDS = (
     "worker_id",
     "timing",
 )
-"""Names that Dynamo 1.6 answers; any other is silently ignored there, so it is refused here."""
+"""Names that Dynamo 1.6 knows; any other is silently ignored there, so it is refused here."""
 EXPERTS_FROM = "lockstep.experts:"
 """An annotation: a Lockstep engine returns routed experts from the row that it names. The extra
 field `routed_experts` would send them twice. Dynamo's own engines return them when started so."""
 
 
-class DynamoChatRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
-    model: str | None = None
-    messages: list[dict[str, str]]
-    stream: bool = False
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int = 0
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    logprobs: bool
-    top_logprobs: int = 0
-    return_tokens_as_token_ids: bool = False
-    prompt_logprobs: int | None = None
-    allowed_token_ids: list[int] | None = None
-    nvext: dict[str, Any]
-
-
+NAMES: Mapping[str, str | None] = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "seed",
+    "max_tokens": "max_completion_tokens",
+    "min_tokens": "min_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "allowed_token_ids": "allowed_token_ids",
+    "prompt_logprobs": "prompt_logprobs",
+    "logprobs": None,  # `top_logprobs`, beside a `logprobs` that is only true or false
+    "n": None,  # refused: one choice at a time
+    "logit_bias": None,  # refused: it never reaches the engine
+    "logprob_mode": None,  # refused unless it is the server's
+}
+"""Dynamo's name of each option; None for one that is not sent under a name of its own."""
 ENCODER = msgspec.json.Encoder()
 
 
-def encode_dynamo(ask: GenerateRequest, *, mode: LogprobMode, stream: bool = False) -> bytes:
+def encode_dynamo(request: GenerateRequest, *, mode: LogprobMode, stream: bool = False) -> bytes:
     """The body for one choice. Nothing is dropped: what Dynamo would not forward is refused.
 
     Raises UnsupportedField for stop strings, logit_bias, ignore_eos with stop ids, versions and
     other logprob modes, UnknownField for nvext keys Dynamo rejects, NotImplementedError for
     multimodal prompts.
     """
-    sampling = ask.sampling
-    refuse_versions(ask, "Dynamo")
-    refuse_mode(ask, mode)
-    refuse_stop_strings(ask)
-    if ask.features is not None:
+    sampling = request.sampling
+    refuse_versions(request, "Dynamo")
+    refuse_mode(request, mode)
+    refuse_stop_strings(request)
+    if request.features is not None:
         raise NotImplementedError(
             "the `dynamo` transport sends token ids only: multimodal prompts need the `vllm` "
             "transport"
@@ -106,61 +104,52 @@ def encode_dynamo(ask: GenerateRequest, *, mode: LogprobMode, stream: bool = Fal
         )
     if sampling.n != 1:
         raise UnsupportedField(
-            f"n is {sampling.n}: Dynamo keeps the engine data of one choice only; ask n times",
+            f"n is {sampling.n}: Dynamo keeps the engine data of one choice only; send n requests",
             param="n",
         )
-    request = DynamoChatRequest(
-        model=ask.model,
-        messages=[{"role": "user", "content": PLACEHOLDER}],
-        stream=stream,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k or -1,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        max_completion_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=list(sampling.stop_token_ids) or None,
-        ignore_eos=sampling.ignore_eos,
-        logprobs=True,
-        top_logprobs=sampling.logprobs,
+    body: dict[str, Any] = {} if request.model is None else {"model": request.model}
+    body |= write_sampling(sampling, NAMES, LEFT_OUT_WHEN_OFF)
+    body |= {
+        "messages": [{"role": "user", "content": PLACEHOLDER}],
+        "top_k": sampling.top_k or -1,
+        "logprobs": True,
+        "nvext": extension(request),
+    }
+    if stream:
+        body["stream"] = True
+    if sampling.logprobs:
+        body["top_logprobs"] = sampling.logprobs
         # Without this an alternative is only named by its text, which names no id.
-        return_tokens_as_token_ids=sampling.logprobs > 0,
-        prompt_logprobs=sampling.prompt_logprobs,
-        allowed_token_ids=(
-            None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids)
-        ),
-        nvext=extension(ask),
-    )
-    return ENCODER.encode(request)
+        body["return_tokens_as_token_ids"] = True
+    return ENCODER.encode(body)
 
 
-def extension(ask: GenerateRequest) -> dict[str, Any]:
+def extension(request: GenerateRequest) -> dict[str, Any]:
     """The caller's nvext with ours merged in: salt and priority each once, extra_fields united."""
-    given: Mapping[str, Any] = ask.nvext or {}
-    if unknown := sorted(set(given) - NVEXT):
+    nvext: Mapping[str, Any] = request.nvext or {}
+    if unknown := sorted(set(nvext) - NVEXT):
         raise UnknownField(
             f"nvext has keys that Dynamo rejects: {', '.join(unknown)}; it knows "
             f"{', '.join(sorted(NVEXT))}",
             param=f"nvext.{unknown[0]}",
         )
-    if "token_data" in given:
+    if "token_data" in nvext:
         raise BadRequest(
-            "nvext.token_data is filled with prompt_ids: do not give it yourself",
+            "nvext.token_data is filled with prompt_ids: leave it out of nvext",
             param="nvext.token_data",
         )
-    merged = dict(given)
-    merged["token_data"] = as_list(ask.prompt_ids)
-    merged["extra_fields"] = extra_fields(ask, given)
-    if ask.experts_start is not None:
-        rows = f"{EXPERTS_FROM}{ask.experts_start}"
-        merged["annotations"] = [*(given.get("annotations") or ()), rows]
-    salt = _same("nvext.cache_salt", given.get("cache_salt"), ask.cache_salt)
+    merged = dict(nvext)
+    merged["token_data"] = as_list(request.prompt_ids)
+    merged["extra_fields"] = extra_fields(request, nvext)
+    if request.experts_start is not None:
+        rows = f"{EXPERTS_FROM}{request.experts_start}"
+        merged["annotations"] = [*(nvext.get("annotations") or ()), rows]
+    salt = _same("nvext.cache_salt", nvext.get("cache_salt"), request.cache_salt)
     if salt is not None:
         merged["cache_salt"] = salt
-    hints = dict(given.get("agent_hints") or {})
+    hints = dict(nvext.get("agent_hints") or {})
     # Dynamo's engine side negates this number, so higher is sooner here.
-    ours = -ask.priority if ask.priority else None
+    ours = -request.priority if request.priority else None
     priority = _same("nvext.agent_hints.priority", hints.get("priority"), ours)
     if priority is not None:
         if not -(2**31) <= priority < 2**31:
@@ -171,25 +160,29 @@ def extension(ask: GenerateRequest) -> dict[str, Any]:
     return merged
 
 
-def extra_fields(ask: GenerateRequest, given: Mapping[str, Any]) -> list[str]:
+def extra_fields(request: GenerateRequest, nvext: Mapping[str, Any]) -> list[str]:
+    """What Dynamo is to return beside the text: our fields, then the caller's.
+
+    Raises UnknownField for a name that Dynamo would ignore.
+    """
     wanted = ["engine_data", "completion_token_ids", "worker_id"]
-    if ask.sampling.prompt_logprobs is not None:
+    if request.sampling.prompt_logprobs is not None:
         wanted.append("prompt_logprobs")
-    extra = list(given.get("extra_fields") or ())
+    extra = list(nvext.get("extra_fields") or ())
     if unknown := [name for name in extra if name not in EXTRA_FIELDS]:
         raise UnknownField(
-            f"nvext.extra_fields has names that Dynamo ignores: {', '.join(unknown)}; it answers "
+            f"nvext.extra_fields has names that Dynamo ignores: {', '.join(unknown)}; it knows "
             f"{', '.join(EXTRA_FIELDS)}",
             param="nvext.extra_fields",
         )
     return list(dict.fromkeys(wanted + extra))
 
 
-def _same(field: str, given: Any, ours: Any) -> Any:
+def _same(field: str, theirs: Any, ours: Any) -> Any:
     """The one value of a field that may come from two places. Raises BadRequest if they differ."""
-    if given is not None and ours is not None and given != ours:
+    if theirs is not None and ours is not None and theirs != ours:
         raise BadRequest(
-            f"{field} is {given!r}, but the ask itself says {ours!r}: give it in one place",
+            f"{field} is {theirs!r}, but the request itself says {ours!r}: give it in one place",
             param=field,
         )
-    return ours if given is None else given
+    return ours if theirs is None else theirs

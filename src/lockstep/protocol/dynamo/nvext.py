@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from lockstep.protocol.common.lazy_ids import as_list
-from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
+from lockstep.protocol.common.strict import refuse_unless_neutral
 from lockstep.protocol.vllm.generate_response import ExpertsField, PromptLogprobs
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, UnknownField

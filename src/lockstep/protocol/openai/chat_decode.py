@@ -7,13 +7,14 @@ stock clients work and nothing is quietly ignored.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 
-from lockstep.protocol.common.strict import decode
+from lockstep.protocol.common import sampling_fields
+from lockstep.protocol.common.strict import decode, refuse_unless_neutral
 from lockstep.protocol.dynamo.nvext import check_nvext
 from lockstep.protocol.openai.chat_request import ChatRequest
-from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.ids import check_ids
 from lockstep.tokens.sampling import MAX_LOGPROBS
@@ -22,11 +23,9 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PLACES = 2**31
 """Ids are only checked to be ids here; which of them exist is the engine's to say."""
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **sampling_fields.NEUTRAL,
     "response_format": ({"type": "text"},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
@@ -37,22 +36,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "include_stop_str_in_output": (False,),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
-    "bad_words": ([],),
-    "watermarking": (False,),
-    "logprob_token_ids": (),
     "echo": (False,),
     "add_special_tokens": (False,),
     "documents": ([],),
     "chat_template": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
-    "repetition_detection": (),
-    "stream_interval": (1,),
     "return_token_offsets": (False,),
     "return_prompt_text": (False,),
     "return_mm_kwargs": (True, False),

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.strict import read_biases
+from lockstep.protocol.common.sampling_fields import SamplingFields, read_sampling
 from lockstep.protocol.dynamo.nvext import NvExt
-from lockstep.tokens import LogprobMode, Sampling
+from lockstep.tokens import Sampling
 
 NOTHING = NvExt()
 SHOWS_PROMPT = frozenset({"prompt_token_ids", "prompt_logprobs", "engine_data"})
@@ -26,26 +26,21 @@ class ChatStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     include_obfuscation: bool | None = None
 
 
-class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(SamplingFields, kw_only=True):
     """The request body: OpenAI's fields, vLLM's, NeMo's, ours; last, those refused unless neutral.
 
     `user`, `metadata`, `store`, `service_tier`, `safety_identifier` and the prompt_cache_* fields
     have no effect on the answer and need none.
     """
 
-    messages: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     model: str | None = None
     stream: bool | None = None
     stream_options: ChatStreamOptions | None = None
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -59,22 +54,12 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    routed_experts_prompt_start: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
@@ -85,15 +70,10 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     required_prefix_token_ids: list[int] | None = None
     return_token_id_information: bool | None = None
     return_routed_experts: bool | None = None
-    logprob_mode: LogprobMode | None = None
     weight_version: str | None = None
     min_weight_version: str | None = None
 
     response_format: dict[str, Any] | None = None
-    stop: str | list[str] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
     audio: Any = None
     modalities: list[str] | None = None
     prediction: Any = None
@@ -104,22 +84,14 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     web_search_options: Any = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    bad_words: list[str] | None = None
-    watermarking: Any = None
-    logprob_token_ids: list[int] | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     documents: list[Any] | None = None
     chat_template: str | None = None
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
-    structured_outputs: Any = None
-    thinking_token_budget: int | None = None
-    repetition_detection: Any = None
-    stream_interval: int | None = None
     return_token_offsets: bool | None = None
     return_prompt_text: bool | None = None
     return_mm_kwargs: bool | None = None
@@ -188,25 +160,14 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """
         own = tuple(self.stop_token_ids or ())
         limit = self.max_completion_tokens
-        wanted = self.prompt_logprobs
-        if wanted is None and "prompt_logprobs" in self.extension.wanted:
-            wanted = 0
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=0 if self.top_k in (None, -1) else self.top_k,
-            min_p=self.min_p or 0.0,
-            seed=self.seed,
-            max_tokens=self.max_tokens if limit is None else limit,
-            min_tokens=self.min_tokens or 0,
-            stop_token_ids=own if self.ignore_eos else tuple(dict.fromkeys(own + stop_token_ids)),
-            ignore_eos=bool(self.ignore_eos),
+        prompt_logprobs = self.prompt_logprobs
+        if prompt_logprobs is None and "prompt_logprobs" in self.extension.wanted:
+            prompt_logprobs = 0
+        return read_sampling(
+            self,
             n=self.choices,
-            allowed_token_ids=(
-                None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
-            ),
-            logit_bias=read_biases(self.logit_bias),
             logprobs=self.top_logprobs or 0,
-            prompt_logprobs=wanted,
-            logprob_mode=self.logprob_mode,
+            prompt_logprobs=prompt_logprobs,
+            max_tokens=self.max_tokens if limit is None else limit,
+            stop_token_ids=own if self.ignore_eos else tuple(dict.fromkeys(own + stop_token_ids)),
         )

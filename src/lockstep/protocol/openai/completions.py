@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from lockstep.protocol.common.strict import decode, read_biases
-from lockstep.protocol.vllm.generate_request import StreamOptions, refuse_unless_neutral
+from lockstep.protocol.common import sampling_fields
+from lockstep.protocol.common.sampling_fields import SamplingFields, read_sampling
+from lockstep.protocol.common.strict import decode, refuse_unless_neutral
+from lockstep.protocol.vllm.generate_request import StreamOptions
 from lockstep.protocol.vllm.generate_response import ExpertsField, GenerateUsage, PromptLogprobs
 from lockstep.tokens import Sampling, VersionSpan
 from lockstep.tokens.errors import BadRequest, BadTokenId, UnsupportedField
@@ -21,32 +23,22 @@ MAX_PROMPTS = 1024
 PLACES = 2**31
 """Ids are only checked to be ids here; which of them exist is the engine's to say."""
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **sampling_fields.NEUTRAL,
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "include_stop_str_in_output": (False,),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
-    "bad_words": ([],),
-    "watermarking": (False,),
-    "logprob_token_ids": (),
     "prompt_embeds": (),
     "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
-    "repetition_detection": (),
-    "stream_interval": (1,),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),
 }
 
 
-class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CompletionRequest(SamplingFields, kw_only=True):
     """The request body: OpenAI's fields, vLLM's, ours; last, those refused unless neutral.
 
     `prompt` is a text, its token ids, or a list of either. `max_tokens` 0 scores the prompt and
@@ -60,27 +52,13 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     max_tokens: int | None = DEFAULT_MAX_TOKENS
     n: int | None = None
     best_of: int | None = None
-    seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    logit_bias: dict[str, float] | None = None
     user: str | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    routed_experts_prompt_start: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
     request_id: str | None = None
@@ -90,25 +68,13 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     weight_version: str | None = None
     min_weight_version: str | None = None
 
-    stop: str | list[str] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
     suffix: str | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None
-    bad_words: list[str] | None = None
-    watermarking: Any = None
-    logprob_token_ids: list[int] | None = None
     prompt_embeds: Any = None
     response_format: dict[str, Any] | None = None
-    structured_outputs: Any = None
-    thinking_token_budget: int | None = None
-    repetition_detection: Any = None
-    stream_interval: int | None = None
     kv_transfer_params: Any = None
     ec_transfer_params: Any = None
     vllm_xargs: dict[str, Any] | None = None
@@ -167,24 +133,13 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     def sampling(self) -> Sampling:
         """The options as a value. Raises BadRequest that names the field."""
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=0 if self.top_k in (None, -1) else self.top_k,
-            min_p=self.min_p or 0.0,
-            seed=self.seed,
-            # No engine samples nothing; the one token of a scoring request is not handed on.
-            max_tokens=1 if self.scores else self.max_tokens,
-            min_tokens=self.min_tokens or 0,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
+        return read_sampling(
+            self,
             n=self.choices,
-            allowed_token_ids=(
-                None if self.allowed_token_ids is None else tuple(self.allowed_token_ids)
-            ),
-            logit_bias=read_biases(self.logit_bias),
             logprobs=self.logprobs or 0,
             prompt_logprobs=self.prompt_tops,
+            # No engine samples nothing; the one token of a scoring request is not handed on.
+            max_tokens=1 if self.scores else self.max_tokens,
         )
 
 

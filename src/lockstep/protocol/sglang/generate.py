@@ -7,6 +7,7 @@ events are cumulative: the last one is the whole answer.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -24,7 +25,8 @@ from lockstep.protocol.common.response import (
     stop_token_of,
 )
 from lockstep.protocol.common.routed_experts import EncodedExperts, decoded_size, trim
-from lockstep.protocol.vllm.encode_generate import biases, refuse_mode, refuse_versions
+from lockstep.protocol.common.sampling_fields import write_sampling
+from lockstep.protocol.vllm.encode_generate import refuse_mode, refuse_versions
 from lockstep.tokens import Completion, LogprobMode, PromptLogprob, Ranked, RoutedExperts
 from lockstep.tokens.completion import usable
 from lockstep.tokens.errors import (
@@ -41,6 +43,24 @@ ENCODER = msgspec.json.Encoder()
 Layout = tuple[int, int]
 """(layers, top_k): SGLang sends routed experts as bare int32 without their shape."""
 ITEM = 4
+NAMES: Mapping[str, str | None] = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "sampling_seed",
+    "max_tokens": None,  # `max_new_tokens`, which the transport always decides
+    "min_tokens": "min_new_tokens",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "logit_bias": "logit_bias",
+    "logprobs": None,  # `top_logprobs_num` of the body, for prompt and completion together
+    "prompt_logprobs": None,
+    "n": None,  # refused: one choice at a time
+    "allowed_token_ids": None,  # refused: SGLang has none
+    "logprob_mode": None,  # refused unless it is the server's
+}
+"""SGLang's name of each option; None for one that is not among its sampling_params."""
 
 
 def encode_sglang(
@@ -63,22 +83,13 @@ def encode_sglang(
         raise UnsupportedField(f"{field} is not supported by the SGLang transport", param=field)
     if ask.features is not None:
         raise NotImplementedError("multimodal prompts need the `vllm` transport, not `sglang`")
-    params: dict[str, Any] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+    params = write_sampling(sampling, NAMES)
+    params |= {
         "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
         "max_new_tokens": max_new_tokens,
-        "min_new_tokens": sampling.min_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
         "no_stop_trim": True,
         "skip_special_tokens": False,
     }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    if sampling.logit_bias:
-        params["logit_bias"] = biases(sampling)
     body: dict[str, Any] = {
         "input_ids": as_list(ask.prompt_ids),
         "sampling_params": params,

@@ -6,86 +6,51 @@ value and refused by name otherwise, so that stock clients work and nothing is q
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from lockstep.protocol.common.lazy_ids import LazyIds
-from lockstep.protocol.common.strict import decode, read_biases
+from lockstep.protocol.common.sampling_fields import NEUTRAL, SamplingFields, read_sampling
+from lockstep.protocol.common.strict import decode, refuse_unless_neutral
 from lockstep.tokens import Sampling
-from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.versions import check_label
 
 
-class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """vLLM's SamplingParams. Fields below the line are refused unless neutral."""
+class SamplingParams(SamplingFields, kw_only=True):
+    """vLLM's SamplingParams. The first four fields of the block only shape how the server answers;
+    the last block is refused unless neutral."""
 
     n: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    allowed_token_ids: list[int] | None = None
-    logit_bias: dict[str, float] | None = None
-    routed_experts_prompt_start: int | None = None
-    logprob_mode: Literal["raw", "processed"] | None = None
 
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    stop: str | list[str] | None = None
-    bad_words: list[str] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_reading_prefix_cache: bool | None = None
-    watermarking: Any = None
-    prompt_logprob_token_ids: Any = None
-    prompt_logprob_start: int | None = None
-    logprob_token_ids: Any = None
-    flat_logprobs: bool | None = None
-    stream_interval: int | None = None
-    structured_outputs: Any = None
-    extra_args: Any = None
-    thinking_token_budget: int | None = None
-    repetition_detection: Any = None
-    trace_decode_token_ids: Any = None
     detokenize: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     output_kind: int | None = None
     skip_clone: bool | None = None
+    skip_reading_prefix_cache: bool | None = None
+
+    prompt_logprob_token_ids: Any = None
+    prompt_logprob_start: int | None = None
+    flat_logprobs: bool | None = None
+    extra_args: Any = None
+    trace_decode_token_ids: Any = None
 
 
-NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
+NEUTRAL_SAMPLING: Mapping[str, tuple[object, ...]] = {
+    **NEUTRAL,
     "stop": ("", []),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "watermarking": (False,),
     "prompt_logprob_token_ids": ([],),
     "prompt_logprob_start": (0,),
-    "logprob_token_ids": ([],),
     "flat_logprobs": (False,),
-    "stream_interval": (1,),
-    "structured_outputs": (),
     "extra_args": ({},),
-    "thinking_token_budget": (),
-    "repetition_detection": (),
     "trace_decode_token_ids": ([],),
 }
-"""Fields that are refused at any other value; those that only shape text are free."""
+"""Fields that are refused at any other value."""
 
-NEUTRAL_REQUEST: dict[str, tuple[object, ...]] = {
+NEUTRAL_REQUEST: Mapping[str, tuple[object, ...]] = {
     "token_offsets": ([],),
     "features": ([], {}),
     "content_parts": ([],),
@@ -161,24 +126,8 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     def sampling(self) -> Sampling:
         """The options as a value. Raises BadRequest or UnsupportedField that names the field."""
         params = self.sampling_params
-        return Sampling(
-            temperature=1.0 if params.temperature is None else params.temperature,
-            top_p=1.0 if params.top_p is None else params.top_p,
-            top_k=0 if params.top_k in (None, -1) else params.top_k,
-            min_p=params.min_p or 0.0,
-            seed=params.seed,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens or 0,
-            stop_token_ids=tuple(params.stop_token_ids or ()),
-            ignore_eos=bool(params.ignore_eos),
-            n=params.n,
-            allowed_token_ids=(
-                None if params.allowed_token_ids is None else tuple(params.allowed_token_ids)
-            ),
-            logit_bias=read_biases(params.logit_bias, "sampling_params.logit_bias"),
-            logprobs=params.logprobs or 0,
-            prompt_logprobs=params.prompt_logprobs,
-            logprob_mode=params.logprob_mode,
+        return read_sampling(
+            params, prefix="sampling_params.", n=params.n, logprobs=params.logprobs or 0
         )
 
 
@@ -240,17 +189,3 @@ def _check(request: GenerateFields, ids: Sequence[int]) -> None:
             f"prompt, 0 to {len(ids)}",
             param="sampling_params.routed_experts_prompt_start",
         )
-
-
-def refuse_unless_neutral(
-    struct: msgspec.Struct, neutral: dict[str, tuple[object, ...]], prefix: str = ""
-) -> None:
-    """Raises UnsupportedField for the first field that is set to something we cannot honour."""
-    for field, allowed in neutral.items():
-        value = getattr(struct, field)
-        if value is not None and value not in allowed:
-            options = ", ".join(["null", *(msgspec.json.encode(v).decode() for v in allowed)])
-            raise UnsupportedField(
-                f"{prefix}{field} is not supported by this engine: leave it out, or send {options}",
-                param=prefix + field,
-            )

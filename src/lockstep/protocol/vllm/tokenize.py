@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.strict import decode
-from lockstep.protocol.vllm.generate_request import refuse_unless_neutral
+from lockstep.protocol.common.strict import decode, refuse_unless_neutral
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.ids import check_ids
 

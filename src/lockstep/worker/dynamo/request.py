@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from lockstep.protocol.common.sampling_fields import OPTIONS
 from lockstep.protocol.dynamo.encode_chat import EXPERTS_FROM
 from lockstep.protocol.vllm.generate_request import GenerateBody, decode_request
 from lockstep.tokens.errors import UnsupportedField
@@ -19,8 +20,8 @@ from lockstep.tokens.errors import UnsupportedField
 Fields = dict[str, Any]
 VERBATIM = "vllm_tito"
 """Where the frontend puts the body of POST /inference/v1/generate."""
-SAME_NAME = ("n", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty")
-FLOATS = ("temperature", "top_p", "min_p")
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+SAME_NAME = frozenset((*OPTIONS, *PENALTIES))
 REFUSED = ("best_of", "use_beam_search", "length_penalty", "guided_decoding")
 ENGINE_FIELDS = frozenset({"engine_data", "routed_experts", "prompt_logprobs"})
 """Extra fields that the frontend takes from what the worker says."""
@@ -86,9 +87,11 @@ def _body(fields: Fields, extra: Fields, wanted: set[str]) -> Fields:
         # Dynamo's higher is sooner; the engine's lower is.
         "priority": -int(routing.get("priority") or 0),
         "sampling_params": {
-            **{name: sampling.get(name) for name in SAME_NAME if sampling.get(name) is not None},
-            **{name: decimal(sampling.get(name)) for name in FLOATS},
-            "top_k": sampling.get("top_k"),
+            **{
+                name: decimal(value) if isinstance(value, float) else value
+                for name, value in sampling.items()
+                if name in SAME_NAME and value is not None
+            },
             "max_tokens": stops.get("max_tokens"),
             "min_tokens": stops.get("min_tokens"),
             "ignore_eos": stops.get("ignore_eos"),
@@ -142,6 +145,6 @@ def _whole(annotation: str) -> int:
     return int(text)
 
 
-def decimal(value: float | None) -> float | None:
+def decimal(value: float) -> float:
     """The shortest decimal that 32 bits hold as `value`: 0.7 again, not 0.699999988079071."""
-    return None if value is None else float(str(np.float32(value)))
+    return float(str(np.float32(value)))

@@ -1,0 +1,113 @@
+"""The sampling options as JSON fields: read from every request body, and written in every dialect.
+
+Chat, completions and vLLM's sampling_params share one struct, so an option is declared once. A
+dialect with names of its own has a table from the fields of `Sampling` to those names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+
+from lockstep.protocol.common.strict import read_biases
+from lockstep.tokens import LogprobMode, Sampling
+
+
+class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Options of a request body; null is the default of `Sampling`.
+
+    The second block only shapes text and has no effect on tokens; the last one is refused unless
+    neutral (`NEUTRAL`).
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    logprob_mode: LogprobMode | None = None
+    routed_experts_prompt_start: int | None = None
+
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    watermarking: Any = None
+    logprob_token_ids: list[int] | None = None
+    structured_outputs: Any = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Any = None
+    stream_interval: int | None = None
+
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "watermarking": (False,),
+    "logprob_token_ids": ([],),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "repetition_detection": (),
+    "stream_interval": (1,),
+}
+"""Fields that cannot be honoured: refused at any value but null and these."""
+
+OPTIONS = tuple(field.name for field in fields(Sampling))
+BY_NAME = tuple(name for name in OPTIONS if name in SamplingFields.__struct_fields__)
+"""Options that a body has under their own name. The others, `n` and `logprobs`, differ in type or
+meaning from dialect to dialect, so each passes them to `read_sampling` itself."""
+LEFT_OUT_WHEN_OFF = frozenset({"min_tokens", "stop_token_ids", "ignore_eos"})
+"""Options that no server has a default of its own for: saying that they are off adds nothing."""
+
+
+def read_sampling(body: SamplingFields, *, prefix: str = "", **own: Any) -> Sampling:
+    """The options of a body as a value; `own` are those that its dialect has decided itself.
+
+    `prefix` is where the fields stand, for errors. Raises BadRequest that names the field.
+    """
+    options: dict[str, Any] = {}
+    for name in BY_NAME:
+        if (value := getattr(body, name)) is not None:
+            options[name] = tuple(value) if isinstance(value, list) else value
+    if body.top_k == -1:
+        options["top_k"] = 0  # the other spelling of "off"
+    if body.logit_bias is not None:
+        options["logit_bias"] = read_biases(body.logit_bias, f"{prefix}logit_bias")
+    return Sampling(**(options | own))
+
+
+def write_sampling(
+    sampling: Sampling, names: Mapping[str, str | None], left_out: Collection[str] = ()
+) -> dict[str, Any]:
+    """The options as JSON under the `names` of a dialect, except those whose name is None.
+
+    What has a value is spelt out, so that no default of the server's slips in; options in
+    `left_out` only when they are on.
+    """
+    body: dict[str, Any] = {}
+    for option, name in names.items():
+        if name is None or (value := getattr(sampling, option)) is None:
+            continue
+        if value or option not in left_out:
+            body[name] = value
+    if sampling.logit_bias is not None and (name := names["logit_bias"]) is not None:
+        body[name] = dict(sampling.logit_bias)  # JSON takes no other mapping
+    return body
