@@ -11,9 +11,9 @@ import pytest
 
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.fleet.routing.pool import Pool
+from lockstep.gateway.app import control_app
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.models import ModelRegistry
-from lockstep.gateway.routes.control import ControlPlane
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server import listen, serving, url_of
 from lockstep.tokens.errors import CheckpointError, Conflict, NotFound, Unavailable, UpdateFailed
@@ -29,10 +29,10 @@ async def remote(directory: Path, count: int = 3) -> AsyncIterator[tuple[Simulat
         return []
 
     async with simulated(directory, count) as fleet, Sessions("memory") as sessions:
-        gateway = GatewayContext(
-            pool=cast(Pool, fleet.pool), book=ModelRegistry(no_models), sessions=sessions
+        context = GatewayContext(
+            pool=cast(Pool, fleet.pool), models=ModelRegistry(no_models), sessions=sessions
         )
-        app = ControlPlane(gateway, fleet.fleet, TOKEN, hosts=("127.0.0.1",)).app
+        app = control_app(context, fleet.fleet, TOKEN, hosts=("127.0.0.1",))
         with listen("127.0.0.1", 0) as sock:
             async with serving([(app, sock)]), RemoteFleet(url_of(sock), token=TOKEN) as client:
                 yield fleet, client

@@ -60,8 +60,10 @@ async def front(
         Sessions() as kept,
     ):
         await pool.add(server.url, transport="vllm")
-        gateway = GatewayContext(pool=pool, book=ModelRegistry(pool.models, "tiny"), sessions=kept)
-        app = data_app(gateway, GatewayOptions(api_keys=keys), GatewayMetrics(gateway))
+        context = GatewayContext(
+            pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=kept
+        )
+        app = data_app(context, GatewayOptions(api_keys=keys), GatewayMetrics(context))
         with listen("127.0.0.1", 0) as sock:
             async with serving([(app, sock)]), aiohttp.ClientSession(url_of(sock)) as http:
                 yield http, server

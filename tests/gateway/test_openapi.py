@@ -10,7 +10,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from lockstep.gateway.openapi.document import OPERATIONS, OpenApiRoutes, describe
+from lockstep.gateway.openapi.document import ROUTE_DOCS, OpenApiRoutes, describe
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.openai.completions import CompletionRequest
 from lockstep.protocol.vllm.generate_request import GenerateBody
@@ -66,9 +66,17 @@ def test_every_field_of_a_request_is_described(document: dict[str, Any], struct:
 
 def test_every_route_of_the_data_plane_is_described(document: dict[str, Any]) -> None:
     app = pytest.importorskip("lockstep.gateway.app")
-    gateway: Any = type("Nothing", (), {"pool": None, "book": None, "sessions": None})()
-    faces = (app.ChatFace, app.CompletionsFace, app.TextFace, app.StatusFace, app.GenerateFace)
-    served = {re.sub(r":\w+}", "}", route.path) for face in faces for route in face(gateway).routes}
+    context: Any = type("Nothing", (), {"pool": None, "models": None, "sessions": None})()
+    groups = (
+        app.ChatRoutes,
+        app.CompletionsRoutes,
+        app.TokenizeRoutes,
+        app.StatusRoutes,
+        app.GenerateRoutes,
+    )
+    served = {
+        re.sub(r":\w+}", "}", route.path) for group in groups for route in group(context).routes
+    }
     described = {path for path in document["paths"] if not path.startswith("/sessions/")}
     assert described == served | {"/metrics"}
 
@@ -76,8 +84,8 @@ def test_every_route_of_the_data_plane_is_described(document: dict[str, Any]) ->
 def test_the_page_stands_alone_and_names_every_route(client: TestClient) -> None:
     page = client.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
-    for operation in OPERATIONS:
-        assert f"<code>{operation.path}</code>" in page.text
+    for route in ROUTE_DOCS:
+        assert f"<code>{route.path}</code>" in page.text
     assert "max_tokens" in page.text
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", page.text)
     assert "<script" not in page.text

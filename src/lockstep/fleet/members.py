@@ -38,7 +38,6 @@ Gate = Callable[["Worker"], Awaitable[None]]
 class Worker:
     """A worker as the gateway sees it. Only Members changes its state.
 
-    `lockstep` says that it is one of Lockstep's own, so bodies may be forwarded as bytes.
     `elsewhere` is the load that others gave it, as of the last probe; `error` says why it is down.
     """
 
@@ -49,7 +48,6 @@ class Worker:
     state: State = "down"
     in_flight: int = 0
     elsewhere: int = 0
-    lockstep: bool = False
     held: bool = False
     error: str | None = "not probed yet"
     place: int = -1
@@ -89,10 +87,8 @@ class Worker:
         """Finds out what it is. A worker that comes back may be another one than it was."""
         if self.opened is None:
             self.opened = await open_transport(self.url, retries=RETRIES, **self.options)
-        cards = await self.opened.models()
-        if not cards:
+        if not await self.opened.models():
             raise Unavailable(f"{self.url} serves no model yet")
-        self.lockstep = any(card.owned_by == "lockstep" for card in cards)
 
     async def close(self) -> None:
         await self.link.close()

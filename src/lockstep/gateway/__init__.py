@@ -1,1 +1,1 @@
-"""The HTTP faces of a fleet: every existing client can point here, and no token is lost."""
+"""One URL in front of a fleet: OpenAI and vLLM routes, sessions and the control plane."""

@@ -1,9 +1,9 @@
-"""The gateway process: its faces on the data port, control on the admin port, start and end."""
+"""The two applications of a gateway: the data plane, and the control plane on its own port."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from socket import socket
@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp
 
 from lockstep.fleet.fleet import Fleet
+from lockstep.gateway.auth import AdminAuth
 from lockstep.gateway.chat.route import ChatRoutes
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.fast_routes import SESSION_TEMPLATE, FastRoutes
@@ -21,8 +22,9 @@ from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.openapi.document import OpenApiRoutes
 from lockstep.gateway.routes.completions import CompletionsRoutes
-from lockstep.gateway.routes.control import ControlPlane
+from lockstep.gateway.routes.fleet import FleetRoutes
 from lockstep.gateway.routes.generate import GenerateRoutes
+from lockstep.gateway.routes.sessions import SessionRoutes
 from lockstep.gateway.routes.status import StatusRoutes
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.sessions import TTL_SECONDS, Sessions
@@ -36,7 +38,7 @@ from lockstep.tokens.errors import LockstepError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """How a gateway listens and what it keeps. Ports 0 are chosen by the system."""
+    """How a gateway listens and what it stores. A port of 0 is chosen by the system."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -59,28 +61,28 @@ class GatewayOptions:
 
 
 def data_app(
-    gateway: GatewayContext, options: GatewayOptions, metrics: GatewayMetrics
+    context: GatewayContext, options: GatewayOptions, metrics: GatewayMetrics
 ) -> FastRoutes:
-    """The data plane: every face at the root, and those that sessions may use under theirs."""
+    """The data plane: every route at the root, and those that may join a session also below it."""
     hosts = hosts_of(options.host)
-    generate = GenerateRoutes(gateway).routes
-    routes: list[BaseRoute] = [
-        *ChatRoutes(gateway).routes,
-        *CompletionsRoutes(gateway).routes,
-        *TokenizeRoutes(gateway).routes,
-        *StatusRoutes(gateway).routes,
+    generate = GenerateRoutes(context).routes
+    session_routes: list[BaseRoute] = [
+        *ChatRoutes(context).routes,
+        *CompletionsRoutes(context).routes,
+        *TokenizeRoutes(context).routes,
+        *StatusRoutes(context).routes,
     ]
-    everything: list[BaseRoute] = [
+    all_routes: list[BaseRoute] = [
         *generate,
-        *routes,
+        *session_routes,
         *metrics.routes,
         *OpenApiRoutes().routes,
-        Mount(SESSION_TEMPLATE, routes=routes),
+        Mount(SESSION_TEMPLATE, routes=session_routes),
     ]
     routed = Starlette(
-        routes=everything,
+        routes=all_routes,
         middleware=[
-            Middleware(metrics.middleware, templates=RouteTemplates(everything)),
+            Middleware(metrics.middleware, templates=RouteTemplates(all_routes)),
             Middleware(RequestAuth, keys=options.api_keys, hosts=hosts),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
@@ -90,7 +92,21 @@ def data_app(
         RequestAuth(routed, keys=options.api_keys, hosts=hosts),
         metrics,
         at_root=generate,
-        in_sessions=routes,
+        in_sessions=session_routes,
+    )
+
+
+def control_app(
+    context: GatewayContext, fleet: Fleet, token: str, *, hosts: Iterable[str] | None = None
+) -> Starlette:
+    """The control plane: routes of the admin port, every one behind the admin token."""
+    return Starlette(
+        routes=[*FleetRoutes(context, fleet).routes, *SessionRoutes(context).routes],
+        middleware=[
+            Middleware(RequestAuth, hosts=hosts),
+            Middleware(AdminAuth, token=token),
+        ],
+        exception_handlers=EXCEPTION_HANDLERS,
     )
 
 
@@ -114,21 +130,19 @@ async def serve_gateway(
                 expire_unread=options.expire_unread,
             )
         )
-        pool = fleet.pool
-        book = ModelRegistry(pool.models, options.tokenizer)
-        gateway = GatewayContext(
-            pool=pool, book=book, sessions=sessions, body_limit=options.body_limit
+        models = ModelRegistry(fleet.pool.models, options.tokenizer)
+        context = GatewayContext(
+            pool=fleet.pool, models=models, sessions=sessions, body_limit=options.body_limit
         )
-        metrics = GatewayMetrics(gateway)
-        hosts = hosts_of(options.admin_host)
-        control = ControlPlane(gateway, fleet, options.admin_token, hosts=hosts)
+        metrics = GatewayMetrics(context)
+        admin_hosts = hosts_of(options.admin_host)
         apps: list[tuple[ASGIApp, socket]] = [
-            (data_app(gateway, options, metrics), data_socket),
-            (control.app, admin_socket),
+            (data_app(context, options, metrics), data_socket),
+            (control_app(context, fleet, options.admin_token, hosts=admin_hosts), admin_socket),
         ]
         # Text needs a tokenizer, tokens do not: without one, chat requests say what is missing.
         with suppress(LockstepError):
-            await book.renderer()
+            await models.renderer()
         async with serving(apps, drain_seconds=options.drain_seconds, limits=options.http):
             on_ready(url_of(data_socket), url_of(admin_socket))
             await stop.wait()

@@ -1,4 +1,4 @@
-"""What every face of the gateway stands on."""
+"""What the routes of a gateway share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GatewayContext:
     """The fleet's workers, the models they serve, and the sessions that requests may join."""
 
     pool: Pool
-    book: ModelRegistry
+    models: ModelRegistry
     sessions: Sessions
     body_limit: int = 64 << 20
 
@@ -37,22 +37,22 @@ def session_id(http: Request) -> str | None:
             f"X-Session-ID is {header!r}, but the path names session {path!r}: send one of them",
             param="x-session-id",
         )
-    given = path if header is None else header
-    if given is not None and not SESSION_ID.fullmatch(given):
+    name = path if header is None else header
+    if name is not None and not SESSION_ID.fullmatch(name):
         raise BadRequest(
-            f"session id {given!r} is not valid: 1 to 200 letters, digits or ._:@=+-",
+            f"session id {name!r} is not valid: 1 to 200 letters, digits or ._:@=+-",
             param="x-session-id",
         )
-    return given
+    return name
 
 
-def request_id(http: Request, given: str | None = None) -> str:
+def request_id(http: Request, from_body: str | None = None) -> str:
     """The id of a request: the header X-Request-Id, else the body's, else a new one.
 
-    It is also put where error answers find it.
+    It is also put where error responses find it.
     """
     state = http.scope.setdefault("state", {})
-    known = state.get("request_id")
-    chosen: str = http.headers.get("x-request-id") or given or known or secrets.token_hex(12)
+    current = state.get("request_id")
+    chosen: str = http.headers.get("x-request-id") or from_body or current or secrets.token_hex(12)
     state["request_id"] = chosen
     return chosen

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the gateway: what was asked, how it ended, and how the fleet stands."""
+"""Prometheus metrics of the gateway: requests by route and status, workers and sessions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SESSIONS = {
     "loaded": "Sessions read back from their file since the start.",
     "expired": "Sessions deleted because nobody used them, since the start.",
     "deleted": "Sessions deleted on request since the start.",
-    "unwritten": "Turns that could not be stored since the start; their answers were refused.",
+    "unwritten": "Turns that could not be stored since the start; their responses were refused.",
 }
 REFUSED = "Turns refused since the start because the limit of {} was reached."
 BREAKS = "Prefix breaks with the cause {} since the start."
@@ -38,15 +38,15 @@ BREAKS = "Prefix breaks with the cause {} since the start."
 class GatewayMetrics(Collector):
     """Counts requests as they end; workers and sessions are read when scraped."""
 
-    def __init__(self, gateway: GatewayContext) -> None:
-        self._gateway = gateway
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "lockstep_gateway_requests", "Requests by route and status.", ["route", "status"],
             registry=self._registry,
         )  # fmt: skip
         self._seconds = Histogram(
-            "lockstep_gateway_request_seconds", "Time to the end of an answer.", ["route"],
+            "lockstep_gateway_request_seconds", "Time to the end of a response.", ["route"],
             buckets=BUCKETS, registry=self._registry,
         )  # fmt: skip
         self._series: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
@@ -54,13 +54,13 @@ class GatewayMetrics(Collector):
         self.routes = [Route("/metrics", self.scrape)]
 
     def middleware(self, app: ASGIApp, templates: RouteTemplates) -> ASGIApp:
-        """Counts what passes through `app`, under the templates of its routes."""
+        """`app` with every request counted, under the template of its route."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
                 await app(scope, receive, send)
                 return
-            status, begun = 499, perf_counter()
+            status, started = 499, perf_counter()
 
             async def watched(message: Message) -> None:
                 nonlocal status
@@ -71,13 +71,13 @@ class GatewayMetrics(Collector):
             try:
                 await app(scope, receive, watched)
             finally:
-                self.count(templates.of(scope["path"]), status, perf_counter() - begun)
+                self.count(templates.of(scope["path"]), status, perf_counter() - started)
 
         return counted
 
     def count(self, route: str, status: int, seconds: float) -> None:
-        """Counts a request that has ended. `route` is a template: a raw path would be a series of
-        its own for every client that makes one up."""
+        """Counts a request that has ended. `route` is a template such as /v1/models/{model}: with
+        raw paths, a client could create any number of series."""
         series = self._series.get((route, status))
         if series is None:
             series = self._requests.labels(route, str(status)), self._seconds.labels(route)
@@ -96,13 +96,13 @@ class GatewayMetrics(Collector):
         serving = GaugeMetricFamily(
             "lockstep_gateway_worker_serving", "1 when a worker gets traffic.", labels=["worker"]
         )
-        for worker in self._gateway.pool.workers:
+        for worker in self._context.pool.workers:
             in_flight.add_metric([worker.id], worker.in_flight)
             serving.add_metric([worker.id], worker.state == "serving")
         yield in_flight
         yield serving
-        for name, value in self._gateway.sessions.stats().items():
-            gauge = GaugeMetricFamily(f"lockstep_gateway_sessions_{name}", _about_sessions(name))
+        for name, value in self._context.sessions.stats().items():
+            gauge = GaugeMetricFamily(f"lockstep_gateway_sessions_{name}", _sessions_help(name))
             gauge.add_metric([], value)
             yield gauge
 
@@ -111,8 +111,8 @@ class GatewayMetrics(Collector):
         return Response(encode(self._registry), media_type=media_type)
 
 
-def _about_sessions(name: str) -> str:
-    """What a number of `Sessions.stats` counts."""
+def _sessions_help(name: str) -> str:
+    """The help text of a number of `Sessions.stats`."""
     kind, _, what = name.partition("_")
     if kind in ("refused", "breaks"):
         return (REFUSED if kind == "refused" else BREAKS).format(what)

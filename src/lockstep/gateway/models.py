@@ -1,4 +1,4 @@
-"""Which models the gateway serves, and how their text becomes tokens."""
+"""The models that the gateway serves, and the renderer of their text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
 FRESH_SECONDS = 1.0
-"""How old the list of models may be when a name is not in it."""
+"""Age of the list of models past which an unknown name is looked up again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """Resolves model names. The list comes from the workers (`fetch`) and is kept for a while."""
+    """Resolves model names. The list comes from the workers (`fetch`) and is cached."""
 
     def __init__(
         self, fetch: Callable[[], Awaitable[list[ModelCard]]], tokenizer: str | None = None
@@ -34,7 +34,7 @@ class ModelRegistry:
         self._fetch = fetch
         self._tokenizer = tokenizer
         self._cards: dict[str, ModelCard] = {}
-        self._asked_at = float("-inf")
+        self._fetched_at = float("-inf")
         self._lock = asyncio.Lock()
         self._loading = asyncio.Lock()
         self._renderer: Renderer | None = None
@@ -50,7 +50,7 @@ class ModelRegistry:
         if not self._cards:
             await self._refresh()
         if name is not None and name not in self._cards:
-            if monotonic() - self._asked_at > FRESH_SECONDS:
+            if monotonic() - self._fetched_at > FRESH_SECONDS:
                 await self._refresh()
             if name not in self._cards:
                 known = ", ".join(self._cards) or "none"
@@ -62,7 +62,7 @@ class ModelRegistry:
         return ServedModel(card.id, adapter, card.max_model_len, card.weight_version)
 
     async def renderer(self) -> Renderer:
-        """How the base model's messages become tokens; loaded once, off the event loop."""
+        """The renderer of the base model's messages; loaded once, off the event loop."""
         if self._renderer is None:
             async with self._loading:
                 if self._renderer is None:
@@ -76,7 +76,7 @@ class ModelRegistry:
         return self._tokenizer
 
     def forget(self) -> None:
-        """Asks the workers again next time: an adapter came or went, or the weights changed."""
+        """Drops the cached list, after an adapter came or went or the weights changed."""
         self._cards = {}
 
     def _base(self) -> ModelCard:
@@ -88,8 +88,8 @@ class ModelRegistry:
 
     async def _refresh(self) -> None:
         async with self._lock:
-            if self._cards and monotonic() - self._asked_at < FRESH_SECONDS:
+            if self._cards and monotonic() - self._fetched_at < FRESH_SECONDS:
                 return
             cards = await self._fetch()
-            self._asked_at = monotonic()
+            self._fetched_at = monotonic()
             self._cards = {card.id: card for card in sorted(cards, key=lambda c: c.parent or "")}

@@ -403,7 +403,7 @@ async def test_a_worker_that_is_not_up_yet_joins_when_it_is() -> None:
             _ = added.transport
         await fake.start()
         await pool.wait_ready(1, 10)
-        assert added.lockstep
+        assert added.transport.relay is not None
         assert await pool.run(ROUTE, work) == "late"
     await fake.die()
 
@@ -417,7 +417,7 @@ async def test_a_worker_without_a_model_gets_no_traffic() -> None:
         assert added.state == "down"
         fake.models = [{"id": "m", "owned_by": "vllm"}]
         await pool.wait_ready(2, 10)
-        assert not added.lockstep
+        assert added.transport.relay is None
         await fake.die()
 
 

@@ -86,10 +86,10 @@ async def chat_server(*workers: str, tokenizer: str = "tiny") -> AsyncIterator[S
     async with Pool() as pool, Sessions() as sessions:
         for url in workers:
             await pool.add(url)
-        gateway = GatewayContext(
-            pool=pool, book=ModelRegistry(pool.models, tokenizer), sessions=sessions
+        context = GatewayContext(
+            pool=pool, models=ModelRegistry(pool.models, tokenizer), sessions=sessions
         )
-        routes: list[BaseRoute] = list(ChatRoutes(gateway).routes)
+        routes: list[BaseRoute] = list(ChatRoutes(context).routes)
         app = Starlette(
             routes=[*routes, Mount("/sessions/{session}", routes=routes)],
             exception_handlers=EXCEPTION_HANDLERS,

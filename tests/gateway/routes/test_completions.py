@@ -69,9 +69,9 @@ class Client:
 
 
 @asynccontextmanager
-async def served(gateway: GatewayContext) -> AsyncIterator[Client]:
-    face = CompletionsRoutes(gateway)
-    app = Starlette(routes=face.routes, exception_handlers=EXCEPTION_HANDLERS)
+async def served(context: GatewayContext) -> AsyncIterator[Client]:
+    routes = CompletionsRoutes(context).routes
+    app = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
     with listen("127.0.0.1", 0) as sock:
         async with serving([(app, sock)]), aiohttp.ClientSession() as http:
             yield Client(url_of(sock), http)
@@ -81,8 +81,8 @@ async def served(gateway: GatewayContext) -> AsyncIterator[Client]:
 async def client(worker: WorkerProcess) -> AsyncIterator[Client]:
     async with Pool() as pool:
         await pool.add(worker.url)
-        book = ModelRegistry(pool.models, "tiny")
-        async with served(GatewayContext(pool=pool, book=book, sessions=Sessions())) as client:
+        models = ModelRegistry(pool.models, "tiny")
+        async with served(GatewayContext(pool=pool, models=models, sessions=Sessions())) as client:
             yield client
 
 
@@ -284,8 +284,8 @@ async def test_salt_priority_and_versions_reach_the_engine_once(stream: bool) ->
 
     recorder = Recorder()
     pool: Any = recorder
-    gateway = GatewayContext(pool=pool, book=ModelRegistry(models, "tiny"), sessions=Sessions())
-    async with served(gateway) as client:
+    context = GatewayContext(pool=pool, models=ModelRegistry(models, "tiny"), sessions=Sessions())
+    async with served(context) as client:
         error = await client.refused(
             503, prompt=IDS, cache_salt="mine", priority=-3, model="lora", weight_version="v1",
             min_weight_version="v0", stream=stream, headers={"X-Session-ID": "s1"},

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from lockstep.fleet.routing.pool import Pool
+from lockstep.gateway.app import control_app
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.models import ModelRegistry
-from lockstep.gateway.routes.control import ControlPlane
 from lockstep.gateway.sessions.sessions import Sessions
 from tests.simulator.fleet import Simulation, simulated
 
@@ -28,10 +28,10 @@ async def control(
         return []
 
     async with simulated(directory, count) as fleet, Sessions("memory") as sessions:
-        gateway = GatewayContext(
-            pool=cast(Pool, fleet.pool), book=ModelRegistry(no_models), sessions=sessions
+        context = GatewayContext(
+            pool=cast(Pool, fleet.pool), models=ModelRegistry(no_models), sessions=sessions
         )
-        app = ControlPlane(gateway, fleet.fleet, TOKEN, hosts=("127.0.0.1",)).app
+        app = control_app(context, fleet.fleet, TOKEN, hosts=("127.0.0.1",))
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app),
             base_url="http://127.0.0.1/v1/rl",

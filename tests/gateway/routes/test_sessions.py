@@ -43,10 +43,10 @@ class Admin:
 @pytest_asyncio.fixture
 async def admin() -> AsyncIterator[Admin]:
     async with Sessions() as sessions:
-        gateway = GatewayContext(
-            pool=Pool(), book=ModelRegistry(Pool().models, "tiny"), sessions=sessions
+        context = GatewayContext(
+            pool=Pool(), models=ModelRegistry(Pool().models, "tiny"), sessions=sessions
         )
-        routes = SessionRoutes(gateway).routes
+        routes = SessionRoutes(context).routes
         app = Starlette(routes=routes, exception_handlers=EXCEPTION_HANDLERS)
         with listen("127.0.0.1", 0) as sock:
             async with serving([(app, sock)]), aiohttp.ClientSession() as http:

@@ -50,8 +50,8 @@ async def client() -> AsyncIterator[Client]:
     async def models() -> list[ModelCard]:
         return [ModelCard("tiny", 1024, "0"), ModelCard("lora", 1024, "0", parent="tiny")]
 
-    gateway = GatewayContext(pool=Pool(), book=ModelRegistry(models, "tiny"), sessions=Sessions())
-    app = Starlette(routes=TokenizeRoutes(gateway).routes, exception_handlers=EXCEPTION_HANDLERS)
+    context = GatewayContext(pool=Pool(), models=ModelRegistry(models, "tiny"), sessions=Sessions())
+    app = Starlette(routes=TokenizeRoutes(context).routes, exception_handlers=EXCEPTION_HANDLERS)
     with listen("127.0.0.1", 0) as sock:
         async with serving([(app, sock)]), aiohttp.ClientSession() as http:
             yield Client(url_of(sock), http)

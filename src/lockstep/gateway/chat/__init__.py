@@ -1,1 +1,1 @@
-"""OpenAI's chat completions in front of a fleet."""
+"""OpenAI's chat completions dialect: prompts, turns, streams."""

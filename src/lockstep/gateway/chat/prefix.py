@@ -32,7 +32,7 @@ class KeptIds:
 
 
 def bare_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without the ids that some of them carry: those are for nobody to read."""
+    """The messages without the token ids that some of them carry: templates must not see those."""
     if not _any_kept(messages):
         return list(messages)
     kept = (PROMPT, SAMPLED, LOGPROBS)
@@ -84,17 +84,17 @@ def kept_by_messages(messages: Sequence[dict[str, Any]]) -> KeptIds | None:
 
 
 def _kept_by(message: dict[str, Any], where: str) -> KeptIds | None:
-    given = {key: message.get(key) for key in (PROMPT, SAMPLED, LOGPROBS)}
-    missing = [key for key, value in given.items() if value is None]
-    if len(missing) == len(given):
+    fields = {key: message.get(key) for key in (PROMPT, SAMPLED, LOGPROBS)}
+    missing = [key for key, value in fields.items() if value is None]
+    if len(missing) == len(fields):
         return None
     if missing:
         raise BadRequest(
             f"{where}.{missing[0]} is missing: {PROMPT}, {SAMPLED} and {LOGPROBS} come together",
             param=f"{where}.{missing[0]}",
         )
-    prompt, sampled = _ids(given[PROMPT], where, PROMPT), _ids(given[SAMPLED], where, SAMPLED)
-    scores = given[LOGPROBS]
+    prompt, sampled = _ids(fields[PROMPT], where, PROMPT), _ids(fields[SAMPLED], where, SAMPLED)
+    scores = fields[LOGPROBS]
     if not isinstance(scores, list) or len(scores) != len(sampled):
         raise BadRequest(
             f"{where}.{LOGPROBS} does not have one entry for each of {len(sampled)} ids in "
@@ -114,17 +114,17 @@ def _ids(value: Any, where: str, key: str) -> list[int]:
         raise BadTokenId(f"{where}.{key}: {error}", param=f"{where}.{key}") from None
 
 
-def prefixed(asked: ChatRequest, kept: KeptIds | None, renderer: Renderer) -> list[int]:
+def prefixed(chat: ChatRequest, kept: KeptIds | None, renderer: Renderer) -> list[int]:
     """The kept ids and what follows them.
 
     Raises BadRequest when they cannot be of these messages, PrefixBreak when the chat format has
     no exact way on from them.
     """
-    messages, tools = plain_messages(bare_messages(asked.messages)), plain_tools(asked.tools)
+    messages, tools = plain_messages(bare_messages(chat.messages)), plain_tools(chat.tools)
     turn = max(
         (at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1
     )
-    required = asked.required_prefix_token_ids
+    required = chat.required_prefix_token_ids
     if turn < 0 or turn + 1 == len(messages):
         field = "required_prefix_token_ids" if kept is None else kept.field
         raise BadRequest(
@@ -174,9 +174,10 @@ def _split(
 def _check_fits(
     kept: KeptIds, messages: list[Plain], turn: int, tools: list[Plain] | None, renderer: Renderer
 ) -> None:
-    """Raises BadRequest when the ids do not say what the messages say.
+    """Raises BadRequest when the ids cannot be those of the messages.
 
-    The opening of a conversation is always the template's; what was sampled need not be.
+    The ids up to the first assistant turn come from the template, so they are compared one by
+    one; of sampled text only the content is looked for, as no template wrote it.
     """
     first = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
     if first:
@@ -187,16 +188,16 @@ def _check_fits(
                 "before the first assistant turn (or the tools are others)",
                 param=kept.field,
             )
-    written = renderer.decode(kept.prompt_ids)
+    prompt_text = renderer.decode(kept.prompt_ids)
     for at, message in enumerate(messages[:turn]):
-        said = (message.get("content") or "").strip()
-        if message["role"] == "user" and said not in written:
+        content = (message.get("content") or "").strip()
+        if message["role"] == "user" and content not in prompt_text:
             raise _misfit(kept, at, "content")
-    sampled, answer = renderer.decode(kept.completion_ids), messages[turn]
-    content = (answer.get("content") or "").rpartition("</think>")[2].strip()
+    sampled, reply = renderer.decode(kept.completion_ids), messages[turn]
+    content = (reply.get("content") or "").rpartition("</think>")[2].strip()
     if content not in sampled:
         raise _misfit(kept, turn, "content")
-    for call in answer.get("tool_calls", ()):
+    for call in reply.get("tool_calls", ()):
         if call["function"]["name"] not in sampled:
             raise _misfit(kept, turn, "tool_calls")
 

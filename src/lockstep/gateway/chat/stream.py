@@ -1,4 +1,4 @@
-"""A streamed chat answer: chunks that add up to the whole one, token for token.
+"""A streamed chat response: its chunks add up to the whole response, token for token.
 
 Text that may still turn out to be a tag or a tool call is held back, and its tokens and logprobs
 with it. The last chunk of each choice comes after the turn was stored in its session.
@@ -12,7 +12,7 @@ from time import time
 from typing import Any
 
 from lockstep.fleet.routing.pool import Pool, Worker
-from lockstep.gateway.chat.turn import ChatTurn, said
+from lockstep.gateway.chat.turn import ChatTurn, reply
 from lockstep.http import sse
 from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.response import StreamDelta
@@ -25,10 +25,10 @@ from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
 
 
 class _Progress:
-    """How far one choice is: what came, what was sent."""
+    """The state of one choice: the tokens received so far, and how many were sent on."""
 
-    def __init__(self, unfolding: StreamingParser) -> None:
-        self.unfolding = unfolding
+    def __init__(self, parser: StreamingParser) -> None:
+        self.parser = parser
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.sent = 0
@@ -38,41 +38,41 @@ class _Progress:
     def add(self, delta: StreamDelta) -> MessagePart:
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
-        return self.unfolding.feed(delta.token_ids)
+        return self.parser.feed(delta.token_ids)
 
-    def complete(self, done: Completion) -> None:
-        """Takes the finished choice over. Raises Misaligned when it is not what was streamed."""
+    def complete(self, completion: Completion) -> None:
+        """Takes the finished choice. Raises Misaligned unless it begins as it was streamed."""
         count = len(self.token_ids)
-        if done.token_ids[:count] != self.token_ids or (
-            len(self.logprobs) == count and done.logprobs[:count] != self.logprobs
+        if completion.token_ids[:count] != self.token_ids or (
+            len(self.logprobs) == count and completion.logprobs[:count] != self.logprobs
         ):
             raise Misaligned(
-                f"choice {done.index}: the {count} tokens that were streamed are not those the "
-                "finished answer begins with"
+                f"choice {completion.index}: the finished choice does not begin with the {count} "
+                "tokens that were streamed"
             )
-        self.token_ids, self.logprobs = done.token_ids, done.logprobs
+        self.token_ids, self.logprobs = completion.token_ids, completion.logprobs
 
 
 class ChatStream:
-    """The events of one turn: `start` waits for the first tokens, `events` brings them all."""
+    """The events of one turn: `start` waits for the first tokens, `events` yields all of them."""
 
     def __init__(self, turn: ChatTurn, pool: Pool) -> None:
         self._turn = turn
         self._shape = turn.shape
         self._worker: str | None = None
         self._items: AsyncGenerator[StreamDelta | Completion, None] = pool.stream(
-            turn.route, self._open
+            turn.affinity, self._open
         )
         self._first: StreamDelta | Completion | None = None
         self._first_at: float | None = None
-        self._choices = [_Progress(turn.unfolding()) for _ in range(turn.ask.sampling.n)]
+        self._choices = [_Progress(turn.new_parser()) for _ in range(turn.request.sampling.n)]
 
     def _open(self, worker: Worker) -> AsyncIterator[StreamDelta | Completion]:
         self._worker = worker.id
-        return worker.stream(self._turn.ask)
+        return worker.stream(self._turn.request)
 
     async def start(self) -> None:
-        """Returns when there is something to send; raises what kept the worker from it."""
+        """Returns with the first tokens. Raises the error of a worker that fails before them."""
         self._first = await anext(self._items, None)
         self._first_at = time()
 
@@ -80,45 +80,45 @@ class ChatStream:
         async with aclosing(self._items):
             for index in range(len(self._choices)):
                 yield sse.event(self._opening(index))
-            done: list[Completion] = []
+            completions: list[Completion] = []
             item = self._first
             while item is not None:
                 if isinstance(item, Completion):
-                    done.append(item)
+                    completions.append(item)
                 elif part := self._progress(item).add(item):
                     yield sse.event(self._chunk(item.index, part))
                 item = await anext(self._items, None)
-        for chunk in await self._ended(done):
+        for chunk in await self._ended(completions):
             yield sse.event(chunk)
 
     def _progress(self, delta: StreamDelta) -> _Progress:
         if not 0 <= delta.index < len(self._choices):
             raise ContractError(
-                f"{len(self._choices)} choices were asked for, but tokens of choice {delta.index} "
-                "came"
+                f"the worker sent tokens of choice {delta.index}, but the request has "
+                f"{len(self._choices)} choices"
             )
         return self._choices[delta.index]
 
-    async def _ended(self, done: list[Completion]) -> list[wire.ChatCompletionBody]:
-        """The last chunks: what was held back, how each choice ended, and the usage."""
-        if sorted(one.index for one in done) != list(range(len(self._choices))):
+    async def _ended(self, completions: list[Completion]) -> list[wire.ChatCompletionBody]:
+        """The last chunks: text that was held back, finish reasons, and the usage."""
+        if sorted(one.index for one in completions) != list(range(len(self._choices))):
             raise MissingFinish(
-                f"the stream ended with {len(done)} of {len(self._choices)} choices finished"
+                f"the stream ended with {len(completions)} of {len(self._choices)} choices finished"
             )
-        turns, rest = [], {}
-        for one in done:
-            choice = self._choices[one.index]
-            choice.complete(one)
-            answer, rest[one.index] = choice.unfolding.finish(one.token_ids)
-            turns.append(said(one, answer))
+        replies, rest = [], {}
+        for completion in completions:
+            choice = self._choices[completion.index]
+            choice.complete(completion)
+            parsed, rest[completion.index] = choice.parser.finish(completion.token_ids)
+            replies.append(reply(completion, parsed))
         chunks = [
             self._chunk(each.completion.index, rest[each.completion.index], each)
-            for each in await self._turn.commit(turns)
+            for each in await self._turn.commit(replies)
         ]
-        if self._turn.asked.include_usage:
+        if self._turn.chat.include_usage:
             tokens = sum(len(choice.token_ids) for choice in self._choices)
             chunk = self._body([])
-            chunk.usage = usage_of(len(self._turn.ask.prompt_ids), tokens)
+            chunk.usage = usage_of(len(self._turn.request.prompt_ids), tokens)
             chunks.append(chunk)
         return chunks
 
@@ -126,13 +126,13 @@ class ChatStream:
         delta = wire.AssistantMessage(role="assistant", content="")
         chunk = self._body([wire.ChatChoice(index=index, delta=delta)])
         if self._shape.token_ids and index == 0:
-            chunk.prompt_token_ids = as_list(self._turn.ask.prompt_ids)
+            chunk.prompt_token_ids = as_list(self._turn.request.prompt_ids)
         return chunk
 
     def _chunk(
         self, index: int, part: MessagePart, end: wire.ChatReply | None = None
     ) -> wire.ChatCompletionBody:
-        """What is new in a choice: its text, and every token since the chunk before."""
+        """The new part of a choice: its text, and every token since the chunk before."""
         shape, choice = self._shape, self._choices[index]
         new_ids = choice.token_ids[choice.sent :]
         choice.sent = len(choice.token_ids)
@@ -144,21 +144,21 @@ class ChatStream:
         chunk = self._body([item])
         if end is not None:
             wire.ending(shape, item, end)
-            done = end.completion
-            chunk.system_fingerprint = wire.fingerprint(done)
+            completion = end.completion
+            chunk.system_fingerprint = wire.fingerprint(completion)
             if shape.prompt_logprobs and index == 0:
-                chunk.prompt_logprobs = wire.prompt_entries(shape, done.prompt_logprobs)
+                chunk.prompt_logprobs = wire.prompt_entries(shape, completion.prompt_logprobs)
             if shape.wanted:
                 timing = self._turn.timing(self._first_at)
                 chunk.nvext = wire.extension(
-                    shape, done, new_ids, worker=self._worker, timing=timing
+                    shape, completion, new_ids, worker=self._worker, timing=timing
                 )
         elif "completion_token_ids" in shape.wanted:
             chunk.nvext = NvextResponse(completion_token_ids=new_ids)
         return chunk
 
     def _scores(self, choice: _Progress, end: wire.ChatReply | None) -> wire.ChatLogprobs | None:
-        """Entries for the tokens that have none yet. Alternatives are only known at the end."""
+        """Logprobs of the tokens not sent yet. Alternatives are known at the end only."""
         shape = self._shape
         early = not shape.top and len(choice.logprobs) == len(choice.token_ids)
         if not shape.logprobs or (end is None and not early):

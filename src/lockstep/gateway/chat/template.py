@@ -1,4 +1,4 @@
-"""Renderers with the template variables of a request, each made once and kept while it is used."""
+"""Renderers for the template variables that requests set, each made once and cached."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 KEPT = 32
-"""Variants in memory; callers choose the values, so there must be an end to them."""
+"""Most renderers in memory: clients choose the values, so their number needs a limit."""
 OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
 RESERVED = ("messages", "conversation", "tools", "documents", "chat_template", "tokenize",
             "return_dict", "return_tensors", "padding", "truncation", "max_length")  # fmt: skip
 
 
-class Variants:
-    """The model's renderer, and those that differ from it in template variables."""
+class RendererVariants:
+    """The model's renderer, and copies of it with other template variables."""
 
-    def __init__(self, book: ModelRegistry) -> None:
-        self._book = book
-        self._made: OrderedDict[str, Renderer] = OrderedDict()
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
+        self._renderers: OrderedDict[str, Renderer] = OrderedDict()
 
-    async def of(self, asked: ChatRequest) -> Renderer:
+    async def of(self, chat: ChatRequest) -> Renderer:
         """The renderer for a request.
 
         Raises BadRequest for variables that contradict a field, UnsupportedField for those that
         the model's template does not have.
         """
-        base = await self._book.renderer()
-        if not asked.chat_template_kwargs and asked.reasoning_effort is None:
+        base = await self._models.renderer()
+        if not chat.chat_template_kwargs and chat.reasoning_effort is None:
             return base
-        kwargs = variables(asked, base.template.source)
+        kwargs = variables(chat, base.template.source)
         if not kwargs:
             return base
         key = json.dumps(kwargs, sort_keys=True)
-        found = self._made.get(key)
-        if found is None:
-            found = await base.offload(_variant, base, kwargs)
-            self._made[key] = found
-            if len(self._made) > KEPT:
-                self._made.popitem(last=False)
-        self._made.move_to_end(key)
-        return found
+        renderer = self._renderers.get(key)
+        if renderer is None:
+            renderer = await base.offload(_variant, base, kwargs)
+            self._renderers[key] = renderer
+            if len(self._renderers) > KEPT:
+                self._renderers.popitem(last=False)
+        self._renderers.move_to_end(key)
+        return renderer
 
 
-def variables(asked: ChatRequest, source: str) -> dict[str, Any]:
+def variables(chat: ChatRequest, source: str) -> dict[str, Any]:
     """The template variables that a request sets."""
-    kwargs = dict(asked.chat_template_kwargs or {})
+    kwargs = dict(chat.chat_template_kwargs or {})
     for name in OWN_FIELDS:
         if name not in kwargs:
             continue
-        given, field = kwargs.pop(name), getattr(asked, name)
+        value, field = kwargs.pop(name), getattr(chat, name)
         if name == "add_generation_prompt":
             field = field is not False
         elif name == "continue_final_message":
             field = bool(field)
         elif field is None:
-            # A template variable by its own right, if no field says otherwise.
-            kwargs[name] = field = given
-        if given != field:
+            # No field sets it, so it is a template variable like any other.
+            kwargs[name] = field = value
+        if value != field:
             raise BadRequest(
-                f"chat_template_kwargs.{name} is {given!r}, but the field {name} is {field!r}: "
+                f"chat_template_kwargs.{name} is {value!r}, but the field {name} is {field!r}: "
                 "give it in one place",
                 param=f"chat_template_kwargs.{name}",
             )
-    if asked.reasoning_effort is not None:
-        kwargs |= _effort(asked.reasoning_effort, kwargs, source)
+    if chat.reasoning_effort is not None:
+        kwargs |= _effort(chat.reasoning_effort, kwargs, source)
     for name in kwargs:
         if name in RESERVED:
             raise BadRequest(
@@ -88,7 +88,7 @@ def variables(asked: ChatRequest, source: str) -> dict[str, Any]:
 
 
 def _effort(effort: str, kwargs: dict[str, Any], source: str) -> dict[str, Any]:
-    """The variables that stand for a reasoning effort in this template."""
+    """The variables by which this template takes a reasoning effort."""
     if _mentions(source, "reasoning_effort"):
         return {"reasoning_effort": effort}
     if effort == "none" and _mentions(source, "enable_thinking"):
@@ -100,8 +100,8 @@ def _effort(effort: str, kwargs: dict[str, Any], source: str) -> dict[str, Any]:
             )
         return {"enable_thinking": False}
     raise UnsupportedField(
-        f"reasoning_effort is {effort!r}, but the chat template of this model cannot be told how "
-        "much to think: leave it out",
+        f"reasoning_effort is {effort!r}, but the chat template of this model has no variable for "
+        "it: leave it out",
         param="reasoning_effort",
     )
 
@@ -120,7 +120,7 @@ def _variant(base: Renderer, kwargs: dict[str, Any]) -> Renderer:
             stop_token_ids=base.stop_token_ids,
         )
     except ValueError as error:
-        # The chat format knows the variable, and that it cannot have this value.
+        # The variable exists, but the chat format does not take this value.
         why = " ".join(line.strip() for line in str(error).splitlines()[:3])
         raise BadRequest(
             f"chat_template_kwargs cannot be used: {why}", param="chat_template_kwargs"

@@ -1,4 +1,4 @@
-"""One chat request on its way: what was asked, where it goes, and how its answer is kept."""
+"""One turn of a chat: its request, the worker it prefers, and how its reply is stored."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from lockstep.tokens.errors import Misaligned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTurn:
-    """A request that is ready to be sent. `headers` are those of its response."""
+    """A chat request ready to be sent to a worker. `headers` are those of its response.
 
-    asked: ChatRequest
-    ask: GenerateRequest
-    route: Affinity
+    `chat` is what the client sent, `request` what the worker gets.
+    """
+
+    chat: ChatRequest
+    request: GenerateRequest
+    affinity: Affinity
     renderer: Renderer
     session: Session | None
     plan: PromptPlan | None
@@ -44,33 +47,34 @@ class ChatTurn:
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
-        """The tools whose calls are read out of the answer."""
-        return self.asked.tools if self.asked.calls_tools else None
+        """The tools whose calls are parsed out of the reply."""
+        return self.chat.tools if self.chat.calls_tools else None
 
-    def unfolding(self) -> StreamingParser:
+    def new_parser(self) -> StreamingParser:
         return StreamingParser(
-            self.renderer, self.tools, self.ask.prompt_ids, verbatim=self.asked.continues
+            self.renderer, self.tools, self.request.prompt_ids, verbatim=self.chat.continues
         )
 
-    async def read(self, done: Completion) -> ChatReply:
-        """What a completion says. Raises Misaligned when it is of another prompt."""
-        if done.prompt_ids is not self.ask.prompt_ids and done.prompt_ids != self.ask.prompt_ids:
+    async def read(self, completion: Completion) -> ChatReply:
+        """The completion as a message. Raises Misaligned when it is of another prompt."""
+        sent = self.request.prompt_ids
+        if completion.prompt_ids is not sent and completion.prompt_ids != sent:
             raise Misaligned("the completion is of another prompt than the one that was sent")
-        answer = await read_completion_async(
+        parsed = await read_completion_async(
             self.renderer,
-            done.token_ids,
+            completion.token_ids,
             self.tools,
-            self.ask.prompt_ids,
-            verbatim=self.asked.continues,
+            self.request.prompt_ids,
+            verbatim=self.chat.continues,
         )
-        return said(done, answer)
+        return reply(completion, parsed)
 
     async def commit(self, choices: Sequence[ChatReply]) -> list[ChatReply]:
-        """Stores the turn in its session, before anybody sees it; the choices by index."""
+        """Stores the turn in its session, before the client sees it; the choices by index."""
         ordered = sorted(choices, key=lambda each: each.completion.index)
         if self.session is not None and self.plan is not None:
-            answers = [(each.completion, each.message) for each in ordered]
-            await self.session.commit(self.plan, answers)
+            turns = [(each.completion, each.message) for each in ordered]
+            await self.session.commit(self.plan, turns)
         versions = [span.version for each in ordered for span in each.completion.versions]
         if versions:
             self.headers["x-lockstep-versions"] = ",".join(
@@ -87,5 +91,7 @@ class ChatTurn:
         )
 
 
-def said(done: Completion, answer: ParsedMessage) -> ChatReply:
-    return ChatReply(completion=done, message=answer.message(), finish=answer.finish(done.finish))
+def reply(completion: Completion, parsed: ParsedMessage) -> ChatReply:
+    return ChatReply(
+        completion=completion, message=parsed.message(), finish=parsed.finish(completion.finish)
+    )

@@ -1,4 +1,4 @@
-"""GET /openapi.json and GET /docs: every route and field, generated from the protocol types."""
+"""GET /openapi.json and GET /docs: every route and field of the data plane."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from starlette.routing import Route
 from lockstep.gateway.openapi import page as docs_page
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.openapi.schemas import schemas_of
-from lockstep.gateway.routes import completions
-from lockstep.gateway.routes import tokenize as text
+from lockstep.gateway.routes import completions, tokenize
 from lockstep.http.handlers import json_response
-from lockstep.protocol.openai import chat_response as chat_answer
+from lockstep.protocol.openai import chat_response
 from lockstep.protocol.openai.chat_request import ChatRequest
-from lockstep.protocol.vllm import generate_response as generate_answer
+from lockstep.protocol.vllm import generate_response
 from lockstep.protocol.vllm.abort import AbortRequest
 from lockstep.protocol.vllm.generate_request import GenerateBody
 
-__all__ = ["OPERATIONS", "OpenApiRoutes", "RouteDoc", "describe"]
+__all__ = ["ROUTE_DOCS", "OpenApiRoutes", "RouteDoc", "describe"]
 
 TITLE = "Lockstep gateway"
 SESSION = "X-Session-ID"
@@ -76,9 +75,9 @@ class ErrorSchema(msgspec.Struct):
     error: ErrorDetailSchema
 
 
-OPERATIONS: tuple[RouteDoc, ...] = (
+ROUTE_DOCS: tuple[RouteDoc, ...] = (
     RouteDoc(
-        "POST", "/inference/v1/generate", GenerateBody, generate_answer.GenerateResponse,
+        "POST", "/inference/v1/generate", GenerateBody, generate_response.GenerateResponse,
         "Token ids in, token ids and logprobs out: vLLM's dialect.", streams=True, sessions=False,
     ),
     RouteDoc(
@@ -86,27 +85,27 @@ OPERATIONS: tuple[RouteDoc, ...] = (
         "Stops requests by id; says how many it stopped.", sessions=False,
     ),
     RouteDoc(
-        "POST", "/v1/chat/completions", ChatRequest, chat_answer.ChatCompletionBody,
+        "POST", "/v1/chat/completions", ChatRequest, chat_response.ChatCompletionBody,
         "OpenAI's chat, with the extras of vLLM, Dynamo and NeMo.", streams=True,
     ),
     RouteDoc(
-        "POST", "/v1/chat/completions/tokens", ChatRequest, chat_answer.ChatCompletionBody,
-        "The same for a prompt that is ids, in `tokens`.", streams=True,
+        "POST", "/v1/chat/completions/tokens", ChatRequest, chat_response.ChatCompletionBody,
+        "The same for a prompt of token ids, in `tokens`.", streams=True,
     ),
-    *completions.OPERATIONS,
-    *text.OPERATIONS,
+    *completions.ROUTE_DOCS,
+    *tokenize.ROUTE_DOCS,
     RouteDoc("GET", "/v1/models", None, ModelList, "The base model, and its adapters."),
-    RouteDoc("GET", "/v1/models/{model}", None, ModelCardSchema, "One of them."),
+    RouteDoc("GET", "/v1/models/{model}", None, ModelCardSchema, "One model."),
     RouteDoc("GET", "/health", None, Health, "Whether any worker serves."),
     RouteDoc("GET", "/metrics", None, None, "Prometheus metrics.", sessions=False),
 )  # fmt: skip
 
 
 class OpenApiRoutes:
-    """The description of the data plane, made once from what it is given."""
+    """Serves the description of the data plane, generated once at start."""
 
-    def __init__(self, operations: Sequence[RouteDoc] = OPERATIONS) -> None:
-        document = describe(operations)
+    def __init__(self, routes: Sequence[RouteDoc] = ROUTE_DOCS) -> None:
+        document = describe(routes)
         self._json = msgspec.json.encode(document)
         self._page = docs_page.page(document)
         self.routes = [
@@ -121,9 +120,9 @@ class OpenApiRoutes:
         return HTMLResponse(self._page)
 
 
-def describe(operations: Iterable[RouteDoc]) -> dict[str, Any]:
+def describe(routes: Iterable[RouteDoc]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these routes."""
-    listed = list(operations)
+    listed = list(routes)
     structs = [each for one in listed for each in (one.request, one.response) if each is not None]
     references, components = schemas_of([*structs, ErrorSchema])
     paths: dict[str, Any] = {}
@@ -139,7 +138,7 @@ def describe(operations: Iterable[RouteDoc]) -> dict[str, Any]:
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        # Either without a key, or with one where the gateway was given keys.
+        # A key is needed only where the gateway was started with LOCKSTEP_API_KEYS.
         "security": [{}, {"key": []}],
     }
 
@@ -160,20 +159,20 @@ def _operation(one: RouteDoc, prefix: str, references: dict[Any, Any]) -> dict[s
         content = {"application/json": {"schema": references[one.response]}}
     if one.streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    fault = {"application/json": {"schema": references[ErrorSchema]}}
-    found: dict[str, Any] = {
+    error = {"application/json": {"schema": references[ErrorSchema]}}
+    operation: dict[str, Any] = {
         "summary": one.summary,
         "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{prefix}{one.path}").strip("_"),
         "parameters": parameters,
         "responses": {
-            "200": {"description": "The answer.", "content": content},
-            "default": {"description": "What went wrong, and the way out.", "content": fault},
+            "200": {"description": "The response.", "content": content},
+            "default": {"description": "The error, and what to do about it.", "content": error},
         },
     }
     if one.request is not None:
         body = {"application/json": {"schema": references[one.request]}}
-        found["requestBody"] = {"required": True, "content": body}
-    return found
+        operation["requestBody"] = {"required": True, "content": body}
+    return operation
 
 
 def _version() -> str:

@@ -22,7 +22,7 @@ p.note { color: #666 }
 
 
 def page(document: dict[str, Any]) -> str:
-    """The whole page; it loads nothing."""
+    """The HTML page, complete in itself."""
     schemas = document["components"]["schemas"]
     routes = "".join(
         _route(method, path, operation)
@@ -38,7 +38,7 @@ def page(document: dict[str, Any]) -> str:
         f"<title>{escape(info['title'])}</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(info['title'])} <small>{escape(info['version'])}</small></h1>"
         '<p class="note">The same, for machines: <a href="/openapi.json">/openapi.json</a>. '
-        "Chat, completion and tokenize routes also stand under "
+        "Chat, completion and tokenize routes are also served under "
         "<code>/sessions/{session}</code>.</p>"
         f"<h2>Routes</h2>{routes}<h2>Types</h2>{types}</body></html>"
     )
@@ -46,15 +46,15 @@ def page(document: dict[str, Any]) -> str:
 
 def _route(method: str, path: str, operation: dict[str, Any]) -> str:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json")
-    answer = operation["responses"]["200"]["content"]
+    contents = operation["responses"]["200"]["content"]
     parts = []
     if body is not None:
         parts.append(f"<p>Request: {_type(body['schema'])}</p>")
     kinds = ", ".join(
         _type(each["schema"]) if kind == "application/json" else f"<code>{escape(kind)}</code>"
-        for kind, each in answer.items()
+        for kind, each in contents.items()
     )
-    parts.append(f"<p>Answer: {kinds}</p>")
+    parts.append(f"<p>Response: {kinds}</p>")
     return (
         f"<details><summary><b>{escape(method.upper())}</b> <code>{escape(path)}</code> "
         f"{escape(operation['summary'])}</summary>{''.join(parts)}</details>"

@@ -1,4 +1,4 @@
-"""A route as it is documented: what a face says about itself."""
+"""The documentation of one route, for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 class RouteDoc:
     """`request` and `response` are wire structs; a response of None is plain text.
 
-    `streams` says that the answer may be server-sent events, `sessions` that the route also
-    stands under /sessions/{session}.
+    `streams` says that the response may be server-sent events, `sessions` that the route is also
+    served under /sessions/{session}.
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""JSON schemas of wire structs, those included whose unions msgspec only writes and never reads."""
+"""JSON schemas of wire structs, with the unions of structs that msgspec's own schemas leave out."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def schemas_of(structs: Iterable[type]) -> tuple[dict[type, Any], dict[str, Any]
     plain = _Plain()
     rewritten = [plain.of(each) for each in wanted]
     every = list(dict.fromkeys([*rewritten, *plain.members.values()]))
-    found, components = msgspec.json.schema_components(every, ref_template=REFERENCE)
-    by_type = dict(zip(every, found, strict=True))
+    references, components = msgspec.json.schema_components(every, ref_template=REFERENCE)
+    by_type = dict(zip(every, references, strict=True))
     members = {name: by_type[each] for name, each in plain.members.items()}
     _resolve(components, members)
     return {each: by_type[new] for each, new in zip(wanted, rewritten, strict=True)}, components

@@ -29,7 +29,7 @@ from lockstep.render import Renderer
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest, BadTokenId
 
-OPERATIONS = (
+ROUTE_DOCS = (
     RouteDoc(
         "POST", "/v1/completions", CompletionRequest, CompletionResponse,
         "Completions of text or token ids; with echo and max_tokens 0, scores of a prompt.",
@@ -39,66 +39,68 @@ OPERATIONS = (
 
 
 class CompletionsRoutes:
-    """The legacy route. A session header only steers routing: nothing here is a conversation."""
+    """OpenAI's older route, without messages. A session header only steers routing here."""
 
-    def __init__(self, gateway: GatewayContext) -> None:
-        self._gateway = gateway
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
         self.routes = [HttpRoute("/v1/completions", self.complete, methods=["POST"])]
 
     async def complete(self, http: Request) -> Response:
         request_id(http)
-        asked = decode_completion(await read_json(http, self._gateway.body_limit))
-        chosen = request_id(http, asked.request_id)
-        served = await self._gateway.book.resolve(asked.model)
-        renderer = await self._gateway.book.renderer()
-        prompts = await self._prompts(http, asked, served, renderer, chosen)
+        body = decode_completion(await read_json(http, self._context.body_limit))
+        chosen_id = request_id(http, body.request_id)
+        model = await self._context.models.resolve(body.model)
+        renderer = await self._context.models.renderer()
+        prompts = await self._prompts(http, body, model, renderer, chosen_id)
         spelling = TokenSpelling(
             renderer,
-            as_ids=bool(asked.return_tokens_as_token_ids),
-            keep_special=asked.skip_special_tokens is False,
+            as_ids=bool(body.return_tokens_as_token_ids),
+            keep_special=body.skip_special_tokens is False,
         )
-        writer = CompletionWriter(asked, served.name, spelling, prompts, chosen)
-        if not asked.stream:
-            done = await unless_gone(http, self._all(prompts))
-            return json_response(msgspec.json.encode(writer.whole(done)))
+        writer = CompletionWriter(body, model.name, spelling, prompts, chosen_id)
+        if not body.stream:
+            completions = await unless_gone(http, self._all(prompts))
+            return json_response(msgspec.json.encode(writer.whole(completions)))
         events = writer.events([self._items(prompt) for prompt in prompts])
-        return await EventStream.started(http, events, chosen)
+        return await EventStream.started(http, events, chosen_id)
 
     async def _prompts(
         self,
         http: Request,
-        asked: CompletionRequest,
-        served: ServedModel,
+        body: CompletionRequest,
+        model: ServedModel,
         renderer: Renderer,
-        chosen: str,
+        chosen_id: str,
     ) -> list[CompletionPrompt]:
-        sampling, session = asked.sampling(), session_id(http)
-        given = asked.prompts()
-        special = asked.add_special_tokens is not False
+        sampling, session = body.sampling(), session_id(http)
+        inputs = body.prompts()
+        special = body.add_special_tokens is not False
         prompts: list[CompletionPrompt] = []
-        for at, each in enumerate(given):
+        for at, each in enumerate(inputs):
             text = each if isinstance(each, str) else None
             if isinstance(each, str):
                 ids = await renderer.offload(renderer.encode, each, special=special)
             else:
                 ids = each
             if not ids:
-                where = "prompt" if len(given) == 1 else f"prompt[{at}]"
+                where = "prompt" if len(inputs) == 1 else f"prompt[{at}]"
                 raise BadTokenId(f"{where} is empty: it has no token", param=where)
-            _check_start(asked.experts_start, len(ids))
-            ask = GenerateRequest(
+            _check_start(body.experts_start, len(ids))
+            request = GenerateRequest(
                 prompt_ids=ids,
                 sampling=sampling,
-                model=served.name,
-                request_id=chosen if len(given) == 1 else f"{chosen}-{at}",
-                cache_salt=asked.cache_salt,
-                priority=asked.priority or 0,
-                experts_start=asked.experts_start,
-                weight_version=asked.weight_version,
-                min_weight_version=asked.min_weight_version,
+                model=model.name,
+                request_id=chosen_id if len(inputs) == 1 else f"{chosen_id}-{at}",
+                cache_salt=body.cache_salt,
+                priority=body.priority or 0,
+                experts_start=body.experts_start,
+                weight_version=body.weight_version,
+                min_weight_version=body.min_weight_version,
             )
-            route = Affinity.of(ids, session=session, salt=asked.cache_salt, adapter=served.adapter)
-            prompts.append(CompletionPrompt(text, ask, route, at * sampling.n))
+            affinity = Affinity.of(
+                ids, session=session, salt=body.cache_salt, adapter=model.adapter
+            )
+            prompts.append(CompletionPrompt(text, request, affinity, at * sampling.n))
         return prompts
 
     async def _all(self, prompts: Sequence[CompletionPrompt]) -> list[list[Completion]]:
@@ -114,15 +116,15 @@ class CompletionsRoutes:
 
     async def _one(self, prompt: CompletionPrompt) -> list[Completion]:
         async def call(worker: Worker) -> list[Completion]:
-            return await worker.generate(prompt.ask)
+            return await worker.generate(prompt.request)
 
-        return await self._gateway.pool.run(prompt.route, call)
+        return await self._context.pool.run(prompt.affinity, call)
 
     def _items(self, prompt: CompletionPrompt) -> Items:
         def opened(worker: Worker) -> AsyncIterator[StreamDelta | Completion]:
-            return worker.stream(prompt.ask)
+            return worker.stream(prompt.request)
 
-        return self._gateway.pool.stream(prompt.route, opened)
+        return self._context.pool.stream(prompt.affinity, opened)
 
 
 def _check_start(start: int | None, length: int) -> None:

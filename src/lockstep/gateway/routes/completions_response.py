@@ -1,4 +1,4 @@
-"""Writes what POST /v1/completions answers, whole or in chunks that add up to the whole."""
+"""Builds the response of POST /v1/completions, whole or in chunks that add up to it."""
 
 from __future__ import annotations
 
@@ -29,146 +29,147 @@ Items = AsyncGenerator[StreamDelta | Completion, None]
 
 @dataclass(frozen=True, slots=True)
 class CompletionPrompt:
-    """One prompt of a request: its text if it came as text, its ask, and where that is sent.
+    """One prompt of a request: its text if it came as text, and the request for the worker.
 
     `first` is the index of its first choice.
     """
 
     text: str | None
-    ask: GenerateRequest
-    route: Affinity
+    request: GenerateRequest
+    affinity: Affinity
     first: int
 
 
 class CompletionWriter:
-    """Writes the answer of one request, whole or in chunks."""
+    """Builds the response of one request, whole or in chunks."""
 
     def __init__(
         self,
-        asked: CompletionRequest,
+        body: CompletionRequest,
         model: str,
         spelling: TokenSpelling,
         prompts: Sequence[CompletionPrompt],
-        chosen: str,
+        chosen_id: str,
     ) -> None:
-        self._asked = asked
+        self._body = body
         self._spelling = spelling
         self._prompts = prompts
         self._model = model
-        self._id = ID_PREFIX + chosen.removeprefix(ID_PREFIX)
+        self._id = ID_PREFIX + chosen_id.removeprefix(ID_PREFIX)
         self._created = int(time())
 
-    def whole(self, done: Sequence[Sequence[Completion]]) -> CompletionResponse:
+    def whole(self, completions: Sequence[Sequence[Completion]]) -> CompletionResponse:
+        """The response, from the completions of each prompt."""
         choices = [
             self._choice(prompt, each, CompletionText(self._spelling))
-            for prompt, completions in zip(self._prompts, done, strict=True)
-            for each in completions
+            for prompt, of_prompt in zip(self._prompts, completions, strict=True)
+            for each in of_prompt
         ]
-        sampled = 0 if self._asked.scores else sum(len(e.token_ids) for each in done for e in each)
-        return self._answer(choices, sampled)
+        sampled = sum(len(each.token_ids) for of_prompt in completions for each in of_prompt)
+        return self._response(choices, 0 if self._body.scores else sampled)
 
     def _choice(
         self,
         prompt: CompletionPrompt,
-        done: Completion,
+        completion: Completion,
         text: CompletionText,
         sent: int | None = None,
     ) -> CompletionChoice:
         """A finished choice; of a stream, what comes after `sent` tokens."""
-        asked = self._asked
+        body = self._body
         at = sent or 0
-        if asked.echo and sent is None:
-            self._echo(prompt, done, text)
-        ids = [] if asked.scores else done.token_ids[at:]
-        if not asked.scores:
-            tops = done.top_logprobs[at:] if asked.logprobs and done.top_logprobs else None
-            text.add(ids, done.logprobs[at:], tops)
-        said, logprobs = text.take(last=True)
-        start = sent is None and asked.return_token_ids
+        if body.echo and sent is None:
+            self._echo(prompt, completion, text)
+        ids = [] if body.scores else completion.token_ids[at:]
+        if not body.scores:
+            tops = completion.top_logprobs if body.logprobs else None
+            text.add(ids, completion.logprobs[at:], tops[at:] if tops else None)
+        new_text, logprobs = text.take(last=True)
+        start, versions = sent is None and body.return_token_ids, completion.versions
         return CompletionChoice(
-            index=prompt.first + done.index,
-            text=said,
-            logprobs=logprobs if asked.logprobs is not None else None,
-            finish_reason="length" if asked.scores else done.finish,
-            stop_reason=None if asked.scores else done.stop_token,
-            token_ids=ids if asked.return_token_ids else None,
-            prompt_logprobs=self._spelling.prompt_field(done.prompt_logprobs),
-            prompt_token_ids=as_list(done.prompt_ids) if start else None,
-            routed_experts=experts_field(done.experts, asked.routed_experts_format),
-            weight_versions=None if asked.scores else done.versions,
-            scored_version=done.versions[0].version if asked.scores and done.versions else None,
-            logprob_mode=done.logprob_mode,
-            temperature=done.temperature,
-            worker=done.worker,
-            adapter=done.adapter,
+            index=prompt.first + completion.index,
+            text=new_text,
+            logprobs=logprobs if body.logprobs is not None else None,
+            finish_reason="length" if body.scores else completion.finish,
+            stop_reason=None if body.scores else completion.stop_token,
+            token_ids=ids if body.return_token_ids else None,
+            prompt_logprobs=self._spelling.prompt_field(completion.prompt_logprobs),
+            prompt_token_ids=as_list(completion.prompt_ids) if start else None,
+            routed_experts=experts_field(completion.experts, body.routed_experts_format),
+            weight_versions=None if body.scores else versions,
+            scored_version=versions[0].version if body.scores and versions else None,
+            logprob_mode=completion.logprob_mode,
+            temperature=completion.temperature,
+            worker=completion.worker,
+            adapter=completion.adapter,
         )
 
     def _echo(
-        self, prompt: CompletionPrompt, done: Completion | None, text: CompletionText
+        self, prompt: CompletionPrompt, completion: Completion | None, text: CompletionText
     ) -> None:
-        ids = prompt.ask.prompt_ids
-        scored = done.prompt_logprobs if done is not None else None
+        ids = prompt.request.prompt_ids
+        scored = completion.prompt_logprobs if completion is not None else None
         text.add_prompt(ids, self._spelling.prompt_data(ids, prompt.text), scored)
 
     async def events(self, items: Sequence[Items]) -> AsyncGenerator[bytes, None]:
-        """The chunks of all choices as they come.
+        """The chunks of all choices as they arrive.
 
         Alternatives and prompt logprobs come with the finished choice only: a request for them
         gets each choice in one chunk.
         """
-        asked = self._asked
-        held = bool(asked.logprobs) or asked.prompt_tops is not None or asked.scores
+        body = self._body
+        held = bool(body.logprobs) or body.prompt_tops is not None or body.scores
         texts: dict[int, CompletionText] = {}
         sent: dict[int, int] = {}
         tokens = 0
-        async with aclosing(merged(items)) as came:
-            async for at, item in came:
+        async with aclosing(merged(items)) as arrivals:
+            async for at, item in arrivals:
                 prompt = self._prompts[at]
                 index = prompt.first + item.index
                 text = texts.setdefault(index, CompletionText(self._spelling))
                 if isinstance(item, Completion):
-                    tokens += 0 if asked.scores else len(item.token_ids)
+                    tokens += 0 if body.scores else len(item.token_ids)
                     yield self._event(self._choice(prompt, item, text, sent.get(index)))
                 elif not held and item.token_ids:
                     yield self._event(self._chunk(prompt, item, text, index not in sent))
                     sent[index] = sent.get(index, 0) + len(item.token_ids)
-        if asked.include_usage:
-            yield sse.event(self._answer([], tokens))
+        if body.include_usage:
+            yield sse.event(self._response([], tokens))
 
     def _chunk(
         self, prompt: CompletionPrompt, delta: StreamDelta, text: CompletionText, first: bool
     ) -> CompletionChoice:
-        asked = self._asked
-        if first and asked.echo:
+        body = self._body
+        if first and body.echo:
             self._echo(prompt, None, text)
         if len(delta.logprobs) != len(delta.token_ids):
             raise ContractError(
-                f"the stream brought {len(delta.token_ids)} tokens with {len(delta.logprobs)} "
-                "logprobs"
+                f"the worker's stream has {len(delta.token_ids)} tokens with {len(delta.logprobs)} "
+                "logprobs: expected one for each"
             )
         text.add(delta.token_ids, delta.logprobs)
-        said, logprobs = text.take()
+        new_text, logprobs = text.take()
         return CompletionChoice(
             index=prompt.first + delta.index,
-            text=said,
-            logprobs=logprobs if asked.logprobs is not None else None,
-            token_ids=delta.token_ids if asked.return_token_ids else None,
+            text=new_text,
+            logprobs=logprobs if body.logprobs is not None else None,
+            token_ids=delta.token_ids if body.return_token_ids else None,
             prompt_token_ids=(
-                as_list(prompt.ask.prompt_ids) if first and asked.return_token_ids else None
+                as_list(prompt.request.prompt_ids) if first and body.return_token_ids else None
             ),
         )
 
     def _event(self, choice: CompletionChoice) -> bytes:
-        return sse.event(self._answer([choice], None))
+        return sse.event(self._response([choice], None))
 
-    def _answer(self, choices: list[CompletionChoice], sampled: int | None) -> CompletionResponse:
-        asked = sum(len(prompt.ask.prompt_ids) for prompt in self._prompts)
+    def _response(self, choices: list[CompletionChoice], sampled: int | None) -> CompletionResponse:
+        prompt_tokens = sum(len(prompt.request.prompt_ids) for prompt in self._prompts)
         return CompletionResponse(
             id=self._id,
             created=self._created,
             model=self._model,
             choices=choices,
-            usage=None if sampled is None else usage_of(asked, sampled),
+            usage=None if sampled is None else usage_of(prompt_tokens, sampled),
         )
 
 

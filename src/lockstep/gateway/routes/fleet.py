@@ -1,4 +1,4 @@
-"""The fleet over HTTP: state, pauses, weight updates, adapters, workers, operations."""
+"""The control plane's routes under /v1/rl: state, pauses, weight updates, adapters, workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.backends.admin import Source, TensorSpec
-from lockstep.backends.admin_registry import open_admin
+from lockstep.backends.registry import open_admin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.state_view import fleet_state, worker_views
 from lockstep.gateway.context import GatewayContext
@@ -28,31 +28,32 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class FleetRoutes:
-    """Routes under /v1/rl. Mutations are operations: same Idempotency-Key, same answer."""
+    """Routes under /v1/rl. A mutation is an operation: sent again with the same Idempotency-Key, it
+    returns the same operation and changes nothing."""
 
-    def __init__(self, gateway: GatewayContext, fleet: Fleet) -> None:
-        self._gateway = gateway
+    def __init__(self, context: GatewayContext, fleet: Fleet) -> None:
+        self._context = context
         self._fleet = fleet
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
-        at = "/v1/rl"
+        base = "/v1/rl"
         self.routes = [
-            Route(f"{at}/state", self.state),
-            Route(f"{at}/health", self.health),
-            Route(f"{at}/ready", self.ready),
-            Route(f"{at}/weight_version", self.weight_version),
-            Route(f"{at}/workers", self.workers, methods=["GET"]),
-            Route(f"{at}/workers", self.add_worker, methods=["POST"]),
-            Route(f"{at}/workers/{{worker:path}}", self.remove_worker, methods=["DELETE"]),
-            Route(f"{at}/operations/{{operation}}", self.operation),
-            Route(f"{at}/pause", self.pause, methods=["POST"]),
-            Route(f"{at}/resume", self.resume, methods=["POST"]),
-            Route(f"{at}/flush_cache", self.flush, methods=["POST"]),
-            Route(f"{at}/update_weights", self.update_weights, methods=["POST"]),
-            Route(f"{at}/init_broadcaster", self.init_broadcaster, methods=["POST"]),
-            # prime-rl's admin client takes /v1/rl as its base and adds /v1/... to it.
+            Route(f"{base}/state", self.state),
+            Route(f"{base}/health", self.health),
+            Route(f"{base}/ready", self.ready),
+            Route(f"{base}/weight_version", self.weight_version),
+            Route(f"{base}/workers", self.workers, methods=["GET"]),
+            Route(f"{base}/workers", self.add_worker, methods=["POST"]),
+            Route(f"{base}/workers/{{worker:path}}", self.remove_worker, methods=["DELETE"]),
+            Route(f"{base}/operations/{{operation}}", self.operation),
+            Route(f"{base}/pause", self.pause, methods=["POST"]),
+            Route(f"{base}/resume", self.resume, methods=["POST"]),
+            Route(f"{base}/flush_cache", self.flush, methods=["POST"]),
+            Route(f"{base}/update_weights", self.update_weights, methods=["POST"]),
+            Route(f"{base}/init_broadcaster", self.init_broadcaster, methods=["POST"]),
+            # prime-rl's admin client takes /v1/rl as its base URL and appends /v1/... to it.
             *self._both("load_lora_adapter", self.load_adapter),
             *self._both("unload_lora_adapter", self.unload_adapter),
-            Route(f"{at}/v1/models", self.models),
+            Route(f"{base}/v1/models", self.models),
         ]
 
     @staticmethod
@@ -66,13 +67,16 @@ class FleetRoutes:
         return json_response(fleet_state(self._fleet))
 
     async def health(self, _: Request) -> Response:
-        """200 while the control plane answers; whether the fleet serves is `ready`."""
+        """200 while the control plane runs; `ready` says whether the fleet serves."""
         return json_response({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
         state = fleet_state(self._fleet)
         if not state["ready"]:
-            raise Unavailable(f"{state['serving']} of {len(state['workers'])} workers serve")
+            raise Unavailable(
+                f"{state['serving']} of {len(state['workers'])} workers serve; /v1/rl/state says "
+                "why the others do not"
+            )
         return json_response({"ready": True, "version": state["version"]})
 
     async def weight_version(self, _: Request) -> Response:
@@ -82,16 +86,19 @@ class FleetRoutes:
         return json_response({"workers": worker_views(self._fleet)})
 
     async def models(self, _: Request) -> Response:
-        cards = await self._gateway.book.cards(fresh=True)
+        cards = await self._context.models.cards(fresh=True)
         data = [{"id": c.id, "object": "model", "parent": c.parent} for c in cards]
         return json_response({"object": "list", "data": data})
 
     async def operation(self, http: Request) -> Response:
         name = http.path_params["operation"]
-        found = await self._fleet.operations.get(name)
-        if found is None:
-            raise NotFound(f"there is no operation {name!r}", param="operation")
-        return json_response(found)
+        operation = await self._fleet.operations.get(name)
+        if operation is None:
+            raise NotFound(
+                f"there is no operation {name!r}; /v1/rl/state lists the last ones",
+                param="operation",
+            )
+        return json_response(operation)
 
     # Operations
 
@@ -109,18 +116,18 @@ class FleetRoutes:
         if mode not in ("keep", "wait", "abort"):
             raise BadRequest(f"mode is {mode!r}: expected keep, wait or abort", param="mode")
         seconds = body.lease_seconds if lease is None else _number(lease, "lease_seconds")
-        done = await self._fleet.pause(mode, lease_seconds=seconds, key=_key(http))  # type: ignore[arg-type]
+        operation = await self._fleet.pause(mode, lease_seconds=seconds, key=_key(http))  # type: ignore[arg-type]
         if (clear or "").lower() == "true" or body.clear_cache:
             await self._fleet.flush()
-        return _answer(done, status="paused", mode=mode)
+        return _response(operation, status="paused", mode=mode)
 
     async def resume(self, http: Request) -> Response:
         await self._body(http, wire.EmptyFleetBody)
-        return _answer(await self._fleet.resume(key=_key(http)), status="resumed")
+        return _response(await self._fleet.resume(key=_key(http)), status="resumed")
 
     async def flush(self, http: Request) -> Response:
         await self._body(http, wire.EmptyFleetBody)
-        return _answer(await self._fleet.flush(key=_key(http)))
+        return _response(await self._fleet.flush(key=_key(http)))
 
     async def update_weights(self, http: Request) -> Response:
         body = await self._body(http, wire.UpdateWeights)
@@ -129,33 +136,33 @@ class FleetRoutes:
             specs = [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in body.tensors or ()]
             if not specs or (body.shared_memory is None) == (body.group is None):
                 raise BadRequest(
-                    "give a weight_dir; or tensors with either shared_memory or group",
+                    "weight_dir is missing: give it, or tensors with either shared_memory or group",
                     param="weight_dir",
                 )
             source = Source(shared=body.shared_memory, group=body.group, tensors=specs)
-        done = await self._fleet.update_weights(
+        operation = await self._fleet.update_weights(
             body.weight_dir, version=body.version, source=source, mode=body.mode, key=_key(http)
         )
-        self._gateway.book.forget()
-        return _answer(done)
+        self._context.models.forget()
+        return _response(operation)
 
     async def load_adapter(self, http: Request) -> Response:
         body = await self._body(http, wire.LoadAdapter)
-        done = await self._fleet.load_adapter(
+        operation = await self._fleet.load_adapter(
             body.lora_name, body.lora_path, version=body.version, key=_key(http)
         )
-        self._gateway.book.forget()
-        return _answer(done, lora_name=body.lora_name)
+        self._context.models.forget()
+        return _response(operation, lora_name=body.lora_name)
 
     async def unload_adapter(self, http: Request) -> Response:
         body = await self._body(http, wire.UnloadAdapter)
-        done = await self._fleet.unload_adapter(body.lora_name, key=_key(http))
-        self._gateway.book.forget()
-        return _answer(done, lora_name=body.lora_name)
+        operation = await self._fleet.unload_adapter(body.lora_name, key=_key(http))
+        self._context.models.forget()
+        return _response(operation, lora_name=body.lora_name)
 
     async def init_broadcaster(self, http: Request) -> Response:
         body = await self._body(http, wire.InitBroadcaster)
-        done = await self._fleet.init_broadcaster(
+        operation = await self._fleet.init_broadcaster(
             body.host,
             body.port,
             group=body.group,
@@ -163,7 +170,7 @@ class FleetRoutes:
             seconds=body.timeout,
             key=_key(http),
         )
-        return _answer(done, group=body.group)
+        return _response(operation, group=body.group)
 
     # Workers
 
@@ -173,14 +180,14 @@ class FleetRoutes:
             body.admin_url or body.url, token=body.admin_token, backend=body.backend
         )
         try:
-            member = await self._fleet.add(body.url, admin, worker_id=body.id)
+            worker = await self._fleet.add(body.url, admin, worker_id=body.id)
         except BaseException:
             await admin.close()
             raise
-        return json_response({"status": "ok", "id": member.id, "state": member.state}, 201)
+        return json_response({"status": "ok", "id": worker.id, "state": worker.state}, 201)
 
     async def remove_worker(self, http: Request) -> Response:
-        """Drains a worker and forgets it."""
+        """Removes a worker, after its requests have ended or the time is up."""
         name = http.path_params["worker"]
         seconds = _number(http.query_params.get("drain_seconds", "30"), "drain_seconds")
         await self._fleet.remove(name, drain_seconds=seconds)
@@ -188,16 +195,18 @@ class FleetRoutes:
 
     async def _body(self, http: Request, kind: type[B]) -> B:
         decoder = self._decoders.setdefault(kind, msgspec.json.Decoder(kind))
-        # Some clients name a type for a body that is not there.
+        # Some clients send a content type without a body.
         empty = http.headers.get("content-length") == "0"
         raw = b"" if empty else await read_json(http, BODY_LIMIT)
-        found: B = decode(decoder, raw or b"{}")
-        return found
+        body: B = decode(decoder, raw or b"{}")
+        return body
 
 
-def _answer(operation: Operation, **more: object) -> Response:
-    built = msgspec.to_builtins(operation)
-    return json_response({"status": "ok", **more, "version": operation.version, "operation": built})
+def _response(operation: Operation, **more: object) -> Response:
+    fields = msgspec.to_builtins(operation)
+    return json_response(
+        {"status": "ok", **more, "version": operation.version, "operation": fields}
+    )
 
 
 def _key(http: Request) -> str | None:
@@ -210,5 +219,5 @@ def _number(text: str, name: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise BadRequest(f"{name} is {text!r}: expected seconds", param=name)
+        raise BadRequest(f"{name} is {text!r}: expected seconds, 0 or more", param=name)
     return seconds

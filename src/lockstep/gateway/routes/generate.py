@@ -1,7 +1,8 @@
-"""The generate face: vLLM's dialect in front of a fleet, every answer checked on its way.
+"""POST /inference/v1/generate: token ids in, token ids and logprobs out, in vLLM's dialect.
 
-Bodies go to Lockstep workers as they came, and so do the answers back: they are decoded once, to
-check the contract, and never written anew. Other backends are asked in their own dialect.
+Bodies are forwarded as bytes to workers that speak this dialect, and so are the responses: they
+are decoded once, to check the contract, and never encoded again. Other backends get the request in
+their own dialect.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
-from lockstep.backends.vllm.transport import VllmTransport
+from lockstep.backends.transport import Relay
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Worker
 from lockstep.gateway.context import GatewayContext, request_id, session_id
@@ -46,140 +47,144 @@ class _BareChoice(msgspec.Struct):
     weight_versions: list[VersionSpan] | None = None
 
 
-class _BareAnswer(msgspec.Struct):
+class _BareResponse(msgspec.Struct):
     choices: list[_BareChoice] = []
 
 
-BARE = msgspec.json.Decoder(_BareAnswer)
-ANSWERED_AS = (wire.REQUEST_ID_PREFIX, "chatcmpl-", "cmpl-")
+BARE = msgspec.json.Decoder(_BareResponse)
+ID_PREFIXES = (wire.REQUEST_ID_PREFIX, "chatcmpl-", "cmpl-")
 
 
 class GenerateRoutes:
     """POST /inference/v1/generate and /inference/v1/abort_requests."""
 
-    def __init__(self, gateway: GatewayContext) -> None:
-        self._gateway = gateway
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
         self.routes = [
             HttpRoute("/inference/v1/generate", self.generate, methods=["POST"]),
             HttpRoute("/inference/v1/abort_requests", self.abort, methods=["POST"]),
         ]
 
     async def generate(self, http: Request) -> Response:
-        """A session header only steers routing here: these clients keep their own ledger."""
+        """Completions of a prompt. A session header only steers routing: clients of this route
+        keep their own ledger."""
         request_id(http)
-        body = await read_json(http, self._gateway.body_limit)
-        asked, ids = decode_relayed(body)
-        served = await self._gateway.book.resolve(asked.model)
-        ask = _ask(asked, ids, served, request_id(http, asked.request_id))
-        route = Affinity.of(
-            ask.prompt_ids, session=session_id(http), salt=ask.cache_salt, adapter=served.adapter
+        raw = await read_json(http, self._context.body_limit)
+        fields, ids = decode_relayed(raw)
+        model = await self._context.models.resolve(fields.model)
+        request = _generate_request(fields, ids, model, request_id(http, fields.request_id))
+        affinity = Affinity.of(
+            request.prompt_ids,
+            session=session_id(http),
+            salt=request.cache_salt,
+            adapter=model.adapter,
         )
-        if asked.stream:
-            events = self._events(route, ask, asked, body)
-            return await EventStream.started(http, events, ask.request_id)
+        if fields.stream:
+            events = self._events(affinity, request, fields, raw)
+            return await EventStream.started(http, events, request.request_id)
 
         async def call(worker: Worker) -> bytes | bytearray:
-            return await self._whole(worker, ask, asked, served, body)
+            return await self._whole(worker, request, fields, model, raw)
 
-        return json_response(await unless_gone(http, self._gateway.pool.run(route, call)))
+        return json_response(await unless_gone(http, self._context.pool.run(affinity, call)))
 
     async def _whole(
         self,
         worker: Worker,
-        ask: GenerateRequest,
-        asked: GenerateFields,
-        served: ServedModel,
-        body: bytes,
+        request: GenerateRequest,
+        fields: GenerateFields,
+        model: ServedModel,
+        raw: bytes,
     ) -> bytes | bytearray:
-        if worker.lockstep and isinstance(worker.transport, VllmTransport):
+        if (relay := worker.transport.relay) is not None:
             since = worker.agreement.mark()
-            answer, reading = await worker.transport.relay(body, ask)
-            _check(answer, reading, asked, worker, since)
-            return answer
-        done = await worker.generate(ask)
+            response, reading = await relay.forward(raw, request)
+            _check(response, reading, fields, worker, since)
+            return response
+        completions = await worker.generate(request)
         return wire.generate_response(
-            done,
-            request_id=wire.REQUEST_ID_PREFIX + (ask.request_id or ""),
-            model=served.name,
+            completions,
+            request_id=wire.REQUEST_ID_PREFIX + (request.request_id or ""),
+            model=model.name,
             created=int(time()),
-            form=asked.form,
+            form=fields.form,
         )
 
     def _events(
-        self, route: Affinity, ask: GenerateRequest, asked: GenerateFields, body: bytes
+        self, affinity: Affinity, request: GenerateRequest, fields: GenerateFields, raw: bytes
     ) -> AsyncGenerator[bytes, None]:
         def opened(worker: Worker) -> AsyncIterator[bytes]:
-            if worker.lockstep and isinstance(worker.transport, VllmTransport):
-                return _relayed(worker, worker.transport, ask, asked, body)
-            return _rewritten(worker, ask, asked)
+            if (relay := worker.transport.relay) is not None:
+                return _relayed(worker, relay, request, fields, raw)
+            return _translated(worker, request, fields)
 
-        return self._gateway.pool.stream(route, opened)
+        return self._context.pool.stream(affinity, opened)
 
     async def abort(self, http: Request) -> Response:
         """Stops requests by id on whatever worker they run; says how many it really stopped."""
         request_id(http)
-        asked = decode_abort(await read_json(http, self._gateway.body_limit))
-        if not asked.request_ids:
+        body = decode_abort(await read_json(http, self._context.body_limit))
+        if not body.request_ids:
             raise BadRequest("request_ids is empty: name at least one", param="request_ids")
         stopped = 0
-        for name in asked.request_ids:
-            stopped += await self._gateway.pool.abort(bare_id(name))
+        for name in body.request_ids:
+            stopped += await self._context.pool.abort(bare_id(name))
         return json_response({"status": "aborted", "aborted": stopped})
 
 
 def bare_id(name: str) -> str:
-    """A request's own id, from the id that any face answered with."""
-    for prefix in ANSWERED_AS:
+    """A request's own id, without the prefix that its route put before it in the response."""
+    for prefix in ID_PREFIXES:
         name = name.removeprefix(prefix)
     return name
 
 
 async def _relayed(
     worker: Worker,
-    transport: VllmTransport,
-    ask: GenerateRequest,
-    asked: GenerateFields,
-    body: bytes,
+    relay: Relay,
+    request: GenerateRequest,
+    fields: GenerateFields,
+    raw: bytes,
 ) -> AsyncIterator[bytes]:
     """The worker's events as they come, checked; the stream must end with every choice finished.
 
-    What came together goes on together.
+    Events that arrive together are sent on together.
     """
-    checks = _ScoredEvents if asked.sampling_params.logprobs is not None else _BareEvents
-    answer = checks(worker, ask)
-    async with aclosing(transport.relay_events(body, ask)) as batches:
+    checks = _ScoredEvents if fields.sampling_params.logprobs is not None else _BareEvents
+    events = checks(worker, request)
+    async with aclosing(relay.forward_events(raw, request)) as batches:
         async for batch in batches:
             passed: list[bytes] = []
             try:
-                for event, _ in zip(batch, answer.check(batch), strict=True):
+                for event, _ in zip(batch, events.check(batch), strict=True):
                     passed += (b"data: ", event, b"\n\n")
             except LockstepError:
-                # What came before the fault is part of the answer.
+                # The events before the faulty one are right: the client gets them first.
                 if passed:
                     yield b"".join(passed)
                 raise
             yield b"".join(passed)
-    answer.finish()
+    events.finish()
 
 
 class _ScoredEvents:
-    """Checks a streamed answer with logprobs, event by event and as a whole."""
+    """Checks a streamed response with logprobs, event by event and as a whole."""
 
-    def __init__(self, worker: Worker, ask: GenerateRequest) -> None:
+    def __init__(self, worker: Worker, request: GenerateRequest) -> None:
         self._worker, self._since = worker, worker.agreement.mark()
-        self._collected = GenerateStreamDecoder(Reading(ask))
-        self.check = self._collected.collect
+        self._decoder = GenerateStreamDecoder(Reading(request))
+        self.check = self._decoder.collect
 
     def finish(self) -> None:
-        self._worker.agreement.check(self._collected.finish(), self._since, self._worker.id)
+        self._worker.agreement.check(self._decoder.finish(), self._since, self._worker.id)
 
 
 class _BareEvents:
-    """The same without logprobs, where there is less to check."""
+    """Checks a streamed response without logprobs: versions, and that every choice finished."""
 
-    def __init__(self, worker: Worker, ask: GenerateRequest) -> None:
+    def __init__(self, worker: Worker, request: GenerateRequest) -> None:
         self._worker, self._since = worker, worker.agreement.mark()
-        self._choices = ask.sampling.n
+        self._choices = request.sampling.n
         self._finished: set[int] = set()
 
     def check(self, batch: list[bytes]) -> Iterator[None]:
@@ -195,52 +200,52 @@ class _BareEvents:
         check_indices(self._finished, self._choices)
 
 
-async def _rewritten(
-    worker: Worker, ask: GenerateRequest, asked: GenerateFields
+async def _translated(
+    worker: Worker, request: GenerateRequest, fields: GenerateFields
 ) -> AsyncIterator[bytes]:
-    """Another dialect's stream in this one's words."""
-    named = wire.REQUEST_ID_PREFIX + (ask.request_id or "")
-    stream = wire.GenerateStreamEncoder(named, ask.prompt_ids, asked.form)
+    """The stream of a worker that speaks another dialect, encoded in this one."""
+    prefixed = wire.REQUEST_ID_PREFIX + (request.request_id or "")
+    encoder = wire.GenerateStreamEncoder(prefixed, request.prompt_ids, fields.form)
     # Completions come last and repeat what the deltas brought: they only add how it ended.
-    async with aclosing(worker.stream(ask)) as events:
-        async for event in events:
-            if isinstance(event, Completion):
-                yield sse.event(stream.chunk(event.index, [], [], None, None, event))
-            elif isinstance(event, StreamDelta):
-                chunk = stream.chunk(event.index, event.token_ids, event.logprobs, None, None, None)
+    async with aclosing(worker.stream(request)) as items:
+        async for item in items:
+            if isinstance(item, Completion):
+                yield sse.event(encoder.chunk(item.index, [], [], None, None, item))
+            elif isinstance(item, StreamDelta):
+                chunk = encoder.chunk(item.index, item.token_ids, item.logprobs, None, None, None)
                 yield sse.event(chunk)
-    if asked.include_usage:
-        yield sse.event(stream.usage())
+    if fields.include_usage:
+        yield sse.event(encoder.usage())
 
 
 def _check(
-    answer: bytearray, reading: Reading, asked: GenerateFields, worker: Worker, since: int
+    response: bytearray, reading: Reading, fields: GenerateFields, worker: Worker, since: int
 ) -> None:
-    """Raises the error of an answer that must not be handed on."""
-    if asked.sampling_params.logprobs is not None:
-        worker.agreement.check(decode_generate(answer, reading), since, worker.id)
+    """Raises the error of a response that must not be handed on."""
+    if fields.sampling_params.logprobs is not None:
+        worker.agreement.check(decode_generate(response, reading), since, worker.id)
         return
-    bare = decode_response(BARE, answer)
+    bare = decode_response(BARE, response)
     check_indices((choice.index for choice in bare.choices), reading.ask.sampling.n)
     for choice in bare.choices:
-        ids_of(choice.token_ids, f"choice {choice.index} of the answer")
+        ids_of(choice.token_ids, f"choice {choice.index} of the response")
         finish_of(choice.finish_reason)
         worker.agreement.check_spans(choice.weight_versions or (), since, worker.id)
 
 
-def _ask(
-    asked: GenerateFields, ids: Sequence[int], served: ServedModel, chosen: str
+def _generate_request(
+    fields: GenerateFields, ids: Sequence[int], model: ServedModel, chosen_id: str
 ) -> GenerateRequest:
-    bare = chosen.removeprefix(wire.REQUEST_ID_PREFIX)
+    bare = chosen_id.removeprefix(wire.REQUEST_ID_PREFIX)
     return GenerateRequest(
         prompt_ids=ids,
-        sampling=asked.sampling(),
-        model=asked.model or served.name,
+        sampling=fields.sampling(),
+        model=fields.model or model.name,
         request_id=bare,
-        cache_salt=asked.cache_salt,
-        priority=asked.priority,
-        experts_start=asked.experts_start,
-        weight_version=asked.weight_version,
-        min_weight_version=asked.min_weight_version,
+        cache_salt=fields.cache_salt,
+        priority=fields.priority,
+        experts_start=fields.experts_start,
+        weight_version=fields.weight_version,
+        min_weight_version=fields.min_weight_version,
         headers={"X-Request-Id": bare},
     )

@@ -1,4 +1,4 @@
-"""The control plane's view of sessions: which there are, their samples, and their end."""
+"""The control plane's routes for sessions: list them, read their samples, delete them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FLAGS = {"": True, "1": True, "true": True, "0": False, "false": False}
 class SessionRoutes:
     """GET /v1/rl/sessions, GET and DELETE /v1/rl/sessions/{id}."""
 
-    def __init__(self, gateway: GatewayContext) -> None:
-        self._sessions = gateway.sessions
+    def __init__(self, context: GatewayContext) -> None:
+        self._sessions = context.sessions
         self.routes = [
             Route("/v1/rl/sessions", self.page, methods=["GET"]),
             Route("/v1/rl/sessions/{id}", self.samples, methods=["GET"]),
@@ -35,16 +35,16 @@ class SessionRoutes:
     async def page(self, http: Request) -> Response:
         """Sessions in the order of their ids; `next` is the `after` of the next page."""
         request_id(http)
-        _known(http, "after", "limit")
+        _check_parameters(http, "after", "limit")
         limit = _limit(http.query_params.get("limit", str(PAGE)))
-        found = await self._sessions.page(after=http.query_params.get("after", ""), limit=limit)
-        after = found[-1].id if len(found) == limit else None
-        return json_response({"sessions": found, "next": after})
+        page = await self._sessions.page(after=http.query_params.get("after", ""), limit=limit)
+        after = page[-1].id if len(page) == limit else None
+        return json_response({"sessions": page, "next": after})
 
     async def samples(self, http: Request) -> Response:
         """Every branch as a sample; msgpack holds the same fields, experts as bytes."""
         request_id(http)
-        _known(http, "format", "train_aborted")
+        _check_parameters(http, "format", "train_aborted")
         form = http.query_params.get("format", "json")
         if form not in ("json", "msgpack"):
             raise BadRequest(f"format is {form!r}: expected json or msgpack", param="format")
@@ -59,7 +59,7 @@ class SessionRoutes:
 
     async def delete(self, http: Request) -> Response:
         request_id(http)
-        _known(http)
+        _check_parameters(http)
         name = http.path_params["id"]
         await self._sessions.delete(name)
         return json_response({"id": name, "deleted": True})
@@ -74,7 +74,7 @@ def _msgpack(info: SessionInfo, samples: Sequence[Sample]) -> bytes:
     return msgspec.msgpack.encode({"session": info, "samples": samples})
 
 
-def _known(http: Request, *names: str) -> None:
+def _check_parameters(http: Request, *names: str) -> None:
     """Raises BadRequest for a query parameter that would otherwise be quietly ignored."""
     for name in http.query_params:
         if name not in names:
@@ -85,15 +85,13 @@ def _known(http: Request, *names: str) -> None:
 
 
 def _flag(http: Request, name: str) -> bool:
-    given = http.query_params.get(name)
-    if given is None:
-        return False
-    if given.lower() not in FLAGS:
-        raise BadRequest(f"{name} is {given!r}: expected true or false", param=name)
-    return FLAGS[given.lower()]
+    text = http.query_params.get(name, "false")
+    if text.lower() not in FLAGS:
+        raise BadRequest(f"{name} is {text!r}: expected true or false", param=name)
+    return FLAGS[text.lower()]
 
 
-def _limit(given: str) -> int:
-    if not given.isascii() or not given.isdigit() or not 1 <= int(given) <= MAX_PAGE:
-        raise BadRequest(f"limit is {given!r}: expected 1 to {MAX_PAGE}", param="limit")
-    return int(given)
+def _limit(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_PAGE:
+        raise BadRequest(f"limit is {text!r}: expected 1 to {MAX_PAGE}", param="limit")
+    return int(text)

@@ -1,4 +1,4 @@
-"""What is served, and whether it is: GET /health and GET /v1/models."""
+"""GET /health and GET /v1/models: whether the fleet serves, and which models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lockstep.tokens.errors import NotFound, Unavailable
 class StatusRoutes:
     """Health of the fleet, and its models in OpenAI's and vLLM's shape."""
 
-    def __init__(self, gateway: GatewayContext) -> None:
-        self._gateway = gateway
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
         self._started = int(time())
         self.routes = [
             Route("/health", self.health),
@@ -26,9 +26,11 @@ class StatusRoutes:
         ]
 
     async def health(self, _: Request) -> Response:
-        states = [worker.state for worker in self._gateway.pool.workers]
+        states = [worker.state for worker in self._context.pool.workers]
         if "serving" not in states:
-            raise Unavailable(f"none of {len(states)} workers is serving")
+            raise Unavailable(
+                f"none of {len(states)} workers is serving; /v1/rl/state on the admin port says why"
+            )
         return json_response(
             {"status": "ok", "workers": len(states), "serving": states.count("serving")}
         )
@@ -58,5 +60,5 @@ class StatusRoutes:
                 "numerics": None if card.numerics is None else card.numerics.to_json(),
                 "permission": [],
             }
-            for card in await self._gateway.book.cards(fresh=True)
+            for card in await self._context.models.cards(fresh=True)
         }

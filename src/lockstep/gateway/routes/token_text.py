@@ -1,7 +1,7 @@
-"""The legacy shape of a completion: its text, and logprobs keyed by token strings.
+"""The text of a completion as /v1/completions has it, and logprobs keyed by token strings.
 
-Strings can lose what ids keep. Here they do not: bytes that are no whole character are spelled
-out, and of two tokens with one string the second is named by its id.
+Strings can lose what ids keep, so bytes that are not a whole character are written out, and of
+two tokens with the same string the second is named by its id.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lockstep.tokens.errors import BadTokenId
 
 
 class TokenSpelling:
-    """How token ids are written: as text, or as `token_id:N`; special tokens kept or left out."""
+    """How tokens are written: as text or as `token_id:N`, with or without special tokens."""
 
     def __init__(self, renderer: Renderer, *, as_ids: bool, keep_special: bool) -> None:
         self._renderer = renderer
         self._as_ids = as_ids
-        self._silent = frozenset() if keep_special else special_ids(renderer)
+        self._skipped = frozenset() if keep_special else special_ids(renderer)
 
     def name(self, token: int) -> str:
-        """The string of a token; ids that only pad the vocabulary have none and keep their id."""
+        """The string of a token; ids that only pad the vocabulary have none and are named by id."""
         if self._as_ids:
             return f"{TOKEN_PREFIX}{token}"
         return self.decoded(token) or f"{TOKEN_PREFIX}{token}"
@@ -39,35 +39,35 @@ class TokenSpelling:
             return None
 
     def data(self, token: int) -> bytes:
-        """What a sampled token adds to the text."""
-        return b"" if token in self._silent else self._bytes(token)
+        """The bytes that a sampled token adds to the text."""
+        return b"" if token in self._skipped else self._bytes(token)
 
     def prompt_data(self, ids: Sequence[int], text: str | None) -> list[bytes]:
-        """What each prompt token adds to the echo; nothing, if the tokenizer put it there itself.
+        """The bytes that each prompt token adds to the echo; none for those the tokenizer added.
 
-        `text` is the prompt where it came as text.
+        `text` is the prompt, if it came as text.
         """
-        written = [self._bytes(token) for token in ids]
-        if text is None or b"".join(written).decode(errors="replace") == text:
-            return written
+        pieces = [self._bytes(token) for token in ids]
+        if text is None or b"".join(pieces).decode(errors="replace") == text:
+            return pieces
         plain = self._renderer.encode(text)
         for start in range(len(ids) - len(plain) + 1):
             if list(ids[start : start + len(plain)]) == plain:
                 end = start + len(plain)
-                return [data if start <= at < end else b"" for at, data in enumerate(written)]
-        return written
+                return [data if start <= at < end else b"" for at, data in enumerate(pieces)]
+        return pieces
 
     def tops(self, own: tuple[int, float], others: Iterable[Ranked]) -> dict[str, float]:
         """The token itself and its alternatives."""
-        found = {self.name(own[0]): own[1]}
+        named = {self.name(own[0]): own[1]}
         for other in others:
             if other.token_id == own[0]:
                 continue
             name = self.name(other.token_id)
-            if name in found:
+            if name in named:
                 name = f"{TOKEN_PREFIX}{other.token_id}"
-            found[name] = other.logprob
-        return found
+            named[name] = other.logprob
+        return named
 
     def prompt_field(self, prompt: Sequence[PromptLogprob | None] | None) -> PromptLogprobs | None:
         """vLLM's `prompt_logprobs`: the prompt token's own entry first, then the alternatives."""
@@ -88,7 +88,7 @@ class TokenSpelling:
         try:
             return self._renderer.pieces.data(token)
         except BadTokenId:
-            # An id that only pads the vocabulary: the engine takes it, and it says nothing.
+            # An id that only pads the vocabulary: engines accept it, and it has no text.
             return b""
 
     def _prompt_entry(self, entry: PromptLogprob | Ranked) -> GeneratePromptLogprob:
@@ -108,12 +108,12 @@ class CompletionText:
     def add_prompt(
         self,
         ids: Sequence[int],
-        written: Sequence[bytes],
+        pieces: Sequence[bytes],
         logprobs: Sequence[PromptLogprob | None] | None,
     ) -> None:
         """The echo of a prompt. Its first token has no logprob."""
         entries = logprobs if logprobs is not None else [None] * len(ids)
-        for token, data, entry in zip(ids, written, entries, strict=True):
+        for token, data, entry in zip(ids, pieces, entries, strict=True):
             if entry is None:
                 self._add(token, data, None, None)
             else:
@@ -132,7 +132,7 @@ class CompletionText:
             self._add(token, self._spelling.data(token), logprob, named)
 
     def take(self, *, last: bool = False) -> tuple[str, LegacyLogprobs]:
-        """What is new since the last time; a character whose bytes are not all in waits."""
+        """The text and logprobs since the last call; an incomplete character is held back."""
         if last:
             self._emit(self._decoder.decode(b"", True))
         text, logprobs = "".join(self._fresh), self._logprobs
@@ -156,7 +156,7 @@ class CompletionText:
 
 @lru_cache(maxsize=64)
 def special_ids(renderer: Renderer) -> frozenset[int]:
-    """The tokens that mark up a prompt and are no part of what is said."""
+    """The special tokens, which mark up a prompt and are not part of the text."""
     added = getattr(renderer.tokenizer, "added_tokens_decoder", {})
     marked = (int(at) for at, token in added.items() if getattr(token, "special", True))
     return frozenset((*marked, *getattr(renderer.tokenizer, "all_special_ids", ())))

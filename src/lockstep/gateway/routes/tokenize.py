@@ -1,4 +1,4 @@
-"""Text to tokens and back over HTTP: POST /tokenize and /detokenize, as vLLM has them."""
+"""POST /tokenize and /detokenize: text to token ids and back, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.gateway.chat.prompt import prompt_of
-from lockstep.gateway.chat.template import Variants
+from lockstep.gateway.chat.template import RendererVariants
 from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.http.handlers import json_response, read_json
@@ -25,10 +25,10 @@ from lockstep.protocol.vllm.tokenize import (
 from lockstep.render import Renderer
 from lockstep.tokens.errors import BadTokenId
 
-OPERATIONS = tuple(
-    operation
+ROUTE_DOCS = tuple(
+    doc
     for base in ("", "/v1")
-    for operation in (
+    for doc in (
         RouteDoc(
             "POST", f"{base}/tokenize", TokenizeRequest, TokenizedPrompt, "Text or a chat as ids."
         ),
@@ -40,60 +40,60 @@ OPERATIONS = tuple(
 class TokenizeRoutes:
     """Both routes at the root, and the same under /v1.
 
-    A chat is rendered by what renders it for /v1/chat/completions, so that the ids are those that
-    a chat request would send.
+    A chat is rendered by the same code as for /v1/chat/completions, so that the ids are those of
+    the prompt that a chat request would have.
     """
 
-    def __init__(self, gateway: GatewayContext) -> None:
-        self._gateway = gateway
-        self._variants = Variants(gateway.book)
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+        self._variants = RendererVariants(context.models)
         self.routes = [
-            Route(f"{base}/{name}", work, methods=["POST"])
+            Route(f"{base}/{name}", handler, methods=["POST"])
             for base in ("", "/v1")
-            for name, work in (("tokenize", self.tokenize), ("detokenize", self.detokenize))
+            for name, handler in (("tokenize", self.tokenize), ("detokenize", self.detokenize))
         ]
 
     async def tokenize(self, http: Request) -> Response:
         request_id(http)
-        asked = decode_tokenize(await read_json(http, self._gateway.body_limit))
-        served = await self._gateway.book.resolve(asked.model)
-        renderer = await self._gateway.book.renderer()
-        if asked.messages is None:
-            text = asked.prompt or ""
-            ids = await renderer.offload(renderer.encode, text, special=asked.special)
+        body = decode_tokenize(await read_json(http, self._context.body_limit))
+        model = await self._context.models.resolve(body.model)
+        renderer = await self._context.models.renderer()
+        if body.messages is None:
+            text = body.prompt or ""
+            ids = await renderer.offload(renderer.encode, text, special=body.special)
         else:
-            ids = await self._chat_ids(asked, renderer)
-        answer = TokenizedPrompt(count=len(ids), max_model_len=served.max_model_len, tokens=ids)
-        if asked.return_token_strs:
-            answer.token_strs = renderer.tokenizer.convert_ids_to_tokens(ids)
-        if asked.return_token_bytes:
-            answer.token_bytes = [list(renderer.pieces.data(token)) for token in ids]
-        return json_response(msgspec.json.encode(answer))
+            ids = await self._chat_ids(body, renderer)
+        response = TokenizedPrompt(count=len(ids), max_model_len=model.max_model_len, tokens=ids)
+        if body.return_token_strs:
+            response.token_strs = renderer.tokenizer.convert_ids_to_tokens(ids)
+        if body.return_token_bytes:
+            response.token_bytes = [list(renderer.pieces.data(token)) for token in ids]
+        return json_response(msgspec.json.encode(response))
 
     async def detokenize(self, http: Request) -> Response:
         request_id(http)
-        asked = decode_detokenize(await read_json(http, self._gateway.body_limit))
-        await self._gateway.book.resolve(asked.model)
-        renderer = await self._gateway.book.renderer()
-        pieces = await renderer.offload(pieces_of, asked.tokens, renderer, "tokens")
-        answer = DetokenizedText(prompt=b"".join(pieces).decode(errors="replace"))
-        if asked.return_token_bytes:
-            answer.token_bytes = [list(piece) for piece in pieces]
-        return json_response(msgspec.json.encode(answer))
+        body = decode_detokenize(await read_json(http, self._context.body_limit))
+        await self._context.models.resolve(body.model)
+        renderer = await self._context.models.renderer()
+        pieces = await renderer.offload(pieces_of, body.tokens, renderer, "tokens")
+        response = DetokenizedText(prompt=b"".join(pieces).decode(errors="replace"))
+        if body.return_token_bytes:
+            response.token_bytes = [list(piece) for piece in pieces]
+        return json_response(msgspec.json.encode(response))
 
-    async def _chat_ids(self, asked: TokenizeRequest, renderer: Renderer) -> list[int]:
+    async def _chat_ids(self, body: TokenizeRequest, renderer: Renderer) -> list[int]:
         chat = ChatRequest(
-            messages=asked.messages or [],
-            tools=asked.tools,
-            add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message,
-            chat_template_kwargs=asked.chat_template_kwargs,
-            required_prefix_token_ids=asked.required_prefix_token_ids,
+            messages=body.messages or [],
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+            required_prefix_token_ids=body.required_prefix_token_ids,
         )
-        prefix = asked.required_prefix_token_ids or []
+        prefix = body.required_prefix_token_ids or []
         await renderer.offload(pieces_of, prefix, renderer, "required_prefix_token_ids")
         prompt = await prompt_of(chat, await self._variants.of(chat), None)
-        if not asked.special:
+        if not body.special:
             return as_list(prompt.ids)
         return await renderer.offload(
             lambda: renderer.encode(renderer.decode(prompt.ids), special=True)
@@ -102,13 +102,13 @@ class TokenizeRoutes:
 
 def pieces_of(ids: list[int], renderer: Renderer, field: str) -> list[bytes]:
     """The bytes of each id. Raises BadTokenId that names the first one that does not exist."""
-    found: list[bytes] = []
+    pieces: list[bytes] = []
     for at, token in enumerate(ids):
         try:
-            found.append(renderer.pieces.data(token))
+            pieces.append(renderer.pieces.data(token))
         except BadTokenId:
             raise BadTokenId(
                 f"{field}[{at}] is {token}: no token of this model has that id",
                 param=f"{field}[{at}]",
             ) from None
-    return found
+    return pieces
