@@ -138,7 +138,7 @@ async def test_bad_checkpoints_are_refused_while_staging(dense: Vllm) -> None:
             await admin.stage(Source(directory=dense.room / "nowhere"), "nowhere")
         view = await admin.view()
         assert (view.version, view.staged) == (served, None)
-        with pytest.raises(Conflict, match="commit of 'nothing' was asked"):
+        with pytest.raises(Conflict, match="commit of 'nothing' was requested"):
             await admin.commit("nothing")
         assert (await admin.view()).paused is False
 

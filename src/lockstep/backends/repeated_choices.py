@@ -1,4 +1,4 @@
-"""n choices from a server that answers one at a time: asked n times, at once."""
+"""n choices from a server that gives one per response: n requests at once."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ One = Callable[[GenerateRequest, int], Awaitable[Completion]]
 OneStream = Callable[[GenerateRequest, int], AsyncGenerator[StreamDelta | Completion, None]]
 
 
-async def gather(ask: GenerateRequest, one: One) -> list[Completion]:
+async def gather(request: GenerateRequest, one: One) -> list[Completion]:
     """The n completions in order; when one fails the others are cancelled and its error raised."""
-    n = ask.sampling.n
+    n = request.sampling.n
     if n == 1:
-        return [await one(ask, 0)]
+        return [await one(request, 0)]
 
-    async def ask_for(index: int) -> Completion:
-        return await one(ask.alone(index), index)
+    async def generate_one(index: int) -> Completion:
+        return await one(request.alone(index), index)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(ask_for(index)) for index in range(n)]
+            tasks = [group.create_task(generate_one(index)) for index in range(n)]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
 async def merge(
-    ask: GenerateRequest, one: OneStream
+    request: GenerateRequest, one: OneStream
 ) -> AsyncGenerator[StreamDelta | Completion, None]:
     """The deltas of n streams as they come, then the n completions in order."""
     queue: asyncio.Queue[StreamDelta | Completion | BaseException] = asyncio.Queue()
-    n = ask.sampling.n
+    n = request.sampling.n
 
     async def follow(index: int) -> None:
         try:
-            async with aclosing(one(ask.alone(index), index)) as items:
+            async with aclosing(one(request.alone(index), index)) as items:
                 async for item in items:
                     queue.put_nowait(item)
         except BaseException as error:
@@ -48,19 +48,19 @@ async def merge(
             raise
 
     tasks = [asyncio.create_task(follow(index)) for index in range(n)]
-    done: list[Completion] = []
+    completions: list[Completion] = []
     try:
-        while len(done) < n:
+        while len(completions) < n:
             item = await queue.get()
             if isinstance(item, BaseException):
                 raise item
             if isinstance(item, Completion):
-                done.append(item)
+                completions.append(item)
             else:
                 yield item
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    for completion in sorted(done, key=lambda one: one.index):
+    for completion in sorted(completions, key=lambda each: each.index):
         yield completion

@@ -31,15 +31,17 @@ NAME = "lockstep"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """`roots`: the only directories weights may come from; none given: any."""
+    """`roots`: the only directories weights may come from; none: any."""
 
     roots: list[str] = field(default_factory=list)
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The fields of wire.control.Stage. Several updates of a session together must be complete,
-    unless one of them says `partial`."""
+    """The fields of protocol.control.worker.Stage.
+
+    Several updates of a session together must be complete, unless one of them says `partial`.
+    """
 
     model_path: str | None = None
     shared_name: str | None = None

@@ -42,11 +42,11 @@ def load(model: Any, model_config: Any, new: Tensors, old: Tensors) -> None:
             _load(model, model_config, old, repairs)
         except Exception as second:
             raise WeightsLost(
-                f"loading failed ({_said(error)}), and so did putting the old weights back "
-                f"({_said(second)}): start this server again"
+                f"loading failed ({_describe(error)}), and so did putting the old weights back "
+                f"({_describe(second)}): start this server again"
             ) from error
         raise EngineFailure(
-            f"loading failed, and the old weights were put back: {_said(error)}"
+            f"loading failed, and the old weights were put back: {_describe(error)}"
         ) from error
 
 
@@ -100,7 +100,7 @@ def _repair_experts(model: Any) -> None:
             kernel.fused_experts.process_weights_after_loading(module)
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

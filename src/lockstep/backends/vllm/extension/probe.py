@@ -1,7 +1,7 @@
 """Scores sequences with the live weights while vLLM's scheduler stands still.
 
-A paused vLLM queues requests, so the worker is asked below the scheduler: it is given a batch of
-one prompt as the scheduler would give it. The cache blocks that this needs may belong to somebody:
+A paused vLLM queues requests, so the worker is called below the scheduler, with a batch of one
+prompt as the scheduler would send it. The cache blocks that this needs may belong to somebody:
 their contents are put aside and put back.
 """
 
@@ -23,7 +23,7 @@ FIRST_BLOCK = 1
 
 
 def can_probe(worker: Any) -> bool:
-    """Whether this kind of worker can be asked below its scheduler.
+    """Whether this kind of worker can be called below its scheduler.
 
     Only where it was tried: one rank on a CPU, one kind of cache. With more ranks, with
     asynchronous scheduling or with drafts a batch leaves traces that the next one relies on.
@@ -62,7 +62,7 @@ def _score(worker: Any, ids: list[int]) -> list[float]:
         raise BadRequest(f"a probe has token ids outside 0 to {vocab - 1}", param="token_ids")
     name = f"lockstep-probe-{uuid4().hex}"
     size = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    # One more token is sampled; room for it is taken too.
+    # One more token is sampled; a place for it is taken too.
     blocks = list(range(FIRST_BLOCK, FIRST_BLOCK + len(ids) // size + 1))
     if blocks[-1] >= runner.kv_cache_config.num_blocks:
         raise BadRequest(f"a probe of {len(ids)} tokens does not fit into the cache")
@@ -71,14 +71,15 @@ def _score(worker: Any, ids: list[int]) -> list[float]:
             runner.execute_model(_batch(name, ids, blocks))
             output = runner.sample_tokens(None)
         finally:
-            done = SchedulerOutput.make_empty()
-            done.finished_req_ids = {name}
-            runner.execute_model(done)
-    found = output.prompt_logprobs_dict.get(name)
-    if found is None:
+            # Without this the runner would keep the request, and its blocks, for ever.
+            end = SchedulerOutput.make_empty()
+            end.finished_req_ids = {name}
+            runner.execute_model(end)
+    logprobs = output.prompt_logprobs_dict.get(name)
+    if logprobs is None:
         raise ContractError("the worker gave no prompt logprobs for a probe")
     # The first column is the prompt token itself.
-    values: list[float] = found.logprobs[:, 0].tolist()
+    values: list[float] = logprobs.logprobs[:, 0].tolist()
     return values
 
 

@@ -31,10 +31,10 @@ class HeldWeights:
 
 
 class StagingThread:
-    """Reads in a thread of its own, as generation goes on meanwhile."""
+    """Reads weights in a thread of its own, as generation goes on meanwhile."""
 
-    def __init__(self, ask: Stage, read: Callable[[], HeldWeights]) -> None:
-        self.ask = ask
+    def __init__(self, request: Stage, read: Callable[[], HeldWeights]) -> None:
+        self.request = request
         self.held: HeldWeights | None = None
         self.error: LockstepError | None = None
         self._read = read
@@ -51,12 +51,14 @@ class StagingThread:
         except LockstepError as error:
             self.error = error
         except Exception as error:
-            # A thread has no caller: whoever asks next must learn of it.
+            # A thread has no caller: the next call must learn of it.
             self.error = EngineFailure(f"staging failed with {type(error).__name__}: {error}")
 
 
 class RankWeights:
-    """`live` are the tensors the model was loaded from, as the checkpoint names them.
+    """The weights of one rank: what is served, what is staged, and what was served before.
+
+    `live` are the tensors the model was loaded from, as the checkpoint names them.
 
     Not for several threads: vLLM runs one call after the other.
     """
@@ -107,34 +109,40 @@ class RankWeights:
 
     # The transaction
 
-    def stage(self, ask: Stage) -> str | None:
+    def stage(self, request: Stage) -> str | None:
         """Begins to read, or goes on; the version once it is all there. To be repeated till then.
 
         Raises what reading raised, once: the next call begins anew.
         """
-        version = ask.weight_version or (Path(ask.model_path).name if ask.model_path else "")
+        version = request.weight_version or (
+            Path(request.model_path).name if request.model_path else ""
+        )
         if not version:
             raise BadRequest("weight_version is empty: the weights need a label",
                              param="weight_version")  # fmt: skip
-        now = self._staging
-        if now is not None and now.under_way:
-            if now.ask != ask:
-                raise Conflict(f"{now.ask.weight_version!r} is being staged: wait for it")
+        staging = self._staging
+        if staging is not None and staging.under_way:
+            if staging.request != request:
+                raise Conflict(f"{staging.request.weight_version!r} is being staged: wait for it")
             return None
-        if now is None or now.ask != ask or (now.held is None and now.error is None):
+        if (
+            staging is None
+            or staging.request != request
+            or (staging.held is None and staging.error is None)
+        ):
             live = self._live.tensors
-            self._staging = StagingThread(ask, lambda: self._complete(ask, live, version))
+            self._staging = StagingThread(request, lambda: self._complete(request, live, version))
             return None
-        if now.error is not None:
+        if staging.error is not None:
             self._staging = None
-            raise now.error
+            raise staging.error
         return version
 
     def commit(self, version: str) -> None:
         """Serves what is staged. Raises Conflict unless it is that version."""
         staging = self._staging
         if staging is None or staging.held is None or staging.held.version != version:
-            raise Conflict(f"commit of {version!r} was asked, but {self.staged!r} is staged")
+            raise Conflict(f"commit of {version!r} was requested, but {self.staged!r} is staged")
         self._swap(staging.held)
         self._staging = None
 
@@ -146,8 +154,8 @@ class RankWeights:
         """
         if (version, staged) != (self.version, self.staged):
             raise Conflict(
-                f"a rollback from version {version!r} with {staged!r} staged was asked, but this "
-                f"is {self.version!r} with {self.staged!r} staged"
+                f"rollback from {version!r} with {staged!r} staged was requested, but now "
+                f"{self.version!r} is served and {self.staged!r} staged"
             )
         if self._staging is not None:
             self._staging = None
@@ -164,12 +172,12 @@ class RankWeights:
     def begin(self) -> None:
         self._session, self._session_version = {}, None
 
-    def add(self, ask: Stage) -> None:
+    def add(self, request: Stage) -> None:
         """Reads a part; the model is left alone until `finish`."""
         if self._session is None:
             raise Conflict("no weight update was started")
-        self._session |= self._read(ask).tensors
-        self._session_version = ask.weight_version or self._session_version
+        self._session |= self._read(request).tensors
+        self._session_version = request.weight_version or self._session_version
 
     def finish(self, *, partial: bool) -> None:
         """Serves all that was added, in one step."""
@@ -179,10 +187,10 @@ class RankWeights:
         whole = completed(parts, self._live.tensors, tied=self._tied, partial=partial)
         self._swap(HeldWeights(whole, self._session_version))
 
-    def _complete(self, ask: Stage, live: Mapping[str, Any], version: str) -> HeldWeights:
-        found = self._read(ask)
-        whole = completed(found.tensors, live, tied=self._tied, partial=ask.partial)
-        return HeldWeights(whole, version, None if ask.partial else found.digests)
+    def _complete(self, request: Stage, live: Mapping[str, Any], version: str) -> HeldWeights:
+        read = self._read(request)
+        whole = completed(read.tensors, live, tied=self._tied, partial=request.partial)
+        return HeldWeights(whole, version, None if request.partial else read.digests)
 
     def _swap(self, new: HeldWeights) -> None:
         before = self._live

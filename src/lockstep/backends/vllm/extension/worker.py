@@ -20,31 +20,31 @@ from lockstep.protocol.common.error_body import error_fields
 from lockstep.protocol.control.worker import JoinGroup
 from lockstep.tokens.errors import BadRequest, LockstepError, UnsupportedField
 
-Answer = dict[str, Any]
-Method = Callable[..., Answer]
+Fields = dict[str, Any]
+Method = Callable[..., Fields]
 
 if NAME not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(NAME, LockstepTransfer)
 
 
-def answering(method: Method) -> Method:
+def returns_errors(method: Method) -> Method:
     """Gives errors back as {"error": {...}}: raised, they would reach the caller as mere text."""
 
     @functools.wraps(method)
-    def answer(*args: Any, **kwargs: Any) -> Answer:
+    def wrapped(*args: Any, **kwargs: Any) -> Fields:
         try:
             return method(*args, **kwargs)
         except LockstepError as error:
             return error_fields(error)
 
-    return answer
+    return wrapped
 
 
 class LockstepWorker:
-    """What vLLM mixes into its worker class; see admin_vllm_rpc for what each method promises."""
+    """What vLLM mixes into its worker class; vllm/collective_rpc.py says what each method does."""
 
-    @answering
-    def lockstep_view(self) -> Answer:
+    @returns_errors
+    def lockstep_view(self) -> Fields:
         weights = _transfer(self).weights
         weights.check_whole()
         return {
@@ -54,27 +54,27 @@ class LockstepWorker:
             "digests": True,
         }
 
-    @answering
-    def lockstep_stage(self, **fields: Any) -> Answer:
+    @returns_errors
+    def lockstep_stage(self, **fields: Any) -> Fields:
         return {"staged": _transfer(self).weights.stage(stage_of(fields))}
 
-    @answering
-    def lockstep_commit(self, version: str) -> Answer:
+    @returns_errors
+    def lockstep_commit(self, version: str) -> Fields:
         weights = _transfer(self).weights
         weights.commit(version)
         _forget_adapters(self)
         return {"version": weights.version}
 
-    @answering
-    def lockstep_rollback(self, version: str | None, staged: str | None) -> Answer:
+    @returns_errors
+    def lockstep_rollback(self, version: str | None, staged: str | None) -> Fields:
         weights = _transfer(self).weights
         weights.rollback(version, staged)
         if staged is None:
             _forget_adapters(self)
         return {"version": weights.version}
 
-    @answering
-    def lockstep_probe(self, token_ids: list[list[int]], adapter: str | None = None) -> Answer:
+    @returns_errors
+    def lockstep_probe(self, token_ids: list[list[int]], adapter: str | None = None) -> Fields:
         _transfer(self).weights.check_whole()
         if adapter is not None or not can_probe(self):
             raise UnsupportedField(
@@ -84,24 +84,24 @@ class LockstepWorker:
             )
         return {"logprobs": score(self, token_ids)}
 
-    @answering
-    def lockstep_digest(self, staged: bool = False, tensors: bool = False) -> Answer:
+    @returns_errors
+    def lockstep_digest(self, staged: bool = False, tensors: bool = False) -> Fields:
         digests = _transfer(self).weights.digests(staged=staged)
         dtype = str(self.model_runner.model_config.dtype)  # type: ignore[attr-defined]
-        answer: Answer = {
+        contents: Fields = {
             "digest": None if digests is None else combined(digests),
             "dtype": dtype.removeprefix("torch."),
         }
-        return answer | ({"tensors": dict(digests or {})} if tensors else {})
+        return contents | ({"tensors": dict(digests or {})} if tensors else {})
 
-    @answering
-    def lockstep_join_group(self, **fields: Any) -> Answer:
+    @returns_errors
+    def lockstep_join_group(self, **fields: Any) -> Fields:
         try:
-            ask = msgspec.convert(fields, JoinGroup)
+            request = msgspec.convert(fields, JoinGroup)
         except msgspec.ValidationError as error:
             raise BadRequest(f"the group to join is not described well: {error}") from None
-        _transfer(self).sources.join(ask)
-        return {"group_name": ask.group_name}
+        _transfer(self).sources.join(request)
+        return {"group_name": request.group_name}
 
 
 def _transfer(worker: Any) -> LockstepTransfer:
