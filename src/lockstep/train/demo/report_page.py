@@ -39,7 +39,7 @@ def write_report(directory: str | Path, path: str | Path | None = None) -> Path:
 def render(run: Run) -> str:
     """The whole page. Text of the run reaches it escaped, or as data that is never HTML."""
     summary = run.summary()
-    template = files("lockstep.train").joinpath("report_page.html").read_text("utf-8")
+    template = files("lockstep.train.demo").joinpath("report_page.html").read_text("utf-8")
     title = f"{task_of(run)} on {run.about.get('model', 'an unnamed model')}"
     parts = {
         "<!--title-->": escape(f"Lockstep: {title}"),
