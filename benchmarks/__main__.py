@@ -22,16 +22,17 @@ from pathlib import Path
 from benchmarks import peers, table
 
 SECTIONS = {
-    "http": "HTTP server and client",
-    "gateway": "Gateway: CPU per request",
-    "sessions": "Gateway: memory of sessions",
-    "tokenizing": "Gateway: /tokenize",
-    "client": "Client",
-    "engine": "Embedded engine on one core",
-    "exactness": "Embedded engine: exact beside close",
-    "update": "Weight updates",
-    "demo": "The demo, end to end",
+    "http": ("HTTP server and client", "http.bench"),
+    "gateway": ("Gateway: CPU per request", "gateway.bench"),
+    "sessions": ("Gateway: memory of sessions", "sessions.bench"),
+    "tokenizing": ("Gateway: /tokenize", "tokenizing"),
+    "client": ("Client", "client"),
+    "engine": ("Embedded engine on one core", "engine.bench"),
+    "exactness": ("Embedded engine: exact beside close", "engine.exactness"),
+    "update": ("Weight updates", "update.bench"),
+    "demo": ("The demo, end to end", "demo"),
 }
+"""The heading of each section and the module that measures it."""
 DOCUMENT = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- measured: written by `make bench` -->", "<!-- /measured -->"
 OURS = ("lockstep-rl", "torch", "transformers", "renderers", "msgspec", "uvicorn", "httptools")
@@ -45,7 +46,9 @@ def main() -> None:
         parser.error(f"no such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     begun = time.monotonic()
     measured = {
-        SECTIONS[name]: measure(name) for name in SECTIONS if name in (options.sections or SECTIONS)
+        title: measure(module)
+        for name, (title, module) in SECTIONS.items()
+        if name in (options.sections or SECTIONS)
     }
     for title, rows in measured.items():
         print(f"\n{title}\n{table.plain(rows)}")
@@ -56,12 +59,12 @@ def main() -> None:
         print(f"written to {DOCUMENT}")
 
 
-def measure(name: str) -> list[table.Row]:
+def measure(module: str) -> list[table.Row]:
     """The rows of one section, by its own command."""
-    print(f"{name} ...", flush=True)
+    print(f"{module} ...", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "rows.json"
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(result)]
+        command = [sys.executable, "-m", f"benchmarks.{module}", "--json", str(result)]
         subprocess.run(command, check=True)
         return table.read(result)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 COMPUTES = {
     "lockstep.engine.core": ("Core", {"step": "step", "score_all": "score"}),
-    "lockstep.engine.weights.served": ("Policy", {"load_weights": "load"}),
+    "lockstep.engine.weights.served": ("ServedWeights", {"load_weights": "load"}),
     "lockstep.worker.prober": ("Prober", {"_score": "score"}),
 }
 """The methods in which an engine computes, by module and class."""

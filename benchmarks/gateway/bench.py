@@ -123,11 +123,11 @@ def bench(
         make(Renderer.load(tokenizer), {name: CASES[name] for name in cases}).write(traffic)
 
         def beside(module: str, **pipes: int) -> subprocess.Popen[str]:
-            command = [sys.executable, "-m", f"benchmarks.{module}", str(traffic)]
+            command = [sys.executable, "-m", f"benchmarks.gateway.{module}", str(traffic)]
             return stack.enter_context(running(command, OTHER_CORES, cwd=peers.ROOT, **pipes))
 
-        upstream = beside("gateway_upstream", stdout=subprocess.PIPE)
-        load = beside("gateway_load", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        upstream = beside("upstream", stdout=subprocess.PIPE)
+        load = beside("load", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         place = Place(stack, directory, tokenizer, traffic, said(upstream))
         yield Bench(start(place, names), load)
 

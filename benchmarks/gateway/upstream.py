@@ -28,8 +28,9 @@ STREAM_HEAD = (
 )
 NONE = b"HTTP/1.1 404 Not Found\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 END = b"0\r\n\r\n"
-TAIL = 1_500
-"""Bytes at the end of a body in which its options are looked for: prompts come before them."""
+ENDS = 1_500
+"""Bytes at each end of a body in which its options are looked for: the prompt lies between, and
+some clients write it first, others last."""
 LONG = 28_000
 """Bytes of a body from which on its prompt counts as one of the long ones."""
 ROUTES = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
@@ -57,9 +58,9 @@ class Book:
 
     def answer(self, path: str, body: bytes) -> list[bytes]:
         """The pieces of the answer. Raises KeyError for what nobody was to ask."""
-        tail = body[-TAIL:].replace(b" ", b"")
-        stream = b'"stream":true' in tail
-        flag = b'"return_token_ids":true' in tail or b'"logprobs_format":"flat"' in tail
+        options = (body[:ENDS] + body[-ENDS:]).replace(b" ", b"")
+        stream = b'"stream":true' in options
+        flag = b'"return_token_ids":true' in options or b'"logprobs_format":"flat"' in options
         return self.canned[path, len(body) > LONG, stream, flag]
 
 

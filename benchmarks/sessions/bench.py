@@ -39,6 +39,8 @@ STEPS = {
     "rllm-memory": (40, 100),
 }
 FULL = (1_000, 2_500, 5_000, 7_500, SESSIONS)
+FILES = ("sessions.sqlite*", "traces.sqlite*")
+"""Where Lockstep and its peer keep sessions. Lockstep's state of the fleet lies beside them."""
 TOKEN = "session-benchmark-token"
 
 
@@ -160,7 +162,8 @@ def grown(name: str, upstream: str, tokenizer: str, counts: tuple[int, ...]) -> 
             asyncio.run(hold(gateway.port, range(held, count)))
             held = count
             growth.memory[count] = measure.rss(gateway.pid)
-            growth.disk[count] = sum(file.stat().st_size for file in home.rglob("*.sqlite*"))
+            files = (file for name in FILES for file in home.rglob(name))
+            growth.disk[count] = sum(file.stat().st_size for file in files)
             print(f"{name}: {count:,} sessions, {growth.memory[count] / 1e6:,.0f} MB", flush=True)
         for one in (0, held // 2, held - 1):
             if (kept := gateway.turns_of(f"s{one}")) != TURNS:
