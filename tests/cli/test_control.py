@@ -180,6 +180,35 @@ def test_a_worker_takes_one_line_and_its_details_are_given_on_demand(
     assert reason in capsys.readouterr().out  # a pipe has no edge
 
 
+def test_details_say_what_a_worker_was_believed_by(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bits = {"decided_by": "bits", "max_difference": 0.0, "mean_difference": 0.0, "bound": 0.0,
+            "digest": "match"}  # fmt: skip
+    far = {"decided_by": "scores", "max_difference": 0.25, "mean_difference": 0.1,
+           "bound": 0.0125, "digest": "unknown"}  # fmt: skip
+    unread = {"decided_by": "digest", "max_difference": None, "mean_difference": None,
+              "bound": None, "digest": "mismatch"}  # fmt: skip
+    workers = {
+        "w0": {"status": "ok", "evidence": bits},
+        "w1": {"status": "rolled_back", "error": "its logprobs are off", "evidence": far},
+        "w2": {"status": "rolled_back", "error": "it misread", "evidence": unread},
+        "w3": {"status": "ok", "evidence": None},
+    }
+    operation = {"kind": "update_weights", "version": "step_8", "status": "failed",
+                 "error": None, "pause_seconds": None, "workers": workers}  # fmt: skip
+    Plane.answers["state"] = 200, {**STATE, "operations": [operation]}
+    assert run("state", "--details") == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "w0: ok (decided by bits, logprobs off by up to 0, allowed 0, digest match)" in lines
+    assert (
+        "w1: rolled_back: its logprobs are off (decided by scores, logprobs off by up to 0.25, "
+        "allowed 0.0125, digest unknown)" in lines
+    )
+    assert "w2: rolled_back: it misread (decided by digest, digest mismatch)" in lines
+    assert not any(line.startswith("w3") for line in lines)
+
+
 @pytest.fixture
 def nothing_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run) -> str:
     """Neither URL nor token in the environment, and a state home of its own; the plane's URL."""

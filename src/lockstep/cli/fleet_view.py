@@ -61,11 +61,26 @@ def _details(state: dict[str, Any]) -> list[str]:
     for each in state["operations"]:
         lines.append(f"  {_operation(each)}" + (f": {each['error']}" if each["error"] else ""))
         lines += [
-            f"    {name}: {result['status']}: {result.get('error')}"
+            f"    {name}: {result['status']}{_proof(result)}"
             for name, result in (each.get("workers") or {}).items()
-            if result["status"] != "ok"
+            if result["status"] != "ok" or result.get("evidence")
         ]
     return lines
+
+
+def _proof(result: dict[str, Any]) -> str:
+    """Why a worker failed, and what decided whether it was believed to hold the new weights."""
+    error = f": {result.get('error')}" if result["status"] != "ok" else ""
+    evidence = result.get("evidence")
+    if not evidence:
+        return error
+    facts = [f"decided by {evidence['decided_by'] or 'nothing'}"]
+    if evidence["max_difference"] is not None:
+        facts.append(f"logprobs off by up to {evidence['max_difference']:.3g}")
+    if evidence["bound"] is not None:
+        facts.append(f"allowed {evidence['bound']:.3g}")
+    facts.append(f"digest {evidence['digest']}")
+    return f"{error} ({', '.join(facts)})"
 
 
 def _why(row: dict[str, Any]) -> str:
