@@ -73,7 +73,7 @@ def shared(tiny: Path) -> Iterator[Engine]:
 def engine(shared: Engine) -> Iterator[Engine]:
     """The module's engine, which every test must leave quiet."""
     yield shared
-    assert shared.core.tickets == {}
+    assert shared.core.handles == {}
     assert shared.core.scheduler.running == []
     assert not shared.core.scheduler.has_waiting
     assert shared.stats()["state"] == "running"

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.engine import EngineOptions, EngineRequest, StreamedToken
 from lockstep.engine.core import Core, PauseMode
-from lockstep.engine.request_handle import Event, RequestHandle
+from lockstep.engine.sequence import Event, RequestHandle
 from lockstep.tokens import Completion, LockstepError, Sampling
 
 REQUEST_FIELDS = {f.name for f in fields(EngineRequest)} - {"prompt_ids", "sampling"}
@@ -95,10 +95,10 @@ class Rig:
         return said
 
     def load(self, directory: Path, version: str) -> None:
-        self.core.commit(self.core.policy.load_weights(directory, version))
+        self.core.commit(self.core.served.load_weights(directory, version))
 
     def adopt(self, name: str, path: Path, label: str | None = None) -> bool:
-        return self.core.policy.add_adapter(self.core.policy.load_adapter(name, path, label))
+        return self.core.served.add_adapter(self.core.served.load_adapter(name, path, label))
 
     def forget_prefixes(self) -> None:
         self.core.prefixes.clear()
@@ -107,4 +107,4 @@ class Rig:
     def idle(self) -> bool:
         """Whether nothing of any request is left."""
         scheduler = self.core.scheduler
-        return not (self.core.tickets or scheduler.running or scheduler.has_waiting)
+        return not (self.core.handles or scheduler.running or scheduler.has_waiting)

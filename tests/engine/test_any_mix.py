@@ -71,14 +71,14 @@ class World:
 
     def reset(self) -> None:
         self.crowd.core.resume()
-        for ticket in list(self.crowd.core.tickets.values()):
+        for ticket in list(self.crowd.core.handles.values()):
             self.crowd.core.drop(ticket)
         self.crowd.forget_prefixes()
-        self.crowd.core.policy.adapters.clear()
+        self.crowd.core.served.adapters.clear()
         self.commits = 0
         self.labels = dict.fromkeys(ADAPTERS, 0)
         self._serve(self.crowd, "v0")
-        self.crowd.core.policy.previous = None
+        self.crowd.core.served.previous = None
         for name in ADAPTERS:
             self.crowd.adopt(name, self.adapters[0], "0")
 
@@ -88,7 +88,7 @@ class World:
     def judge(self, version: str) -> str | None:
         """Makes the lone engine serve a version label; returns the adapter in it."""
         base, _, adapter = version.partition("+")
-        if self.alone.core.policy.weights.version != base:
+        if self.alone.core.served.weights.version != base:
             self._serve(self.alone, base)
         if not adapter:
             return None
@@ -122,12 +122,12 @@ class World:
                 label = self.labels[argument]
                 self.crowd.adopt(argument, self.adapters[label % 2], str(label))
             case "unload adapter":
-                core.policy.remove_adapter(argument)
+                core.served.remove_adapter(argument)
             case "flush":
                 self.crowd.forget_prefixes()
             case "score":
                 self.alone.forget_prefixes()
-                self.judge(core.policy.weights.version)
+                self.judge(core.served.weights.version)
                 assert core.score(argument) == self.alone.core.score(argument)
 
     def check(self, done: Completion, asked: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ async def test_cancelling_the_caller_stops_the_request_within_a_step(
         await task
     steps = engine.core.steps
     await engine.ping()
-    assert engine.core.tickets == {}
+    assert engine.core.handles == {}
     assert engine.core.scheduler.running == []
     assert engine.core.steps - steps <= 2
 
@@ -79,7 +79,7 @@ async def test_a_caller_cancelled_on_the_way_in_leaves_nothing(engine: Engine) -
         with pytest.raises(asyncio.CancelledError):
             await task
         await engine.ping()
-        assert engine.core.tickets == {}
+        assert engine.core.handles == {}
 
 
 @pytest.mark.failure_mode("F47")
@@ -89,7 +89,7 @@ async def test_a_stream_that_is_left_stops_its_request(engine: Engine) -> None:
         break
     await stream.aclose()  # type: ignore[attr-defined]
     await engine.ping()
-    assert engine.core.tickets == {}
+    assert engine.core.handles == {}
 
 
 @pytest.mark.failure_mode("F45")

@@ -119,7 +119,7 @@ def test_min_tokens_holds_stops_back_and_then_lets_them_come(rig: Rig, eos: int)
 
 
 def test_min_tokens_that_leave_nothing_to_sample_are_refused(rig: Rig, eos: int) -> None:
-    with pytest.raises(BadRequest, match="leaves only ends") as refused:
+    with pytest.raises(BadRequest, match="leaves only end tokens") as refused:
         rig.submit(
             ids(7, 5), allowed_token_ids=(eos, 9), stop_token_ids=(9,), min_tokens=1,
             ignore_eos=False,

@@ -52,7 +52,7 @@ class Checkpoints:
         for seed, name in enumerate("abcx", start=1):
             paths[name] = checkpoints.variant(source, directory / name, seed=seed, scale=1e-2)
         for name, path in paths.items():
-            weights = core.policy.load_weights(path, name)
+            weights = core.served.load_weights(path, name)
             scores[name] = [core.score(list(ids), weights=weights) for ids in SEQUENCES]
             if name in "ab":
                 rows = tuple(tuple(row) for row in scores[name])

@@ -101,7 +101,7 @@ async def test_only_the_very_weights_that_were_scored_are_committed_as_proved(
         await prober.commit_proved(prober.name(again))
     scored = await prober.score_all(SEQUENCES, staged=True)
     assert await prober.commit_proved(scored.weights) == "B"
-    assert engine.core.policy.weights is again
+    assert engine.core.served.weights is again
     assert await engine.score_all(SEQUENCES) == scored.logprobs
     with pytest.raises(Conflict, match="no weights are staged"):
         await prober.commit_proved(scored.weights)
@@ -115,7 +115,7 @@ async def test_an_engine_that_swaps_to_other_weights_than_the_proved_is_a_failur
     prober.staged(await engine.stage(checkpoint("b"), "B"))
     scored = await prober.score_all(SEQUENCES, staged=True)
     other, commit = checkpoint("c", seed=2), engine.core.commit
-    wrong = engine.core.policy.load_weights(other, "B")
+    wrong = engine.core.served.load_weights(other, "B")
     monkeypatch.setattr(engine.core, "commit", lambda _: commit(wrong))
     with pytest.raises(EngineFailure, match="other weights than the proved ones"):
         await prober.commit_proved(scored.weights)

@@ -19,8 +19,7 @@ from lockstep.engine.core import Core, PauseMode
 from lockstep.engine.model.lora import Adapter
 from lockstep.engine.numerics import mkl
 from lockstep.engine.numerics.block_shapes import shared_products_hold
-from lockstep.engine.request_handle import Event, RequestHandle
-from lockstep.engine.sequence import EngineRequest, StreamedToken
+from lockstep.engine.sequence import EngineRequest, Event, RequestHandle, StreamedToken
 from lockstep.engine.step_health import StepHealth
 from lockstep.engine.weights.weights import Weights
 from lockstep.models import bundled
@@ -91,24 +90,24 @@ class Engine:
 
     async def generate(self, request: EngineRequest) -> list[Completion]:
         """All choices of a request. Raises a LockstepError; cancelling it stops the request."""
-        async with self._ticket(request, stream=False) as events:
+        async with self._submitted(request, stream=False) as events:
             event = await events.get()
             if isinstance(event, LockstepError):
                 raise event
             if isinstance(event, StreamedToken):
-                raise EngineFailure("a piece came for a request that was not streamed")
+                raise EngineFailure("a token was streamed for a request that is not streamed")
             return event
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[StreamedToken]:
-        """Pieces as they are sampled; the last one of each choice carries its completion."""
-        async with self._ticket(request, stream=True) as events:
+        """Tokens as they are sampled; the last event of each choice carries its completion."""
+        async with self._submitted(request, stream=True) as events:
             left = request.sampling.n
             while left:
                 event = await events.get()
                 if isinstance(event, LockstepError):
                     raise event
                 if not isinstance(event, StreamedToken):
-                    raise EngineFailure("all completions came at once for a streamed request")
+                    raise EngineFailure("a streamed request got all completions at once")
                 left -= event.completion is not None
                 yield event
 
@@ -140,15 +139,15 @@ class Engine:
     # Control
 
     async def ping(self) -> None:
-        """Returns when the engine's thread has answered. Raises Unavailable when it is gone, or
-        cannot generate any more."""
+        """Returns when the engine's thread responds. Raises Unavailable when it is gone, or cannot
+        generate any more."""
         self._check_works()
         await self._call(lambda: None)
 
     @property
     def busy(self) -> bool:
         """Whether any request is running or waiting."""
-        return bool(self.core.tickets)
+        return bool(self.core.handles)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Returns when nothing is generated any more; new requests queue.
@@ -160,10 +159,10 @@ class Engine:
             raise BadRequest(f"mode is {mode!r}: expected abort, wait or keep", param="mode")
         quiet: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def done(error: LockstepError | None) -> None:
+        def on_quiet(error: LockstepError | None) -> None:
             self._reply(quiet, lambda: _settle(quiet, None, error))
 
-        await self._call(lambda: self.core.pause(mode, done))
+        await self._call(lambda: self.core.pause(mode, on_quiet))
         await quiet
 
     async def resume(self) -> None:
@@ -192,7 +191,7 @@ class Engine:
             await self._call(self._forget_previous)
             self._staged = None
             self._staged = await asyncio.to_thread(
-                self.core.policy.load_weights, directory, version
+                self.core.served.load_weights, directory, version
             )
             return self._staged
 
@@ -200,7 +199,7 @@ class Engine:
         """Stages the live weights with some tensors replaced by name. Raises CheckpointError."""
         check_label(version)
         with self._mutating("stage"):
-            live = await self._call(lambda: self.core.policy.weights)
+            live = await self._call(lambda: self.core.served.weights)
             self._staged = None
             self._staged = await asyncio.to_thread(live.updated, tensors, version)
             return self._staged
@@ -227,15 +226,15 @@ class Engine:
                 self._staged = None
             else:
                 await self._call(self.core.rollback)
-            return self.core.policy.weights.version
+            return self.core.served.weights.version
 
     @property
     def version(self) -> str:
-        return self.core.policy.weights.version
+        return self.core.served.weights.version
 
     @property
     def arithmetic(self) -> str:
-        """ "exact", "portable" or "close": what was asked for, or what this machine can do."""
+        """ "exact", "portable" or "close": the option, or what this machine can do of it."""
         return self.core.model.arithmetic.name
 
     @property
@@ -249,11 +248,11 @@ class Engine:
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        return self.core.policy.adapters
+        return self.core.served.adapters
 
     def version_of(self, adapter: Adapter | None) -> str:
         """The label that tokens sampled now under this adapter (or none) would carry."""
-        return self.core.policy.version_of(adapter)
+        return self.core.served.version_of(adapter)
 
     @property
     def staged_version(self) -> str | None:
@@ -269,11 +268,11 @@ class Engine:
         check_adapter_name(name)
         if label is not None:
             check_label(label, "version")
-        adapter = await asyncio.to_thread(self.core.policy.load_adapter, name, path, label)
-        return await self._call(lambda: self.core.policy.add_adapter(adapter))
+        adapter = await asyncio.to_thread(self.core.served.load_adapter, name, path, label)
+        return await self._call(lambda: self.core.served.add_adapter(adapter))
 
     async def unload_adapter(self, name: str) -> None:
-        await self._call(lambda: self.core.policy.remove_adapter(name))
+        await self._call(lambda: self.core.served.remove_adapter(name))
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges; read without stopping the engine."""
@@ -281,16 +280,16 @@ class Engine:
         return {
             "state": core.state,
             "running": len(core.scheduler.running),
-            "waiting": len(core.tickets) - len(core.scheduler.running),
+            "waiting": len(core.handles) - len(core.scheduler.running),
             "steps": core.steps,
             "prompt_tokens": core.prompt_tokens,
             "generated_tokens": core.generated_tokens,
             "prefix_hit_tokens": core.prefixes.hits,
             "prefix_query_tokens": core.prefixes.queries,
             "prefix_blocks": len(core.prefixes),
-            "version": core.policy.weights.version,
+            "version": core.served.weights.version,
             "staged": self.staged_version,
-            "adapters": sorted(core.policy.adapters),
+            "adapters": sorted(core.served.adapters),
             "arithmetic": core.model.arithmetic.name,
             "arithmetic_note": core.arithmetic_note,
             "numerics": core.plan.to_json(),
@@ -313,7 +312,7 @@ class Engine:
             for command in commands:
                 command()
             if commands:
-                # Who asked for a pause or a resume does not wait for the step after it.
+                # The caller of a pause or a resume does not wait for the step after it.
                 self._flush()
             if stopping:
                 self.core.fail_all(Unavailable("the engine is shutting down"))
@@ -332,7 +331,7 @@ class Engine:
             self._flush()
 
     def _post(self, command: Callable[[], None]) -> bool:
-        """Says whether the command will run: not so when the engine stops."""
+        """Queues a command for the engine's thread; False when it stops and will not run it."""
         with self._wake:
             if self.alive:
                 self._commands.append(command)
@@ -364,18 +363,19 @@ class Engine:
         self._outbox.setdefault(future.get_loop(), []).append(callback)
 
     def _flush(self) -> None:
-        """Hands everything that happened to its loop, with one wake-up each."""
+        """Runs the callbacks in the event loops they belong to, with one wake-up for each loop."""
         outbox, self._outbox = self._outbox, {}
         for loop, callbacks in outbox.items():
             try:
                 loop.call_soon_threadsafe(_run_all, callbacks)
             except RuntimeError:
-                log.warning("%d answers were lost: their event loop is closed", len(callbacks))
+                log.warning("%d results were lost: their event loop is closed", len(callbacks))
 
     @asynccontextmanager
-    async def _ticket(
+    async def _submitted(
         self, request: EngineRequest, *, stream: bool
     ) -> AsyncIterator[asyncio.Queue[Event]]:
+        """The events of a request, which is dropped when the block is left before it ended."""
         self._check_works()
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -383,18 +383,17 @@ class Engine:
         def deliver(event: Event) -> None:
             self._outbox.setdefault(loop, []).append(lambda: events.put_nowait(event))
 
-        ticket = RequestHandle(request, deliver, stream=stream)
+        handle = RequestHandle(request, deliver, stream=stream)
         try:
-            await self._call(lambda: self.core.submit(ticket))
+            await self._call(lambda: self.core.submit(handle))
             yield events
         finally:
             # Also when the caller was cancelled while the request was on its way in.
-            ended = ticket.sequences and all(s.finish is not None for s in ticket.sequences)
-            if not ended:
-                self._post(lambda: self.core.drop(ticket))
+            if not handle.ended:
+                self._post(lambda: self.core.drop(handle))
 
-    def _mutating(self, what: str) -> _Exclusive:
-        return _Exclusive(self._mutation, what)
+    def _mutating(self, operation: str) -> _Exclusive:
+        return _Exclusive(self._mutation, operation)
 
     def _require_staged(self) -> Weights:
         if self._staged is None:
@@ -402,18 +401,18 @@ class Engine:
         return self._staged
 
     def _forget_previous(self) -> None:
-        self.core.policy.previous = None
+        self.core.served.previous = None
 
 
 class _Exclusive:
     """Lets one change of weights run at a time; a second is refused, not queued."""
 
-    def __init__(self, lock: threading.Lock, what: str) -> None:
-        self._lock, self._what = lock, what
+    def __init__(self, lock: threading.Lock, operation: str) -> None:
+        self._lock, self._operation = lock, operation
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            raise Conflict(f"{self._what} was refused: another change of weights is under way")
+            raise Conflict(f"{self._operation} was refused: another change of weights is under way")
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()

@@ -1,22 +1,26 @@
-"""A request and its sequences: what was asked, and how far each choice has come."""
+"""A request inside the engine: its sampling options, its choices, and where its events go."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.lora import Adapter
 from lockstep.engine.sampler import Sampled
-from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, Sampling
+from lockstep.tokens import Completion, Finish, LockstepError, PromptLogprob, Ranked, Sampling
+from lockstep.tokens.errors import BadRequest, PromptTooLong
+from lockstep.tokens.ids import check_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One request to the engine. A lower `priority` is served sooner.
 
-    `experts_start` asks for routed experts from that row on. `weight_version` demands that every
+    `experts_start` requests routed experts from that row on. `weight_version` demands that every
     token is sampled under exactly that version, `min_weight_version` that the version has been
     committed here, now or before.
     """
@@ -32,18 +36,56 @@ class EngineRequest:
     min_weight_version: str | None = None
     skip_prefix_cache: bool = False
 
+    def check(self, config: ModelConfig, max_len: int) -> None:
+        """Raises BadTokenId, PromptTooLong or BadRequest where this model can never run it."""
+        check_ids(self.prompt_ids, config.vocab_size)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if ids := getattr(self.sampling, name):
+                check_ids(list(ids), config.vocab_size, name)
+        if len(self.prompt_ids) >= max_len:
+            raise PromptTooLong(
+                f"the prompt has {len(self.prompt_ids)} tokens, but max_model_len is {max_len} and "
+                "at least one token must be generated",
+                param="token_ids",
+            )
+        start = self.experts_start
+        if start is not None and (start < 0 or not config.moe_layers):
+            reason = f"{start} is negative" if start < 0 else "but this model has none"
+            raise BadRequest(
+                f"routed experts were requested, {reason}", param="routed_experts_prompt_start"
+            )
+        allowed = self.sampling.allowed_token_ids
+        ends = self.end_ids(config.eos_ids)
+        if self.sampling.min_tokens and allowed and set(allowed) <= set(ends):
+            raise BadRequest(
+                "allowed_token_ids leaves only end tokens, but min_tokens forbids to end at once",
+                param="min_tokens",
+            )
+
+    def end_ids(self, eos_ids: frozenset[int]) -> tuple[int, ...]:
+        """The tokens that end a choice, in a model with these end-of-sequence tokens."""
+        sampling = self.sampling
+        return (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids))
+
 
 @dataclass(frozen=True, slots=True)
 class StreamedToken:
-    """What came of one choice in one step: a token, its completion when it ended, or both."""
+    """The event of one choice in one step: a token, its completion when it ended, or both."""
 
     index: int
     sampled: Sampled | None
     completion: Completion | None = None
 
 
+Event = StreamedToken | list[Completion] | LockstepError
+"""A streamed token, all completions of a request that is not streamed, or the error it ended in."""
+
+
 class Sequence:
-    """One choice of a request. `tokens` holds prompt and output, `computed` how many are cached."""
+    """One choice of a request. `tokens` holds prompt and output, `computed` how many are cached.
+
+    `leader` is the first choice of the request, None for the first choice itself.
+    """
 
     def __init__(
         self,
@@ -51,6 +93,7 @@ class Sequence:
         index: int,
         seed: int,
         max_len: int,
+        eos_ids: frozenset[int],
         leader: Sequence | None = None,
     ) -> None:
         self.request = request
@@ -62,6 +105,8 @@ class Sequence:
         self.computed = 0
         limit = request.sampling.max_tokens
         self.max_total = max_len if limit is None else min(max_len, self.prompt_len + limit)
+        self.end_ids = request.end_ids(eos_ids)
+        self._eos_ids = frozenset[int]() if request.sampling.ignore_eos else eos_ids
         self.adapter: Adapter | None = None
         self.root = b""
         self.logprobs: list[float] = []
@@ -88,8 +133,9 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        asked = self.request.sampling.prompt_logprobs is not None and self.leader is None
-        return asked and len(self.prompt_logprobs) < self.prompt_len
+        """Whether part of the prompt must still be scored; only the first choice scores it."""
+        requested = self.request.sampling.prompt_logprobs is not None and self.leader is None
+        return requested and len(self.prompt_logprobs) < self.prompt_len
 
     @property
     def ready(self) -> bool:
@@ -102,12 +148,20 @@ class Sequence:
         """Whether its request is in flight, even if this choice still waits."""
         return bool((self.leader or self).root)
 
-    def append(self, sampled: Sampled, version: str) -> None:
-        self.tokens.append(sampled.token_id)
+    def append(self, sampled: Sampled, version: str) -> Finish | None:
+        """Adds a token; returns why it is the last one, None where more may follow."""
+        token = sampled.token_id
+        self.tokens.append(token)
         self.logprobs.append(sampled.logprob)
         self.ranks.append(sampled.rank)
         self.tops.append(sampled.top)
         self.versions.append(version)
+        if token in self._eos_ids:
+            return "stop"
+        if token in self.request.sampling.stop_token_ids:
+            self.stop_token = token
+            return "stop"
+        return "length" if len(self.tokens) >= self.max_total else None
 
     def restart(self, experts: Tensor | None) -> None:
         """Forgets what was computed under weights that are gone, and keeps what was sampled.
@@ -126,3 +180,21 @@ class Sequence:
         if self.old_experts is None:
             return rows.clone()
         return torch.cat((self.old_experts, rows[len(self.old_experts) :]))
+
+
+class RequestHandle:
+    """A request in flight: its choices, the completions so far, and `deliver` for its events."""
+
+    def __init__(
+        self, request: EngineRequest, deliver: Callable[[Event], None], *, stream: bool = False
+    ) -> None:
+        self.request = request
+        self.deliver = deliver
+        self.stream = stream
+        self.sequences: list[Sequence] = []
+        self.completions: dict[int, Completion] = {}
+
+    @property
+    def ended(self) -> bool:
+        """Whether all its choices have ended, by themselves or by an abort."""
+        return bool(self.sequences) and all(s.finish is not None for s in self.sequences)

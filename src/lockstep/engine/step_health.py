@@ -1,4 +1,4 @@
-"""Tells an engine that is broken from one that was given requests which break any step."""
+"""Tells a broken engine from one whose requests would break any engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import logging
 from time import monotonic
 
 from lockstep.engine.core import Core
-from lockstep.engine.request_handle import Event, RequestHandle
-from lockstep.engine.sequence import EngineRequest
+from lockstep.engine.sequence import EngineRequest, Event, RequestHandle
 from lockstep.tokens import LockstepError, Sampling
 from lockstep.tokens.errors import EngineFailure
 
@@ -29,8 +28,8 @@ class StepHealth:
     """Counts failed steps of `core`; lives in the engine's thread, `problem` is read from any.
 
     Three in a row need not be the engine's fault: the same bad request may have come three times.
-    So it then answers a request of its own, one plain token; only when that fails too, `problem`
-    says what is wrong, and it tries again every few seconds until it succeeds.
+    So it then runs a canary, a request of its own for one plain token; only when that fails too,
+    `problem` says what is wrong, and the canary runs again every few seconds until it succeeds.
     """
 
     def __init__(self, core: Core) -> None:
@@ -41,27 +40,27 @@ class StepHealth:
 
     @property
     def wait_seconds(self) -> float | None:
-        """How long the engine may sleep without a look at itself; None is for ever."""
+        """How long the engine may sleep until the next canary; None is for ever."""
         return None if self.problem is None else RETRY_SECONDS
 
     def succeeded(self) -> None:
         self._failures = 0
 
     def failed(self) -> None:
-        """A step failed, and what the engine held was answered with an error."""
+        """A step failed, and every request of the engine was ended with an error."""
         self._failures += 1
         if self._failures >= FAILURES and self.problem is None:
             self._try()
 
     def try_again(self) -> None:
-        """Looks whether a broken engine works again, where it is time to."""
+        """Runs the canary of a broken engine, where it is time to."""
         if self.problem is not None and monotonic() - self._tried >= RETRY_SECONDS:
             self._try()
 
     def _try(self) -> None:
         self._tried = monotonic()
         if self._core.state != "running":
-            return  # nothing is generated now, and so nothing can be told
+            return  # a paused engine generates nothing, so a canary could not tell
         cause = self._canary()
         if cause is not None:
             self.problem = (
@@ -76,7 +75,7 @@ class StepHealth:
         self.problem, self._failures = None, 0
 
     def _canary(self) -> str | None:
-        """What goes wrong with the plainest of requests; None when it is answered."""
+        """Why the canary failed; None when it got its token."""
         events: list[Event] = []
         try:
             self._core.submit(RequestHandle(CANARY, events.append))
@@ -88,6 +87,6 @@ class StepHealth:
             self._core.fail_all(EngineFailure(f"a step failed: {error!r}"))
             return repr(error)
         if not events:
-            return f"it had no answer after {CANARY_STEPS} steps"
+            return f"it had no token after {CANARY_STEPS} steps"
         (event,) = events
         return event.message if isinstance(event, LockstepError) else None

@@ -64,7 +64,7 @@ class Prober:
         weights = self.weights(staged)
         if engine.options.device == "cpu" and core.state == "running" and sequences:
             core.check_scored(sequences)
-            found = None if adapter is None else core.policy.adapter(adapter)
+            found = None if adapter is None else core.served.adapter(adapter)
             async with self._turn:
                 scores = await asyncio.to_thread(self._score, weights, sequences, found)
         else:
@@ -91,7 +91,7 @@ class Prober:
             )
         # Nothing is awaited between this look and the engine's own lock.
         version = await self._engine.commit()
-        if self._engine.core.policy.weights is not weights:
+        if self._engine.core.served.weights is not weights:
             raise EngineFailure(f"other weights than the proved ones are served as {version!r}")
         return version
 
@@ -102,7 +102,7 @@ class Prober:
     def weights(self, staged: bool) -> Weights:
         """The live or the staged weights. Raises Conflict where nothing is staged."""
         if not staged:
-            return self._engine.core.policy.weights
+            return self._engine.core.served.weights
         weights = None if self._staged is None else self._staged()
         if weights is None or self._engine.staged_version != weights.version:
             raise Conflict("no weights are staged: call stage first")
@@ -116,7 +116,7 @@ class Prober:
         few = replace(options, max_seqs=min(SLOTS, len(sequences)))
         with torch.inference_mode():
             # A cache of its own, as long as the engine's: its arithmetic counts on that length.
-            cache = SlotCache(core.config, few, core.cache.k.shape[-2], core.policy.dtype)
+            cache = SlotCache(core.config, few, core.cache.k.shape[-2], core.served.dtype)
             return score_sequences(
                 core.model,
                 weights,

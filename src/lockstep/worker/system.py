@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,20 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from lockstep.checkpoint.sources import resolve
+from lockstep.checkpoint.tensor_names import EMBEDDING, HEAD, check_names
 from lockstep.engine import Engine
-from lockstep.engine.weights.broadcast import Broadcast, TensorSpec
+from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.shared_memory import read_shared
-from lockstep.engine.weights.weights import EMBEDDING, TIED_HEAD, Weights
+from lockstep.engine.weights.weights import Weights
 from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, read_json, require_bearer
 from lockstep.protocol.common.strict import decode
 from lockstep.protocol.control import worker as control
-from lockstep.tokens.errors import (
-    BadRequest,
-    CheckpointError,
-    Conflict,
-    Forbidden,
-    NotFound,
-)
+from lockstep.protocol.control.worker import TensorSpec
+from lockstep.tokens.errors import BadRequest, Conflict, NotFound
 from lockstep.tokens.versions import check_label
 from lockstep.worker.data import prefixed
 from lockstep.worker.prober import Prober
@@ -45,7 +42,7 @@ class SystemPlane:
     def __init__(self, engine: Engine, token: str, roots: tuple[Path, ...] = ()) -> None:
         self.engine = engine
         self._token = token
-        self._roots = tuple(root.resolve() for root in roots)
+        self._roots = roots or None
         self._groups: dict[str, Broadcast] = {}
         self._prober = Prober(engine)
         self._arrivals = SequenceNumbers()
@@ -134,16 +131,6 @@ class SystemPlane:
         return {"version": self.engine.version, "version_declared": True}
 
     async def stage(self, body: control.Stage) -> Answer:
-        given = {
-            "model_path": body.model_path,
-            "shared_name": body.shared_name,
-            "group_name": body.group_name,
-        }
-        if [value is None for value in given.values()].count(False) != 1:
-            raise BadRequest(
-                f"stage was asked with {given}: expected exactly one of {', '.join(given)}",
-                param="model_path",
-            )
         if body.model_path is not None:
             weights = await self._stage_directory(body.model_path, body.weight_version)
         else:
@@ -151,7 +138,7 @@ class SystemPlane:
         return {"staged": weights.version, "bytes": weights.nbytes, "version": self.engine.version}
 
     async def _stage_directory(self, model_path: str, version: str | None) -> Weights:
-        path = self._allowed(model_path, "model_path")
+        path = resolve(model_path, self._roots, "model_path")
         return self._prober.staged(await self.engine.stage(path, version or path.name))
 
     async def _stage_tensors(self, body: control.Stage) -> Weights:
@@ -167,11 +154,10 @@ class SystemPlane:
             return self._prober.staged(
                 await self.engine.stage_tensors(tensors, body.weight_version)
             )
-        specs = [TensorSpec(one.name, one.shape, one.dtype) for one in body.tensors]
-        return await self._stage_broadcast(body.group_name or "", specs, body.weight_version)
+        return await self._stage_broadcast(body.group_name or "", body.tensors, body.weight_version)
 
     async def _stage_broadcast(
-        self, group_name: str, specs: list[TensorSpec], version: str
+        self, group_name: str, specs: Sequence[TensorSpec], version: str
     ) -> Weights:
         check_label(version)  # before it waits for tensors
         group = self._group(group_name)
@@ -181,15 +167,11 @@ class SystemPlane:
 
     def _check_complete(self, names: Iterable[str]) -> None:
         """Raises CheckpointError: what is left out would silently stay as it was."""
-        layout = self.engine.core.policy.layout
-        given = {EMBEDDING if name == TIED_HEAD and layout.config.tied else name for name in names}
-        missing = sorted(layout.places.keys() - given)
-        if missing:
-            raise CheckpointError(
-                f"{len(missing)} tensors of the model are missing, such as {missing[0]!r}: send "
-                "all of them, or set partial to leave the others as they are",
-                param="tensors",
-            )
+        layout = self.engine.core.served.layout
+        tied = layout.config.tied
+        # The engine takes a tied head for the embedding, so one of the two is enough.
+        sent = {EMBEDDING if tied and name == HEAD else name for name in names}
+        check_names(sent, layout.places, "the update", tied=tied)
 
     async def commit(self, body: control.Commit) -> Answer:
         staged = self.engine.staged_version
@@ -241,7 +223,7 @@ class SystemPlane:
                 param="names",
             )
         specs = [
-            TensorSpec(name, tuple(shape), dtype)
+            TensorSpec(name, dtype, tuple(shape))
             for name, shape, dtype in zip(body.names, body.shapes, body.dtypes, strict=True)
         ]
         await self._stage_broadcast(body.group_name, specs, body.weight_version)
@@ -291,7 +273,7 @@ class SystemPlane:
             raise Conflict(
                 f"adapter {body.lora_name!r} is loaded already: set load_inplace to swap it"
             )
-        path = self._allowed(body.lora_path, "lora_path")
+        path = resolve(body.lora_path, self._roots, "lora_path")
         swapped = await self.engine.load_adapter(body.lora_name, path, body.version)
         adapter = self.engine.adapters[body.lora_name]
         version = self.engine.version_of(adapter)
@@ -310,25 +292,12 @@ class SystemPlane:
 
     def _serves(self) -> str:
         """Names the live weights, as the probe did that they were proved with."""
-        return self._prober.name(self.engine.core.policy.weights)
+        return self._prober.name(self.engine.core.served.weights)
 
     def _weights_id(self) -> str:
         """Changes with every change of the live weights, of what is staged, and with a restart."""
-        epoch = self.engine.core.policy.weights.epoch
+        epoch = self.engine.core.served.weights.epoch
         return f"{self._incarnation}.{epoch}.{self.engine.staged_version or ''}"
-
-    def _allowed(self, raw: str, field: str) -> Path:
-        """The directory, symlinks resolved. Raises BadRequest, Forbidden or CheckpointError."""
-        path = Path(raw)
-        if not raw or not path.is_absolute():
-            raise BadRequest(f"{field} is {raw!r}: expected an absolute path", param=field)
-        real = path.resolve()
-        if self._roots and not any(real.is_relative_to(root) for root in self._roots):
-            roots = ", ".join(map(str, self._roots))
-            raise Forbidden(f"{field} {raw!r} is outside the allowed roots: {roots}", param=field)
-        if not real.is_dir():
-            raise CheckpointError(f"{field} {raw!r} is not a directory", param=field)
-        return real
 
     def _group(self, name: str) -> Broadcast:
         if name not in self._groups:

@@ -37,7 +37,7 @@ def rig(tiny: Path) -> Rig:
     rig = step_by_step(tiny)
     core = rig.core
     decoder = Decoder(core.model, core.cache)
-    core.ahead = OverlappedDecoder(decoder, core.scheduler, "raw", core.take, core.spoil)
+    core.overlapped = OverlappedDecoder(decoder, core.scheduler, "raw", core.take, core.wipe)
     return rig
 
 
@@ -48,7 +48,7 @@ def alike(ours: Completion, theirs: Completion) -> None:
 
 
 def airborne(rig: Rig) -> bool:
-    return rig.core.ahead is not None and rig.core.ahead.airborne
+    return rig.core.overlapped is not None and rig.core.overlapped.in_flight
 
 
 def fly(rig: Rig) -> None:

@@ -56,7 +56,7 @@ def test_a_salt_or_an_adapter_shares_nothing_with_others(rig: Rig, other: dict[s
 def test_blocks_of_old_weights_are_never_hit_again(rig: Rig, tiny2: Path) -> None:
     assert hits_of(rig) == 0
     # The same label on purpose: contents decide, not names.
-    rig.load(tiny2, rig.core.policy.weights.version)
+    rig.load(tiny2, rig.core.served.weights.version)
     assert hits_of(rig) == 0
     done = rig.generate(PROMPT)
     assert done.logprobs == reference(tiny2, PROMPT + done.token_ids)[-8:]

@@ -45,7 +45,7 @@ def test_adapters_and_base_in_one_batch_each_answer_as_if_alone(rig: Rig) -> Non
 
 def test_tokens_say_which_adapter_made_them(rig: Rig) -> None:
     done = rig.generate(PROMPT, adapter="a")
-    label = rig.core.policy.adapter("a").label
+    label = rig.core.served.adapter("a").label
     assert label.startswith("1.")
     assert (done.adapter, done.versions[0].version) == ("a", f"v1+a@{label}")
     assert rig.generate(PROMPT).versions[0].version == "v1"
@@ -57,18 +57,18 @@ def test_an_unknown_or_unloaded_adapter_is_an_error_not_the_base_model(rig: Rig)
         rig.submit(PROMPT, adapter="nobody")
     with pytest.raises(UnknownModel, match="'nobody'"):
         rig.core.score(PROMPT, adapter="nobody")
-    rig.core.policy.remove_adapter("a")
+    rig.core.served.remove_adapter("a")
     with pytest.raises(UnknownModel, match="'a' is not loaded"):
         rig.submit(PROMPT, adapter="a")
     with pytest.raises(UnknownModel, match="'a' is not loaded"):
-        rig.core.policy.remove_adapter("a")
+        rig.core.served.remove_adapter("a")
 
 
 @pytest.mark.failure_mode("F31")
 def test_an_adapter_unloaded_before_its_request_starts_is_an_error(rig: Rig) -> None:
     rig.pause("keep")
     answer = rig.submit(PROMPT, adapter="a", n=2)
-    rig.core.policy.remove_adapter("a")
+    rig.core.served.remove_adapter("a")
     rig.core.resume()
     rig.run()
     assert isinstance(answer.error, UnknownModel)
@@ -109,7 +109,7 @@ def test_requests_in_flight_end_under_the_adapter_they_began_with(rig: Rig, lora
     rig.adopt("a", lora_b, "2")
     fresh = rig.submit(PROMPT, adapter="a", max_tokens=12)
     rig.run(2)
-    rig.core.policy.remove_adapter("a")
+    rig.core.served.remove_adapter("a")
     rig.run()
     assert flying.completions == alone.completions
     assert isinstance(fresh.error, UnknownModel) or "a@2." in fresh.one.versions[0].version
@@ -120,7 +120,7 @@ def test_a_weight_swap_keeps_the_adapter(rig: Rig, tiny2: Path) -> None:
     rig.run(5)
     rig.load(tiny2, "v2")
     rig.run()
-    label = rig.core.policy.adapter("b").label
+    label = rig.core.served.adapter("b").label
     assert [s.version for s in answer.one.versions] == [f"v1+b@{label}", f"v2+b@{label}"]
     cut = answer.one.versions[1].start
     scored = rig.core.score(PROMPT + answer.one.token_ids, adapter="b")[-16:]
@@ -140,7 +140,7 @@ def test_a_swap_to_a_broken_adapter_leaves_the_old_one_served(rig: Rig, copy: Pa
 
 @pytest.mark.failure_mode("F32")
 def test_ten_thousand_names_leave_nothing_behind(rig: Rig, tiny: Path) -> None:
-    policy, loaded = rig.core.policy, rig.core.policy.adapter("a")
+    policy, loaded = rig.core.served, rig.core.served.adapter("a")
     for i in range(10_000):
         policy.add_adapter(Adapter(f"n{i}", loaded.path, "x", loaded.scaling, loaded.deltas))
         if i % 500 == 0:
@@ -177,7 +177,7 @@ def test_settings_that_are_not_supported_are_refused(
 ) -> None:
     with pytest.raises(AdapterError, match=says):
         rig.adopt("x", checkpoints.edit_adapter(copy, **settings))
-    assert "x" not in rig.core.policy.adapters
+    assert "x" not in rig.core.served.adapters
 
 
 def test_tensors_that_do_not_fit_are_refused(rig: Rig, lora_a: Path, copy: Path) -> None:
@@ -218,7 +218,7 @@ def test_experts_cannot_be_targeted(moe: Path, copy: Path) -> None:
 
 def test_the_label_is_of_the_contents_and_their_scaling(rig: Rig, lora_a: Path, copy: Path) -> None:
     def label(path: Path) -> str:
-        return rig.core.policy.load_adapter("x", path).label
+        return rig.core.served.load_adapter("x", path).label
 
     assert label(lora_a) == label(copy)
     assert label(lora_a) != label(checkpoints.edit_adapter(copy, lora_alpha=9))
@@ -227,4 +227,4 @@ def test_the_label_is_of_the_contents_and_their_scaling(rig: Rig, lora_a: Path, 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_the_scaling_is_that_of_peft(rig: Rig, copy: Path, rslora: bool) -> None:
     checkpoints.edit_adapter(copy, use_rslora=rslora, lora_alpha=6)
-    assert rig.core.policy.load_adapter("x", copy).scaling == (6 / 2 if rslora else 6 / 4)
+    assert rig.core.served.load_adapter("x", copy).scaling == (6 / 2 if rslora else 6 / 4)

@@ -29,14 +29,14 @@ def run(rig: Rig, segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor]:
         core.cache.v.zero_()
         for slot in range(3):
             start = [Segment.whole(slot, 0, ids(slot, 90 + slot))]
-            core.model.forward(core.policy.weights, core.cache, core.model.batch(start))
-        hidden = core.model.forward(core.policy.weights, core.cache, core.model.batch(segments))
+            core.model.forward(core.served.weights, core.cache, core.model.batch(start))
+        hidden = core.model.forward(core.served.weights, core.cache, core.model.batch(segments))
         return hidden, core.cache.k.clone(), core.cache.v.clone()
 
 
 def mixed(rig: Rig, outputs: tuple[int, int, int]) -> list[Segment]:
     """Two that decode, one under an adapter; then a prompt, a chunk that is only read, another."""
-    poet = rig.core.policy.adapter("poet")
+    poet = rig.core.served.adapter("poet")
     return [
         Segment.whole(0, 90, [5]),
         Segment.whole(1, 91, [6], poet),

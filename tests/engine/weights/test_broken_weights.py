@@ -65,7 +65,7 @@ def test_a_request_dropped_in_the_middle_of_it_leaves_no_trace(
 def test_scoring_it_is_an_error_and_does_not_spoil_later_scores(
     rig: Rig, tiny: Path, overflowing: Path
 ) -> None:
-    bad = rig.core.policy.load_weights(overflowing, "bad")
+    bad = rig.core.served.load_weights(overflowing, "bad")
     with pytest.raises(BadLogprob, match="'bad'"):
         rig.core.score(ids(1, 100), weights=bad)
     assert rig.core.score(ids(2, 20)) == checkpoints.reference(tiny, ids(2, 20))

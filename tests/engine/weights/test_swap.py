@@ -141,7 +141,7 @@ def test_one_commit_can_be_undone_once(rig: Rig, tiny: Path, tiny2: Path) -> Non
 
 def test_scoring_staged_weights_disturbs_nothing(rig: Rig, tiny: Path, tiny2: Path) -> None:
     alone = Rig(tiny, weight_version="v1").generate(ids(1, 40), max_tokens=20)
-    staged = rig.core.policy.load_weights(tiny2, "v2")
+    staged = rig.core.served.load_weights(tiny2, "v2")
     answer = rig.submit(ids(1, 40), max_tokens=20)
     while rig.core.has_work:
         rig.run(3)

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep.engine.weights.weights import EMBEDDING, TIED_HEAD, Weights
+from lockstep.checkpoint.tensor_names import EMBEDDING, HEAD
+from lockstep.engine.weights.weights import Weights
 from lockstep.tokens.errors import CheckpointError
 from tests.engine import checkpoints
 from tests.engine.rig import Rig, ids
@@ -28,7 +29,7 @@ def rig(tiny: Path) -> Rig:
 
 @pytest.fixture
 def live(rig: Rig) -> Weights:
-    return rig.core.policy.weights
+    return rig.core.served.weights
 
 
 def drop(name: str) -> Callable[[dict[str, Tensor]], None]:
@@ -55,7 +56,7 @@ def with_nan(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (drop(Q), f"1 tensors are missing in .*: {Q}"),
+        (drop(Q), f"lacks tensor '{Q}'"),
         (put("model.layers.7.mlp.up_proj.weight", torch.clone), "is not part of this qwen3 model"),
         (put(Q, lambda t: t[:-1]), r"has shape \(127, 128\), expected \(128, 128\)"),
         (put(Q, lambda t: t.T[None]), r"has shape \(1, 128, 128\)"),
@@ -63,7 +64,7 @@ def with_nan(tensor: Tensor) -> Tensor:
         (put(Q, lambda t: t.to(torch.float8_e4m3fn)), "has dtype torch.float8"),
         (put(Q, with_nan), "1 values that are NaN or infinite"),
         (put(Q, lambda t: t.double() + 1e300), "16384 values that are NaN or infinite as"),
-        (put(TIED_HEAD, lambda t: torch.ones(512, 128)), "config.json ties them"),
+        (put(HEAD, lambda t: torch.ones(512, 128)), "the served model ties them"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(
@@ -74,8 +75,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     change(tensors)
     checkpoints.save(tiny, tmp_path, tensors)
     with pytest.raises(CheckpointError, match=says):
-        rig.core.policy.load_weights(tmp_path, "v2")
-    assert rig.core.policy.weights.version == "v1"
+        rig.core.served.load_weights(tmp_path, "v2")
+    assert rig.core.served.weights.version == "v1"
     assert rig.core.score(PROBE) == before
 
 
@@ -86,7 +87,7 @@ def test_a_truncated_file_is_refused(rig: Rig, tiny: Path, tmp_path: Path, keep:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        rig.core.policy.load_weights(tmp_path, "v2")
+        rig.core.served.load_weights(tmp_path, "v2")
 
 
 def sharded(source: Path, target: Path) -> Path:
@@ -107,7 +108,7 @@ def sharded(source: Path, target: Path) -> Path:
 def test_a_sharded_checkpoint_is_the_same_as_a_whole_one(
     rig: Rig, tiny: Path, tmp_path: Path
 ) -> None:
-    loaded = rig.core.policy.load_weights(sharded(tiny, tmp_path), "v2")
+    loaded = rig.core.served.load_weights(sharded(tiny, tmp_path), "v2")
     assert rig.core.score(PROBE, weights=loaded) == rig.core.score(PROBE)
 
 
@@ -115,7 +116,7 @@ def test_a_sharded_checkpoint_is_the_same_as_a_whole_one(
 def test_a_missing_shard_is_refused(rig: Rig, tiny: Path, tmp_path: Path) -> None:
     (sharded(tiny, tmp_path) / "two.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"two.safetensors does not exist"):
-        rig.core.policy.load_weights(tmp_path, "v2")
+        rig.core.served.load_weights(tmp_path, "v2")
 
 
 @pytest.mark.failure_mode("F34")
@@ -123,7 +124,7 @@ def test_a_missing_shard_is_refused(rig: Rig, tiny: Path, tmp_path: Path) -> Non
 def test_an_index_that_is_none_is_refused(rig: Rig, tiny: Path, tmp_path: Path, index: str) -> None:
     (sharded(tiny, tmp_path) / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match="is not a safetensors index"):
-        rig.core.policy.load_weights(tmp_path, "v2")
+        rig.core.served.load_weights(tmp_path, "v2")
 
 
 @pytest.mark.parametrize("name", ["../one.safetensors", "/tmp/one.safetensors", "a/b"])
@@ -133,7 +134,7 @@ def test_an_index_that_points_outside_is_refused(
     index = json.dumps({"weight_map": {Q: name}})
     (sharded(tiny, tmp_path) / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match="which is not a file beside it"):
-        rig.core.policy.load_weights(tmp_path, "v2")
+        rig.core.served.load_weights(tmp_path, "v2")
 
 
 @pytest.mark.failure_mode("F34")
@@ -141,12 +142,12 @@ def test_a_tensor_in_two_shards_is_refused(rig: Rig, tiny: Path, tmp_path: Path)
     sharded(tiny, tmp_path)
     save_file(checkpoints.tensors_of(tiny), tmp_path / "two.safetensors")
     with pytest.raises(CheckpointError, match="twice"):
-        rig.core.policy.load_weights(tmp_path, "v2")
+        rig.core.served.load_weights(tmp_path, "v2")
 
 
 @pytest.mark.failure_mode("F34")
 def test_a_directory_that_is_no_checkpoint_is_refused(rig: Rig, moe: Path, tmp_path: Path) -> None:
-    load = rig.core.policy.load_weights
+    load = rig.core.served.load_weights
     with pytest.raises(CheckpointError, match="does not exist"):
         load(tmp_path, "v2")
     with pytest.raises(CheckpointError, match="not a directory"):
@@ -165,7 +166,7 @@ def test_another_config_is_refused_even_when_the_tensors_fit(
     checkpoints.variant(tiny, tmp_path, seed=1)
     checkpoints.edit_json(tmp_path / "config.json", **changes)
     with pytest.raises(CheckpointError, match="the served model"):
-        rig.core.policy.load_weights(tmp_path, "v2")
+        rig.core.served.load_weights(tmp_path, "v2")
 
 
 def test_a_checkpoint_without_a_config_is_taken_as_of_this_model(
@@ -173,7 +174,7 @@ def test_a_checkpoint_without_a_config_is_taken_as_of_this_model(
 ) -> None:
     checkpoints.save(tiny2, tmp_path, checkpoints.tensors_of(tiny2))
     (tmp_path / "config.json").unlink()
-    loaded = rig.core.policy.load_weights(tmp_path, "v2")
+    loaded = rig.core.served.load_weights(tmp_path, "v2")
     assert rig.core.score(PROBE, weights=loaded) == checkpoints.reference(tiny2, PROBE)
 
 
@@ -195,12 +196,12 @@ def test_an_update_by_name_gives_exactly_the_model_with_that_tensor(
     for at, name in enumerate(names):
         tensors = checkpoints.tensors_of(directory) | {name: other[name]}
         expected = checkpoints.save(directory, tmp_path / str(at), tensors)
-        updated = rig.core.policy.weights.updated([(name, other[name])], "v2")
+        updated = rig.core.served.weights.updated([(name, other[name])], "v2")
         assert rig.core.score(PROBE, weights=updated) == checkpoints.reference(expected, PROBE)
     assert rig.core.score(PROBE) == checkpoints.reference(directory, PROBE)
 
 
-@pytest.mark.parametrize("name", [EMBEDDING, TIED_HEAD])
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD])
 def test_a_tied_head_follows_the_embedding_under_either_name(
     rig: Rig, live: Weights, tiny: Path, tiny2: Path, tmp_path: Path, name: str
 ) -> None:
@@ -214,10 +215,10 @@ def test_a_tied_head_follows_the_embedding_under_either_name(
 
 def test_a_tied_pair_may_come_twice_but_not_with_two_contents(live: Weights) -> None:
     embedding = live.embed + 1
-    both = [(EMBEDDING, embedding), (TIED_HEAD, embedding.clone())]
+    both = [(EMBEDDING, embedding), (HEAD, embedding.clone())]
     assert torch.equal(live.updated(both, "v2").head, embedding)
     with pytest.raises(CheckpointError, match="came twice"):
-        live.updated([(EMBEDDING, embedding), (TIED_HEAD, embedding + 1)], "v2")
+        live.updated([(EMBEDDING, embedding), (HEAD, embedding + 1)], "v2")
 
 
 @pytest.mark.failure_mode("F34")
@@ -246,13 +247,13 @@ def test_an_update_of_nothing_is_refused(live: Weights) -> None:
 
 
 def test_sets_under_one_label_are_told_apart(rig: Rig, live: Weights, tiny: Path) -> None:
-    again = rig.core.policy.load_weights(tiny, live.version)
+    again = rig.core.served.load_weights(tiny, live.version)
     updated = live.updated([(EMBEDDING, live.embed)], live.version)
     assert len({live.epoch, again.epoch, updated.epoch}) == 3
 
 
 def test_sixteen_bit_checkpoints_are_widened(rig: Rig, tiny: Path, tmp_path: Path) -> None:
     halves = {name: t.bfloat16() for name, t in checkpoints.tensors_of(tiny).items()}
-    loaded = rig.core.policy.load_weights(checkpoints.save(tiny, tmp_path, halves), "v2")
+    loaded = rig.core.served.load_weights(checkpoints.save(tiny, tmp_path, halves), "v2")
     assert {t.dtype for t in loaded.packed.values()} == {torch.float32}
     assert torch.equal(loaded.embed, halves[EMBEDDING].float())

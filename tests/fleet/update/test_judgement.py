@@ -91,8 +91,8 @@ def case(
     assert reference is not None
     options = EngineOptions(max_model_len=512, max_seqs=1, arithmetic="close", dtype=worker)
     core = Core(source, options)
-    before = scored(core, core.policy.load_weights(paths[0], "old"), reference.sequences)
-    right = core.policy.load_weights(paths[1], "new")
+    before = scored(core, core.served.load_weights(paths[0], "old"), reference.sequences)
+    right = core.served.load_weights(paths[1], "new")
     return Case(core, old, new, right, reference, before, worker)
 
 

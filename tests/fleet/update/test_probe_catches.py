@@ -62,7 +62,7 @@ def trial(name: str, directory: Path) -> Trial:
     target = checkpoints.variant(source, directory / f"{name}-new", seed=1, scale=1e-3)
     core = Core(source, EngineOptions(max_model_len=512, max_seqs=1, arithmetic="exact"))
     probe = write_probe(checkpoints.trainer(target), target)
-    right = core.policy.load_weights(target, "new")
+    right = core.served.load_weights(target, "new")
     old, new = checkpoints.tensors_of(source), checkpoints.tensors_of(target)
     return Trial(core, old, new, right, probe)
 

@@ -1,7 +1,7 @@
 """Decoding on a CUDA device: one captured graph per batch size, replayed for every token.
 
-A step is launched and read apart, so that the next one can be under way while the host handles
-what the last one gave: the tokens it continues from never leave the device.
+A step is launched and collected apart, so that the next one can be in flight while the host handles
+the tokens of the last: those it continues from never leave the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class GraphRow(NamedTuple):
     processed: bool
 
 
-class DrawnTokens(NamedTuple):
+class DrawnToken(NamedTuple):
+    """What one row of a step sampled."""
+
     token: int
     logprob: float
     rank: int
@@ -40,20 +42,20 @@ class DrawnTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step on its way: `read` waits for it."""
+    """A launched step: `read` waits for its tokens."""
 
     table: Table
     rows: int
     host: Tensor
-    landed: torch.cuda.Event | None
+    finished: torch.cuda.Event | None
 
-    def read(self) -> list[DrawnTokens]:
-        """What each row drew, in the order it was launched in."""
-        if self.landed is not None:
-            self.landed.synchronize()
+    def read(self) -> list[DrawnToken]:
+        """The token of each row, in the order of the launch."""
+        if self.finished is not None:
+            self.finished.synchronize()
         tokens, _, ranks = self.host[:, : self.rows].tolist()
         logprobs = self.host[1, : self.rows].view(torch.float32).tolist()
-        return list(map(DrawnTokens, tokens, logprobs, ranks))
+        return list(map(DrawnToken, tokens, logprobs, ranks))
 
 
 class Table:
@@ -71,7 +73,7 @@ class Table:
         self.tokens, logprobs, self.ranks = self.words[5:]
         self.logprobs = logprobs.view(torch.float32)
         self.graph: torch.cuda.CUDAGraph | None = None
-        # Two of each, as the one before may still be on its way.
+        # Two of each: the copy of the step before may still be in flight.
         pinned = device.type == "cuda"
         self._up = [torch.zeros((6, rows), dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
         self._down = [torch.zeros((3, rows), dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
@@ -99,15 +101,15 @@ class Table:
         self.words[4].copy_(up, non_blocking=True)
 
     def fetch(self, rows: int) -> StepInFlight:
-        """Begins to bring home what the step wrote."""
+        """Starts to copy what the step writes to the host."""
         self._down.reverse()
         host = self._down[0]
         host.copy_(self.words[5:], non_blocking=True)
-        landed = None
+        finished = None
         if self.words.is_cuda:
-            landed = torch.cuda.Event()
-            landed.record()
-        return StepInFlight(self, rows, host, landed)
+            finished = torch.cuda.Event()
+            finished.record()
+        return StepInFlight(self, rows, host, finished)
 
 
 class Decoder:
@@ -124,7 +126,7 @@ class Decoder:
         self._weights: Weights | None = None
 
     @staticmethod
-    def able(model: Model, cache: SlotCache) -> bool:
+    def supports(model: Model, cache: SlotCache) -> bool:
         """Whether the kernels fit this device, number format and architecture."""
         c = model.config
         half = cache.k.dtype in (torch.bfloat16, torch.float16)
@@ -137,10 +139,10 @@ class Decoder:
         table.fill(rows, self._cache.scratch)
         return self._replay(table, len(rows))
 
-    def follow(self, flight: StepInFlight, uniforms: Seq[float]) -> StepInFlight:
-        """Starts the next step of the same rows, before `flight` was read."""
-        flight.table.refill(uniforms)
-        return self._replay(flight.table, flight.rows)
+    def follow(self, step: StepInFlight, uniforms: Seq[float]) -> StepInFlight:
+        """Starts the next step of the same rows, before `step` was read."""
+        step.table.refill(uniforms)
+        return self._replay(step.table, step.rows)
 
     def _replay(self, table: Table, rows: int) -> StepInFlight:
         if table.graph is None:
@@ -170,10 +172,10 @@ class Decoder:
             self._step(table)
 
     def _step(self, table: Table) -> None:
-        """One token for every row; what it draws is where the next call goes on."""
+        """One token for every row; the next call continues from the tokens it draws."""
         weights, c = self._weights, self._model.config
         if weights is None:
-            raise RuntimeError("a step was asked for before weights were given")
+            raise RuntimeError("a step was run before the decoder had weights")
         x = F.embedding(table.tokens, weights.embed)
         delta: Tensor | None = None
         for i, layer in enumerate(weights.layers):

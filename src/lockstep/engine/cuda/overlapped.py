@@ -1,4 +1,4 @@
-"""Decoding one step ahead: the next step is under way while the tokens of the last are handled."""
+"""Overlapped scheduling: a decode step runs while the host handles the tokens of the one before."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from lockstep.tokens.completion import usable
 
 
 @dataclass(frozen=True, slots=True)
-class _Air:
-    flight: StepInFlight
+class _InFlight:
+    """A launched step, and the sequences of its rows."""
+
+    step: StepInFlight
     sequences: list[Sequence]
 
 
 class OverlappedDecoder:
-    """Launches decode steps and lands them later.
+    """Launches decode steps, and collects their tokens later.
 
     A sequence counts as computed from the launch on: whatever is done with its slot afterwards is
-    queued behind the step on the device. What the host must know first, it lands for.
+    queued behind the step on the device. Where the host must know the tokens first, it collects.
+    `take` gets every token; `wipe` every sequence that computed NaN, before its token.
     """
 
     def __init__(
@@ -33,62 +36,63 @@ class OverlappedDecoder:
         scheduler: Scheduler,
         mode: LogprobMode,
         take: Callable[[Sequence, Sampled], None],
-        spoil: Callable[[Sequence], None],
+        wipe: Callable[[Sequence], None],
     ) -> None:
         self._decoder = decoder
         self._scheduler = scheduler
         self._mode = mode
         self._take = take
-        self._spoil = spoil
-        self._air: _Air | None = None
+        self._wipe = wipe
+        self._current: _InFlight | None = None
 
     @property
-    def airborne(self) -> bool:
-        return self._air is not None
+    def in_flight(self) -> bool:
+        return self._current is not None
 
     def fits(self, works: list[Work]) -> bool:
-        """Whether the kernels know all that these works ask for."""
+        """Whether the kernels can compute all of these works."""
         return all(work.count == 1 and _plain(work.sequence) for work in works)
 
     def launch(self, weights: Weights, works: list[Work]) -> None:
-        """Starts the next token of every work."""
-        rows = [self._row(work) for work in works]
-        flight = self._decoder.launch(weights, rows)
-        self._fly(_Air(flight, [work.sequence for work in works]))
+        """Starts a step that samples the next token of every work."""
+        step = self._decoder.launch(weights, [self._row(work) for work in works])
+        self._start(_InFlight(step, [work.sequence for work in works]))
 
     def advance(self) -> None:
-        """Lands the step in the air, after the next has been launched if it is the same batch."""
-        air = self._air
-        if air is not None and self._goes_on(air.sequences):
-            uniforms = [uniform(each.seed, each.generated + 1) for each in air.sequences]
-            self._fly(_Air(self._decoder.follow(air.flight, uniforms), air.sequences))
+        """Collects the step in flight, after launching the next one if the batch stays the same."""
+        current = self._current
+        if current is not None and self._continues(current.sequences):
+            # The token in flight is counted here, though the host has not seen it yet.
+            uniforms = [uniform(each.seed, each.generated + 1) for each in current.sequences]
+            step = self._decoder.follow(current.step, uniforms)
+            self._start(_InFlight(step, current.sequences))
         else:
-            self._air = None
-        self._handle(air)
+            self._current = None
+        self._hand_on(current)
 
-    def land(self) -> None:
-        """Waits for the step in the air, if there is one, and hands its tokens on."""
-        air, self._air = self._air, None
-        self._handle(air)
+    def collect(self) -> None:
+        """Waits for the step in flight, if there is one, and hands its tokens on."""
+        current, self._current = self._current, None
+        self._hand_on(current)
 
-    def _fly(self, air: _Air) -> None:
-        for sequence in air.sequences:
+    def _start(self, launched: _InFlight) -> None:
+        for sequence in launched.sequences:
             sequence.computed += 1
-        self._air = air
+        self._current = launched
 
-    def _handle(self, air: _Air | None) -> None:
-        if air is None:
+    def _hand_on(self, launched: _InFlight | None) -> None:
+        if launched is None:
             return
-        landed = list(zip(air.sequences, air.flight.read(), strict=True))
-        for sequence, drawn in landed:
-            if not usable(drawn.logprob):
-                # Before anything is handed on: a failure takes other choices of its request along.
-                self._spoil(sequence)
-        for sequence, drawn in landed:
-            self._take(sequence, Sampled(*drawn, ()))
+        tokens = list(zip(launched.sequences, launched.step.read(), strict=True))
+        for sequence, token in tokens:
+            if not usable(token.logprob):
+                # Before any is handed on: a failure ends the other choices of its request, too.
+                self._wipe(sequence)
+        for sequence, token in tokens:
+            self._take(sequence, Sampled(*token, ()))
 
-    def _goes_on(self, sequences: list[Sequence]) -> bool:
-        """Whether the same sequences will want one more token, whatever the one in the air is."""
+    def _continues(self, sequences: list[Sequence]) -> bool:
+        """Whether the same sequences will want one more token, whatever the one in flight is."""
         scheduler = self._scheduler
         if scheduler.has_waiting and len(scheduler.running) < scheduler.slots:
             return False

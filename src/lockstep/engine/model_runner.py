@@ -1,0 +1,118 @@
+"""One batch through the model: prompt logprobs and sampled tokens for the works of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.config import EngineOptions
+from lockstep.engine.kv.cache import SlotCache
+from lockstep.engine.model.model import Model, Segment
+from lockstep.engine.sampler import Sampled, SamplingRow, sample, score, top_logprobs, uniform
+from lockstep.engine.scheduler import Work
+from lockstep.engine.scoring import logprobs_of
+from lockstep.engine.sequence import Sequence
+from lockstep.engine.weights.weights import Weights
+from lockstep.tokens import PromptLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What a batch gave: works that computed NaN or infinity, and the token of each that sampled.
+
+    A broken work is in `broken` only, and counts as not computed.
+    """
+
+    broken: Seq[Work]
+    sampled: Seq[tuple[Work, Sampled]]
+
+
+class ModelRunner:
+    """Runs the works of one step over a model and its cache, all in one forward pass."""
+
+    def __init__(self, model: Model, cache: SlotCache, options: EngineOptions) -> None:
+        self._model = model
+        self._cache = cache
+        self._mode = options.logprob_mode
+        # Where the last layer has experts, every token goes through it: its routing is recorded.
+        self._routes_last = model.config.layers - 1 in model.config.moe_layers
+
+    def run(self, weights: Weights, works: Seq[Work]) -> BatchResult:
+        """Computes the works; prompt logprobs that were requested go to their sequences."""
+        segments = [self._segment(work) for work in works]
+        hidden = self._model.forward(weights, self._cache, self._model.batch(segments))
+        ends = list(accumulate(segment.outputs for segment in segments))
+        broken = self._broken(works, hidden, ends)
+        sampling: list[Work] = []
+        rows: list[int] = []
+        for work, end in zip(works, ends, strict=True):
+            if work in broken:
+                continue
+            if work.sequence.wants_prompt_logprobs:
+                self._score_prompt(weights, work, hidden, end - work.count)
+            if work.samples:
+                sampling.append(work)
+                rows.append(end - 1)
+        for work in works:
+            work.sequence.computed += 0 if work in broken else work.count
+        if not sampling:
+            return BatchResult(broken, ())
+        logits = self._model.logits(weights, hidden, rows)
+        tokens = sample(logits, [self._sampling_row(work.sequence) for work in sampling])
+        return BatchResult(broken, list(zip(sampling, tokens, strict=True)))
+
+    def _segment(self, work: Work) -> Segment:
+        """Its tokens. Of those that are only read, no hidden state is returned."""
+        sequence, count = work.sequence, work.count
+        tokens = sequence.tokens[sequence.computed : sequence.computed + count]
+        every = count == 1 or sequence.wants_prompt_logprobs or self._routes_last
+        outputs = count if every else int(work.samples)
+        return Segment(work.slot, sequence.computed, tokens, outputs, sequence.adapter)
+
+    def _broken(self, works: Seq[Work], hidden: Tensor, ends: list[int]) -> list[Work]:
+        """Works whose hidden states, keys or values are not finite."""
+        # A sum is finite only if all its terms are: one look at the whole batch, the usual case.
+        if math.isfinite(hidden.sum().item()) and all(
+            work.count == 1 or self._wrote_finite(work) for work in works
+        ):
+            return []
+        return [
+            work
+            for work, start, end in zip(works, [0, *ends], ends, strict=False)
+            if not bool(torch.isfinite(hidden[start:end]).all()) or not self._wrote_finite(work)
+        ]
+
+    def _wrote_finite(self, work: Work) -> bool:
+        """Whether its tokens left finite states up to the last layer, also those only read."""
+        start = work.sequence.computed
+        return self._cache.sound(work.slot, start, start + work.count)
+
+    def _score_prompt(self, weights: Weights, work: Work, hidden: Tensor, row: int) -> None:
+        sequence, options = work.sequence, work.sequence.request.sampling
+        first = sequence.computed + 1
+        targets = sequence.tokens[first : min(first + work.count, sequence.prompt_len)]
+        if not targets or options.prompt_logprobs is None:
+            return
+        mode = options.logprob_mode or self._mode
+        temperature = options.temperature if mode == "processed" else 1.0
+        logprobs, ids = logprobs_of(self._model, weights, hidden, row, targets, temperature or 1.0)
+        chosen, ranks = score(logprobs, ids)
+        tops = top_logprobs(logprobs, [options.prompt_logprobs] * len(targets))
+        sequence.prompt_logprobs += [
+            PromptLogprob(*fields)
+            for fields in zip(targets, chosen.tolist(), ranks.tolist(), tops, strict=True)
+        ]
+
+    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
+        options = sequence.request.sampling
+        return SamplingRow(
+            options,
+            options.logprob_mode or self._mode,
+            uniform(sequence.seed, sequence.generated),
+            banned=sequence.end_ids if sequence.generated < options.min_tokens else (),
+        )
