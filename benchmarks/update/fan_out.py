@@ -12,7 +12,7 @@ from statistics import median
 from time import perf_counter, thread_time
 
 import uvloop
-from tests.simulator.pool import SimulatedPool, fleet_of
+from tests.simulator.pool import SimulatedPool
 from tests.simulator.workers import (
     FIRST,
     AheadAdmin,
@@ -25,6 +25,7 @@ from tests.simulator.workers import (
 from benchmarks.table import Row
 from lockstep.checkpoint.manifest import PROBE
 from lockstep.checkpoint.probe import Probe
+from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.update.proof import BUILTIN
 
 COUNTS = (10, 100, 1000)
@@ -76,7 +77,7 @@ async def update(directory: Path, count: int, seed: int) -> tuple[float, float, 
     Probe(BUILTIN, answers, 0.0).write(new / PROBE)
     workers = [SimulatedWorker(f"w{at}", first) for at in range(count)]
     pool = SimulatedPool(processes={worker.name: worker for worker in workers})
-    async with fleet_of(pool) as fleet:
+    async with Fleet(pool) as fleet:
         for worker in workers:
             admin = AheadAdmin(worker)
             await fleet.add(admin.url, admin, worker_id=worker.name)

@@ -23,7 +23,8 @@ from lockstep.fleet.dynamo_members import following
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.fleet.routing.pool import Pool, Worker
+from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.worker import Worker
 from lockstep.models import bundled
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Completion, Sampling
@@ -156,7 +157,7 @@ async def test_a_gateway_gives_sessions_and_updates_to_a_deployment(
 async def test_the_whole_life_of_a_fleet(dynamo: Deployment, other: Path, tmp_path: Path) -> None:
     names = {one["instance_id"] for one in dynamo.workers}
     async with fleet_of(dynamo) as fleet:
-        assert set(fleet.members) == names
+        assert {worker.id for worker in fleet.workers} == names
         for name in names:
             assert (await ask(fleet, worker=name)).worker == name
 
@@ -177,7 +178,7 @@ async def test_the_whole_life_of_a_fleet(dynamo: Deployment, other: Path, tmp_pa
         # other worker answers everybody else.
         victim = dynamo.workers[0]["instance_id"]
         asked = asyncio.create_task(ask(fleet, LONG, victim))
-        admin = fleet.members[victim].admin
+        admin = fleet.worker(victim).control
         while not (await admin.view()).in_flight:
             await asyncio.sleep(0.02)
         dynamo.kill(0)
@@ -185,7 +186,7 @@ async def test_the_whole_life_of_a_fleet(dynamo: Deployment, other: Path, tmp_pa
             await asked
         free = [ask(fleet) for _ in range(8)]
         assert {one.worker for one in await asyncio.gather(*free)} == names - {victim}
-        await until(lambda: set(fleet.members) == names - {victim})
+        await until(lambda: {worker.id for worker in fleet.workers} == names - {victim})
         with pytest.raises(LockstepError):
             await ask(fleet, worker=victim)
 
@@ -196,7 +197,7 @@ async def test_a_worker_that_dies_in_mid_update_is_left_out(
 ) -> None:
     victim, survivor = (one["instance_id"] for one in doomed.workers)
     async with fleet_of(doomed) as fleet:
-        admin = fleet.members[victim].admin
+        admin = fleet.worker(victim).control
         staged = admin.stage
 
         async def stage_and_die(*args: object) -> None:

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 
-from lockstep.fleet.routing.pool import Pool, Worker
+from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.worker import Worker
 
 WORK = "/work"
 Behaviour = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -133,11 +134,11 @@ async def fleet(count: int, **options: float) -> AsyncIterator[tuple[Pool, list[
 
 async def work(worker: Worker) -> str:
     """The call of most tests: which worker answered."""
-    return (await worker.link.post(WORK, b"{}")).decode()
+    return (await worker.client.post(WORK, b"{}")).decode()
 
 
 def work_stream(worker: Worker) -> AsyncIterator[bytes]:
-    return worker.link.events(WORK, b"{}")
+    return worker.client.events(WORK, b"{}")
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -20,7 +20,7 @@ async def main(url):
     async with Pool(probe_seconds=0.1) as pool:
         await pool.add(url, transport="vllm")
         (worker,) = pool.workers
-        assert worker.state == "serving", worker.error
+        assert worker.state == "serving", worker.reason
         free = len(os.listdir("/proc/self/fd")) + 4
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, free))
         held = []

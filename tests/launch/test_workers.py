@@ -13,7 +13,8 @@ import pytest
 
 from lockstep.backends import GenerateRequest
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.fleet.routing.pool import Pool, Worker
+from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.worker import Worker
 from lockstep.launch.workers import Child, Supervisor
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadRequest, EngineFailure

@@ -1,6 +1,6 @@
 """`python -m tests.simulator.fault_matrix`: every fault in every phase of an update.
 
-After each it is asked, by scoring, what every worker that gets traffic really holds. A fault ends
+After each, scores tell what every worker that gets traffic really holds. A fault ends
 well in one of two ways: the update happened, or it did not; and either way all of them hold the
 weights that the fleet's label means.
 """
@@ -23,7 +23,7 @@ from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.update.proof import BUILTIN
 from lockstep.fleet.update.transaction import PhaseBudgets
 from lockstep.tokens.errors import LockstepError
-from tests.simulator.pool import SimulatedPool, fleet_of
+from tests.simulator.pool import SimulatedPool
 from tests.simulator.workers import (
     FIRST,
     AheadAdmin,
@@ -97,36 +97,38 @@ def wrong_with(
     """What is wrong with the workers that get traffic; `meaning` maps labels to weights.
 
     A worker that was started anew a moment ago answers under its old label until the pool looks at
-    it. That label is true, and refused as not agreed on: it counts only once all is `settled`.
+    it. That label is true, and refused as not accepted: it counts only once all is `settled`.
     """
-    found = []
+    problems = []
     desired = fleet.desired
     adapters = {name: spec.label for name, spec in desired.adapters.items()}
-    for one in pool.workers:
-        process = one.process
-        if one.state != "serving" or one.held or not process.alive:
+    for worker in pool.routed:
+        process = worker.process
+        if not worker.routable or not process.alive:
             continue
         if process.weights != meaning.get(process.version):
-            found.append(f"{one.id} says {process.version!r} and holds other weights")
-        if not settled and one.seen != process.starts:
+            problems.append(f"{worker.id} says {process.version!r} and holds other weights")
+        if not settled and not worker.seen:
             continue
         if process.version != desired.version:
-            found.append(f"{one.id} serves {process.version!r}, agreed is {desired.version!r}")
-        said = [score(ids, meaning.get(desired.version or "", "?")) for ids in BUILTIN]
-        if process.probe(BUILTIN, None) != said:
-            found.append(f"{one.id} does not answer as {desired.version!r}")
+            problems.append(
+                f"{worker.id} serves {process.version!r}, accepted is {desired.version!r}"
+            )
+        scores = [score(ids, meaning.get(desired.version or "", "?")) for ids in BUILTIN]
+        if process.probe(BUILTIN, None) != scores:
+            problems.append(f"{worker.id} does not score as {desired.version!r}")
         if process.adapters != adapters:
-            found.append(f"{one.id} has adapters {process.adapters}, agreed are {adapters}")
+            problems.append(f"{worker.id} has adapters {process.adapters}, agreed are {adapters}")
         if process.paused != (desired.paused is not None):
-            found.append(f"{one.id} is paused: {process.paused}, agreed is {desired.paused}")
-    return found
+            problems.append(f"{worker.id} is paused: {process.paused}, agreed is {desired.paused}")
+    return problems
 
 
 async def attempt(trial: Trial, directory: Path, meaning: dict[str, str]) -> Outcome:
     """One update of three workers, the first of which is struck."""
     workers = [SimulatedWorker(f"w{index}", meaning[FIRST]) for index in range(3)]
     pool = SimulatedPool(processes={worker.name: worker for worker in workers})
-    async with fleet_of(pool, budget=BUDGET) as fleet:
+    async with Fleet(pool, budget=BUDGET) as fleet:
         for worker in workers:
             driver = AheadAdmin if trial.ahead else SimulatedAdmin
             admin = driver(worker, probes_while_paused=not trial.mute)
@@ -142,15 +144,15 @@ async def attempt(trial: Trial, directory: Path, meaning: dict[str, str]) -> Out
         except LockstepError:
             updated = False
         wrong = wrong_with(fleet, pool, meaning, settled=False)
-        serving = sum(one.state == "serving" for one in pool.workers)
+        serving = sum(worker.serves for worker in pool.workers)
         if updated != (fleet.desired.version == NEW):
-            wrong.append(f"it said updated: {updated}, and agreed on {fleet.desired.version!r}")
+            wrong.append(f"updated is {updated}, and the version {fleet.desired.version!r}")
         if not workers[0].alive:
             workers[0].start()
         for _ in range(10):  # on a busy machine one may be too slow for its budget once
             await pool.look()
             wrong += wrong_with(fleet, pool, meaning)
-        healed = sum(one.state == "serving" for one in pool.workers)
+        healed = sum(worker.serves for worker in pool.workers)
         return Outcome(trial, workers[0].struck > 0, updated, serving, healed, tuple(wrong))
 
 
@@ -160,8 +162,8 @@ async def run(directory: Path) -> list[Outcome]:
     new = write_checkpoint(directory / NEW, 1)
     probed = write_checkpoint(directory / "probed", 1)
     meaning = {FIRST: contents(first), NEW: contents(new)}
-    answers = tuple(tuple(score(ids, meaning[NEW])) for ids in BUILTIN)
-    Probe(BUILTIN, answers, 0.0).write(probed / PROBE)
+    scores = tuple(tuple(score(ids, meaning[NEW])) for ids in BUILTIN)
+    Probe(BUILTIN, scores, 0.0).write(probed / PROBE)
     outcomes = []
     for some in batched(trials(), 64):
         outcomes += await asyncio.gather(*(attempt(one, directory, meaning) for one in some))
@@ -182,8 +184,8 @@ def table(outcomes: list[Outcome]) -> str:
     for phase in PHASES:
         cells = []
         for kind in kinds:
-            found = [o for o in outcomes if (o.trial.phase, o.trial.kind) == (phase, kind)]
-            count = Counter(o.updated for o in found if o.struck)
+            matching = [o for o in outcomes if (o.trial.phase, o.trial.kind) == (phase, kind)]
+            count = Counter(o.updated for o in matching if o.struck)
             cells.append(f"{count[True]:>6} of {sum(count.values()):>4}")
         rows.append(f"{phase:<10}" + "".join(f"{cell:>15}" for cell in cells))
     return "\n".join(rows)

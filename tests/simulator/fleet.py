@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.update.transaction import PhaseBudgets
 from tests.simulator.fault_matrix import wrong_with
-from tests.simulator.pool import SimulatedPool, fleet_of
+from tests.simulator.pool import SimulatedPool
 from tests.simulator.workers import (
     FIRST,
     AheadAdmin,
@@ -50,10 +50,10 @@ class Simulation:
         await self.fleet.add(admin.url, admin, worker_id=worker.name)
 
     def state(self, worker: SimulatedWorker) -> str:
-        return self.fleet.member(worker.name).state
+        return self.fleet.worker(worker.name).state
 
     def serving(self) -> list[str]:
-        return [one.id for one in self.pool.workers if one.state == "serving" and not one.held]
+        return [worker.id for worker in self.pool.workers if worker.routable]
 
     def check(self, *, settled: bool = True) -> None:
         assert wrong_with(self.fleet, self.pool, self.meaning, settled=settled) == []
@@ -68,7 +68,7 @@ async def simulated(
     workers = [SimulatedWorker(f"w{index}", first) for index in range(count)]
     pool = SimulatedPool()
     options = {"budget": BUDGET, **options}
-    async with fleet_of(pool, options.pop("store", None), **options) as fleet:
+    async with Fleet(pool, options.pop("store", None), **options) as fleet:
         made = Simulation(fleet, pool, workers, directory, {FIRST: first})
         for worker in workers:
             await made.add(worker, mute=mute, ahead=ahead)

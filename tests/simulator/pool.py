@@ -1,84 +1,96 @@
-"""Routing without HTTP for simulated workers, and a fleet over it."""
+"""The real pool, health monitor and state machine over simulated workers, without HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from lockstep.fleet.control.accepted_versions import AcceptedVersions
-from lockstep.fleet.fleet import Fleet
+from lockstep.backends.admin import Admin
+from lockstep.fleet.routing.health import HealthMonitor
 from lockstep.fleet.routing.pool import Pool
-from lockstep.tokens.errors import LockstepError, NotFound
+from lockstep.fleet.worker import State, Worker, WorkerHealth
+from lockstep.http.client import HttpClient
+from lockstep.tokens.errors import Unavailable
 from tests.simulator.workers import SimulatedWorker
 
+LONG = 1e6
+"""Seconds between probes: nothing is probed but by `look`."""
 
-@dataclass(slots=True, eq=False)
-class Routed:
-    """A worker as the pool knows it."""
 
-    id: str
+@dataclass(slots=True, eq=False, kw_only=True)
+class RoutedWorker(Worker):
+    """A worker whose process is simulated. `path` holds the states that it came through."""
+
     process: SimulatedWorker
-    state: str = "down"
-    held: bool = False
-    error: str | None = None
-    in_flight: int = 0
-    seen: int = 0
+    path: list[State]
 
+    async def health(self) -> WorkerHealth:
+        if not self.process.alive:
+            raise Unavailable(f"{self.id} cannot be reached")
+        return WorkerHealth(instance=str(self.process.starts))
 
-@dataclass
-class SimulatedPool:
-    """Routing without HTTP: what is down comes back through the gate, at each `look`."""
+    async def open(self) -> None:
+        """There is no dialect to find out."""
 
-    agreement: AcceptedVersions = field(default_factory=AcceptedVersions)
-    routed: dict[str, Routed] = field(default_factory=dict)
-    in_flight: int = 0
-    waiting: int = 0
-    enter: Callable[[Any], Awaitable[None]] | None = None
-    processes: dict[str, SimulatedWorker] = field(default_factory=dict)
+    def become(self, state: State, reason: str | None = None) -> None:
+        Worker.become(self, state, reason)
+        if state != self.path[-1]:
+            self.path.append(state)
 
     @property
-    def workers(self) -> list[Routed]:
-        return list(self.routed.values())
+    def seen(self) -> bool:
+        """Whether the pool has noticed the last start of the process."""
+        return self.instance == str(self.process.starts)
 
-    def gate(self, gate: Callable[[Any], Awaitable[None]]) -> None:
-        self.enter = gate
 
-    async def add(self, url: str, *, worker_id: str) -> None:
-        self.routed[worker_id] = Routed(worker_id, self.processes[worker_id])
-        await self.look_at(self.routed[worker_id])
+class _Monitor(HealthMonitor):
+    async def _watch(self, worker: Worker) -> None:
+        """Nobody is watched: `look` is the clock."""
 
-    async def remove(self, worker_id: str, *, drain_seconds: float = 0.0) -> None:
-        await asyncio.sleep(0)
-        if self.routed.pop(worker_id, None) is None:
-            raise NotFound(f"there is no worker {worker_id!r}")
 
-    def leave_out(self, worker_id: str, reason: str) -> None:
-        self.routed[worker_id].state, self.routed[worker_id].error = "down", reason
+class SimulatedPool(Pool):
+    """A pool that probes its workers when `look` is called, and never by itself."""
 
-    def hold(self, worker_id: str, held: bool) -> None:
-        self.routed[worker_id].held = held
+    def __init__(self, processes: Mapping[str, SimulatedWorker] | None = None) -> None:
+        super().__init__(probe_seconds=LONG)
+        self._health = _Monitor(self._rendezvous, LONG)
+        self.processes = dict(processes or {})
 
-    def next_try(self, worker_id: str) -> float | None:
-        return None
+    @property
+    def routed(self) -> list[RoutedWorker]:
+        """Every worker of the pool."""
+        return [worker for worker in self.workers if isinstance(worker, RoutedWorker)]
+
+    async def add(
+        self,
+        url: str,
+        *,
+        worker_id: str | None = None,
+        admin: Admin | None = None,
+        **_: Any,
+    ) -> Worker:
+        name = worker_id or url
+        worker = RoutedWorker(
+            name,
+            url,
+            HttpClient(url),
+            admin=admin,
+            accepted=self.accepted,
+            process=self.processes[name],
+            path=["joining"],
+        )
+        await self._health.add(worker)
+        return worker
 
     async def look(self) -> None:
-        """What the health probes of a real pool do, once for every worker."""
+        """What the health probes do, once for every worker."""
         await asyncio.gather(*map(self.look_at, self.workers))
 
-    async def look_at(self, one: Routed) -> None:
-        if not one.process.alive or one.seen != one.process.starts:
-            one.state, one.seen = "down", one.process.starts
-        if one.state == "serving" or not one.process.alive or self.enter is None:
-            return
-        try:
-            await self.enter(one)
-        except LockstepError as error:
-            one.error = error.message
-        else:
-            one.state, one.error = "serving", None
-
-
-def fleet_of(pool: SimulatedPool, *arguments: Any, **options: Any) -> Fleet:
-    return Fleet(cast(Pool, pool), *arguments, **options)
+    async def look_at(self, worker: Worker) -> None:
+        """Probes a worker; once more when that ejected it because it was restarted."""
+        served = worker.serves
+        await self._health.probe(worker)
+        if served and worker.state == "down":
+            await self._health.probe(worker)

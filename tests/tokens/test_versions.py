@@ -56,12 +56,12 @@ def test_what_is_joined_comes_apart_again_and_nothing_else_does(weights: str) ->
 @pytest.mark.failure_mode("F50")
 @pytest.mark.parametrize("version", ["step_1", "1.0+cu128", "1.0+cu@128"])
 def test_answers_under_an_agreed_label_are_taken_whatever_it_holds(version: str) -> None:
-    agreement = AcceptedVersions()
-    agreement.add("before")
-    agreement.add(version)
-    since = agreement.mark()
+    accepted = AcceptedVersions()
+    accepted.accept("before")
+    accepted.accept(version)
+    since = accepted.mark()
     for label in (version, joined(version, "x", "1")):
-        agreement.check_spans([VersionSpan(label, 0, 1)], since, "w0")
+        accepted.check_spans([VersionSpan(label, 0, 1)], since, "w0")
     for label in ("1.0", "other", joined("other", "x", "1"), "before"):
-        with pytest.raises(Unavailable, match="the fleet agreed on"):
-            agreement.check_spans([VersionSpan(label, 0, 1)], since, "w0")
+        with pytest.raises(Unavailable, match="the fleet accepted"):
+            accepted.check_spans([VersionSpan(label, 0, 1)], since, "w0")

@@ -118,7 +118,7 @@ async def test_a_fleet_answers_every_request_while_one_of_its_engines_fails_for_
             (done,) = await pool.run(Affinity(session=str(number)), lambda to: to.generate(ask))
             assert done.worker == good.url
         await until(lambda: broken.state == "down")
-        assert broken.error is not None
+        assert broken.reason is not None
         steps = bad.steps
         bad.broken = False
         await until(lambda: broken.state == "serving")

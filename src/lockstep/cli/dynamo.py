@@ -160,8 +160,8 @@ class DynamoWorkers:
                     fleet, discovery, wait_seconds=self.wait_seconds, **self.added
                 ):
                     yield [
-                        {"id": one.id, "url": one.url, "system_url": one.admin.url, "pid": None}
-                        for one in fleet.members.values()
+                        {"id": one.id, "url": one.url, "system_url": one.control.url, "pid": None}
+                        for one in fleet.workers
                     ]
         finally:
             await discovery.close()

@@ -51,7 +51,7 @@ class VllmWorkers:
             python=self.python,
             arguments=self.arguments,
             on_ready=count_up,
-            on_restart=lambda child: pool.leave_out(child.id, "it was restarted"),
+            on_restart=lambda child: pool.eject(child.id, "it was restarted"),
             drain_seconds=self.drain_seconds,
         )
         say(f"Starting vLLM with {self.model}: this takes about a minute")

@@ -1,4 +1,4 @@
-"""The fleet: workers that all serve one agreed state, and the operations that change it."""
+"""A fleet: workers that all serve one desired state, and the operations that change it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from lockstep.checkpoint.validate import resolve
 from lockstep.fleet.control.desired import Desired, Reference, StateStore
 from lockstep.fleet.control.lease import Lease
 from lockstep.fleet.control.operations import Operations
-from lockstep.fleet.member import Member, each
-from lockstep.fleet.routing.pool import Pool, Worker
+from lockstep.fleet.fan_out import each
+from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.update.adapters import load_everywhere, prove_again, unload_everywhere
 from lockstep.fleet.update.bring_up import bring_up
 from lockstep.fleet.update.new_weights import WeightReader
 from lockstep.fleet.update.proof import BUILTIN, CLOSE, scores_of
 from lockstep.fleet.update.transaction import PhaseBudgets, Transaction
-from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound, Unavailable
+from lockstep.fleet.worker import Worker
+from lockstep.tokens.errors import BadRequest, LockstepError, NotFound, Unavailable
 from lockstep.tokens.operation import Operation
 from lockstep.tokens.versions import check_adapter_name, check_label
 
@@ -36,7 +37,7 @@ class Fleet:
     """Workers under one desired state. Use it as an async context manager.
 
     A worker gets traffic (through `pool`) only while it holds the desired version and adapters,
-    proved. `roots` are the directories weights may come from; none given: any.
+    proved. `roots` are the directories weights may come from; by default any.
     """
 
     def __init__(
@@ -51,19 +52,17 @@ class Fleet:
     ) -> None:
         """`model_dir` is where the weights are that the workers start with, if that is known."""
         self.pool = pool
-        self.members: dict[str, Member] = {}
         self._store = store or StateStore()
         self._roots = tuple(Path(root).resolve() for root in roots or ("/",))
         self._weights = WeightReader(self._roots, model_dir)
         self._budget = budget or PhaseBudgets()
         self._lease_seconds = lease_seconds
         self.desired = self._store.desired()
-        self.agreement = pool.agreement
         for version in self.desired.agreed:
-            self.agreement.add(version)
+            pool.accepted.accept(version)
         self.operations = Operations(self._store)
         self._lease = Lease(self._end_pause)
-        pool.gate(self._gate)
+        pool.gate(self._bring_up)
 
     async def __aenter__(self) -> Fleet:
         self._lease.watch(self.desired.lease_until)
@@ -72,90 +71,85 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         self._lease.watch(None)
         await self.operations.close(self._budget.commit)
-        for member in self.members.values():
-            await member.admin.close()
+        for worker in self.workers:
+            await worker.control.close()
         self._store.close()
 
-    # Membership
+    # Workers
 
     async def add(
         self, url: str, admin: Admin, *, worker_id: str | None = None, **options: Any
-    ) -> Member:
+    ) -> Worker:
         """Takes a worker in; it serves once it was brought to the desired state and proved.
 
         `options` are those of the pool. Raises Conflict when the id exists.
         """
         name = worker_id or url.partition("://")[2].rstrip("/")
-        if name in self.members:
-            raise Conflict(f"there is a worker {name!r} already: remove it first", param="id")
-        member = Member(name, url, admin)
-        self.members[name] = member
-        try:
-            await self.pool.add(url, worker_id=name, **options)
-        except BaseException:
-            self.members.pop(name, None)
-            raise
-        return member
+        return await self.pool.add(url, worker_id=name, admin=admin, **options)
 
     async def remove(self, worker_id: str, *, drain_seconds: float = 30.0) -> None:
         """Gives it nothing new, waits for what it has, forgets it. Raises NotFound."""
-        member = self.member(worker_id)
-        member.become("draining")
+        worker = self.worker(worker_id)
         try:
             await self.pool.remove(worker_id, drain_seconds=drain_seconds)
         finally:
-            self.members.pop(worker_id, None)
-            await member.admin.close()
+            await worker.control.close()
 
-    def member(self, worker_id: str) -> Member:
-        if worker_id not in self.members:
-            known = ", ".join(self.members) or "none"
-            raise NotFound(f"there is no worker {worker_id!r}; known are {known}", param="worker")
-        return self.members[worker_id]
+    @property
+    def workers(self) -> list[Worker]:
+        """The pool's workers that have a control side; operations run on these."""
+        return [worker for worker in self.pool.workers if worker.admin is not None]
 
-    def quarantine(self, member: Member, reason: str) -> None:
+    def worker(self, worker_id: str) -> Worker:
+        """The worker of that id. Raises NotFound, also for one without a control side."""
+        worker = self.pool.get(worker_id)
+        if worker.admin is None:
+            raise NotFound(f"worker {worker_id!r} has no control side", param="worker")
+        return worker
+
+    def quarantine(self, worker: Worker, reason: str) -> None:
         """No traffic for it until it was brought to the desired state and proved again."""
-        if self._is_here(member):
-            log.warning("worker %s is quarantined: %s", member.id, reason)
-            member.become("quarantined", reason)
-            self.pool.leave_out(member.id, reason)
+        if not worker.leaving:
+            log.warning("worker %s is quarantined: %s", worker.id, reason)
+            self.pool.quarantine(worker, reason)
 
-    async def _gate(self, worker: Worker) -> None:
-        """Brings a worker up before it serves. Raises what keeps it out."""
-        member = self.members.get(worker.id)
-        if member is None:
-            return
-        if member.state != "joining":
-            # What runs now may be acting on this worker; what comes next leaves it alone.
+    async def _bring_up(self, worker: Worker) -> None:
+        """The pool's gate: leaves the worker proved, or raises what keeps it out."""
+        if worker.state != "joining":
+            # The operation that runs now may be acting on this worker; later ones leave alone what
+            # is not serving when they start.
             async with self.operations.lock:
-                if not self._is_here(member):
-                    raise Unavailable(f"worker {member.id} is being removed")
-                member.become("syncing", member.reason)
+                worker.become("syncing", worker.reason)
         while True:
+            error: LockstepError
             try:
                 async with asyncio.timeout(self._budget.stage + self._budget.prove):
-                    held = await bring_up(member, self.desired, self._adopt)
+                    reached = await bring_up(worker, self.desired, self._adopt)
             except TimeoutError:
-                member.become("quarantined", "it took too long to be brought up")
-                raise Unavailable(f"worker {member.id} took too long to be brought up") from None
-            except LockstepError as error:
-                member.become("quarantined", error.message)
-                raise Unavailable(f"worker {member.id} is not ready: {error.message}") from error
-            async with self.operations.lock:
-                if self.desired == held:
-                    member.become("serving")
-                    return
+                error = Unavailable("it took too long to be brought up")
+            except LockstepError as raised:
+                error = raised
+            else:
+                # What is desired may have changed meanwhile: then once more.
+                async with self.operations.lock:
+                    if self.desired == reached:
+                        return
+                continue
+            # One that was ejected or removed meanwhile is what it became then.
+            if worker.state in ("syncing", "proving"):
+                worker.become("quarantined", error.message)
+            raise Unavailable(f"worker {worker.id} is not ready: {error.message}") from error
 
-    async def _adopt(self, member: Member, view: WorkerView) -> Desired:
+    async def _adopt(self, worker: Worker, view: WorkerView) -> Desired:
         """The first worker's own state becomes the fleet's, when there is none yet."""
-        said = await scores_of(member, BUILTIN)
+        scores = await scores_of(worker, BUILTIN)
         async with self.operations.lock:
             if self.desired.version is None:
                 version = view.version or "default"
                 await self._decide(
-                    Desired().agree(version, None, None, Reference(BUILTIN, said, CLOSE))
+                    Desired().agree(version, None, None, Reference(BUILTIN, scores, CLOSE))
                 )
-                self.agreement.add(version)
+                self.pool.accepted.accept(version)
             return self.desired
 
     # Operations
@@ -178,34 +172,34 @@ class Fleet:
         """
         if (weight_dir is None) == (source is None):
             raise BadRequest("give a weight_dir, or another source", param="weight_dir")
-        named = version or (Path(weight_dir).name if weight_dir else "")
-        check_label(named, "version")
-        request = {"weight_dir": weight_dir, "version": named, "mode": mode}
+        label = version or (Path(weight_dir).name if weight_dir else "")
+        check_label(label, "version")
+        request = {"weight_dir": weight_dir, "version": label, "mode": mode}
 
         async def work(operation: Operation) -> None:
-            operation.version = named
-            members = self._serving()
-            new = await self._weights.read(weight_dir, source, named, self.desired)
+            operation.version = label
+            workers = self._serving()
+            new = await self._weights.read(weight_dir, source, label, self.desired)
             if new is None:
                 return
             transaction = Transaction(
-                members,
+                workers,
                 new.source,
-                named,
+                label,
                 new.proof,
                 operation=operation,
                 quarantine=self.quarantine,
-                hold=self._hold,
+                hold=self.pool.hold,
                 mode=mode,
                 paused=self.desired.paused,
                 budget=self._budget,
             )
 
             def agree(reference: Reference) -> None:
-                desired = self.desired.agree(named, new.path, new.digest, reference)
+                desired = self.desired.agree(label, new.path, new.digest, reference)
                 self._store.save(desired)
                 self.desired = desired
-                self.agreement.add(named)
+                self.pool.accepted.accept(label)
 
             await transaction.run(agree)
             await self._prove_adapters(operation)
@@ -213,7 +207,7 @@ class Fleet:
         return await self.operations.run("update_weights", request, work, key=key)
 
     async def _prove_adapters(self, operation: Operation) -> None:
-        """What adapters answer on the new weights: the workers must agree on that too."""
+        """Has the workers agree on the scores of each adapter on the new weights too."""
         for name, spec in self.desired.adapters.items():
             reference = await prove_again(
                 self._serving(), name, budget=self._budget, operation=operation,
@@ -238,16 +232,16 @@ class Fleet:
             raise BadRequest(f"lease_seconds is {lease}: expected > 0", param="lease_seconds")
 
         async def work(operation: Operation) -> None:
-            members, before = self._serving(), self.desired
+            workers, before = self._serving(), self.desired
 
-            async def call(member: Member) -> None:
-                await member.admin.pause(mode)
+            async def call(worker: Worker) -> None:
+                await worker.control.pause(mode)
 
             await self._decide(
                 msgspec.structs.replace(before, paused=mode, lease_until=time() + lease)
             )
             try:
-                await self._everywhere("pause", members, call, self._budget.pause, operation)
+                await self._everywhere("pause", workers, call, self._budget.pause, operation)
             except LockstepError:
                 await self._decide(before)  # or those that return would be paused for nobody
                 raise
@@ -267,8 +261,8 @@ class Fleet:
         return await self.operations.run("resume", {}, work, key=key)
 
     async def _resume(self, operation: Operation) -> None:
-        async def call(member: Member) -> None:
-            await member.admin.resume()
+        async def call(worker: Worker) -> None:
+            await worker.control.resume()
 
         await self._everywhere("resume", self._serving(), call, self._budget.resume, operation)
 
@@ -276,8 +270,8 @@ class Fleet:
         """Forgets cached prefixes on every worker."""
 
         async def work(operation: Operation) -> None:
-            async def call(member: Member) -> None:
-                await member.admin.flush()
+            async def call(worker: Worker) -> None:
+                await worker.control.flush()
 
             await self._everywhere("flush", self._serving(), call, self._budget.resume, operation)
 
@@ -336,49 +330,41 @@ class Fleet:
             raise BadRequest(f"backend is {backend!r}: expected gloo or nccl", param="backend")
 
         async def work(operation: Operation) -> None:
-            members = self._serving()
-            ranks = {member: rank for rank, member in enumerate(members, start=1)}
+            workers = self._serving()
+            ranks = {worker: rank for rank, worker in enumerate(workers, start=1)}
 
-            async def call(member: Member) -> None:
-                rank, size = ranks[member], len(members) + 1
+            async def call(worker: Worker) -> None:
+                rank, size = ranks[worker], len(workers) + 1
                 how = Broadcaster(host, port, rank, size, group, backend, seconds)
-                await member.admin.join_group(how)
+                await worker.control.join_group(how)
 
-            await self._everywhere("join", members, call, seconds + 10, operation)
+            await self._everywhere("join", workers, call, seconds + 10, operation)
 
         request = {"host": host, "port": str(port), "group": group}
         return await self.operations.run("init_broadcaster", request, work, key=key)
 
     # Helpers
 
-    def _is_here(self, member: Member) -> bool:
-        """Whether it was not removed meanwhile, nor is about to be."""
-        return self.members.get(member.id) is member and member.state != "draining"
-
-    def _hold(self, member: Member, held: bool) -> None:
-        if self._is_here(member):
-            self.pool.hold(member.id, held)
-
-    def _serving(self) -> list[Member]:
+    def _serving(self) -> list[Worker]:
         """Raises Unavailable when there is none: an operation over no workers has failed."""
-        members = [member for member in self.members.values() if member.state == "serving"]
-        if not members:
-            raise Unavailable(f"none of {len(self.members)} workers is serving")
-        return members
+        workers = [worker for worker in self.workers if worker.serves]
+        if not workers:
+            raise Unavailable(f"none of {len(self.workers)} workers is serving")
+        return workers
 
     async def _everywhere(
         self,
         phase: str,
-        members: list[Member],
-        call: Callable[[Member], Awaitable[None]],
+        workers: list[Worker],
+        call: Callable[[Worker], Awaitable[None]],
         seconds: float,
         operation: Operation,
     ) -> None:
-        done, failed = await each(phase, members, call, seconds, operation)
-        for member, error in failed.items():
-            operation.workers[member.id].status = "quarantined"
-            self.quarantine(member, f"{phase} failed: {error.message}")
-        if not done:
+        succeeded, failed = await each(phase, workers, call, seconds, operation)
+        for worker, error in failed.items():
+            operation.workers[worker.id].status = "quarantined"
+            self.quarantine(worker, f"{phase} failed: {error.message}")
+        if not succeeded:
             raise Unavailable(f"{phase} failed on all {len(failed)} workers")
 
     async def _decide(self, desired: Desired) -> None:
@@ -393,7 +379,7 @@ class Fleet:
                 return
             log.warning("the lease of a pause has ended: the fleet resumes")
             await self._decide(msgspec.structs.replace(self.desired, paused=None, lease_until=None))
-            if any(member.state == "serving" for member in self.members.values()):
+            if any(worker.serves for worker in self.workers):
                 await self._resume(operation)
 
         await self.operations.run("end_of_lease", {}, work)

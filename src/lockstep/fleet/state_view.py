@@ -48,25 +48,18 @@ def fleet_state(fleet: Fleet) -> dict[str, Any]:
 
 def worker_views(fleet: Fleet) -> list[dict[str, Any]]:
     """One row per worker: where it is, what it holds, why it is kept out and when it is tried."""
-    traffic = {worker.id: worker for worker in fleet.pool.workers}
-    rows = []
-    for member in fleet.members.values():
-        worker = traffic.get(member.id)
-        state = member.state
-        if state == "serving" and (worker is None or worker.state != "serving"):
-            state = "joining"  # it was lost a moment ago and has to pass the gate again
-        rows.append(
-            {
-                "id": member.id,
-                "url": member.url,
-                "admin_url": member.admin.url,
-                "backend": member.admin.name,
-                "state": state,
-                "version": member.version,
-                "reason": member.reason or (worker.error if worker is not None else None),
-                "since": member.since,
-                "in_flight": worker.in_flight if worker is not None else 0,
-                "next_try_seconds": fleet.pool.next_try(member.id),
-            }
-        )
-    return rows
+    return [
+        {
+            "id": worker.id,
+            "url": worker.url,
+            "admin_url": worker.control.url,
+            "backend": worker.control.name,
+            "state": worker.state,
+            "version": worker.version,
+            "reason": worker.reason,
+            "since": worker.since,
+            "in_flight": worker.in_flight,
+            "next_try_seconds": fleet.pool.next_try(worker),
+        }
+        for worker in fleet.workers
+    ]

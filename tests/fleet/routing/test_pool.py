@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.fleet.routing.pool import Pool, Worker
+from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import (
     BadRequest,
     Busy,
@@ -25,7 +26,7 @@ from tests.fleet.fakes import FakeWorker, fleet, until, work, work_stream
 
 def home_of(pool: Pool, fakes: list[FakeWorker], route: Affinity) -> tuple[FakeWorker, FakeWorker]:
     """The fake that the route leads to, and the other of two."""
-    chosen = pool._ring.pick(route.key)
+    chosen = pool._rendezvous.pick(route.key)
     assert chosen is not None
     home = next(fake for fake in fakes if fake.name == chosen.id)
     return home, next(fake for fake in fakes if fake is not home)
@@ -86,7 +87,7 @@ async def test_a_pin_to_a_worker_that_does_not_exist_or_serve_is_told() -> None:
         await fakes[0].die()
         with pytest.raises(Unavailable) as first:
             await pool.run(Affinity(worker="w0"), work)
-        with pytest.raises(Unavailable, match="'w0' was asked for and is down") as second:
+        with pytest.raises(Unavailable, match="names worker 'w0', which is down") as second:
             await pool.run(Affinity(worker="w0"), work)
         assert fakes[1].asked == 0
     assert first.value.retry_after is not None
@@ -255,7 +256,7 @@ async def test_a_dead_worker_is_found_without_any_request() -> None:
     async with fleet(2) as (pool, fakes):
         await fakes[0].die()
         await until(lambda: state(pool, fakes[0]) == "down")
-        assert pool.workers[0].error
+        assert pool.workers[0].reason
 
 
 # Streams
@@ -295,7 +296,7 @@ async def test_a_stream_that_fails_after_its_first_item_is_an_error() -> None:
         items = pool.stream(ROUTE, work_stream)
         assert await anext(items) == home.name.encode()
         await home.die()
-        with pytest.raises(Unavailable, match="part of the answer was delivered"):
+        with pytest.raises(Unavailable, match="part of the response was delivered"):
             await anext(items)
         assert other.asked == 0
         assert state(pool, home) == "down"

@@ -1,4 +1,4 @@
-"""Affinity that survives members coming and going, and a bound on the load it may cause."""
+"""Affinity that survives workers coming and going, and a bound on the load it may cause."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ KEYS = [f"key {index}".encode() for index in range(2000)]
 
 
 @dataclass(eq=False)
-class Place:
+class Target:
     id: str
     in_flight: int = 0
     elsewhere: int = 0
-    place: int = -1
+    hash_index: int = -1
 
 
-def ring_of(*names: str, load_factor: float = 1.25) -> tuple[RendezvousHash[Place], list[Place]]:
-    ring: RendezvousHash[Place] = RendezvousHash(load_factor)
-    members = [Place(name) for name in names]
-    ring.rebuild(members)
-    return ring, members
+def hash_of(*names: str, load_factor: float = 1.25) -> tuple[RendezvousHash[Target], list[Target]]:
+    hashed: RendezvousHash[Target] = RendezvousHash(load_factor)
+    workers = [Target(name) for name in names]
+    hashed.rebuild(workers)
+    return hashed, workers
 
 
-def owners(ring: RendezvousHash[Place]) -> list[str]:
-    return [one.id for key in KEYS if (one := ring.pick(key)) is not None]
+def owners(hashed: RendezvousHash[Target]) -> list[str]:
+    return [one.id for key in KEYS if (one := hashed.pick(key)) is not None]
 
 
 NAMES = st.lists(st.text(min_size=1, max_size=20), min_size=2, max_size=12, unique=True)
@@ -42,23 +42,23 @@ NAMES = st.lists(st.text(min_size=1, max_size=20), min_size=2, max_size=12, uniq
 def test_a_worker_that_leaves_moves_only_its_own_keys(
     names: list[str], data: st.DataObject
 ) -> None:
-    ring, members = ring_of(*names)
-    before = owners(ring)
-    gone = data.draw(st.sampled_from(members))
-    ring.rebuild([one for one in members if one is not gone])
-    pairs = zip(before, owners(ring), strict=True)
+    hashed, workers = hash_of(*names)
+    before = owners(hashed)
+    gone = data.draw(st.sampled_from(workers))
+    hashed.rebuild([one for one in workers if one is not gone])
+    pairs = zip(before, owners(hashed), strict=True)
     assert all(was == now for was, now in pairs if was != gone.id)
-    assert gone.place == -1
+    assert gone.hash_index == -1
 
 
 @settings(max_examples=25, deadline=None)
 @given(NAMES)
 def test_a_worker_that_joins_takes_about_its_share_and_nothing_else_moves(names: list[str]) -> None:
     *names, joins = names
-    ring, members = ring_of(*names)
-    before = owners(ring)
-    ring.rebuild([*members, Place(joins)])
-    moved = [now for was, now in zip(before, owners(ring), strict=True) if was != now]
+    hashed, workers = hash_of(*names)
+    before = owners(hashed)
+    hashed.rebuild([*workers, Target(joins)])
+    moved = [now for was, now in zip(before, owners(hashed), strict=True) if was != now]
     assert set(moved) <= {joins}
     share = len(KEYS) / (len(names) + 1)
     assert 0.7 * share < len(moved) < 1.3 * share
@@ -66,18 +66,18 @@ def test_a_worker_that_joins_takes_about_its_share_and_nothing_else_moves(names:
 
 @pytest.mark.parametrize("count", [2, 10, 100])
 def test_keys_spread_evenly(count: int) -> None:
-    ring, _ = ring_of(*(f"w{index}" for index in range(count)))
-    shares = Counter(one.id for n in range(200 * count) if (one := ring.pick(b"%d" % n)))
+    hashed, _ = hash_of(*(f"w{index}" for index in range(count)))
+    shares = Counter(one.id for n in range(200 * count) if (one := hashed.pick(b"%d" % n)))
     assert len(shares) == count
     assert max(shares.values()) < 1.35 * 200
     assert min(shares.values()) > 0.65 * 200
 
 
 def test_the_order_of_the_members_does_not_matter() -> None:
-    ring, members = ring_of("a", "b", "c")
-    before = owners(ring)
-    ring.rebuild(members[::-1])
-    assert owners(ring) == before
+    hashed, workers = hash_of("a", "b", "c")
+    before = owners(hashed)
+    hashed.rebuild(workers[::-1])
+    assert owners(hashed) == before
 
 
 @settings(max_examples=50, deadline=None)
@@ -89,59 +89,59 @@ def test_the_order_of_the_members_does_not_matter() -> None:
 def test_no_worker_gets_more_than_the_bound(
     count: int, steps: list[tuple[int, bool]], factor: float
 ) -> None:
-    ring, members = ring_of(*(f"w{index}" for index in range(count)), load_factor=factor)
-    running: list[Place] = []
+    hashed, workers = hash_of(*(f"w{index}" for index in range(count)), load_factor=factor)
+    running: list[Target] = []
     for key, ends in steps:
         if ends and running:
-            ring.end(running.pop(key % len(running)))
+            hashed.end(running.pop(key % len(running)))
             continue
-        mean = sum(one.in_flight for one in members) / count
-        chosen = ring.pick(b"%d" % key)
+        mean = sum(one.in_flight for one in workers) / count
+        chosen = hashed.pick(b"%d" % key)
         assert chosen is not None
         assert chosen.in_flight <= factor * mean + 1
-        ring.begin(chosen)
+        hashed.begin(chosen)
         running.append(chosen)
-    assert sum(one.in_flight for one in members) == len(running)
+    assert sum(one.in_flight for one in workers) == len(running)
 
 
 def test_a_hot_key_spills_to_the_next_in_its_own_order() -> None:
-    ring, _ = ring_of("a", "b", "c", "d")
-    first = ring.pick(b"hot")
+    hashed, _ = hash_of("a", "b", "c", "d")
+    first = hashed.pick(b"hot")
     assert first is not None
-    second = ring.pick(b"hot", [first])
+    second = hashed.pick(b"hot", [first])
     chosen = []
     for _ in range(4):
-        one = ring.pick(b"hot")
+        one = hashed.pick(b"hot")
         assert one is not None
-        ring.begin(one)
+        hashed.begin(one)
         chosen.append(one)
     assert chosen == [first, first, second, second]
 
 
 def test_load_that_others_gave_a_worker_counts() -> None:
-    ring, _ = ring_of("a", "b")
-    home = ring.pick(b"key")
+    hashed, _ = hash_of("a", "b")
+    home = hashed.pick(b"key")
     assert home is not None
     home.elsewhere = 10
-    ring.weigh()
-    spilled = ring.pick(b"key")
+    hashed.weigh()
+    spilled = hashed.pick(b"key")
     assert spilled is not None
     assert spilled is not home
 
 
 def test_those_that_were_tried_are_left_out_even_when_the_others_are_loaded() -> None:
-    ring, (a, b) = ring_of("a", "b")
+    hashed, (a, b) = hash_of("a", "b")
     for _ in range(20):
-        ring.begin(b)
-    assert ring.pick(b"any", [a]) is b
-    assert ring.pick(b"any", [a, b]) is None
+        hashed.begin(b)
+    assert hashed.pick(b"any", [a]) is b
+    assert hashed.pick(b"any", [a, b]) is None
 
 
 def test_a_ring_of_nobody_picks_nobody() -> None:
-    ring, _ = ring_of()
-    assert ring.pick(b"any") is None
+    hashed, _ = hash_of()
+    assert hashed.pick(b"any") is None
 
 
-def test_a_factor_that_could_leave_out_everybody_is_refused() -> None:
+def test_a_factor_that_could_pass_over_everybody_is_refused() -> None:
     with pytest.raises(BadRequest, match=r"load_factor is 0\.5"):
         RendezvousHash(0.5)

@@ -46,7 +46,7 @@ async def test_weights_nobody_has_a_checkpoint_of_keep_out_who_answers_otherwise
     async with simulated(tmp_path, 2) as fleet:
         await fleet.add(SimulatedWorker("other", "other weights"))
         assert sorted(fleet.serving()) == ["w0", "w1"]
-        reason = fleet.fleet.member("other").reason
+        reason = fleet.fleet.worker("other").reason
         assert reason is not None
         assert "its logprobs are off by" in reason
 
@@ -80,5 +80,5 @@ async def test_a_removal_while_it_is_brought_up_ends_that(tmp_path: Path) -> Non
         await fleet.fleet.remove("w0")
         await looking
         assert sorted(fleet.serving()) == ["w1", "w2"]
-        assert list(fleet.fleet.members) == ["w1", "w2"]
+        assert [worker.id for worker in fleet.fleet.workers] == ["w1", "w2"]
         fleet.check()

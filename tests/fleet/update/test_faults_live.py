@@ -169,12 +169,12 @@ async def test_a_worker_that_joins_or_restarts_gets_no_traffic_before_it_holds_e
         await fleet.update("a")
         fleet.injectors[2].strike("probe", "corrupt", count=99)
         await fleet.add(2)
-        assert fleet.fleet.member("w2").state == "quarantined"
+        assert fleet.fleet.worker("w2").state == "quarantined"
         assert sorted(fleet.serving()) == [0, 1]
         assert await fleet.healed() == "a"
-        seen = fleet.fleet.member("w2").since
+        seen = fleet.fleet.worker("w2").since
         fleet.injectors[2].worker = workers.restart(2)  # holds what it was started with
-        await until(lambda: fleet.fleet.member("w2").since > seen and 2 in fleet.serving(), 30)
+        await until(lambda: fleet.fleet.worker("w2").since > seen and 2 in fleet.serving(), 30)
         assert await fleet.check() == "a"
 
 

@@ -228,7 +228,7 @@ async def test_a_worker_lost_to_traffic_in_mid_update_is_not_taken_back_half_way
         update = asyncio.create_task(fleet.update("a"))
         while fleet.workers[0].version != "a":
             await asyncio.sleep(0)
-        fleet.pool.leave_out("w0", "a request failed on it")
+        fleet.pool.eject("w0", "a request failed on it")
         looks = asyncio.create_task(fleet.pool.look())
         with pytest.raises(LockstepError):
             await update
@@ -276,7 +276,7 @@ async def test_a_driver_with_a_bug_hurts_its_own_worker_only(tmp_path: Path) -> 
         async def broken(*_: str) -> None:
             raise ZeroDivisionError
 
-        fleet.fleet.member("w1").admin.commit_proved = broken  # type: ignore[attr-defined]
+        fleet.fleet.worker("w1").admin.commit_proved = broken  # type: ignore[attr-defined]
         done = await fleet.update("a")
         assert done.workers["w1"].status == "quarantined"
         assert sorted(fleet.serving()) == ["w0", "w2"]

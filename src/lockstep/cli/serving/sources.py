@@ -63,7 +63,7 @@ class EmbeddedWorkers:
 
         def restarted(child: Child) -> None:
             if any(worker.id == child.id for worker in pool.workers):  # it may be drained
-                pool.leave_out(child.id, "it was restarted")
+                pool.eject(child.id, "it was restarted")
 
         children = Supervisor(
             self.model,

@@ -59,7 +59,7 @@ class AdmissionLimiter:
                 await turn
         except BaseException as error:
             self._line.pop(turn, None)
-            if _given(turn):
+            if _granted(turn):
                 # It came at the same moment as the deadline or the cancellation: pass it on.
                 self.give()
             if isinstance(error, TimeoutError):
@@ -87,5 +87,5 @@ class AdmissionLimiter:
                 turn.set_exception(error)
 
 
-def _given(turn: asyncio.Future[None]) -> bool:
+def _granted(turn: asyncio.Future[None]) -> bool:
     return turn.done() and not turn.cancelled() and turn.exception() is None

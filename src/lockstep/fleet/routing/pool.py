@@ -1,4 +1,4 @@
-"""Runs requests on a fleet: the right worker, a bounded number at once, another if one fails."""
+"""Sends requests to workers: a bounded number at once, to another worker when one fails."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from lockstep.backends import ModelCard, TransportName
+from lockstep.backends.admin import Admin
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
-from lockstep.fleet.members import Gate, Members, State, Worker
 from lockstep.fleet.routing.admission import AdmissionLimiter
 from lockstep.fleet.routing.affinity import Affinity
+from lockstep.fleet.routing.health import Gate, HealthMonitor
 from lockstep.fleet.routing.rendezvous import RendezvousHash
+from lockstep.fleet.worker import RETRIES, Worker
+from lockstep.http.client import HttpClient
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import (
     BadRequest,
@@ -24,21 +28,17 @@ from lockstep.tokens.errors import (
     Unavailable,
 )
 
-__all__ = ["Pool", "State", "Worker"]
-
 T = TypeVar("T")
-ASKED_FOR_MODELS = 16
-"""Workers asked for their models at once; in a larger fleet these stand for the others."""
-
-
-ENGINES_BROKEN = 2
+MODELS_SAMPLE = 16
+"""Workers whose models are read at once; in a larger fleet these stand for the others."""
+MOST_ENGINE_FAILURES = 2
 """Engines that one request may break: the second says that it is the request, not the engine."""
 
 
 class Pool:
     """The workers behind one URL.
 
-    Requests with the same route go to the same worker while it serves and is not overloaded. At
+    Requests of the same affinity go to the same worker while it serves and is not overloaded. At
     most `max_in_flight` run at once; `queue_limit` more wait, for `queue_seconds` at most. One
     whose worker fails before anything was delivered is tried on others, `attempts` times in all:
     a request that kills workers must not kill a fleet.
@@ -56,10 +56,10 @@ class Pool:
     ) -> None:
         if attempts < 1:
             raise BadRequest(f"attempts is {attempts}: expected at least 1", param="attempts")
-        self._ring: RendezvousHash[Worker] = RendezvousHash(load_factor)
-        self.agreement = AcceptedVersions()
-        self._members = Members(self._ring, probe_seconds, self.agreement)
-        self._slots = AdmissionLimiter(max_in_flight, queue_limit, queue_seconds)
+        self._rendezvous: RendezvousHash[Worker] = RendezvousHash(load_factor)
+        self.accepted = AcceptedVersions()
+        self._health = HealthMonitor(self._rendezvous, probe_seconds)
+        self._admission = AdmissionLimiter(max_in_flight, queue_limit, queue_seconds)
         self._attempts = attempts
         self._retry_after = probe_seconds
 
@@ -69,21 +69,21 @@ class Pool:
     async def __aexit__(
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
-        self._slots.close(Unavailable("this server is shutting down: send it to another one"))
-        await self._members.close()
+        self._admission.close(Unavailable("this server is shutting down: send it to another one"))
+        await self._health.close()
 
     @property
     def workers(self) -> Sequence[Worker]:
         """Every worker, serving or not, in the order they came."""
-        return tuple(self._members.workers.values())
+        return tuple(self._health.workers.values())
 
     @property
     def in_flight(self) -> int:
-        return self._slots.taken
+        return self._admission.taken
 
     @property
     def waiting(self) -> int:
-        return self._slots.waiting
+        return self._admission.waiting
 
     async def add(
         self,
@@ -93,83 +93,100 @@ class Pool:
         transport: TransportName | None = None,
         api_key: str | None = None,
         logprob_mode: LogprobMode | None = None,
+        admin: Admin | None = None,
     ) -> Worker:
         """Takes a worker in; its id is by default its host and port.
 
         One that cannot be reached is taken in as down, and serves once it can. `transport` is
-        found out unless it is given; `logprob_mode` is needed for servers that do not tell.
-        Raises Conflict when the id exists, BadRequest for what is no URL.
+        detected by default; `logprob_mode` is needed for servers that do not tell. One with an
+        `admin` serves once it passed the gate. Raises Conflict when the id exists, BadRequest for
+        what is no URL.
         """
-        return await self._members.add(
-            url,
-            worker_id=worker_id,
-            transport=transport,
-            api_key=api_key,
-            logprob_mode=logprob_mode,
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BadRequest(f"worker url is {url!r}: expected http://HOST:PORT", param="url")
+        worker = Worker(
+            worker_id or parts.netloc,
+            url.rstrip("/"),
+            HttpClient(url, api_key=api_key, retries=RETRIES),
+            {"transport": transport, "api_key": api_key, "logprob_mode": logprob_mode},
+            admin,
+            self.accepted,
         )
+        await self._health.add(worker)
+        return worker
 
     async def remove(self, worker_id: str, *, drain_seconds: float = 30.0) -> None:
         """Gives the worker nothing new, waits for what it has, and forgets it. Raises NotFound."""
-        await self._members.remove(worker_id, drain_seconds)
+        await self._health.remove(worker_id, drain_seconds)
 
     def gate(self, gate: Gate) -> None:
-        """Has `gate` called for every worker before it serves; what it raises keeps it out."""
-        self._members.gate = gate
+        """Has `gate` called for workers with an admin before they serve; it raises what keeps one
+        out."""
+        self._health.gate = gate
 
-    def leave_out(self, worker_id: str, reason: str) -> None:
-        """Gives that worker nothing more until it passes the gate again. Raises NotFound."""
-        self._members.leave_out(self._members.get(worker_id), reason)
+    def get(self, worker_id: str) -> Worker:
+        """The worker of that id. Raises NotFound."""
+        return self._health.get(worker_id)
 
-    def hold(self, worker_id: str, held: bool) -> None:
+    def eject(self, worker_id: str, reason: str) -> None:
+        """Gives that worker no more requests until it passes the gate again. Raises NotFound."""
+        self._health.eject(self.get(worker_id), reason)
+
+    def quarantine(self, worker: Worker, reason: str) -> None:
+        """Ejects a worker that failed to hold or to prove what it should."""
+        self._health.eject(worker, reason, "quarantined")
+
+    def hold(self, worker: Worker, held: bool) -> None:
         """Gives that worker no new requests while it is held, whatever its state."""
-        self._members.hold(self._members.get(worker_id), held)
+        self._health.hold(worker, held)
 
-    def next_try(self, worker_id: str) -> float | None:
-        """Seconds until a worker that is left out is tried again; None when it serves."""
-        worker = self._members.workers.get(worker_id)
-        if worker is None or worker.state != "down" or worker.due == math.inf:
+    def next_try(self, worker: Worker) -> float | None:
+        """Seconds until a worker that is out is tried again; None when it serves or leaves."""
+        if worker.serves or worker.leaving or worker.next_probe == math.inf:
             return None
-        return max(worker.due - asyncio.get_running_loop().time(), 0.0)
+        return max(worker.next_probe - asyncio.get_running_loop().time(), 0.0)
 
     def check(self, worker_id: str) -> None:
         """Has that worker probed now, because it was restarted, say. Raises NotFound."""
-        self._members.check(self._members.get(worker_id))
+        self._health.check(self.get(worker_id))
 
     async def wait_ready(self, count: int, seconds: float) -> None:
         """Returns when `count` workers serve. Raises Unavailable that names the others if late."""
-        await self._members.wait(count, seconds)
+        await self._health.wait(count, seconds)
 
-    async def run(self, route: Affinity, call: Callable[[Worker], Awaitable[T]]) -> T:
-        """The result of `call` on the route's worker.
+    async def run(self, affinity: Affinity, call: Callable[[Worker], Awaitable[T]]) -> T:
+        """The result of `call` on the worker that the affinity leads to.
 
-        `call` raises Unavailable when the worker could not serve it: that worker is left out until
+        `call` raises Unavailable when the worker could not serve it: that worker is ejected until
         it is healthy, and another is tried. After EngineFailure the worker is probed and one other
-        is tried. Any other error is the answer. Raises Unavailable when nobody serves, and Busy
-        when too many wait; both say when to come back.
+        is tried. Any other error is raised as it is. Raises Unavailable when no worker serves, and
+        Busy when too many requests wait; both say when to come back.
         """
         self._check_any()
-        if not self._slots.take_now():
-            await self._slots.take()
-        attempt = _Attempt(self, route)
+        if not self._admission.take_now():
+            await self._admission.take()
+        attempt = _Attempt(self, affinity)
         try:
             while True:
                 with attempt as worker:
                     return await call(worker)
         finally:
-            self._slots.give()
+            self._admission.give()
 
     async def stream(
-        self, route: Affinity, open: Callable[[Worker], AsyncIterator[T]]
+        self, affinity: Affinity, open: Callable[[Worker], AsyncIterator[T]]
     ) -> AsyncGenerator[T, None]:
-        """The items of what `open` returns for the route's worker; as `run`, up to the first item.
+        """The items of what `open` returns for the affinity's worker; up to the first item as
+        `run`.
 
         After it the request stays where it is: an error is raised to the caller, who has seen a
-        part of the answer.
+        part of the response.
         """
         self._check_any()
-        if not self._slots.take_now():
-            await self._slots.take()
-        attempt = _Attempt(self, route)
+        if not self._admission.take_now():
+            await self._admission.take()
+        attempt = _Attempt(self, affinity)
         try:
             while True:
                 with attempt as worker:
@@ -184,7 +201,7 @@ class Pool:
                             await close()
                     return
         finally:
-            self._slots.give()
+            self._admission.give()
 
     async def models(self) -> list[ModelCard]:
         """The models that all workers serve, base first. Raises Unavailable when none can tell.
@@ -193,53 +210,53 @@ class Pool:
         """
         self._check_any()
         serving = self._serving()
-        asked = random.sample(serving, min(len(serving), ASKED_FOR_MODELS))
-        lists = await self._each(asked, lambda worker: worker.transport.models())
+        sample = random.sample(serving, min(len(serving), MODELS_SAMPLE))
+        lists = await self._each(sample, lambda worker: worker.transport.models())
         common = {card.id: card for card in lists[0]}
         for cards in lists[1:]:
-            found = {card.id: card for card in cards}
+            others = {card.id: card for card in cards}
             common = {
-                name: _both(card, found[name]) for name, card in common.items() if name in found
+                name: _both(card, others[name]) for name, card in common.items() if name in others
             }
         return sorted(common.values(), key=lambda card: card.parent is not None)
 
     async def abort(self, request_id: str) -> int:
         """Ends that request wherever it runs; how many were really stopped."""
         self._check_any()
-        workers = [one for one in self.workers if one.state != "down"]
+        workers = [worker for worker in self.workers if worker.serves or worker.leaving]
         counts = await self._each(workers, lambda worker: worker.transport.abort(request_id))
         return sum(count or 0 for count in counts)
 
     async def _each(
         self, workers: Sequence[Worker], call: Callable[[Worker], Awaitable[T]]
     ) -> list[T]:
-        """The answers of those workers that have one; a worker that is gone has nothing to say.
+        """The results of those workers that are there.
 
         Raises Unavailable when all are gone, and any other error.
         """
-        noted = [worker.changes for worker in workers]
-        answers = await asyncio.gather(*map(call, workers), return_exceptions=True)
-        good: list[T] = []
-        for worker, changes, answer in zip(workers, noted, answers, strict=True):
-            if isinstance(answer, Unavailable):
-                self._members.failed(worker, changes, answer)
-            elif isinstance(answer, BaseException):
-                raise answer
+        epochs = [worker.epoch for worker in workers]
+        outcomes = await asyncio.gather(*map(call, workers), return_exceptions=True)
+        results: list[T] = []
+        for worker, epoch, outcome in zip(workers, epochs, outcomes, strict=True):
+            if isinstance(outcome, Unavailable):
+                self._health.request_failed(worker, epoch, outcome)
+            elif isinstance(outcome, BaseException):
+                raise outcome
             else:
-                good.append(answer)
-        if not good:
+                results.append(outcome)
+        if not results:
             raise self._nobody()
-        return good
+        return results
 
     def _serving(self) -> list[Worker]:
-        return [one for one in self.workers if one.state == "serving"]
+        return [worker for worker in self.workers if worker.serves]
 
     def _check_any(self) -> None:
-        if not len(self._ring):
+        if not len(self._rendezvous):
             raise self._nobody()
 
     def _nobody(self) -> Unavailable:
-        reasons = "; ".join(self._members.why_down()) or "none was added"
+        reasons = "; ".join(self._health.why_out()) or "none was added"
         return Unavailable(f"no worker serves: {reasons}", retry_after=self._retry_after)
 
 
@@ -247,54 +264,57 @@ class _Attempt:
     """One request on its way. Entered, it picks a worker; left with a failure that another worker
     may mend, it swallows it, so that the caller enters again."""
 
-    __slots__ = ("_broke", "_changes", "_pool", "_route", "_tried", "_worker", "delivered")
+    __slots__ = ("_affinity", "_engine_failures", "_epoch", "_pool", "_tried", "_worker",
+                 "delivered")  # fmt: skip
 
-    def __init__(self, pool: Pool, route: Affinity) -> None:
+    def __init__(self, pool: Pool, affinity: Affinity) -> None:
         self._pool = pool
-        self._route = route
+        self._affinity = affinity
         self._tried: list[Worker] = []
-        self._broke = 0
+        self._engine_failures = 0
         self.delivered = False
 
     def __enter__(self) -> Worker:
-        pool, pinned = self._pool, self._route.worker
+        pool, pinned = self._pool, self._affinity.worker
         if pinned is None:
-            found = pool._ring.pick(self._route.key, self._tried)
-            if found is None:
+            picked = pool._rendezvous.pick(self._affinity.key, self._tried)
+            if picked is None:
                 raise pool._nobody()
-            worker = found
+            worker = picked
         else:
-            worker = pool._members.get(pinned)
-            if worker.state != "serving":
+            worker = pool.get(pinned)
+            if not worker.routable:
+                state = "held back until it has proved its weights" if worker.held else worker.state
                 raise Unavailable(
-                    f"worker {pinned!r} was asked for and is {worker.state} ({worker.error}): "
+                    f"the request names worker {pinned!r}, which is {state} ({worker.reason}): "
                     "leave the choice of the worker open, or try again later",
                     param="worker",
                     retry_after=pool._retry_after,
                 )
-        self._worker, self._changes = worker, worker.changes
-        pool._ring.begin(worker)
+        self._worker, self._epoch = worker, worker.epoch
+        pool._rendezvous.begin(worker)
         return worker
 
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> bool:
         pool, worker = self._pool, self._worker
-        pool._ring.end(worker)
-        if worker.state == "draining" and not worker.in_flight:
+        pool._rendezvous.end(worker)
+        if worker.leaving and not worker.in_flight:
             worker.idle.set()
         if error is None:
-            worker.strikes = 0
+            worker.failures = 0
         elif isinstance(error, Unavailable):
-            pool._members.failed(worker, self._changes, error)
+            pool._health.request_failed(worker, self._epoch, error)
             return self._goes_on(error)
         elif isinstance(error, EngineFailure):
-            pool._members.check(worker)
-            self._broke += 1
-            return self._broke < ENGINES_BROKEN and not self.delivered and self._another()
+            pool._health.check(worker)
+            self._engine_failures += 1
+            blameless = self._engine_failures < MOST_ENGINE_FAILURES
+            return blameless and not self.delivered and self._another()
         elif isinstance(error, DeadlineExceeded):
-            # Another worker is not asked: the request itself may take that long.
-            pool._members.check(worker)
+            # No other worker is tried: the request itself may take that long.
+            pool._health.check(worker)
         return False
 
     def _goes_on(self, error: Unavailable) -> bool:
@@ -303,8 +323,8 @@ class _Attempt:
             error.retry_after = pool._retry_after
         if self.delivered:
             raise Unavailable(
-                f"worker {self._worker.id} failed after a part of the answer was delivered, so it "
-                f"is not tried elsewhere: {error.message}",
+                f"worker {self._worker.id} failed after a part of the response was delivered, "
+                f"so it is not tried elsewhere: {error.message}",
                 retry_after=error.retry_after,
             ) from error
         return self._another()
@@ -313,9 +333,9 @@ class _Attempt:
         """Whether there is another worker to try, and may be."""
         pool = self._pool
         self._tried.append(self._worker)
-        if self._route.worker is not None or len(self._tried) >= pool._attempts:
+        if self._affinity.worker is not None or len(self._tried) >= pool._attempts:
             return False
-        return pool._ring.pick(self._route.key, self._tried) is not None
+        return pool._rendezvous.pick(self._affinity.key, self._tried) is not None
 
 
 def _both(one: ModelCard, other: ModelCard) -> ModelCard:

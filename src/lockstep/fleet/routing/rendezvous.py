@@ -16,21 +16,21 @@ SECOND = np.uint64(0xC4CEB9FE1A85EC53)
 HALF = np.uint64(32)
 
 
-class Placed(Protocol):
-    """What the ring needs of a worker. `place` is the ring's own: -1 is outside of it."""
+class Hashed(Protocol):
+    """What the hash needs of a worker. `hash_index` is its own: -1 is outside of it."""
 
     in_flight: int
     elsewhere: int
-    place: int
+    hash_index: int
 
     @property
     def id(self) -> str: ...
 
 
-M = TypeVar("M", bound=Placed)
+W = TypeVar("W", bound=Hashed)
 
 
-class RendezvousHash(Generic[M]):
+class RendezvousHash(Generic[W]):
     """The workers that may get a request.
 
     A key belongs to the worker with the highest hash of both, so that one that joins or leaves
@@ -48,67 +48,67 @@ class RendezvousHash(Generic[M]):
                 param="load_factor",
             )
         self._factor = load_factor
-        self._members: tuple[M, ...] = ()
+        self._workers: tuple[W, ...] = ()
         self.rebuild(())
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._workers)
 
-    def rebuild(self, members: Sequence[M]) -> None:
-        """Makes these the members. Called when one comes or goes, not per request."""
-        for gone in self._members:
-            gone.place = -1
-        self._members = tuple(members)
-        for place, member in enumerate(self._members):
-            member.place = place
-        self._seeds = np.array([_digest(one.id.encode()) for one in members], np.uint64)
+    def rebuild(self, workers: Sequence[W]) -> None:
+        """Makes these the workers to pick from. Called when one comes or goes, not per request."""
+        for gone in self._workers:
+            gone.hash_index = -1
+        self._workers = tuple(workers)
+        for index, worker in enumerate(self._workers):
+            worker.hash_index = index
+        self._seeds = np.array([_digest(one.id.encode()) for one in workers], np.uint64)
         self._scores = np.empty_like(self._seeds)
         self._spare = np.empty_like(self._seeds)
         self.weigh()
 
     def weigh(self) -> None:
-        """Reads the load of every member anew: what others sent them has become known."""
-        loads = [one.in_flight + one.elsewhere for one in self._members]
+        """Reads the load of every worker anew: what others sent them has become known."""
+        loads = [one.in_flight + one.elsewhere for one in self._workers]
         self._loads: npt.NDArray[np.int64] = np.array(loads, np.int64)
         self._total = sum(loads)
 
-    def begin(self, member: M) -> None:
-        """Counts a request that goes to `member`."""
-        member.in_flight += 1
-        if member.place >= 0:
-            self._loads[member.place] += 1
+    def begin(self, worker: W) -> None:
+        """Counts a request that goes to `worker`."""
+        worker.in_flight += 1
+        if worker.hash_index >= 0:
+            self._loads[worker.hash_index] += 1
             self._total += 1
 
-    def end(self, member: M) -> None:
+    def end(self, worker: W) -> None:
         """Counts the end of a request that `begin` counted."""
-        member.in_flight -= 1
-        if member.place >= 0:
-            self._loads[member.place] -= 1
+        worker.in_flight -= 1
+        if worker.hash_index >= 0:
+            self._loads[worker.hash_index] -= 1
             self._total -= 1
 
-    def pick(self, key: bytes, without: Collection[M] = ()) -> M | None:
-        """The member for `key`, None when there is no other than those in `without`."""
-        count = len(self._members)
+    def pick(self, key: bytes, without: Collection[W] = ()) -> W | None:
+        """The worker for `key`, None when there is no other than those in `without`."""
+        count = len(self._workers)
         if count == 0:
             return None
         if count == 1:
-            (only,) = self._members
+            (only,) = self._workers
             return None if only in without else only
         scores = self._hash(key)
         best = int(scores.argmax())
         bound = self._factor * self._total / count + 1
         if not without and self._loads.item(best) <= bound:
-            return self._members[best]
+            return self._workers[best]
         allowed = self._loads <= bound
         left = np.ones(count, np.bool_)
         for one in without:
-            if one.place >= 0:
-                left[one.place] = False
+            if one.hash_index >= 0:
+                left[one.hash_index] = False
         if not left.any():
             return None
-        # When only members above the bound are left, one of them is better than none.
+        # When only workers above the bound are left, one of them is better than none.
         allowed = allowed & left if (allowed & left).any() else left
-        return self._members[int(np.where(allowed, scores, np.uint64(0)).argmax())]
+        return self._workers[int(np.where(allowed, scores, np.uint64(0)).argmax())]
 
     def _hash(self, key: bytes) -> npt.NDArray[np.uint64]:
         scores, spare = self._scores, self._spare

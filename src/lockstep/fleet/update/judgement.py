@@ -63,7 +63,7 @@ LEAST: Mapping[str, Closeness] = MappingProxyType(
 class Witness:
     """What is known of one worker besides its scores.
 
-    `before` is what it answered under the weights it held before, `known` how closely it followed
+    `before` are its scores under the weights it held before, `known` how closely it followed
     the right numbers then, `dtype` the type it computes in; each None where nobody knows. `same`
     says that the new weights are the old ones, byte for byte.
     """
@@ -104,12 +104,12 @@ def judge(scores: Scores, reference: Reference, witness: Witness) -> Judgement:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One worker's numbers, flat: what it answers, new and old weights, its noise and the step."""
+    """One worker's numbers, flat: its scores, new and old weights, its noise and the step."""
 
     reference: Reference
     witness: Witness
     dtype: str
-    found: Array
+    measured: Array
     new: Array
     old: Array | None
     known: Closeness | None
@@ -118,7 +118,7 @@ class _Case:
 
     @classmethod
     def of(cls, scores: Scores, reference: Reference, witness: Witness) -> _Case:
-        new, found = _flat(reference.logprobs), _flat(scores)
+        new, measured = _flat(reference.logprobs), _flat(scores)
         dtype = _coarser(reference.dtype or COARSE[0], witness.dtype or COARSE[-1])
         trained = _previous(reference)
         before = None if witness.before is None else _flat(witness.before)
@@ -131,11 +131,11 @@ class _Case:
             reference=reference,
             witness=witness,
             dtype=dtype,
-            found=found,
+            measured=measured,
             new=new,
             old=trained if before is None else before,
             known=followed or witness.known or reference.closeness,
-            closeness=_closeness(found, new, dtype),
+            closeness=_closeness(measured, new, dtype),
             step=0.0 if apart is None else float(np.nanmean(np.abs(new - apart))),
         )
 
@@ -148,7 +148,7 @@ class _Case:
 
     def too_far(self, scores: Scores, evidence: Evidence) -> str | None:
         """Why the scores are not those of the new weights, whatever they were before."""
-        tolerance, found = self.reference.tolerance, self.closeness
+        tolerance, closeness = self.reference.tolerance, self.closeness
         evidence.decided_by = "bits" if tolerance == 0.0 else "scores"
         if tolerance is not None:
             evidence.bound = tolerance
@@ -168,12 +168,12 @@ class _Case:
             )
             why = f"on the weights before it was off by {known.mean:.3g} and {known.top:.3g}"
         evidence.bound = allowed.top
-        if found.mean <= allowed.mean and found.top <= allowed.top:
+        if closeness.mean <= allowed.mean and closeness.top <= allowed.top:
             return None
         return (
-            f"its logprobs are off by {found.mean:.3g} on average and {found.top:.3g} at the top, "
-            f"allowed are {allowed.mean:.3g} and {allowed.top:.3g} ({why}): "
-            f"{compare(self.reference.logprobs, scores, 0.0).where}"
+            f"its logprobs are off by {closeness.mean:.3g} on average and "
+            f"{closeness.top:.3g} at the top, allowed are {allowed.mean:.3g} and "
+            f"{allowed.top:.3g} ({why}): {compare(self.reference.logprobs, scores, 0.0).where}"
         )
 
     def not_told(self, evidence: Evidence) -> str | None:
@@ -181,11 +181,11 @@ class _Case:
         if self.witness.same:
             return None
         tolerance = self.reference.tolerance
-        reason = "what it answered under the old weights is not known"
+        reason = "what it computed under the old weights is not known"
         if self.old is not None:
             there = np.isfinite(self.old)
-            near = np.abs(self.found - self.new)[there]
-            far = np.abs(self.found - self.old)[there]
+            near = np.abs(self.measured - self.new)[there]
+            far = np.abs(self.measured - self.old)[there]
             if tolerance == 0.0 and far.any():
                 return None
             if tolerance != 0.0 and self.step >= APART * self.noise:
@@ -219,12 +219,12 @@ def _followed(before: Array | None, trained: Array | None, dtype: str) -> Closen
     if before is None or trained is None:
         return None
     there = np.isfinite(trained)
-    found, most = _closeness(before[there], trained[there], dtype), UNKNOWN[dtype]
-    return found if found.mean <= most.mean and found.top <= most.top else None
+    closeness, most = _closeness(before[there], trained[there], dtype), UNKNOWN[dtype]
+    return closeness if closeness.mean <= most.mean and closeness.top <= most.top else None
 
 
-def _closeness(found: Array, right: Array, dtype: str) -> Closeness:
-    off = np.abs(found - right)
+def _closeness(measured: Array, right: Array, dtype: str) -> Closeness:
+    off = np.abs(measured - right)
     return Closeness(float(off.mean()), float(np.quantile(off, QUANTILE[dtype])))
 
 

@@ -1,4 +1,4 @@
-"""New weights for a fleet: found, checked once for all workers, and under a label of their own."""
+"""Reads and checks the new weights of an update, once for all workers."""
 
 from __future__ import annotations
 
@@ -48,17 +48,21 @@ class WeightReader:
                 raise _taken(version)
             return NewWeights(source, Proof())
         path = resolve(weight_dir, self._roots)
-        found = await asyncio.to_thread(
+        checkpoint = await asyncio.to_thread(
             Checkpoint.validate, path, await self._served(desired), roots=self._roots
         )
         if version in desired.agreed:
-            if desired.digests.get(version) != found.digest:
+            if desired.digests.get(version) != checkpoint.digest:
                 raise _taken(version)
             if version == desired.version:
                 return None
         now = await self._digest(desired)
-        proof = Proof(reference_of(found.probe), tensors=found.tensors, same=found.digest == now)
-        return NewWeights(Source(directory=path), proof, str(path), found.digest)
+        proof = Proof(
+            reference_of(checkpoint.probe),
+            tensors=checkpoint.tensors,
+            same=checkpoint.digest == now,
+        )
+        return NewWeights(Source(directory=path), proof, str(path), checkpoint.digest)
 
     async def _served(self, desired: Desired) -> ModelSignature | None:
         """What the weights of the served model look like, where that is known."""

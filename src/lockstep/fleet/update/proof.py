@@ -1,9 +1,9 @@
-"""Proof that workers hold the weights they say: they reproduce logprobs that others know.
+"""Proves that workers hold the weights they claim: they must reproduce known logprobs.
 
-With a probe from the trainer, each worker must reproduce its numbers, and what it says must tell
-new weights from old (see `judgement`). Without one, all workers must agree with each other on
-built-in sequences, and differ from what they said before. A worker that can tell the digest of what
-it read must have read the checkpoint.
+With a probe from the trainer, each worker must reproduce its logprobs, and its scores must tell new
+weights from old (see `judgement`). Without one, most workers must score built-in sequences the
+same, and otherwise than before. A worker that can tell the digest of what it read must have read
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from lockstep.backends.admin import ProbesStaged, TellsContents, WeightContents
 from lockstep.checkpoint.digest import SCHEME, combined, differing
 from lockstep.checkpoint.probe import Probe, builtin, compare
 from lockstep.fleet.control.desired import Closeness, Reference
-from lockstep.fleet.member import Failures, Member, each
+from lockstep.fleet.fan_out import Failures, each
 from lockstep.fleet.update.judgement import Contents, Judgement, Witness, judge
+from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import Conflict, Disproved
 from lockstep.tokens.operation import Evidence, Operation, WorkerResult
 
@@ -44,10 +45,10 @@ def reference_of(probe: Probe | None) -> Reference | None:
 
 
 class Proof:
-    """What a transaction asks before and after. `probe` is the trainer's, if it gave one.
+    """The proof of one transaction. `probe` is the trainer's, if it sent one.
 
-    Workers that can prove the new weights while they are still staged do so `ahead`, and then
-    commit those very weights or nothing: they are not asked again. The others prove them `after`.
+    Workers that can score weights that are still staged prove them then, and commit those very
+    weights or nothing: they are not probed again. The others prove them once committed.
     """
 
     def __init__(
@@ -66,121 +67,121 @@ class Proof:
         self._tensors = tensors
         self._sequences = probe.sequences if probe else tuple(tuple(s) for s in sequences)
         self._tolerance = tolerance
-        self._before: dict[Member, Scores] = {}
+        self._before: dict[Worker, Scores] = {}
         self._reference: Reference | None = probe
         self._stale = False
-        self._ahead: dict[Member, tuple[ProbesStaged, str]] = {}
+        self._proved_staged: dict[Worker, tuple[ProbesStaged, str]] = {}
 
-    async def before(self, members: list[Member], seconds: float, operation: Operation) -> None:
-        """Asks what the live weights answer. Members that cannot say are judged without it."""
+    async def before(self, workers: list[Worker], seconds: float, operation: Operation) -> None:
+        """Takes the scores of the live weights. Workers that have none are judged without them."""
         self._before, _ = await collect_scores(
-            "ask", members, self._sequences, None, seconds, operation
+            "ask", workers, self._sequences, None, seconds, operation
         )
 
-    async def ahead(
-        self, members: list[Member], seconds: float, operation: Operation
-    ) -> tuple[list[Member], Failures]:
-        """Who may be given the staged weights: all but those that disproved them, and why.
+    async def prove_staged(
+        self, workers: list[Worker], seconds: float, operation: Operation
+    ) -> tuple[list[Worker], Failures]:
+        """The workers that may commit what they staged, and why the others may not.
 
-        Without a trainer's probe nobody can be judged before all can answer.
+        Without a trainer's probe no worker can be judged before all have scored.
         """
-        able = {m: m.admin for m in members if isinstance(m.admin, ProbesStaged)}
-        proofs: dict[Member, str] = {}
-        contents: dict[Member, WeightContents] = {}
+        able = {w: w.control for w in workers if isinstance(w.control, ProbesStaged)}
+        proofs: dict[Worker, str] = {}
+        contents: dict[Worker, WeightContents] = {}
 
-        async def staged(member: Member) -> Scores:
-            said = await able[member].probe_staged(self._sequences)
-            proofs[member] = said.proof
-            contents[member] = held = await contents_of(member, self._tensors, staged=True)
-            if held.proof not in (None, said.proof):
+        async def staged(worker: Worker) -> Scores:
+            scored = await able[worker].probe_staged(self._sequences)
+            proofs[worker] = scored.proof
+            contents[worker] = held = await contents_of(worker, self._tensors, staged=True)
+            if held.proof not in (None, scored.proof):
                 raise Conflict("what is staged was replaced while it was probed: update again")
-            return _frozen(said.logprobs)
+            return _frozen(scored.logprobs)
 
-        if not able or (self._probe is None and len(able) < len(members)):
-            return members, {}
-        scores, failed = await _asked("prove", list(able), staged, seconds, operation)
+        if not able or (self._probe is None and len(able) < len(workers)):
+            return workers, {}
+        scores, failed = await _collect("prove", list(able), staged, seconds, operation)
         proved, wrong = self._judge(scores, contents, operation)
-        self._ahead = {member: (able[member], proofs[member]) for member in proved}
+        self._proved_staged = {worker: (able[worker], proofs[worker]) for worker in proved}
         failed |= wrong
-        return [member for member in members if member not in failed], failed
+        return [worker for worker in workers if worker not in failed], failed
 
-    async def commit(self, member: Member, version: str) -> None:
-        """Swaps the member's weights: for those it proved ahead, where it did."""
-        if member in self._ahead:
-            driver, proof = self._ahead[member]
+    async def commit(self, worker: Worker, version: str) -> None:
+        """Swaps the worker's weights: for those it proved while staged, where it did."""
+        if worker in self._proved_staged:
+            driver, proof = self._proved_staged[worker]
             await driver.commit_proved(version, proof)
         else:
-            await member.admin.commit(version)
+            await worker.control.commit(version)
 
-    async def resume(self, member: Member) -> None:
-        """Lets the member generate: for those it proved ahead, where it did."""
-        if member in self._ahead:
-            driver, proof = self._ahead[member]
+    async def resume(self, worker: Worker) -> None:
+        """Lets the worker generate: on those it proved while staged, where it did."""
+        if worker in self._proved_staged:
+            driver, proof = self._proved_staged[worker]
             await driver.resume_proved(proof)
         else:
-            await member.admin.resume()
+            await worker.control.resume()
 
-    async def after(
-        self, members: list[Member], seconds: float, operation: Operation
-    ) -> tuple[Reference | None, list[Member], Failures]:
-        """Who holds the new weights: the reference they share, those that proved it, the others.
+    async def prove_committed(
+        self, workers: list[Worker], seconds: float, operation: Operation
+    ) -> tuple[Reference | None, list[Worker], Failures]:
+        """The reference of the new weights, the workers that proved it, and why the others did not.
 
-        Of `members`, which have all committed, nobody is asked who proved it ahead.
+        All `workers` have committed; those that proved it while staged are not probed again.
         """
-        early = [member for member in members if member in self._ahead]
-        late = [member for member in members if member not in self._ahead]
+        early = [worker for worker in workers if worker in self._proved_staged]
+        late = [worker for worker in workers if worker not in self._proved_staged]
         if not late:
             return self._settled(early), early, {}
-        contents: dict[Member, WeightContents] = {}
+        contents: dict[Worker, WeightContents] = {}
 
-        async def live(member: Member) -> Scores:
-            said = await scores_of(member, self._sequences)
-            contents[member] = await contents_of(member, self._tensors)
-            return said
+        async def live(worker: Worker) -> Scores:
+            scores = await scores_of(worker, self._sequences)
+            contents[worker] = await contents_of(worker, self._tensors)
+            return scores
 
-        scores, failed = await _asked("prove", late, live, seconds, operation)
+        scores, failed = await _collect("prove", late, live, seconds, operation)
         proved, wrong = self._judge(scores, contents, operation)
         return self._settled(early + proved), early + proved, failed | wrong
 
-    def _settled(self, proved: list[Member]) -> Reference | None:
-        """What those that join later are judged by: also by what the proved ones said before."""
+    def _settled(self, proved: list[Worker]) -> Reference | None:
+        """What workers that join later are judged by; also by the old scores of a proved one."""
         reference = self._reference
         if reference is None:
             return None
-        said = next((self._before[m] for m in proved if m in self._before), None)
-        previous = None if self._same else reference.previous or said
-        followed = [m.closeness for m in proved if m.closeness is not None]
+        before = next((self._before[w] for w in proved if w in self._before), None)
+        previous = None if self._same else reference.previous or before
+        followed = [w.closeness for w in proved if w.closeness is not None]
         closeness = max(followed, key=lambda one: one.mean, default=None)
         return msgspec.structs.replace(reference, previous=previous, closeness=closeness)
 
     def _judge(
         self,
-        scores: dict[Member, Scores],
-        contents: Mapping[Member, WeightContents],
+        scores: dict[Worker, Scores],
+        contents: Mapping[Worker, WeightContents],
         operation: Operation,
-    ) -> tuple[list[Member], Failures]:
-        """Who said what the new weights say. Without a trainer's probe most of them decide that."""
+    ) -> tuple[list[Worker], Failures]:
+        """Who scores as the new weights do. Without a trainer's probe most of them decide that."""
         if self._reference is None:
             self._reference = self._common(scores)
         wrong: Failures = {}
         judged: dict[object, Judgement] = {}
-        for member, said in scores.items():
-            held = contents.get(member, WeightContents())
-            before = self._before.get(member)
-            # Most say the same to the bit: in a large fleet it is judged once.
-            case = (said, before, member.closeness, held.digest, held.dtype)
+        for worker, logprobs in scores.items():
+            held = contents.get(worker, WeightContents())
+            before = self._before.get(worker)
+            # Most score the same to the bit: in a large fleet it is judged once.
+            case = (logprobs, before, worker.closeness, held.digest, held.dtype)
             if case not in judged:
-                judged[case] = self._verdict(member, said, held)
+                judged[case] = self._verdict(worker, logprobs, held)
             verdict = judged[case]
-            result = operation.workers.setdefault(member.id, WorkerResult())
+            result = operation.workers.setdefault(worker.id, WorkerResult())
             result.evidence = replace(verdict.evidence)
             if verdict.error is not None:
-                wrong[member] = verdict.error
+                wrong[worker] = verdict.error
             elif self._probe is not None:
-                member.closeness = verdict.closeness
-        return [member for member in scores if member not in wrong], wrong
+                worker.closeness = verdict.closeness
+        return [worker for worker in scores if worker not in wrong], wrong
 
-    def _verdict(self, member: Member, said: Scores, held: WeightContents) -> Judgement:
+    def _verdict(self, worker: Worker, scores: Scores, held: WeightContents) -> Judgement:
         matches = match(self._tensors, held)
         if matches == "mismatch" and self._tensors is not None:
             return _misread(self._tensors, held)
@@ -191,13 +192,13 @@ class Proof:
         if self._probe is not None:
             witness = Witness(
                 contents=matches,
-                before=self._before.get(member),
-                known=member.closeness,
+                before=self._before.get(worker),
+                known=worker.closeness,
                 dtype=held.dtype,
                 same=self._same,
             )
-            return judge(said, self._reference, witness)
-        error = differs(said, self._reference)
+            return judge(scores, self._reference, witness)
+        error = differs(scores, self._reference)
         if error is None and self._stale:
             evidence.decided_by = "digest"
             if matches != "match":
@@ -208,81 +209,81 @@ class Proof:
         return Judgement(evidence, UNLIKE, error)
 
     async def unchanged(
-        self, members: list[Member], seconds: float, operation: Operation
-    ) -> tuple[list[Member], Failures]:
-        """Who answers again what it answered before."""
+        self, workers: list[Worker], seconds: float, operation: Operation
+    ) -> tuple[list[Worker], Failures]:
+        """The workers that score as they did before the update, and why the others do not."""
         scores, failed = await collect_scores(
-            "prove", members, self._sequences, None, seconds, operation
+            "prove", workers, self._sequences, None, seconds, operation
         )
-        good: list[Member] = []
-        for member, said in scores.items():
-            before = self._before.get(member)
+        good: list[Worker] = []
+        for worker, logprobs in scores.items():
+            before = self._before.get(worker)
             if before is None:
-                failed[member] = Disproved("what it answered before is not known")
-            elif (error := differs(said, Reference(self._sequences, before, CLOSE))) is None:
-                good.append(member)
+                failed[worker] = Disproved("what it answered before is not known")
+            elif (error := differs(logprobs, Reference(self._sequences, before, CLOSE))) is None:
+                good.append(worker)
             else:
-                failed[member] = error
+                failed[worker] = error
         return good, failed
 
-    def _common(self, scores: dict[Member, Scores]) -> Reference | None:
-        """What most of them say, unless it is what they said before."""
-        found = majority(scores, self._sequences, self._tolerance)
-        if found is None or self._same:
-            return found
-        self._stale = any(differs(old, found) is None for old in set(self._before.values()))
-        return found if not self._stale or self._tensors is not None else None
+    def _common(self, scores: dict[Worker, Scores]) -> Reference | None:
+        """The scores of most of them, unless they are those from before."""
+        common = majority(scores, self._sequences, self._tolerance)
+        if common is None or self._same:
+            return common
+        self._stale = any(differs(old, common) is None for old in set(self._before.values()))
+        return common if not self._stale or self._tensors is not None else None
 
 
 def majority(
-    scores: dict[Member, Scores], sequences: tuple[tuple[int, ...], ...], tolerance: float
+    scores: dict[Worker, Scores], sequences: tuple[tuple[int, ...], ...], tolerance: float
 ) -> Reference | None:
-    """What more than half of them say: with fewer, nobody knows who is right."""
+    """The scores of more than half of them: with fewer, nobody knows who is right."""
     votes: dict[Reference, int] = {}
-    for said, count in Counter(scores.values()).items():
-        near = (one for one in votes if differs(said, one) is None)
-        one = next(near, Reference(sequences, said, tolerance))
-        votes[one] = votes.get(one, 0) + count
+    for logprobs, count in Counter(scores.values()).items():
+        near = (reference for reference in votes if differs(logprobs, reference) is None)
+        choice = next(near, Reference(sequences, logprobs, tolerance))
+        votes[choice] = votes.get(choice, 0) + count
     best = max(votes, key=votes.__getitem__, default=None)
     return None if best is None or votes[best] * 2 <= len(scores) else best
 
 
 async def collect_scores(
     phase: str,
-    members: list[Member],
+    workers: list[Worker],
     sequences: tuple[tuple[int, ...], ...],
     adapter: str | None,
     seconds: float,
     operation: Operation,
-) -> tuple[dict[Member, Scores], Failures]:
-    """What each member answers, and the errors of those that cannot."""
+) -> tuple[dict[Worker, Scores], Failures]:
+    """The scores of each worker, and the errors of those that have none."""
 
-    async def one(member: Member) -> Scores:
-        return await scores_of(member, sequences, adapter)
+    async def one(worker: Worker) -> Scores:
+        return await scores_of(worker, sequences, adapter)
 
-    return await _asked(phase, members, one, seconds, operation)
+    return await _collect(phase, workers, one, seconds, operation)
 
 
-async def _asked(
+async def _collect(
     phase: str,
-    members: list[Member],
-    call: Callable[[Member], Awaitable[Scores]],
+    workers: list[Worker],
+    call: Callable[[Worker], Awaitable[Scores]],
     seconds: float,
     operation: Operation,
-) -> tuple[dict[Member, Scores], Failures]:
-    scores: dict[Member, Scores] = {}
+) -> tuple[dict[Worker, Scores], Failures]:
+    scores: dict[Worker, Scores] = {}
 
-    async def one(member: Member) -> None:
-        scores[member] = await call(member)
+    async def one(worker: Worker) -> None:
+        scores[worker] = await call(worker)
 
-    _, failed = await each(phase, members, one, seconds, operation)
-    return {m: s for m, s in scores.items() if m not in failed}, failed
+    _, failed = await each(phase, workers, one, seconds, operation)
+    return {w: s for w, s in scores.items() if w not in failed}, failed
 
 
 async def scores_of(
-    member: Member, sequences: tuple[tuple[int, ...], ...], adapter: str | None = None
+    worker: Worker, sequences: tuple[tuple[int, ...], ...], adapter: str | None = None
 ) -> Scores:
-    return _frozen(await member.admin.probe(sequences, adapter=adapter))
+    return _frozen(await worker.control.probe(sequences, adapter=adapter))
 
 
 def _frozen(scores: list[list[float]]) -> Scores:
@@ -290,10 +291,10 @@ def _frozen(scores: list[list[float]]) -> Scores:
 
 
 async def contents_of(
-    member: Member, expected: Mapping[str, str] | None, *, staged: bool = False
+    worker: Worker, expected: Mapping[str, str] | None, *, staged: bool = False
 ) -> WeightContents:
-    """What the member says that it read; each tensor of it where it is not what was expected."""
-    driver = member.admin
+    """What the worker reports to have read; tensor by tensor where that was not expected."""
+    driver = worker.control
     if not isinstance(driver, TellsContents):
         return WeightContents()
     held = await driver.contents(staged=staged)

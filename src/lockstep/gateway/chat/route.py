@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.fleet.routing.pool import Worker
+from lockstep.fleet.worker import Worker
 from lockstep.gateway.chat.prompt import ChatPrompt, prompt_of
 from lockstep.gateway.chat.stream import ChatStream
 from lockstep.gateway.chat.template import RendererVariants

@@ -11,7 +11,8 @@ from contextlib import aclosing
 from time import time
 from typing import Any
 
-from lockstep.fleet.routing.pool import Pool, Worker
+from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.worker import Worker
 from lockstep.gateway.chat.turn import ChatTurn, reply
 from lockstep.http import sse
 from lockstep.protocol.common.lazy_ids import as_list

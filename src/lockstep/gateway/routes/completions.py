@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.fleet.routing.pool import Worker
+from lockstep.fleet.worker import Worker
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.models import ServedModel
 from lockstep.gateway.openapi.route_doc import RouteDoc

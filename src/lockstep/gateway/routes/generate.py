@@ -18,7 +18,7 @@ from starlette.routing import Route as HttpRoute
 
 from lockstep.backends.transport import Relay
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.fleet.routing.pool import Worker
+from lockstep.fleet.worker import Worker
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.models import ServedModel
 from lockstep.http import sse
@@ -97,7 +97,7 @@ class GenerateRoutes:
         raw: bytes,
     ) -> bytes | bytearray:
         if (relay := worker.transport.relay) is not None:
-            since = worker.agreement.mark()
+            since = worker.accepted.mark()
             response, reading = await relay.forward(raw, request)
             _check(response, reading, fields, worker, since)
             return response
@@ -171,19 +171,19 @@ class _ScoredEvents:
     """Checks a streamed response with logprobs, event by event and as a whole."""
 
     def __init__(self, worker: Worker, request: GenerateRequest) -> None:
-        self._worker, self._since = worker, worker.agreement.mark()
+        self._worker, self._since = worker, worker.accepted.mark()
         self._decoder = GenerateStreamDecoder(Reading(request))
         self.check = self._decoder.collect
 
     def finish(self) -> None:
-        self._worker.agreement.check(self._decoder.finish(), self._since, self._worker.id)
+        self._worker.accepted.check(self._decoder.finish(), self._since, self._worker.id)
 
 
 class _BareEvents:
     """Checks a streamed response without logprobs: versions, and that every choice finished."""
 
     def __init__(self, worker: Worker, request: GenerateRequest) -> None:
-        self._worker, self._since = worker, worker.agreement.mark()
+        self._worker, self._since = worker, worker.accepted.mark()
         self._choices = request.sampling.n
         self._finished: set[int] = set()
 
@@ -191,7 +191,7 @@ class _BareEvents:
         for event in batch:
             for choice in decode_response(BARE, event).choices:
                 spans = choice.weight_versions or ()
-                self._worker.agreement.check_spans(spans, self._since, self._worker.id)
+                self._worker.accepted.check_spans(spans, self._since, self._worker.id)
                 if choice.finish_reason:
                     self._finished.add(choice.index)
             yield
@@ -223,14 +223,14 @@ def _check(
 ) -> None:
     """Raises the error of a response that must not be handed on."""
     if fields.sampling_params.logprobs is not None:
-        worker.agreement.check(decode_generate(response, reading), since, worker.id)
+        worker.accepted.check(decode_generate(response, reading), since, worker.id)
         return
     bare = decode_response(BARE, response)
     check_indices((choice.index for choice in bare.choices), reading.ask.sampling.n)
     for choice in bare.choices:
         ids_of(choice.token_ids, f"choice {choice.index} of the response")
         finish_of(choice.finish_reason)
-        worker.agreement.check_spans(choice.weight_versions or (), since, worker.id)
+        worker.accepted.check_spans(choice.weight_versions or (), since, worker.id)
 
 
 def _generate_request(

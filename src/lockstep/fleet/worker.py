@@ -1,0 +1,172 @@
+"""One worker of a fleet: how it is reached and controlled, and the states it can be in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from time import time
+from types import MappingProxyType
+from typing import Any, Literal
+
+import msgspec
+
+from lockstep.backends import GenerateRequest, StreamDelta, Transport, open_transport
+from lockstep.backends.admin import Admin
+from lockstep.fleet.control.accepted_versions import AcceptedVersions
+from lockstep.fleet.control.desired import Closeness
+from lockstep.http.client import HttpClient
+from lockstep.tokens import Completion
+from lockstep.tokens.errors import Conflict, Unavailable
+
+HEALTH_TIMEOUT = 10.0
+RETRIES = 1
+"""On the same worker: enough for a connection it had dropped; more only delays the next worker."""
+
+State = Literal["joining", "down", "syncing", "proving", "serving", "draining", "quarantined"]
+
+TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
+    {
+        "joining": frozenset({"down", "syncing", "proving", "draining"}),
+        "down": frozenset({"syncing", "proving", "quarantined", "draining"}),
+        "syncing": frozenset({"proving", "down", "quarantined", "draining"}),
+        "proving": frozenset({"serving", "syncing", "down", "quarantined", "draining"}),
+        "serving": frozenset({"down", "quarantined", "draining"}),
+        "quarantined": frozenset({"syncing", "draining"}),
+        "draining": frozenset(),
+    }
+)
+"""What each state may become. Only `proving` leads to `serving`: nothing is served unproved.
+
+joining: added, not reached yet. down: it cannot be reached, or a request failed on it. syncing: it
+is given the fleet's weights and adapters. proving: it shows that it holds them; a worker without a
+control side has only its health and its models to show. quarantined: it failed to hold or to prove
+what it should. draining: it is being removed, for good.
+"""
+
+
+class WorkerHealth(msgspec.Struct):
+    """What a worker reports of itself. `instance` is another one after every start of it."""
+
+    running: int = 0
+    waiting: int = 0
+    instance: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker with its one state, which only `become` changes.
+
+    `admin` is its control side; without one it only serves requests. `reason` says why it does not
+    serve, `since` (Unix time) when it came to its state, `version` what it was last proved to hold,
+    `closeness` how closely it then followed the trainer. `in_flight` counts the requests that this
+    process sent it, `elsewhere` is its load from others as of the last probe. While it is `held`
+    it gets no new requests, whatever its state. `epoch` changes whenever what was known of it
+    before no longer counts.
+    """
+
+    id: str
+    url: str
+    client: HttpClient
+    options: dict[str, Any] = field(default_factory=dict)
+    admin: Admin | None = None
+    accepted: AcceptedVersions = field(default_factory=AcceptedVersions)
+    _state: State = field(default="joining", init=False)
+    reason: str | None = "not probed yet"
+    since: float = field(default_factory=time)
+    version: str | None = None
+    closeness: Closeness | None = None
+    in_flight: int = 0
+    elsewhere: int = 0
+    held: bool = False
+    hash_index: int = -1
+    failures: int = 0
+    epoch: int = 0
+    next_probe: float = 0.0
+    opened: Transport | None = None
+    instance: str | None = None
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @property
+    def serves(self) -> bool:
+        return self._state == "serving"
+
+    @property
+    def routable(self) -> bool:
+        """Whether a new request may be sent to it."""
+        return self._state == "serving" and not self.held
+
+    @property
+    def leaving(self) -> bool:
+        return self._state == "draining"
+
+    def become(self, state: State, reason: str | None = None) -> None:
+        """Changes its state and the reason for it. Raises Conflict for a change that TRANSITIONS
+        does not have; to stay in a state is always allowed."""
+        if state != self._state:
+            if state not in TRANSITIONS[self._state]:
+                allowed = ", ".join(sorted(TRANSITIONS[self._state])) or "nothing else"
+                raise Conflict(
+                    f"worker {self.id} is {self._state} and cannot become {state}, only {allowed}"
+                )
+            self._state, self.since = state, time()
+        self.reason = reason
+
+    @property
+    def transport(self) -> Transport:
+        """How to talk to it. Raises Unavailable before it was reached for the first time."""
+        if self.opened is None:
+            raise Unavailable(f"worker {self.id} has not been reached yet: {self.reason}")
+        return self.opened
+
+    @property
+    def control(self) -> Admin:
+        """Its control side. Raises Conflict when it was added without one."""
+        if self.admin is None:
+            raise Conflict(f"worker {self.id} has no control side: add it with its admin URL")
+        return self.admin
+
+    async def generate(self, request: GenerateRequest) -> list[Completion]:
+        """The completions. Raises Unavailable when their version is not accepted by the fleet."""
+        since = self.accepted.mark()
+        completions = await self.transport.generate(request)
+        self.accepted.check(completions, since, self.id)
+        return completions
+
+    async def stream(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[StreamDelta | Completion, None]:
+        """Deltas, then completions. Raises Unavailable as `generate` does, after the deltas."""
+        since = self.accepted.mark()
+        async with aclosing(self.transport.stream(request)) as items:
+            async for item in items:
+                if isinstance(item, Completion):
+                    self.accepted.check((item,), since, self.id)
+                yield item
+
+    async def health(self) -> WorkerHealth:
+        """What it reports; empty where it reports nothing. Raises Unavailable when it is ill."""
+        body = await self.client.get("/health", timeout=HEALTH_TIMEOUT)
+        try:
+            return msgspec.json.decode(body, type=WorkerHealth)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return WorkerHealth()
+
+    async def open(self) -> None:
+        """Finds its dialect and its models. Raises Unavailable when it serves no model yet."""
+        if self.opened is None:
+            self.opened = await open_transport(self.url, retries=RETRIES, **self.options)
+        # Read anew each time: a worker that comes back may be another one than it was.
+        if not await self.opened.models():
+            raise Unavailable(f"{self.url} serves no model yet")
+
+    async def close(self) -> None:
+        await self.client.close()
+        if self.opened is not None:
+            await self.opened.close()
