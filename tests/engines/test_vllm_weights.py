@@ -124,7 +124,7 @@ async def test_bad_checkpoints_are_refused_while_staging(dense: Vllm) -> None:
     norm = "model.norm.weight"
     cases = {
         "lacks": ({k: v for k, v in tensors.items() if k != norm}, "send all tensors"),
-        "more": ({**tensors, "other.weight": tensors[norm].clone()}, "no such tensor"),
+        "more": ({**tensors, "other.weight": tensors[norm].clone()}, "which the served model has not"),
         "shape": ({**tensors, norm: tensors[norm][:-1].clone()}, "expected torch.float32"),
         "nan": ({**tensors, norm: tensors[norm] * float("nan")}, "not finite"),
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from lockstep.checkpoint.sources import check_one_source
 from lockstep.protocol.control.worker import TensorSpec
 
 __all__ = [
@@ -48,6 +49,7 @@ class Source:
     `shared` names a POSIX shared memory block that holds `tensors` one after the other (each at a
     multiple of 64 bytes); `group` a broadcast group that was joined before and is about to send
     them. `partial` says that tensors left out shall stay as they are; else all must be there.
+    Raises BadRequest unless exactly one source is named.
     """
 
     directory: Path | None = None
@@ -55,6 +57,9 @@ class Source:
     group: str | None = None
     tensors: Sequence[TensorSpec] = ()
     partial: bool = False
+
+    def __post_init__(self) -> None:
+        check_one_source(directory=self.directory, shared=self.shared, group=self.group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from lockstep.backends.admin import Source
-from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, UnsupportedField
+from lockstep.tokens.errors import Conflict, LockstepError, UnsupportedField
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,7 @@ class ReloadedWeights:
             self._live, self._previous = LoadedWeights(version, source), None
 
     def stage(self, source: Source, version: str) -> None:
-        """Remembers. Raises BadRequest unless the source is exactly one, and one of these."""
-        if [source.directory, source.shared, source.group].count(None) != 2:
-            raise BadRequest(
-                f"source has directory {source.directory}, shared {source.shared!r} and group "
-                f"{source.group!r}: expected exactly one of them",
-                param="source",
-            )
+        """Remembers the source. Raises UnsupportedField for shared memory."""
         if source.shared is not None:
             raise UnsupportedField(
                 f"{self._url} cannot read weights from shared memory: give a directory",

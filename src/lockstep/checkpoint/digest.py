@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
-DERIVED = "rotary_emb.inv_freq"
-"""Ends the names of tensors that old checkpoints hold and every engine computes itself."""
+from lockstep.checkpoint.tensor_names import DERIVED, SHOWN
+
 LENGTH = 32
 """Hexadecimal digits that are kept: 128 bits."""
 SCHEME = "sha256:"
 """Begins every combined digest: one that was made another way says nothing about this one."""
-SHOWN = 3
 
 
 def tensor_digest(dtype: str, shape: Sequence[int], parts: Iterable[bytes | memoryview]) -> str:

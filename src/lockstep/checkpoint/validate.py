@@ -5,14 +5,12 @@ Everything here reads files and takes its time: asynchronous callers use a threa
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from lockstep.checkpoint.digest import DERIVED, combined, differing
+from lockstep.checkpoint.digest import combined, differing
 from lockstep.checkpoint.files import read_object
 from lockstep.checkpoint.manifest import (
     INDEX,
@@ -26,8 +24,10 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.probe import Probe
 from lockstep.checkpoint.safetensors_file import TensorFile
+from lockstep.checkpoint.sources import inside, resolve
+from lockstep.checkpoint.tensor_names import EMBEDDING, HEAD, check_names, tied_head_differs
 from lockstep.checkpoint.tensor_scan import digests
-from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden
+from lockstep.tokens.errors import CheckpointError, Forbidden
 
 __all__ = [
     "Checkpoint",
@@ -39,43 +39,7 @@ __all__ = [
 ]
 
 CONFIG = "config.json"
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-
-
-def resolve(weight_dir: str, roots: Sequence[Path]) -> Path:
-    """The directory that `weight_dir` means, without symlinks in its path.
-
-    Raises BadRequest for a path that cannot be meant, Forbidden for one outside `roots` (wherever
-    its symlinks lead), CheckpointError for one that is no directory.
-    """
-    param = "weight_dir"
-    if not weight_dir or not _spellable(weight_dir):
-        raise BadRequest(
-            f"weight_dir is {weight_dir!r}: expected the absolute path of a directory", param=param
-        )
-    if not os.path.isabs(weight_dir):
-        raise BadRequest(
-            f"weight_dir is {weight_dir!r}, a relative path: give an absolute one, as the fleet "
-            "runs in another directory than you",
-            param=param,
-        )
-    path = Path(os.path.realpath(weight_dir))
-    if not _inside(path, roots):
-        led = "" if str(path) == weight_dir else f", which leads to {path},"
-        raise Forbidden(
-            f"weight_dir is {weight_dir!r}{led} outside the allowed roots "
-            f"({', '.join(map(str, roots)) or 'there are none'}): move it or add a checkpoint root",
-            param=param,
-        )
-    try:
-        if not stat.S_ISDIR(path.stat().st_mode):
-            raise NotADirectoryError("it is not a directory")
-    except OSError as error:
-        said = error.strerror or error
-        raise CheckpointError(f"weight_dir is {weight_dir!r}: {said}", param=param) from None
-    return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,24 +85,17 @@ class ModelSignature:
             tied = read_object(path / CONFIG).get("tie_word_embeddings", tied) is True
         return cls(MappingProxyType(tensors), tied)
 
-    def check(self, found: ModelSignature, path: Path) -> None:
-        """Raises CheckpointError that names the tensors of `found` that this model does not have,
+    def check(self, saved: ModelSignature, path: Path) -> None:
+        """Raises CheckpointError that names the tensors of `saved` that this model does not have,
         lacks, or has otherwise."""
-        wanted = dict(self.tensors)
-        if self.tied:
-            wanted.pop(HEAD, None)
-            if HEAD in found.tensors and EMBEDDING in wanted:
-                wanted[HEAD] = wanted[EMBEDDING]
-        missing = sorted(n for n in wanted.keys() - found.tensors.keys() if not _derived(n))
-        if missing:
-            raise CheckpointError(f"{path} lacks {_some(missing)} of the served model")
-        extra = sorted(n for n in found.tensors.keys() - wanted.keys() if not _derived(n))
-        if extra:
-            raise CheckpointError(f"{path} has {_some(extra)}, which the served model has not")
-        for name in wanted.keys() & found.tensors.keys():
-            has, want = found.tensors[name], wanted[name]
-            if (has.shape, has.kind) != (want.shape, want.kind):
-                raise CheckpointError(f"tensor {name!r} of {path} is {has}, expected {want}")
+        check_names(saved.tensors, self.tensors, str(path), tied=self.tied)
+        model = dict(self.tensors)
+        if self.tied and EMBEDDING in model:
+            model[HEAD] = model[EMBEDDING]
+        for name in model.keys() & saved.tensors.keys():
+            has, expected = saved.tensors[name], model[name]
+            if (has.shape, has.kind) != (expected.shape, expected.kind):
+                raise CheckpointError(f"tensor {name!r} of {path} is {has}, expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +140,7 @@ class Checkpoint:
         manifest = Manifest.read(path)
         check_stable(path, manifest)
         for name in before:
-            if (path / name).is_symlink() and not _inside((path / name).resolve(), (path, *roots)):
+            if (path / name).is_symlink() and not inside((path / name).resolve(), (path, *roots)):
                 raise Forbidden(f"{path / name} is a symlink out of the allowed roots")
         files = _files(path)
         if manifest is not None:
@@ -258,18 +215,6 @@ def _snapshot(path: Path) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def _spellable(path: str) -> bool:
-    """Whether a file could have that name at all."""
-    try:
-        return b"\0" not in os.fsencode(path)
-    except UnicodeEncodeError:
-        return False
-
-
-def _inside(path: Path, roots: Sequence[Path]) -> bool:
-    return any(path.is_relative_to(os.path.realpath(root)) for root in roots)
-
-
 def _check_vocabulary(probe: Probe | None, signature: ModelSignature, path: Path) -> None:
     embedding = signature.tensors.get(EMBEDDING)
     if probe is None or embedding is None or len(embedding.shape) != 2:
@@ -281,23 +226,11 @@ def _check_vocabulary(probe: Probe | None, signature: ModelSignature, path: Path
 
 
 def _check_head(
-    served: ModelSignature, found: ModelSignature, contents: Mapping[str, str], path: Path
+    served: ModelSignature, saved: ModelSignature, contents: Mapping[str, str], path: Path
 ) -> None:
-    """A tied head that is there must be the embedding: else half of a pair was updated."""
-    head, embedding = found.tensors.get(HEAD), found.tensors.get(EMBEDDING)
+    """Raises CheckpointError for a tied head that is there but not the embedding."""
+    head, embedding = saved.tensors.get(HEAD), saved.tensors.get(EMBEDDING)
     if not served.tied or head is None or head != embedding:
         return
     if contents[HEAD] != contents[EMBEDDING]:
-        raise CheckpointError(
-            f"{HEAD} of {path} differs from {EMBEDDING}, but the served model ties them: leave it "
-            "out, or serve a model with tie_word_embeddings false"
-        )
-
-
-def _derived(name: str) -> bool:
-    return name.endswith(DERIVED)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"tensor{'s' * (len(names) > 1)} {', '.join(map(repr, names[:3]))}{more}"
+        raise tied_head_differs(str(path))

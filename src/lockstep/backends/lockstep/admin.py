@@ -25,7 +25,6 @@ from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, Cal
 from lockstep.protocol.control import worker as control
 from lockstep.tokens.errors import (
     BadLogprob,
-    BadRequest,
     Conflict,
     Misaligned,
     Unavailable,
@@ -253,14 +252,7 @@ class LockstepAdmin:
 
 
 def stage_body(source: Source, version: str) -> control.Stage:
-    """The body of `stage`. Raises BadRequest unless the source is exactly one."""
-    sources = [source.directory, source.shared, source.group]
-    if sources.count(None) != 2:
-        raise BadRequest(
-            f"source has directory {source.directory}, shared {source.shared!r} and group "
-            f"{source.group!r}: expected exactly one of them",
-            param="source",
-        )
+    """The body of `stage`."""
     return control.Stage(
         model_path=None if source.directory is None else str(source.directory),
         shared_name=source.shared,

@@ -7,36 +7,16 @@ trainer is rank 0 and hosts the store (`Broadcast.join(..., rank=0)`, then `send
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.protocol.control.worker import TensorSpec
 from lockstep.tokens.errors import BadRequest, DeadlineExceeded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, shape and dtype of a tensor that is to come."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def empty(self, device: str) -> Tensor:
-        if self.dtype not in DTYPES:
-            raise BadRequest(
-                f"dtype of {self.name!r} is {self.dtype!r}: expected one of {', '.join(DTYPES)}",
-                param="dtypes",
-            )
-        if any(dim < 1 for dim in self.shape) or prod(self.shape) > 1 << 36:
-            raise BadRequest(f"shape of {self.name!r} is {self.shape}", param="shapes")
-        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device=device)
 
 
 class Broadcast:
@@ -87,8 +67,11 @@ class Broadcast:
             self._exchange(tensor.detach().contiguous())
 
     def receive(self, specs: Sequence[TensorSpec], device: str) -> list[tuple[str, Tensor]]:
-        """The named tensors, in the order in which rank 0 sends them."""
-        tensors = [(spec.name, spec.empty(device)) for spec in specs]
+        """The named tensors, in the order in which rank 0 sends them.
+
+        Raises BadRequest for a dtype or shape that cannot be sent.
+        """
+        tensors = [(spec.name, _empty(spec, device)) for spec in specs]
         for _, tensor in tensors:
             self._exchange(tensor)
         return tensors
@@ -98,3 +81,8 @@ class Broadcast:
             self._group.broadcast(tensor, 0).wait()
         except RuntimeError as error:
             raise DeadlineExceeded(f"a weight broadcast failed: {error}") from None
+
+
+def _empty(spec: TensorSpec, device: str) -> Tensor:
+    spec.check()
+    return torch.empty(spec.shape, dtype=DTYPES[spec.dtype], device=device)

@@ -101,7 +101,7 @@ def read_shared(name: str, tensors: Sequence[PlacedTensor]) -> Iterator[tuple[st
 def _copies(block: mmap.mmap, tensors: Sequence[PlacedTensor]) -> Iterator[tuple[str, Tensor]]:
     try:
         for place in tensors:
-            nbytes = place.spec.nbytes
+            nbytes = place.nbytes
             data = np.frombuffer(block, np.uint8, nbytes, place.offset).copy()
             yield place.name, torch.from_numpy(data).view(DTYPES[place.dtype]).view(place.shape)
     finally:
@@ -114,7 +114,7 @@ def _check_place(place: PlacedTensor, name: str, size: int) -> None:
             f"offset of {place.name!r} is {place.offset}: expected a multiple of {ALIGNMENT}",
             param="tensors",
         )
-    end = place.offset + place.spec.nbytes
+    end = place.offset + place.nbytes
     if end > size:
         raise BadRequest(
             f"tensor {place.name!r} ends at byte {end} of the shared memory {name!r}, which has "

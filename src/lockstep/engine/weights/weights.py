@@ -18,14 +18,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.digest import combined
+from lockstep.checkpoint.tensor_names import (
+    DERIVED,
+    EMBEDDING,
+    HEAD,
+    check_names,
+    tied_head_differs,
+)
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.weights.digest import Digester
 from lockstep.tokens.errors import CheckpointError
 
 _epochs = count()
-IGNORED_SUFFIX = "rotary_emb.inv_freq"
-EMBEDDING = "model.embed_tokens.weight"
-TIED_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class Layout:
         self._add(EMBEDDING, "embed", (c.vocab_size, c.hidden))
         self._add("model.norm.weight", "norm", (c.hidden,))
         if not c.tied:
-            self._add(TIED_HEAD, "head", (c.vocab_size, c.hidden))
+            self._add(HEAD, "head", (c.vocab_size, c.hidden))
         for i in range(c.layers):
             self._add_layer(i)
 
@@ -192,10 +196,10 @@ class Weights:
         tied_head: Tensor | None = None
         with Digester() as digester:
             for name, load in _tensors(directory):
-                if layout.config.tied and name == TIED_HEAD:
+                if layout.config.tied and name == HEAD:
                     tied_head = load()
                     digester.add(name, tied_head)
-                elif not name.endswith(IGNORED_SUFFIX):
+                elif not name.endswith(DERIVED):
                     if name not in missing and name in layout.places:
                         raise CheckpointError(f"tensor {name!r} is in {directory} twice")
                     tensor = load()
@@ -204,13 +208,11 @@ class Weights:
                     digester.add(name, held if held.dtype == tensor.dtype else tensor)
                     missing.discard(name)
             digests = digester.digests()
-        if missing:
-            raise CheckpointError(_missing(missing, directory))
+        check_names(
+            layout.places.keys() - missing, layout.places, str(directory), tied=layout.config.tied
+        )
         if tied_head is not None and not torch.equal(tied_head.to(dtype), packed["embed"]):
-            raise CheckpointError(
-                f"{TIED_HEAD} differs from the embedding, but config.json ties them: save the "
-                "model with tie_word_embeddings false, or leave the head out"
-            )
+            raise tied_head_differs(str(directory))
         held_there = {name: t.to(device) for name, t in packed.items()}
         return cls(layout, held_there, version, digests=digests)
 
@@ -223,7 +225,7 @@ class Weights:
         fresh: set[str] = set()
         filled: set[str] = set()
         for given, tensor in tensors:
-            tied = self.layout.config.tied and given == TIED_HEAD
+            tied = self.layout.config.tied and given == HEAD
             name = EMBEDDING if tied else given
             place = self.layout.check(name, tuple(tensor.shape), tensor.dtype)
             if place.packed not in fresh:
@@ -251,11 +253,6 @@ def _fill(layout: Layout, packed: dict[str, Tensor], name: str, tensor: Tensor) 
             f"tensor {name!r} has {bad} values that are NaN or infinite as {target.dtype}"
         )
     return target
-
-
-def _missing(names: set[str], directory: Path) -> str:
-    first = ", ".join(sorted(names)[:3])
-    return f"{len(names)} tensors are missing in {directory}: {first}{' ...' * (len(names) > 3)}"
 
 
 def _files(directory: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.backends.admin import Source, TensorSpec
+from lockstep.backends.admin import Source
 from lockstep.backends.registry import open_admin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.state_view import fleet_state, worker_views
@@ -133,13 +133,12 @@ class FleetRoutes:
         body = await self._body(http, wire.UpdateWeights)
         source = None
         if body.weight_dir is None:
-            specs = [TensorSpec(t.name, t.dtype, tuple(t.shape)) for t in body.tensors or ()]
-            if not specs or (body.shared_memory is None) == (body.group is None):
+            if not body.tensors or (body.shared_memory is None) == (body.group is None):
                 raise BadRequest(
                     "weight_dir is missing: give it, or tensors with either shared_memory or group",
                     param="weight_dir",
                 )
-            source = Source(shared=body.shared_memory, group=body.group, tensors=specs)
+            source = Source(shared=body.shared_memory, group=body.group, tensors=body.tensors)
         operation = await self._fleet.update_weights(
             body.weight_dir, version=body.version, source=source, mode=body.mode, key=_key(http)
         )

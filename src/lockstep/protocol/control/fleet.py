@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from lockstep.protocol.control.worker import TensorSpec
+
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     pass
@@ -13,12 +15,6 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defau
 
 class EmptyFleetBody(_Body):
     pass
-
-
-class FleetTensor(_Body):
-    name: str
-    dtype: str
-    shape: list[int]
 
 
 class UpdateWeights(_Body):
@@ -32,7 +28,7 @@ class UpdateWeights(_Body):
     mode: Literal["keep", "wait", "abort"] = "keep"
     shared_memory: str | None = None
     group: str | None = None
-    tensors: list[FleetTensor] | None = None
+    tensors: list[TensorSpec] | None = None
 
 
 class PauseFleet(_Body):

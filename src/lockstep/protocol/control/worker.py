@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from lockstep.checkpoint.sources import check_one_source
 from lockstep.tokens.errors import BadRequest
 
 ALIGNMENT = 64
@@ -26,9 +27,8 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Its size. Raises BadRequest for a dtype or shape that cannot be sent."""
+    def check(self) -> None:
+        """Raises BadRequest for a dtype or shape that cannot be sent."""
         if self.dtype not in DTYPE_BYTES:
             raise BadRequest(
                 f"dtype of {self.name!r} is {self.dtype!r}: expected one of "
@@ -41,30 +41,28 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"at most {MAX_ELEMENTS} elements",
                 param="tensors",
             )
+
+    @property
+    def nbytes(self) -> int:
+        """Its size. Raises BadRequest as `check` does."""
+        self.check()
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-class PlacedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class PlacedTensor(TensorSpec, frozen=True, omit_defaults=True):
     """A tensor of a `stage` body; `offset` says where it lies in shared memory."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     offset: int = 0
-
-    @property
-    def spec(self) -> TensorSpec:
-        return TensorSpec(self.name, self.dtype, self.shape)
 
 
 def placed(specs: Iterable[TensorSpec]) -> list[PlacedTensor]:
     """Tensors one after the other, each at the next multiple of the alignment."""
-    found, end = [], 0
+    tensors, end = [], 0
     for spec in specs:
         start = -(-end // ALIGNMENT) * ALIGNMENT
-        found.append(PlacedTensor(spec.name, spec.dtype, spec.shape, start))
+        tensors.append(PlacedTensor(spec.name, spec.dtype, spec.shape, start))
         end = start + spec.nbytes
-    return found
+    return tensors
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -112,7 +110,8 @@ class Stage(_Body):
 
     `tensors` describes what the block `shared_name` holds or what rank 0 of `group_name` is about
     to broadcast, in this order. They must be all tensors of the model unless `partial` is set.
-    `weight_version` defaults to the directory's name, and is needed without one.
+    `weight_version` defaults to the directory's name, and is needed without one. Raises BadRequest
+    unless exactly one source is named.
     """
 
     model_path: str | None = None
@@ -121,6 +120,11 @@ class Stage(_Body):
     tensors: list[PlacedTensor] = []
     partial: bool = False
     weight_version: str | None = None
+
+    def __post_init__(self) -> None:
+        check_one_source(
+            model_path=self.model_path, shared_name=self.shared_name, group_name=self.group_name
+        )
 
 
 class JoinGroup(_Body):

@@ -9,18 +9,22 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from lockstep.checkpoint.digest import DERIVED
 from lockstep.checkpoint.files import read_object
 from lockstep.checkpoint.manifest import INDEX, WEIGHTS, Manifest, check_stable
-from lockstep.engine.weights.broadcast import Broadcast, TensorSpec
+from lockstep.checkpoint.sources import resolve
+from lockstep.checkpoint.tensor_names import (
+    DERIVED,
+    EMBEDDING,
+    HEAD,
+    check_names,
+    listed,
+    tied_head_differs,
+)
+from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.digest import Digester
 from lockstep.engine.weights.shared_memory import read_shared
 from lockstep.protocol.control.worker import JoinGroup, Stage
-from lockstep.tokens.errors import BadRequest, CheckpointError, Forbidden, NotFound
-
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
-SHOWN = 3
+from lockstep.tokens.errors import CheckpointError, NotFound
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +46,16 @@ class Sources:
     def read(self, request: Stage) -> TensorsRead:
         """The tensors by name, copied: whatever happens to the source later does not matter.
 
-        Raises BadRequest unless exactly one source is named, and what reading it can raise.
+        Raises what reading it can raise.
         """
-        sources = (request.model_path, request.shared_name, request.group_name)
-        if sources.count(None) != 2:
-            raise BadRequest(
-                f"model_path is {sources[0]!r}, shared_name {sources[1]!r}, group_name "
-                f"{sources[2]!r}: expected exactly one of them",
-                param="model_path",
-            )
         if request.model_path is not None:
-            return self._directory(Path(request.model_path))
+            return self._directory(request.model_path)
         if request.shared_name is not None:
             return TensorsRead(dict(read_shared(request.shared_name, request.tensors)))
         group = self._groups.get(str(request.group_name))
         if group is None:
             raise NotFound(f"group {request.group_name!r} was not joined", param="group_name")
-        specs = [TensorSpec(one.name, tuple(one.shape), one.dtype) for one in request.tensors]
-        return TensorsRead(dict(group.receive(specs, "cpu")))
+        return TensorsRead(dict(group.receive(request.tensors, "cpu")))
 
     def join(self, request: JoinGroup) -> None:
         """Joins a broadcast group; `rank` is that of the server's first rank."""
@@ -75,15 +71,8 @@ class Sources:
     def leave(self) -> None:
         self._groups.clear()
 
-    def _directory(self, directory: Path) -> TensorsRead:
-        if not directory.is_absolute():
-            raise BadRequest(
-                f"model_path is {str(directory)!r}, a relative path: give an absolute one",
-                param="model_path",
-            )
-        path = directory.resolve()
-        if self.roots and not any(path.is_relative_to(root) for root in self.roots):
-            raise Forbidden(f"{path} is outside {', '.join(map(str, self.roots))}")
+    def _directory(self, directory: str) -> TensorsRead:
+        path = resolve(directory, self.roots or None, "model_path")
         check_stable(path, Manifest.read(path))
         if not (path / INDEX).exists():
             return _tensors([path / WEIGHTS])
@@ -92,7 +81,7 @@ class Sources:
             raise CheckpointError(f"{path / INDEX} has no weight_map")
         read = _tensors(path / name for name in sorted(set(places.values())))
         if missing := sorted(places.keys() - read.tensors.keys()):
-            raise CheckpointError(f"{path} lacks {_some(missing)}, which its index names")
+            raise CheckpointError(f"{path} lacks {listed(missing)}, which its index names")
         return read
 
 
@@ -104,24 +93,14 @@ def completed(
     Raises CheckpointError that names the tensors that the model does not have, lacks, or has in
     another shape, and those with numbers that are not finite.
     """
+    check_names(new, live, "the update", tied=tied, partial=partial)
     tensors = {name: tensor for name, tensor in new.items() if not name.endswith(DERIVED)}
     wanted = {name: tensor for name, tensor in live.items() if not name.endswith(DERIVED)}
     if tied:
         wanted.pop(HEAD, None)
         head, embedding = tensors.pop(HEAD, None), tensors.get(EMBEDDING)
         if head is not None and (embedding is None or not head.equal(embedding)):
-            raise CheckpointError(
-                f"{HEAD} differs from {EMBEDDING}, but this model ties them: leave it out"
-            )
-    if not tensors:
-        raise CheckpointError("there are no tensors")
-    if extra := sorted(tensors.keys() - wanted.keys()):
-        raise CheckpointError(f"{_some(extra)}: the served model has no such tensor")
-    if (missing := sorted(wanted.keys() - tensors.keys())) and not partial:
-        raise CheckpointError(
-            f"{_some(missing)} of the served model are not there: send all tensors (also all parts "
-            "of a fused module), or set partial and the others stay as they are"
-        )
+            raise tied_head_differs("the update")
     for name, tensor in tensors.items():
         want = wanted[name]
         if tensor.shape != want.shape or tensor.is_floating_point() != want.is_floating_point():
@@ -148,8 +127,3 @@ def _tensors(files: Iterable[Path]) -> TensorsRead:
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from None
         return TensorsRead(tensors, digester.digests())
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(map(repr, names[:SHOWN]))}{more}"
