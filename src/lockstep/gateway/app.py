@@ -27,7 +27,8 @@ from lockstep.gateway.routes.generate import GenerateRoutes
 from lockstep.gateway.routes.sessions import SessionRoutes
 from lockstep.gateway.routes.status import StatusRoutes
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
-from lockstep.gateway.sessions.sessions import TTL_SECONDS, Sessions
+from lockstep.gateway.sessions.expiry import TTL_SECONDS
+from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.auth import RequestAuth, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.limits import DRAIN_SECONDS, LIMITS, ServerLimits

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.gateway.sessions import samples as session_reading
-from lockstep.gateway.sessions import sessions as module
-from lockstep.gateway.sessions import store as session_store
+from lockstep.gateway.sessions import expiry, samples, store, tables
+from lockstep.gateway.sessions.cache import CachedSession
 from lockstep.gateway.sessions.sessions import Session, Sessions
 from lockstep.ledger import PromptPlan
 from lockstep.protocol.common.lazy_ids import LazyIds
@@ -167,23 +166,23 @@ async def test_a_break_is_counted_once_and_survives_a_restart(
 
 async def test_only_busy_sessions_stay_in_memory(renderer: Renderer, tmp_path: Path) -> None:
     limit = 30_000
-    async with Sessions(str(tmp_path / "sessions.db"), hot_bytes=limit) as sessions:
+    async with Sessions(str(tmp_path / "sessions.db"), cache_bytes=limit) as sessions:
         spoken = {name: await talk(sessions, name, renderer, 4) for name in map(str, range(40))}
-        assert sessions.hot.nbytes <= limit
-        assert sessions.hot.evicted > 0
+        assert sessions.cache.nbytes <= limit
+        assert sessions.cache.evicted > 0
         assert len(sessions) == 40
         for name, messages in spoken.items():
             session = await sessions.open(name, renderer)
             assert (await session.plan([*messages, MORE])).bridged
-        assert sessions.hot.nbytes <= limit
-        held = [each for each in gc.get_objects() if type(each) is module.CachedSession]
+        assert sessions.cache.nbytes <= limit
+        held = [each for each in gc.get_objects() if type(each) is CachedSession]
         assert len(held) < 20
 
 
 async def test_a_session_in_use_is_one_session_although_others_push_it_out(
     renderer: Renderer,
 ) -> None:
-    async with Sessions(hot_bytes=1) as sessions:
+    async with Sessions(cache_bytes=1) as sessions:
         messages = await talk(sessions, "a", renderer, 1)
         session = await sessions.open("a", renderer)
         plan = await session.plan([*messages, MORE])
@@ -237,7 +236,7 @@ async def test_a_session_that_nobody_uses_expires_and_is_counted(renderer: Rende
         assert await sessions.sweep() == 0
         del held, kept
         assert await sessions.sweep() == 2
-        assert sessions.nbytes == sessions.hot.nbytes == 0
+        assert sessions.stats()["bytes"] == sessions.cache.nbytes == 0
 
 
 async def test_a_session_whose_samples_nobody_read_does_not_expire(
@@ -302,16 +301,16 @@ async def test_turns_that_cannot_be_stored_were_never_there(
     async with Sessions() as sessions:
         messages = await talk(sessions, "a", renderer, 2)
         before = await sessions.samples("a")
-        info, total = await sessions.info("a"), sessions.nbytes
+        info, total = await sessions.info("a"), sessions.stats()["bytes"]
         session = await sessions.open("a", renderer)
         with monkeypatch.context() as patch:
-            patch.setattr(module.table, "write_turns", full)
+            patch.setattr(tables, "write_turns", full)
             with pytest.raises(Unavailable, match="disk is full"):
                 await say(session, renderer, [*messages, MORE], "lost")
             with pytest.raises(Unavailable, match="disk is full"):
                 await talk(sessions, "b", renderer, 1)
         assert await sessions.samples("a") == before
-        assert ((await sessions.info("a")).turns, sessions.nbytes) == (info.turns, total)
+        assert ((await sessions.info("a")).turns, sessions.stats()["bytes"]) == (info.turns, total)
         assert len(sessions) == 1
         assert sessions.stats()["unwritten"] == 2
         await say(await sessions.open("a", renderer), renderer, [*messages, MORE], "kept")
@@ -393,7 +392,7 @@ async def test_turns_that_cannot_be_read_are_not_the_callers_fault(
 
 
 async def test_many_expire_at_once(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SWEPT_AT_ONCE", 3)
+    monkeypatch.setattr(expiry, "SWEPT_AT_ONCE", 3)
     now = 0.0
     async with Sessions(ttl_seconds=1, expire_unread=True, clock=lambda: now) as sessions:
         for at in range(8):
@@ -425,9 +424,9 @@ async def test_the_first_requests_share_one_fingerprint(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
-    make = session_reading._fingerprint
+    make = samples._fingerprint
     monkeypatch.setattr(
-        session_reading, "_fingerprint", lambda tokenizer: made.append(1) or make(tokenizer)
+        samples, "_fingerprint", lambda tokenizer: made.append(1) or make(tokenizer)
     )
     async with Sessions() as sessions:
         first = asyncio.create_task(sessions.open("s0", renderer))
@@ -442,13 +441,13 @@ async def test_turns_of_one_moment_share_a_transaction(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[int] = []
-    transact = session_store._transact
+    transact = store._transact
 
     def counted(db: sqlite3.Connection, jobs: list[Any]) -> Any:
         batches.append(len(jobs))
         return transact(db, jobs)
 
-    monkeypatch.setattr(session_store, "_transact", counted)
+    monkeypatch.setattr(store, "_transact", counted)
     async with Sessions() as sessions:
         opened = [await sessions.open(f"s{at}", renderer) for at in range(8)]
         plans = [await each.plan([ASK]) for each in opened]
@@ -467,8 +466,8 @@ async def test_the_ids_kept_as_json_count_as_memory(renderer: Renderer) -> None:
         session = await sessions.open("s", renderer)
         messages: list[Any] = [ASK]
         await say(session, renderer, messages, "3")
-        without = sessions.hot.nbytes
+        without = sessions.cache.nbytes
         plan = await session.plan([*messages, MORE])
         assert isinstance(plan.prompt_ids, LazyIds)
-        sessions.hot.find("s")
-        assert sessions.hot.nbytes >= without + 2 * (plan.parent.end if plan.parent else 0)
+        sessions.cache.find("s")
+        assert sessions.cache.nbytes >= without + 2 * (plan.parent.end if plan.parent else 0)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.gateway.context import GatewayContext, request_id
-from lockstep.gateway.sessions.sessions import SessionInfo
+from lockstep.gateway.sessions.index import SessionInfo
 from lockstep.http.handlers import json_response
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest

@@ -1,1 +1,1 @@
-"""Sessions: stored turns, the cache of busy ones, limits and samples."""
+"""Sessions: turns stored in a file, a cache of the busy ones, limits, expiry and samples."""

@@ -1,4 +1,4 @@
-"""How much sessions may hold, what is refused past it, and the counts of what happened."""
+"""Limits on the number and size of sessions, and the counts that the metrics show."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REFUSALS = ("sessions", "total_bytes", "turns", "bytes")
 
 @dataclass(slots=True)
 class SessionCounts:
-    """What happened to sessions since the start, for the metrics."""
+    """Counts of what happened to sessions since the start, for the metrics."""
 
     turns: int = 0
     opened: int = 0
@@ -50,12 +50,12 @@ class SessionLimits:
             if value >= limit:
                 counts.refused[what] += 1
                 raise TooLarge(
-                    f"session {name!r} has {value} {what}, the limit is {limit}: take its samples "
-                    "and go on in another session"
+                    f"session {name!r} has {value} {what}, the limit is {limit}: read its "
+                    "samples and go on in another session"
                 )
 
     def check_all(self, sessions: int, nbytes: int, counts: SessionCounts) -> None:
-        """Whether one more session, or turn, may come."""
+        """Raises Busy when there may not be one more session, or turn."""
         for what, value, limit in (
             ("sessions", sessions, self.sessions),
             ("total_bytes", nbytes, self.bytes_total),
@@ -64,6 +64,6 @@ class SessionLimits:
                 counts.refused[what] += 1
                 raise Busy(
                     f"sessions are at the limit: {value} {what.replace('_', ' ')} of {limit}; "
-                    "delete those whose samples you have, or start the gateway with "
+                    "delete those whose samples you have read, or start the gateway with "
                     "--expire-unread"
                 )

@@ -1,4 +1,4 @@
-"""What stored turns mean: their samples, and the tokenizer that alone can read their ids."""
+"""Samples of stored turns, and the fingerprint of the tokenizer that their ids belong to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def samples_of(ends: Iterable[Node], train_aborted: bool) -> list[Sample]:
     return [branch_sample(end.path(), train_aborted=train_aborted) for end in ends]
 
 
-def ends_of(turns: Iterable[tuple[Node, object]]) -> list[Node]:
+def last_turns(turns: Iterable[tuple[Node, object]]) -> list[Node]:
     """The turns that end a branch, of a session that is not linked into a tree."""
     nodes = [node for node, _ in turns]
     inner = {node.parent.index for node in nodes if node.parent is not None}
@@ -29,39 +29,39 @@ def ends_of(turns: Iterable[tuple[Node, object]]) -> list[Node]:
 
 
 @contextmanager
-def whole(name: str) -> Iterator[None]:
-    """Around reading stored turns: what is wrong with them is not the caller's doing."""
+def reading_back(name: str) -> Iterator[None]:
+    """Turns errors in stored turns into Unavailable: they are not the caller's fault."""
     try:
         yield
     except LockstepError as error:
         raise Unavailable(f"session {name!r} cannot be read back: {error.message}") from error
 
 
-class Tokenizers:
-    """Fingerprints of tokenizers, each made once, however many requests ask at the same time."""
+class TokenizerFingerprints:
+    """Fingerprints of tokenizers, each computed once for all requests that need it."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
         self._making: dict[int, asyncio.Task[bytes]] = {}
 
     async def of(self, renderer: Renderer) -> bytes:
-        """The fingerprint of its tokenizer: renderers that share one need not be told apart."""
-        found = self._known.get(renderer.tokenizer)
-        if found is None:
+        """The fingerprint of the renderer's tokenizer."""
+        fingerprint = self._known.get(renderer.tokenizer)
+        if fingerprint is None:
             key = id(renderer.tokenizer)
             task = self._making.get(key)
             if task is None:
-                # A task of its own: the request that came first may go away.
+                # A task of its own: the request that came first may be cancelled.
                 task = asyncio.create_task(self._make(renderer))
                 self._making[key] = task
                 task.add_done_callback(lambda _: self._making.pop(key))
-            found = await asyncio.shield(task)
-        return found
+            fingerprint = await asyncio.shield(task)
+        return fingerprint
 
     async def _make(self, renderer: Renderer) -> bytes:
-        made = await renderer.offload(_fingerprint, renderer.tokenizer)
-        self._known[renderer.tokenizer] = made
-        return made
+        fingerprint = await renderer.offload(_fingerprint, renderer.tokenizer)
+        self._known[renderer.tokenizer] = fingerprint
+        return fingerprint
 
 
 def _fingerprint(tokenizer: Any) -> bytes:

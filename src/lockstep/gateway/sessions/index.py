@@ -1,0 +1,128 @@
+"""What is known of every session without reading its turns: size, times, what was read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from lockstep.gateway.sessions.tables import SessionRow
+from lockstep.tokens.errors import NotFound
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session at a glance. Times are seconds since 1970.
+
+    `unread_turns` counts those that came after its samples were last read.
+    """
+
+    id: str
+    turns: int
+    bytes: int
+    created: float
+    used: float
+    unread_turns: int
+
+    @classmethod
+    def of(cls, row: SessionRow) -> SessionInfo:
+        unread = max(0, row.turns - row.read_turns)
+        return cls(row.name, row.turns, row.bytes, row.created, row.used, unread)
+
+
+class SessionEntry:
+    """A session in the index; unlike its row in the file it changes with every turn."""
+
+    __slots__ = ("bytes", "created", "id", "name", "read_turns", "tokenizer", "turns", "used")
+
+    def __init__(self, row: SessionRow) -> None:
+        self.id, self.name, self.tokenizer = row.id, row.name, row.tokenizer
+        self.created, self.used = row.created, row.used
+        self.turns, self.bytes, self.read_turns = row.turns, row.bytes, row.read_turns
+
+    @property
+    def was_read(self) -> bool:
+        """Whether the samples of all its turns were read."""
+        return self.read_turns >= self.turns
+
+    def row(self) -> SessionRow:
+        return SessionRow(
+            self.id, self.name, self.tokenizer, self.created, self.used, self.turns, self.bytes,
+            self.read_turns,
+        )  # fmt: skip
+
+
+class SessionIndex:
+    """The stored sessions by name, and the bytes they hold together.
+
+    A session that is being deleted keeps its entry until the file has forgotten it, so that a
+    failed deletion leaves it as it was; meanwhile `require` does not find it.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._entries: dict[str, SessionEntry] = {}
+        self._deleting: set[str] = set()
+        self._next_id = 1
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[SessionEntry]:
+        """The sessions that are not being deleted."""
+        return (one for one in self._entries.values() if one.name not in self._deleting)
+
+    def restore(self, rows: Iterable[SessionRow]) -> None:
+        """Takes in the sessions that a file holds."""
+        for row in rows:
+            self._entries[row.name] = SessionEntry(row)
+            self.nbytes += row.bytes
+            self._next_id = max(self._next_id, row.id + 1)
+
+    def get(self, name: str) -> SessionEntry | None:
+        return self._entries.get(name)
+
+    def require(self, name: str) -> SessionEntry:
+        """The entry of that name. Raises NotFound."""
+        entry = self._entries.get(name)
+        if entry is None or name in self._deleting:
+            raise NotFound(
+                f"there is no session {name!r}: it was never begun, was deleted, or has expired",
+                param="session_id",
+            )
+        return entry
+
+    def is_deleting(self, name: str) -> bool:
+        return name in self._deleting
+
+    def new_entry(self, name: str, tokenizer: bytes, now: float) -> SessionEntry:
+        """An entry for a session without turns; it is in the index after `grow`."""
+        entry = SessionEntry(SessionRow(self._next_id, name, tokenizer, now, now, 0, 0, 0))
+        self._next_id += 1
+        return entry
+
+    def grow(self, entry: SessionEntry, turns: int, nbytes: int) -> None:
+        """Counts what is about to be written."""
+        self._entries[entry.name] = entry
+        entry.turns += turns
+        entry.bytes += nbytes
+        self.nbytes += nbytes
+
+    def shrink(self, entry: SessionEntry, turns: int, nbytes: int) -> None:
+        """Takes back what could not be written."""
+        if self._entries.get(entry.name) is not entry:
+            return
+        entry.turns -= turns
+        entry.bytes -= nbytes
+        self.nbytes -= nbytes
+        if not entry.turns:
+            del self._entries[entry.name]
+
+    def begin_deleting(self, entries: Iterable[SessionEntry]) -> None:
+        self._deleting.update(entry.name for entry in entries)
+
+    def end_deleting(self, entries: Iterable[SessionEntry], *, deleted: bool) -> None:
+        for entry in entries:
+            self._deleting.discard(entry.name)
+            if deleted:
+                self.nbytes -= entry.bytes
+                del self._entries[entry.name]
