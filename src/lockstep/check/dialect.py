@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.backends import TransportName
@@ -21,6 +21,10 @@ class RawDialect:
     echo: Callable[[Body], list[int] | None]
     ids: Callable[[Body], list[list[int]]]
     usage: Callable[[Body], int | None]
+    chat_ids_option: Body = field(default_factory=lambda: {"return_token_ids": True})
+    """What makes a chat response hold the ids of its prompt."""
+    splits_choices: bool = False
+    """Whether the transport never sends n > 1 in one request, though the route may take it."""
 
     def body(self, model: str | None, ids: Any, *, max_tokens: int = 1, n: int = 1) -> Body:
         body = self.spell(model, ids, max_tokens, n)
@@ -92,9 +96,11 @@ DIALECTS: dict[TransportName, RawDialect] = {
         lambda answer: engine_data(answer).get("prompt_token_ids"),
         _dynamo_ids,
         _used,
+        chat_ids_option={"nvext": {"extra_fields": ["prompt_token_ids"]}},
+        splits_choices=True,
     ),
     "dynamo-generate": RawDialect(
-        GENERATE, _dynamo_generate, lambda _: None, _choice_ids, _used
+        GENERATE, _dynamo_generate, lambda _: None, _choice_ids, _used, splits_choices=True
     ),
     "sglang": RawDialect(
         "/generate",

@@ -71,10 +71,7 @@ async def template(target: Target) -> str:
 @GROUP.row("chat", "a chat request uses the prompt ids that the client renders", "L2")
 async def chat(target: Target) -> str:
     body: dict[str, Any] = {"model": target.card.id, "messages": CHAT, "max_tokens": 1}
-    if target.transport.name == "dynamo":
-        body["nvext"] = {"extra_fields": ["prompt_token_ids"]}
-    else:
-        body["return_token_ids"] = True
+    body |= target.dialect.chat_ids_option
     reply = there(await target.post("/v1/chat/completions", body), "/v1/chat/completions")
     ours = renderer_of(target).render(CHAT)
     nested = reply.fields.get("nvext") or {}

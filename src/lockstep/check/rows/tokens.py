@@ -86,7 +86,7 @@ async def stop(target: Target) -> str:
 
 @GROUP.row("abort", "an aborted generation says abort and keeps its tokens", "L6 F12 F45")
 async def abort(target: Target) -> str:
-    if target.transport.name.startswith("dynamo"):
+    if not target.transport.aborts_by_id:
         raise NotApplicable("this dialect has no way to abort by id; see control.abort")
     name = uuid4().hex
     ask = target.ask(target.prompt(), max_tokens=target.long, request_id=name)
@@ -108,7 +108,7 @@ async def abort(target: Target) -> str:
 @GROUP.row("choices", "n choices are distinct and each is whole", "F11")
 async def choices(target: Target) -> str:
     ids, said = target.prompt(), ""
-    if target.transport.name in ("dynamo", "dynamo-generate"):
+    if target.dialect.splits_choices:
         # The transport asks this dialect n times; whether the server can do it is asked here.
         body = target.dialect.body(target.card.id, ids, max_tokens=8, n=4)
         reply = await target.post(target.dialect.route, body)
