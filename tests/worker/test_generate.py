@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import aiohttp
+import msgspec
 import pytest
 
 from lockstep.engine import exact
@@ -272,7 +273,7 @@ async def test_the_card_says_how_the_worker_computes(worker: WorkerProcess) -> N
     directory = bundled("tiny")
     assert directory is not None
     _, body = await worker.get("/v1/models")
-    there = NumericsPlan.from_json(body["data"][0]["numerics"])
+    there = msgspec.convert(body["data"][0]["numerics"], NumericsPlan)
     exact.check_plan(there, exact.own_plan(directory))
     assert there == exact.own_plan(directory)
 

@@ -8,9 +8,9 @@ import msgspec
 
 from lockstep.backends.admin import AdminName
 from lockstep.backends.admin_client import AdminClient, CallBudget
-from lockstep.backends.model_limits import read_models
 from lockstep.backends.transport import TransportName
 from lockstep.http.client import HttpClient
+from lockstep.protocol.common.model_card import decode_models
 from lockstep.tokens.errors import (
     BadRequest,
     EngineFailure,
@@ -100,7 +100,7 @@ async def detect_admin(client: AdminClient, budget: CallBudget) -> AdminName:
 
 
 def _by_owner(body: bytes | bytearray) -> TransportName | None:
-    names = {OWNERS.get(card.owned_by or "") for card in read_models(body)} - {None}
+    names = {OWNERS.get(card.owned_by or "") for card in decode_models(body)} - {None}
     return names.pop() if len(names) == 1 else None
 
 
@@ -131,7 +131,7 @@ def _by_workers(body: bytes | bytearray) -> TransportName | None:
 
 async def _owner(client: AdminClient, budget: CallBudget, tried: list[str]) -> str | None:
     try:
-        cards = read_models(await client.get("/v1/models", budget))
+        cards = decode_models(await client.get("/v1/models", budget))
     except LockstepError as error:
         tried.append(error.message)
         return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from lockstep.backends.model_limits import ModelLimits, read_models
+from lockstep.backends.model_limits import ModelLimits
 from lockstep.backends.transport import ModelCard, Relay, TransportName
 from lockstep.http.client import HttpClient
+from lockstep.protocol.common.model_card import decode_models
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import UNKNOWN_VERSION, Reading
 from lockstep.tokens import LogprobMode
@@ -45,7 +46,7 @@ class HttpTransport:
 
     async def models(self) -> list[ModelCard]:
         """The models and adapters that the server lists now."""
-        return read_models(await self._http.get("/v1/models"))
+        return decode_models(await self._http.get("/v1/models"))
 
     async def close(self) -> None:
         await self._http.close()

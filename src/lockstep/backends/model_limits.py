@@ -5,61 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from time import monotonic
-from typing import Any
 
-import msgspec
-
-from lockstep.backends.transport import ModelCard
+from lockstep.protocol.common.model_card import ModelCard
 from lockstep.protocol.common.request import GenerateRequest
-from lockstep.protocol.common.response import decode_response
-from lockstep.tokens.errors import ContractError, LockstepError, PromptTooLong
-from lockstep.tokens.numerics import NumericsPlan
+from lockstep.tokens.errors import LockstepError, PromptTooLong
 
 RETRY_AFTER = 5.0
 """Seconds before a failed lookup, or one that did not list the model, is tried again."""
-
-
-class _Card(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-    context_window: int | None = None
-    weight_version: str | None = None
-    parent: str | None = None
-    owned_by: str | None = None
-    numerics: dict[str, Any] | None = None
-
-
-class _List(msgspec.Struct):
-    data: list[_Card] | None = None
-
-
-DECODER = msgspec.json.Decoder(_List)
-
-
-def read_models(body: bytes | bytearray) -> list[ModelCard]:
-    """The cards of GET /v1/models. An adapter without a length of its own has its parent's."""
-    cards = decode_response(DECODER, body).data
-    if cards is None:
-        raise ContractError("/v1/models has no data: expected a list of model cards")
-    lengths = {card.id: card.max_model_len or card.context_window for card in cards}
-    return [
-        ModelCard(
-            id=card.id,
-            max_model_len=lengths[card.id] or lengths.get(card.parent or ""),
-            weight_version=card.weight_version,
-            parent=card.parent,
-            owned_by=card.owned_by,
-            numerics=_plan(card),
-        )
-        for card in cards
-    ]
-
-
-def _plan(card: _Card) -> NumericsPlan | None:
-    try:
-        return None if card.numerics is None else NumericsPlan.from_json(card.numerics)
-    except TypeError as error:
-        raise ContractError(f"the card of {card.id!r} has a broken numerics: {error}") from None
 
 
 class ModelLimits:

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from lockstep.protocol.common.model_card import ModelCard
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import Reading, StreamDelta
 from lockstep.tokens import Completion
-from lockstep.tokens.numerics import NumericsPlan
 
 __all__ = ["GenerateRequest", "ModelCard", "Relay", "StreamDelta", "Transport", "TransportName"]
 
 TransportName = Literal["vllm", "dynamo", "dynamo-generate", "sglang"]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """A served model, or an adapter whose `parent` is its base model.
-
-    `numerics` is how its workers compute, where the server tells.
-    """
-
-    id: str
-    max_model_len: int | None = None
-    weight_version: str | None = None
-    parent: str | None = None
-    owned_by: str | None = None
-    numerics: NumericsPlan | None = None
 
 
 class Relay(Protocol):

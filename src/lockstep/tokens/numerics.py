@@ -6,7 +6,7 @@ own before the first step: two processes whose fingerprints differ cannot agree 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 PORTABLE_MKL = "COMPATIBLE"
@@ -44,12 +44,6 @@ class NumericsPlan:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, body: dict[str, Any]) -> NumericsPlan:
-        """The plan in a model card; fields that a newer engine adds are ignored."""
-        known = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in body.items() if name in known})
 
     def joined(self, other: NumericsPlan) -> NumericsPlan:
         """What holds of both: this plan where they agree bit for bit, else close, with why."""

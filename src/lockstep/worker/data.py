@@ -24,6 +24,7 @@ from lockstep.http.handlers import (
     read_json,
     unless_gone,
 )
+from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
 from lockstep.protocol.vllm.generate_request import GenerateBody, decode_request
@@ -167,21 +168,19 @@ class DataPlane:
         for adapter in self.engine.adapters.values():
             label = self.engine.version_of(adapter)
             cards.append(self._card(adapter.name, str(adapter.path), self.model, label))
-        return json_response({"object": "list", "data": cards})
+        return json_response(ModelList(cards))
 
-    def _card(self, name: str, root: str, parent: str | None, version: str) -> dict[str, object]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "lockstep",
-            "root": root,
-            "parent": parent,
-            "max_model_len": self.engine.max_model_len,
-            "weight_version": version,
-            "numerics": self.engine.plan.to_json(),
-            "permission": [],
-        }
+    def _card(self, name: str, root: str, parent: str | None, version: str) -> ModelCard:
+        return ModelCard(
+            id=name,
+            max_model_len=self.engine.max_model_len,
+            weight_version=version,
+            parent=parent,
+            owned_by="lockstep",
+            numerics=self.engine.plan,
+            root=root,
+            created=self.created,
+        )
 
     async def scrape(self, _: Request) -> Response:
         body, media_type = self.metrics.exposition()

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
 from lockstep.backends.admin_client import AdminClient, CallBudgets
+from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.tokens.errors import AdapterError, EngineFailure, UnknownModel
 
 UNLOAD = "/v1/unload_lora_adapter"
 SUCCESS = b"Success"
-
-
-class AdapterCard(msgspec.Struct):
-    """A model or adapter as /v1/models lists it; an adapter's `root` is its path."""
-
-    id: str
-    root: str | None = None
-    parent: str | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[AdapterCard]
 
 
 class AdapterCalls:
@@ -34,12 +21,13 @@ class AdapterCalls:
         self._load = load
         self._labels: dict[str, tuple[str, str]] = {}
 
-    async def cards(self) -> list[AdapterCard]:
+    async def cards(self) -> list[ModelCard]:
+        """The base model and its adapters, as listed; an adapter's `root` is its path."""
         raw = await self._client.get("/v1/models", self._budgets.quick)
         fields = self._client.decode_object(raw, "/v1/models")
-        return self._client.convert(_Cards, fields, "/v1/models").data
+        return self._client.convert(ModelList, fields, "/v1/models").data
 
-    def labels(self, cards: list[AdapterCard]) -> dict[str, str]:
+    def labels(self, cards: list[ModelCard]) -> dict[str, str]:
         """The adapters among `cards`, with the label of those that were loaded from here."""
         known = self._labels
         return {
@@ -52,7 +40,7 @@ class AdapterCalls:
         """Loads, or swaps in place. Raises AdapterError; the caller must drop cached prefixes."""
         body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
 
-        async def load() -> AdapterCard | None:
+        async def load() -> ModelCard | None:
             self._check_success(self._load, await self._post(self._load, body))
             return await self._find(name)
 
@@ -83,7 +71,7 @@ class AdapterCalls:
         listed = None if left is None else left.root
         self._client.expect(listed, None, f"path of adapter {name!r} after {UNLOAD}")
 
-    async def _find(self, name: str) -> AdapterCard | None:
+    async def _find(self, name: str) -> ModelCard | None:
         return next((card for card in await self.cards() if card.id == name and card.parent), None)
 
     async def _post(self, path: str, body: object) -> bytearray:

@@ -17,6 +17,7 @@ from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.openapi.schemas import schemas_of
 from lockstep.gateway.routes import completions, tokenize
 from lockstep.http.handlers import json_response
+from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.protocol.openai import chat_response
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.vllm import generate_response
@@ -38,26 +39,6 @@ class Health(msgspec.Struct):
     status: str
     workers: int
     serving: int
-
-
-class ModelCardSchema(msgspec.Struct):
-    """A served model, or an adapter whose `parent` is its base model."""
-
-    id: str
-    object: str
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None
-    max_model_len: int | None
-    weight_version: str | None
-    numerics: dict[str, Any] | None
-    permission: list[Any]
-
-
-class ModelList(msgspec.Struct):
-    object: str
-    data: list[ModelCardSchema]
 
 
 class ErrorDetailSchema(msgspec.Struct):
@@ -95,7 +76,7 @@ ROUTE_DOCS: tuple[RouteDoc, ...] = (
     *completions.ROUTE_DOCS,
     *tokenize.ROUTE_DOCS,
     RouteDoc("GET", "/v1/models", None, ModelList, "The base model, and its adapters."),
-    RouteDoc("GET", "/v1/models/{model}", None, ModelCardSchema, "One model."),
+    RouteDoc("GET", "/v1/models/{model}", None, ModelCard, "One model."),
     RouteDoc("GET", "/health", None, Health, "Whether any worker serves."),
     RouteDoc("GET", "/metrics", None, None, "Prometheus metrics.", sessions=False),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from time import time
 
 from starlette.requests import Request
@@ -10,6 +11,7 @@ from starlette.routing import Route
 
 from lockstep.gateway.context import GatewayContext
 from lockstep.http.handlers import json_response
+from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.tokens.errors import NotFound, Unavailable
 
 
@@ -38,7 +40,7 @@ class StatusRoutes:
     async def models(self, _: Request) -> Response:
         """The base model, then its adapters with their parent."""
         cards = await self._cards()
-        return json_response({"object": "list", "data": list(cards.values())})
+        return json_response(ModelList(list(cards.values())))
 
     async def model(self, http: Request) -> Response:
         name, cards = http.path_params["model"], await self._cards()
@@ -46,19 +48,8 @@ class StatusRoutes:
             raise NotFound(f"the model {name!r} does not exist; served are {', '.join(cards)}")
         return json_response(cards[name])
 
-    async def _cards(self) -> dict[str, dict[str, object]]:
+    async def _cards(self) -> dict[str, ModelCard]:
         return {
-            card.id: {
-                "id": card.id,
-                "object": "model",
-                "created": self._started,
-                "owned_by": "lockstep",
-                "root": card.id,
-                "parent": card.parent,
-                "max_model_len": card.max_model_len,
-                "weight_version": card.weight_version,
-                "numerics": None if card.numerics is None else card.numerics.to_json(),
-                "permission": [],
-            }
+            card.id: replace(card, created=self._started, owned_by="lockstep", root=card.id)
             for card in await self._context.models.cards(fresh=True)
         }
