@@ -106,14 +106,16 @@ def check_plan(worker: NumericsPlan, trainer: NumericsPlan) -> None:
         )
 
 
-def _unready(wanted: Products, dim: int, *, portable: bool) -> str | None:
+def _unready(required: Products, dim: int, *, portable: bool) -> str | None:
     """Why this process cannot compute exactly, with the line that helps; None where it can."""
     in_time = make_reproducible(portable=portable)
     if portable and (problem := why_not_portable()):
         return f"portable arithmetic does not hold here: {problem}"
-    problem = why_unfit(dim, wanted)
-    if problem is None or in_time:
-        return problem and f"exact arithmetic does not hold on this CPU: {problem}"
+    problem = why_unfit(dim, required)
+    if problem is None:
+        return None
+    if in_time:
+        return f"exact arithmetic does not hold on this CPU: {problem}"
     return (
         f"exact arithmetic does not hold in this process: {problem}. It had computed before MKL "
         f"could be made reproducible: start it with `export MKL_CBWR={os.environ['MKL_CBWR']}`, or "
@@ -137,7 +139,7 @@ def _rotation(rotary: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Ten
 
 
 def products_of(config: Any) -> Products:
-    """The matrix products of a transformers model with this config: the engine's for its model."""
+    """The matrix products of a transformers model with this config, as the engine counts them."""
     heads, dim = config.num_attention_heads, _head_dim(config)
     layers = range(config.num_hidden_layers)
     experts = getattr(config, "num_experts", 0) or 0
@@ -156,15 +158,15 @@ def products_of(config: Any) -> Products:
 
 
 def rows_of(model: Any) -> int:
-    """The multiple to which sequences of this model are padded: the engine's, found the same way.
+    """The row multiple to which sequences of this model are padded: the engine's own.
 
     With adapters of PEFT on it, the multiple that holds for their ranks too.
     """
-    wanted = products_of(model.config.get_text_config())
-    found = [row_multiple(wanted)]
+    base = products_of(model.config.get_text_config())
+    multiples = [row_multiple(base)]
     for adapter in getattr(model, "peft_config", {}).values():
-        found.append(row_multiple(wanted.with_lora(adapter.r)))
-    return max(found) if all(found) else MULTIPLES[-1]
+        multiples.append(row_multiple(base.with_lora(adapter.r)))
+    return max(multiples) if all(multiples) else MULTIPLES[-1]
 
 
 def token_logprobs(

@@ -3,8 +3,8 @@
     directory = save_checkpoint(model, "/checkpoints/step-7", version="step-7")
 
 With a model that `exact.prepare` has seen, workers must reproduce the probe bit for bit. With any
-other, the fleet measures how closely each worker follows: the probe is larger then, and carries
-what the model said before its last step, so that a worker on the old weights is told apart.
+other, the fleet measures how closely each worker follows: the probe is larger then, and carries the
+model's logprobs from before its last step, so that a worker on the old weights is told apart.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lockstep.checkpoint.manifest import INDEX, PROBE, WEIGHTS, begin, mark_stab
 from lockstep.checkpoint.probe import LENGTHS, THOROUGH, Probe, builtin
 from lockstep.checkpoint.safetensors_file import TensorFile
 from lockstep.engine import exact
+from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.weights.digest import Digester
 from lockstep.tokens.ids import check_ids
 
@@ -35,8 +36,8 @@ log = logging.getLogger(__name__)
 CANDIDATES, CANDIDATE_TOKENS = 64, 64
 Scored = tuple[tuple[int, ...], tuple[float, ...]]
 """A sequence, and the logprob of each of its tokens after the first."""
-_said: weakref.WeakKeyDictionary[Any, tuple[Scored, ...]] = weakref.WeakKeyDictionary()
-"""What each model said of which sequences when it was asked last, for the probe after that."""
+_last_scores: weakref.WeakKeyDictionary[Any, tuple[Scored, ...]] = weakref.WeakKeyDictionary()
+"""What each model was scored on last, and its logprobs: `previous` of its next probe."""
 
 
 def write_probe(
@@ -49,13 +50,15 @@ def write_probe(
     adapter: str | None = None,
     previous: Probe | None = None,
 ) -> Probe:
-    """Writes probe.safetensors: what this model says of `sequences`, or of the built-in ones.
+    """Writes probe.safetensors: this model's logprobs of `sequences`, or of the built-in ones.
 
     The built-in ones are joined by more where experts would not take part without them.
     `tolerance` is 0 by default for an exact model (see `is_exact`), else it is measured by the
-    fleet. `previous` is the probe of the weights before; by default what this very model said when
-    it was asked last (`remember`, or the probe before this). Raises BadTokenId for ids outside the
-    vocabulary, CheckpointError for a model that computes NaN.
+    fleet. `previous` is the probe of the weights before; by default the logprobs of this very model
+    when it was scored last (`remember`, or the probe before this).
+
+    Raises BadTokenId for ids outside the vocabulary, CheckpointError for a model that computes NaN,
+    EngineFailure for a bf16 model whose products would end this process.
     """
     chosen = [list(ids) for ids in (_builtin(model) if sequences is None else sequences)]
     vocab_size = model.config.get_text_config().vocab_size
@@ -63,9 +66,9 @@ def write_probe(
         check_ids(ids, vocab_size, f"sequences[{at}]")
     if tolerance is None and is_exact(model):
         tolerance = 0.0
-    before = _said.get(model, ())
+    known = _last_scores.get(model, ())
     if previous is not None:
-        before = tuple(zip(previous.sequences, previous.logprobs, strict=True))
+        known = tuple(zip(previous.sequences, previous.logprobs, strict=True))
     scores = _score(model, chosen)
     probe = Probe(
         sequences=tuple(map(tuple, chosen)),
@@ -73,23 +76,23 @@ def write_probe(
         tolerance=tolerance,
         adapter=adapter,
         version=version,
-        previous=_before(chosen, dict(before)),
+        previous=_previous(chosen, dict(known)),
         dtype=str(model.dtype).removeprefix("torch."),
     )
     probe.write(Path(directory) / PROBE)
-    _said[model] = tuple(zip(probe.sequences, probe.logprobs, strict=True))
+    _last_scores[model] = tuple(zip(probe.sequences, probe.logprobs, strict=True))
     return probe
 
 
 def remember(model: Any) -> None:
-    """Takes note of what the model says now, for the first probe that is written of it.
+    """Keeps the logprobs that the model has now, for the first probe that is written of it.
 
     To be called before the first step, while the fleet serves these very weights: so the fleet can
     measure how closely its workers follow. Later probes do so by themselves.
     """
     chosen = _builtin(model)
     scores = _score(model, chosen)
-    _said[model] = tuple((tuple(i), tuple(s)) for i, s in zip(chosen, scores, strict=True))
+    _last_scores[model] = tuple((tuple(i), tuple(s)) for i, s in zip(chosen, scores, strict=True))
 
 
 def save_checkpoint(
@@ -165,17 +168,17 @@ def _builtin(model: Any) -> list[list[int]]:
     return covering(model, builtin(config.vocab_size, config.max_position_embeddings, shape))
 
 
-def _before(
+def _previous(
     sequences: list[list[int]], known: dict[tuple[int, ...], tuple[float, ...]]
 ) -> tuple[tuple[float, ...], ...] | None:
-    """What was said of these sequences before, NaN where nothing was; None where of none."""
+    """The logprobs of these sequences before, NaN where unknown; None where all are unknown."""
     rows = [known.get(tuple(ids), (math.nan,) * (len(ids) - 1)) for ids in sequences]
     return tuple(rows) if any(tuple(ids) in known for ids in sequences) else None
 
 
 def _score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
     """One sequence at a time, which bounds the memory that logits of a large vocabulary take."""
-    with _still(model):
+    with _evaluating(model):
         return [exact.token_logprobs(model, [ids])[0].tolist() for ids in sequences]
 
 
@@ -184,23 +187,28 @@ def _experts(model: Any, sequences: list[list[int]]) -> Tensor | None:
     config = model.config.get_text_config()
     if not getattr(config, "num_experts", 0):
         return None
-    found: Tensor | None = None
-    with _still(model):
+    reached: Tensor | None = None
+    with _evaluating(model):
         for ids in sequences:
             # What follows the last token is not scored, so its experts do not count.
-            given = torch.tensor([ids[:-1]], device=model.device)
-            routers = model(input_ids=given, use_cache=False, output_router_logits=True)
+            input_ids = torch.tensor([ids[:-1]], device=model.device)
+            routers = model(input_ids=input_ids, use_cache=False, output_router_logits=True)
             logits = torch.stack([layer.float().cpu() for layer in routers.router_logits])
             chosen = logits.topk(config.num_experts_per_tok, dim=-1).indices
             hit = torch.zeros(logits.shape[0], logits.shape[-1], dtype=torch.bool)
             hit.scatter_(1, chosen.flatten(1), True)
-            found = hit if found is None else found | hit
-    return found
+            reached = hit if reached is None else reached | hit
+    return reached
 
 
 @contextmanager
-def _still(model: Any) -> Iterator[None]:
-    """Without dropout and gradients, and afterwards as before."""
+def _evaluating(model: Any) -> Iterator[None]:
+    """Without dropout and gradients, and afterwards as before.
+
+    A bf16 product on a CPU that lists more than it allows ends the process: that is tried first.
+    """
+    if model.device.type == "cpu" and model.dtype != torch.float32:
+        make_bf16_safe()
     training = model.training
     model.eval()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -20,12 +21,28 @@ print(len(core.score(list(range(20)))), repr(core.plan.onednn), core.plan.arithm
 """
 
 
+SAVE = """
+import sys
+from transformers import AutoModelForCausalLM
+from lockstep.engine.probe import save_checkpoint
+from lockstep.models import bundled
+model = AutoModelForCausalLM.from_pretrained(bundled("tiny"), dtype="bfloat16")
+print(save_checkpoint(model, sys.argv[1]))
+"""
+
+
 def test_an_engine_in_bf16_survives_and_its_plan_says_what_it_took() -> None:
     done = child(CORE)
     assert done.returncode == 0, done.stderr
     count, limit, arithmetic = done.stdout.split()
     assert (count, arithmetic) == ("19", "close")
     assert limit == "''" or "oneDNN is held to" in done.stderr
+
+
+def test_a_trainer_that_saves_a_bf16_model_survives_its_probe(tmp_path: Path) -> None:
+    done = child(SAVE, str(tmp_path / "step"))
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    assert (tmp_path / "step" / "STABLE").exists()
 
 
 def test_a_limit_that_was_tried_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
