@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from lockstep.render import Renderer
+from tests import tokenizers
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,3 +41,29 @@ def requires_exact() -> None:
     report = selftest.run("tiny", module=False)
     if not report.exact:
         pytest.skip(f"no exact arithmetic here: {report.problem}")
+
+
+@pytest.fixture(scope="session")
+def renderer() -> Renderer:
+    """The renderer of the bundled tiny model."""
+    return Renderer.load("tiny")
+
+
+@pytest.fixture(scope="session")
+def template_renderer() -> Renderer:
+    """The same, dropping the thinking that the chat template drops."""
+    return Renderer.load("tiny", thinking="template")
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer() -> Callable[[str], Path]:
+    """A real tokenizer's directory; the test is skipped where it cannot be had."""
+
+    def obtain(name: str) -> Path:
+        try:
+            place: Path = tokenizers.directory(name)
+        except tokenizers.Unobtainable as why:
+            pytest.skip(str(why))
+        return place
+
+    return obtain

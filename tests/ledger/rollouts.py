@@ -158,7 +158,7 @@ def sampled_as(
     """
     close = renderer.stop_token_ids[0]
     plain = plain_messages([*history, message, *after])
-    whole = renderer.render_plain(plain, plain_tools(tools), ask=False)
+    whole = renderer.render_plain(plain, plain_tools(tools), add_generation_prompt=False)
     if whole[: len(prompt)] != prompt:
         return [*renderer.encode(message["content"]), close]
     rest = whole[len(prompt) :]

@@ -170,7 +170,7 @@ def test_a_call_keeps_its_id_while_it_streams(renderer: Renderer) -> None:
 
 def test_reasoning_cut_short_is_said(renderer: Renderer) -> None:
     answer = parse(renderer, "<think>\nI was just")
-    assert answer.reasoning == "\nI was just"
+    assert answer.reasoning == "I was just"
     assert answer.reasoning_complete is False
 
 

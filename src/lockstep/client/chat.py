@@ -14,7 +14,6 @@ from lockstep.client.turn import Turn
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
 from lockstep.ledger.breaks import CLIENT_BREAKS, check_breaks
 from lockstep.render import Renderer
-from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
 
@@ -168,7 +167,7 @@ class Chat:
         said = [*plan.partial, *completion.token_ids]
         opened = plan.prompt_ids[: len(plan.prompt_ids) - len(plan.partial)]
         tools = self.tools if self.call_tools is None else self.call_tools
-        answer = await read_completion_async(renderer, said, tools, opened)
+        answer = await renderer.parse_async(said, tools, prompt_ids=opened)
         turn = Turn.of(plan, answer, completion)
         node = self.ledger.commit(plan, completion, turn.message)
         self._last = turn, node

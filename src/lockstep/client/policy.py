@@ -18,7 +18,6 @@ from lockstep.client.turn import Scores, Turn
 from lockstep.ledger import Breaks, PromptPlan
 from lockstep.ledger.breaks import CLIENT_BREAKS
 from lockstep.render import Renderer, Thinking
-from lockstep.render.reading import read_completion_async
 from lockstep.tokens import Completion, LockstepError
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
 
@@ -70,7 +69,7 @@ class Policy:
         plan = PromptPlan(prompt_ids=ids, parent=None, given=(), tools=b"")
         turns = []
         for done in await self.transport.generate(ask):
-            answer = await read_completion_async(renderer, done.token_ids, tools, ids)
+            answer = await renderer.parse_async(done.token_ids, tools, prompt_ids=ids)
             turns.append(Turn.of(plan, answer, done))
         return turns
 

@@ -11,16 +11,16 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.render.family import TOOL
+from lockstep.render.family import TOOL, probe_tails
 from lockstep.render.messages import Plain
 from lockstep.render.template import Template
 from lockstep.tokens.errors import BadRequest
 
 log = logging.getLogger(__name__)
 
-SAID = "BRIDGEANSWER"
-_ASK: Plain = {"role": "user", "content": "Question."}
-_PLAIN: Plain = {"role": "assistant", "content": SAID}
+DUMMY = "BRIDGEANSWER"
+_QUESTION: Plain = {"role": "user", "content": "Question."}
+_PLAIN: Plain = {"role": "assistant", "content": DUMMY}
 _CALL: Plain = {
     "role": "assistant",
     "content": "",
@@ -28,7 +28,7 @@ _CALL: Plain = {
         {
             "id": "q1w2e3r4t",
             "type": "function",
-            "function": {"name": "look_up", "arguments": {"word": SAID}},
+            "function": {"name": "look_up", "arguments": {"word": DUMMY}},
         }
     ],
 }
@@ -61,7 +61,7 @@ class FamilyBridge:
                 prompt_ids, completion_ids, messages, tools=tools
             )
         except Exception:
-            # Third-party code over a caller's messages; the template bridge is asked next, and
+            # Third-party code over a caller's messages; the template bridge is tried next, and
             # if that fails too the caller sees a recorded break.
             log.debug("%s cannot bridge", type(self._renderer).__name__, exc_info=True)
             return None
@@ -73,6 +73,28 @@ class FamilyBridge:
         if ids[: len(prompt_ids)] != prompt_ids or ids[len(prompt_ids) : before] != completion_ids:
             return None
         return ids[before:]
+
+    def agrees_with(self, template: Template, close: int | None) -> bool:
+        """Whether it writes what the template writes, wherever the template only appends.
+
+        `close` is the token that ends an assistant turn.
+        """
+        if not template.source:
+            return True
+        for history, reply, new, tools in probe_tails():
+            if not template.accepts([*history, reply, *new], tools):
+                continue
+            prompt = template.ids(history, tools, add_generation_prompt=True)
+            whole = template.ids([*history, reply, *new], tools, add_generation_prompt=True)
+            closes = (at + 1 for at in range(len(prompt), len(whole)) if whole[at] == close)
+            end = next(closes, None)
+            if whole[: len(prompt)] != prompt or end is None:
+                continue
+            extension = self.extend(prompt, whole[len(prompt) : end], new, tools)
+            # A family that declines here is tried again on the real turn; a wrong one never is.
+            if extension is not None and extension != whole[end:]:
+                return False
+        return True
 
 
 class TemplateBridge:
@@ -131,15 +153,15 @@ class TemplateBridge:
         return [self.close]
 
     def _dummy(self, pattern: tuple[str, ...], after_tool: bool) -> Plain | None:
-        """The dummy answer that bridges to this pattern of roles, found and checked once."""
+        """The dummy reply that bridges to this pattern of roles, found and checked once."""
         key = (pattern, after_tool)
         if key not in self._checked:
-            answers = (_CALL, _PLAIN) if pattern[0] == "tool" else (_PLAIN,)
-            passed = (each for each in answers if self._passes(each, pattern, after_tool))
+            replies = (_CALL, _PLAIN) if pattern[0] == "tool" else (_PLAIN,)
+            passed = (each for each in replies if self._passes(each, pattern, after_tool))
             self._checked[key] = next(passed, None)
         return self._checked[key]
 
-    def _passes(self, answer: Plain, pattern: tuple[str, ...], after_tool: bool) -> bool:
+    def _passes(self, reply: Plain, pattern: tuple[str, ...], after_tool: bool) -> bool:
         messages = [
             {**_RESULT, "content": f"Result {at}."}
             if role == "tool"
@@ -148,12 +170,12 @@ class TemplateBridge:
         ]
         rests = set()
         try:
-            rest = self._rest(_history(after_tool), answer, messages, None)
+            rest = self._rest(_history(after_tool), reply, messages, None)
             rests.add(rest)
             for history in _histories(after_tool):
                 for tools in (None, [TOOL]):
                     if self._template.accepts(history, tools):
-                        rests.add(self._rest(history, answer, messages, tools))
+                        rests.add(self._rest(history, reply, messages, tools))
         except BadRequest:
             return False
         return None not in rests and len(rests) == 1
@@ -161,26 +183,30 @@ class TemplateBridge:
     def _rest(
         self,
         history: list[Plain],
-        answer: Plain,
+        reply: Plain,
         messages: list[Plain],
         tools: list[Plain] | None,
     ) -> str | None:
-        """The text after the close of the dummy answer, or None when it cannot be told apart."""
-        text = self._template.text([*history, answer, *messages], tools, ask=True)
-        said = text.find(SAID)
-        closed = text.find(self._close_text, said) if said >= 0 and self._close_text else -1
+        """The text after the close of the dummy reply, or None when it cannot be told apart."""
+        text = self._template.text([*history, reply, *messages], tools, add_generation_prompt=True)
+        start = text.find(DUMMY)
+        closed = text.find(self._close_text, start) if start >= 0 and self._close_text else -1
         # A template that moves new messages to the front does not append.
-        if closed < 0 or not text.startswith(self._template.text(history, tools, ask=False)):
+        if closed < 0 or not text.startswith(
+            self._template.text(history, tools, add_generation_prompt=False)
+        ):
             return None
         return text[closed + len(self._close_text) :]
 
     def _find_close(self) -> int | None:
         """The special token that ends an assistant turn, or None when text alone ends it."""
         try:
-            text = self._template.text([_ASK, _PLAIN], None, ask=False)
+            text = self._template.text([_QUESTION, _PLAIN], None, add_generation_prompt=False)
         except BadRequest:
             return None
-        after = self._template.encode(text[text.find(SAID) + len(SAID) :]) if SAID in text else []
+        after = (
+            self._template.encode(text[text.find(DUMMY) + len(DUMMY) :]) if DUMMY in text else []
+        )
         added = getattr(self._template.tokenizer, "added_tokens_decoder", {})
         return after[0] if after and after[0] in added else None
 
@@ -202,7 +228,7 @@ def _pattern(messages: list[Plain]) -> tuple[str, ...]:
 
 
 def _history(after_tool: bool) -> list[Plain]:
-    return [_ASK, _OTHER_CALL, _RESULT, _OTHER, _ASK] if after_tool else [_ASK]
+    return [_QUESTION, _OTHER_CALL, _RESULT, _OTHER, _QUESTION] if after_tool else [_QUESTION]
 
 
 def _histories(after_tool: bool) -> list[list[Plain]]:

@@ -30,8 +30,8 @@ TOOL: Plain = {
 }
 _USER: Plain = {"role": "user", "content": "What is 2 + 2?"}
 _MORE: Plain = {"role": "user", "content": "And 3 + 3?"}
-_SAID: Plain = {"role": "assistant", "content": "It is 4."}
-_THOUGHT: Plain = {**_SAID, "reasoning_content": "Two and two."}
+_REPLY: Plain = {"role": "assistant", "content": "It is 4."}
+_THOUGHT: Plain = {**_REPLY, "reasoning_content": "Two and two."}
 _CALL: Plain = {
     "role": "assistant",
     "content": "",
@@ -51,14 +51,14 @@ _RESULT: Plain = {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "4"}
 PROBES: tuple[tuple[list[Plain], list[Plain] | None, bool], ...] = (
     ([_USER], None, True),
     ([{"role": "system", "content": "Be brief."}, _USER], None, True),
-    ([_USER, _SAID], None, False),
-    ([_USER, _SAID, _MORE], None, True),
+    ([_USER, _REPLY], None, False),
+    ([_USER, _REPLY, _MORE], None, True),
     ([_USER, _THOUGHT, _MORE], None, True),
     ([_USER], [TOOL], True),
     ([_USER, _CALL, _RESULT], [TOOL], True),
-    ([_USER, _CALL, _RESULT, _SAID, _MORE], [TOOL], True),
+    ([_USER, _CALL, _RESULT, _REPLY, _MORE], [TOOL], True),
 )
-"""Conversations (messages, tools, whether to ask for an answer) that tell families apart."""
+"""Conversations (messages, tools, add_generation_prompt) that tell families apart."""
 
 
 def find_family(template: Template, hint: str = "") -> str | None:
@@ -102,7 +102,7 @@ def make_family(
 
 
 def plain_family(template: Template) -> Any:
-    """The renderer for a template that no family writes: it parses answers, and bridges nothing."""
+    """The renderer for a template that no family writes: it parses, and bridges nothing."""
     import renderers
 
     source = template.source
@@ -129,21 +129,21 @@ def config_classes() -> dict[str, Any]:
         ) from error
 
     base: Any = configs.BaseRendererConfig
-    found: dict[str, Any] = {}
+    families: dict[str, Any] = {}
     for value in vars(configs).values():
         if isinstance(value, type) and issubclass(value, base):
             fields: dict[str, Any] = getattr(value, "model_fields", {})
             if "name" in fields and isinstance(fields["name"].default, str):
-                found[fields["name"].default] = value
-    return {name: value for name, value in found.items() if name not in NOT_FAMILIES}
+                families[fields["name"].default] = value
+    return {name: value for name, value in families.items() if name not in NOT_FAMILIES}
 
 
 def _template_ids(
     template: Template, probe: tuple[list[Plain], list[Plain] | None, bool]
 ) -> list[int] | None:
-    messages, tools, ask = probe
+    messages, tools, add_generation_prompt = probe
     try:
-        return template.ids(messages, tools, ask=ask)
+        return template.ids(messages, tools, add_generation_prompt=add_generation_prompt)
     except BadRequest:
         return None  # not every template takes tools or a system message
 
@@ -160,9 +160,11 @@ def _attempt(tokenizer: Any, name: str, kwargs: Mapping[str, Any]) -> Any:
 def _writes(
     renderer: Any, probe: tuple[list[Plain], list[Plain] | None, bool], expected: list[int]
 ) -> bool:
-    messages, tools, ask = probe
+    messages, tools, add_generation_prompt = probe
     try:
-        ids = renderer.render_ids(messages, tools=tools, add_generation_prompt=ask)
+        ids = renderer.render_ids(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
     except Exception:
         log.debug("%s cannot render a probe", type(renderer).__name__, exc_info=True)
         return False
@@ -170,8 +172,8 @@ def _writes(
 
 
 def probe_tails() -> Iterator[tuple[list[Plain], Plain, list[Plain], list[Plain] | None]]:
-    """Turns to check a bridge on: history, answer, new messages, tools."""
-    yield [_USER], _SAID, [_MORE], None
-    yield [_USER, _SAID, _MORE], _SAID, [_USER], None
+    """Turns to check a bridge on: history, reply, new messages, tools."""
+    yield [_USER], _REPLY, [_MORE], None
+    yield [_USER, _REPLY, _MORE], _REPLY, [_USER], None
     yield [_USER], _CALL, [_RESULT], [TOOL]
-    yield [_USER, _CALL, _RESULT], _SAID, [_MORE], [TOOL]
+    yield [_USER, _CALL, _RESULT], _REPLY, [_MORE], [TOOL]

@@ -1,7 +1,7 @@
-"""Messages to token ids and back, for one model: its template, its family, its bridge.
+"""Turns messages into token ids and back, in the chat format of one model.
 
 The tokenizer's chat template is the truth about a whole conversation. The family, where one writes
-exactly what that template writes, parses answers and bridges turns; otherwise the template does
+exactly what that template writes, parses completions and bridges turns; otherwise the template does
 what a template can.
 """
 
@@ -14,13 +14,14 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from lockstep.models import bundled
 from lockstep.protocol.common.lazy_ids import PlannedIds
 from lockstep.render.bridge import FamilyBridge, TemplateBridge
-from lockstep.render.family import find_family, make_family, plain_family, probe_tails
+from lockstep.render.family import find_family, make_family, plain_family
 from lockstep.render.fast_tokenizer import FastTokenizer
 from lockstep.render.messages import Plain, plain_messages, plain_tools
 from lockstep.render.parsed_message import ParsedMessage, parse_message, unparsed_message
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 THREADS = 4
 """Enough that a long render does not hold up short ones; the interpreter runs one at a time."""
+LONG = 2000
+"""Tokens from which on a completion is parsed off the event loop."""
 
 
 class Renderer:
@@ -64,8 +67,8 @@ class Renderer:
         self.tokenizer = tokenizer
         self.thinking: Thinking = thinking
         self.pieces = TokenBytesTable(tokenizer)
-        slim = FastTokenizer(tokenizer)
-        self.template = Template(slim, template_kwargs)
+        fast = FastTokenizer(tokenizer)
+        self.template = Template(fast, template_kwargs)
         if not self.template.source and family is None:
             raise BadRequest(
                 "the tokenizer has no chat template; pass family= to name its format",
@@ -73,12 +76,12 @@ class Renderer:
             )
         self.family = family or find_family(self.template, model_type)
         self._renderer = (
-            make_family(slim, self.family, self.template.kwargs, keep_thinking=thinking == "keep")
+            make_family(fast, self.family, self.template.kwargs, keep_thinking=thinking == "keep")
             if self.family
             else plain_family(self.template)
         )
         self._template_bridge = TemplateBridge(self.template) if self.template.source else None
-        self._family_bridge = FamilyBridge(self._renderer) if self._family_bridges() else None
+        self._family_bridge = self._make_family_bridge()
         self.stop_token_ids = self._stop_token_ids(stop_token_ids)
         self._thought_ids = frozenset(
             ids[0]
@@ -113,21 +116,37 @@ class Renderer:
         return "template" if self._template_bridge and self._template_bridge.works else None
 
     def render(
-        self, messages: Iterable[Any], tools: Iterable[Any] | None = None, *, ask: bool = True
+        self,
+        messages: Iterable[Any],
+        tools: Iterable[Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
-        """The ids of a whole conversation, by default opened for an answer.
+        """The ids of a whole conversation, by default opened for the assistant's turn.
 
         Raises BadRequest that names the message, or says what the template refused.
         """
-        return self.render_plain(plain_messages(messages), plain_tools(tools), ask=ask)
+        return self.render_plain(
+            plain_messages(messages),
+            plain_tools(tools),
+            add_generation_prompt=add_generation_prompt,
+        )
 
     def render_plain(
-        self, messages: list[Plain], tools: list[Plain] | None, *, ask: bool = True
+        self,
+        messages: list[Plain],
+        tools: list[Plain] | None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """`render` for messages that `plain_messages` has read already."""
         if self.template.source:
-            return self.template.ids(messages, tools, ask=ask)
-        return list(self._renderer.render_ids(messages, tools=tools, add_generation_prompt=ask))
+            return self.template.ids(messages, tools, add_generation_prompt=add_generation_prompt)
+        return list(
+            self._renderer.render_ids(
+                messages, tools=tools, add_generation_prompt=add_generation_prompt
+            )
+        )
 
     def extend(
         self,
@@ -139,11 +158,11 @@ class Renderer:
         after_tool: bool = False,
         family_only: bool = False,
     ) -> list[int] | None:
-        """What to append to a turn so that the new messages are asked.
+        """What to append to a turn so that the new messages follow it.
 
         Of the prompt only the part after the turn before is needed: its cost is that of what is
         new, however long the conversation. None when there is no exact way on; none of these ids
-        was sampled. `family_only` asks only the family, which with thinking="template" declines
+        was sampled. `family_only` tries the family only, which with thinking="template" declines
         where the template drops thinking.
         """
         if self._family_bridge is not None:
@@ -162,21 +181,68 @@ class Renderer:
         tools: Iterable[Any] | None = None,
         *,
         prompt_ids: Sequence[int] = (),
+        verbatim: bool = False,
     ) -> ParsedMessage:
-        """What the format's parser finds in the sampled ids; `reading.read_completion` is what
-        an answer says. The prompt tells whether it opened the thinking already."""
-        read = plain_tools(tools)
-        # Only its last opening of a turn tells, and that is in what follows the turn before.
+        """The message that sampled ids spell, without the space around its parts.
+
+        Client and gateway, whole and streamed responses all end here. Without `tools` nothing is a
+        call: what looks like one is content. The prompt tells whether it opened the thinking
+        already. `verbatim` takes everything as content, space and all: the rest of a message that
+        somebody else began.
+        """
+        if verbatim:
+            return ParsedMessage(self.decode(self._before_stop(token_ids)))
+        specs = plain_tools(tools)
+        message = self.parse_partial(token_ids, specs, prompt_ids=prompt_ids)
+        content = message.content
+        if message.calls and not specs:
+            starts = [call.span[0] for call in message.calls if call.span is not None]
+            written = self._before_stop(token_ids)[min(starts) :] if starts else []
+            content = f"{content}\n{self.decode(written)}"
+            message = replace(message, calls=())
+        reasoning = (message.reasoning or "").strip() or None
+        return replace(message, content=content.strip(), reasoning=reasoning)
+
+    async def parse_async(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Any] | None = None,
+        *,
+        prompt_ids: Sequence[int] = (),
+        verbatim: bool = False,
+    ) -> ParsedMessage:
+        """`parse`; a long completion is read off the event loop."""
+        if len(token_ids) < LONG:
+            return self.parse(token_ids, tools, prompt_ids=prompt_ids, verbatim=verbatim)
+        return await self.offload(
+            self.parse, token_ids, tools, prompt_ids=prompt_ids, verbatim=verbatim
+        )
+
+    def parse_partial(
+        self, token_ids: Sequence[int], tools: list[Plain] | None, *, prompt_ids: Sequence[int]
+    ) -> ParsedMessage:
+        """What the format's own parser makes of ids that may go on, space and all.
+
+        Calls are listed even without tools. For the streaming parser, which must know what is open.
+        """
+        # Only the last opening of a turn matters, and it is in what follows the turn before.
         tail = prompt_ids.added if isinstance(prompt_ids, PlannedIds) else list(prompt_ids)
         try:
             parsed = self._renderer.parse_response(
-                list(token_ids), tools=read, prompt_ids=tail or None
+                list(token_ids), tools=tools, prompt_ids=tail or None
             )
         except (ValueError, RecursionError):
             # JSON that no reader takes, such as a number of 5,000 digits or 1,000 open brackets.
             ends = self.stop_token_ids
             return unparsed_message(self.decode(t for t in token_ids if t not in ends), prompt_ids)
-        return parse_message(parsed, token_ids, read, prompt_ids)
+        return parse_message(parsed, token_ids, tools, prompt_ids)
+
+    def _before_stop(self, token_ids: Sequence[int]) -> list[int]:
+        end = next(
+            (at for at, token in enumerate(token_ids) if token in self.stop_token_ids),
+            len(token_ids),
+        )
+        return list(token_ids[:end])
 
     def thinks(self, token_ids: Iterable[int]) -> bool:
         """Whether the ids hold a mark that opens or closes thinking."""
@@ -196,41 +262,30 @@ class Renderer:
         return await loop.run_in_executor(_threads(), functools.partial(work, *args, **kwargs))
 
     async def render_async(
-        self, messages: Iterable[Any], tools: Iterable[Any] | None = None, *, ask: bool = True
+        self,
+        messages: Iterable[Any],
+        tools: Iterable[Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
     ) -> list[int]:
-        return await self.offload(self.render, messages, tools, ask=ask)
+        return await self.offload(
+            self.render, messages, tools, add_generation_prompt=add_generation_prompt
+        )
 
-    def _family_bridges(self) -> bool:
-        """Whether the family's bridge writes what the template writes, where that appends."""
+    def _make_family_bridge(self) -> FamilyBridge | None:
+        """The family's bridge, where it writes what the template writes."""
         if not self.family:
-            return False
+            return None
         bridge = FamilyBridge(self._renderer)
-        if not self.template.source:
-            return True
-        for history, answer, new, tools in probe_tails():
-            if not self.template.accepts([*history, answer, *new], tools):
-                continue
-            prompt = self.template.ids(history, tools, ask=True)
-            whole = self.template.ids([*history, answer, *new], tools, ask=True)
-            closed = self._after_close(whole, len(prompt))
-            if whole[: len(prompt)] != prompt or closed is None:
-                continue
-            extension = bridge.extend(prompt, whole[len(prompt) : closed], new, tools)
-            # A family that declines here is asked again on the real turn; a wrong one never is.
-            if extension is not None and extension != whole[closed:]:
-                return False
-        return True
-
-    def _after_close(self, ids: list[int], start: int) -> int | None:
         close = self._template_bridge.close if self._template_bridge else None
-        return next((at + 1 for at in range(start, len(ids)) if ids[at] == close), None)
+        return bridge if bridge.agrees_with(self.template, close) else None
 
     def _stop_token_ids(self, more: Iterable[int]) -> tuple[int, ...]:
         """The family's, the tokenizer's and the template's: whatever ends an assistant turn."""
-        found = [*self._renderer.get_stop_token_ids(), self.tokenizer.eos_token_id]
+        ends = [*self._renderer.get_stop_token_ids(), self.tokenizer.eos_token_id]
         if self._template_bridge is not None:
-            found.append(self._template_bridge.close)
-        return tuple(dict.fromkeys(int(each) for each in (*found, *more) if each is not None))
+            ends.append(self._template_bridge.close)
+        return tuple(dict.fromkeys(int(each) for each in (*ends, *more) if each is not None))
 
 
 # Threads that miss the cache at once would each load the tokenizer, and importing transformers in

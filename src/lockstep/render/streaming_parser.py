@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from lockstep.render.messages import plain_tools
 from lockstep.render.parsed_message import Call, ParsedMessage
-from lockstep.render.reading import read_completion
 from lockstep.render.renderer import Renderer
 from lockstep.tokens.errors import ContractError
 
@@ -59,7 +59,7 @@ class StreamingParser:
         verbatim: bool = False,
     ) -> None:
         self._renderer = renderer
-        self._tools = tools
+        self._tools = plain_tools(tools)
         self._prompt_ids = prompt_ids
         self._verbatim = verbatim
         self._marks = _marks(renderer)
@@ -90,8 +90,8 @@ class StreamingParser:
 
         Raises ContractError when what was said is no part of it: nothing can be taken back.
         """
-        answer = read_completion(
-            self._renderer, token_ids, self._tools, self._prompt_ids, verbatim=self._verbatim
+        answer = self._renderer.parse(
+            token_ids, self._tools, prompt_ids=self._prompt_ids, verbatim=self._verbatim
         )
         said = str(answer.message()["content"])
         return answer, self._advance(said, answer.reasoning or "", answer.tool_calls)
@@ -202,7 +202,7 @@ class StreamingParser:
         return part
 
     def _parse(self) -> ParsedMessage:
-        return self._renderer.parse(self._ids, self._tools, prompt_ids=self._prompt_ids)
+        return self._renderer.parse_partial(self._ids, self._tools, prompt_ids=self._prompt_ids)
 
 
 def _shown(answer: ParsedMessage) -> str:

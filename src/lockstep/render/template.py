@@ -27,15 +27,22 @@ class Template:
         self._text_arguments, self._none_content = _STYLES[0]
         self._text_arguments, self._none_content = self._find_style()
 
-    def text(self, messages: Sequence[Plain], tools: list[Plain] | None, *, ask: bool) -> str:
-        """The conversation as text; `ask` ends it with the opening of an assistant turn.
+    def text(
+        self, messages: Sequence[Plain], tools: list[Plain] | None, *, add_generation_prompt: bool
+    ) -> str:
+        """The conversation as text.
 
-        Raises BadRequest when the template refuses these messages.
+        `add_generation_prompt` ends it with the opening of an assistant turn. Raises BadRequest
+        when the template refuses these messages.
         """
         spelled = [self._spell(message) for message in messages]
         try:
             rendered = self.tokenizer.apply_chat_template(
-                spelled, tools=tools, add_generation_prompt=ask, tokenize=False, **self.kwargs
+                spelled,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.kwargs,
             )
         except Exception as error:
             # A template is a program of its own: whatever it raises means that it refused.
@@ -44,9 +51,11 @@ class Template:
             ) from error
         return str(rendered)
 
-    def ids(self, messages: Sequence[Plain], tools: list[Plain] | None, *, ask: bool) -> list[int]:
+    def ids(
+        self, messages: Sequence[Plain], tools: list[Plain] | None, *, add_generation_prompt: bool
+    ) -> list[int]:
         """The conversation as token ids. Raises BadRequest like `text`."""
-        return self.encode(self.text(messages, tools, ask=ask))
+        return self.encode(self.text(messages, tools, add_generation_prompt=add_generation_prompt))
 
     def encode(self, text: str) -> list[int]:
         """The ids of template text: nothing is added in front or behind.
@@ -63,7 +72,7 @@ class Template:
 
     def accepts(self, messages: Sequence[Plain], tools: list[Plain] | None) -> bool:
         try:
-            self.text(messages, tools, ask=True)
+            self.text(messages, tools, add_generation_prompt=True)
         except BadRequest:
             return False
         return True
@@ -106,7 +115,7 @@ class Template:
         for style in _STYLES:
             self._text_arguments, self._none_content = style
             try:
-                text = self.text(probe, None, ask=False)
+                text = self.text(probe, None, add_generation_prompt=False)
             except BadRequest:
                 continue
             if _NAME in text and _VALUE in text:

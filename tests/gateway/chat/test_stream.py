@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.render import Renderer
-from lockstep.render.reading import read_completion
 from lockstep.render.streaming_parser import StreamingParser
 from lockstep.tokens.errors import ContractError
 
@@ -51,7 +50,7 @@ def test_parts_add_up_to_the_whole(
         ids += [part] if isinstance(part, int) else renderer.encode(part)
     prompt = renderer.render([{"role": "user", "content": "x"}]) + renderer.encode(opening)
     tools = TOOLS if with_tools else None
-    whole = read_completion(renderer, ids, tools, prompt, verbatim=verbatim)
+    whole = renderer.parse(ids, tools, prompt_ids=prompt, verbatim=verbatim)
     unfolding = StreamingParser(renderer, tools, prompt, verbatim=verbatim)
     content, reasoning, calls, at = "", "", [], 0
     cut = random.Random(seed)

@@ -80,7 +80,7 @@ async def test_a_prompt_gets_special_tokens_by_default_and_a_chat_does_not(
 
 async def test_the_flags_of_a_chat_are_vllms(client: Client, renderer: Renderer) -> None:
     closed = await client.tokens(messages=HI, add_generation_prompt=False)
-    assert closed["tokens"] == renderer.render(HI, ask=False)
+    assert closed["tokens"] == renderer.render(HI, add_generation_prompt=False)
     tools = await client.tokens(messages=HI, tools=TOOLS)
     assert tools["tokens"] == renderer.render(HI, TOOLS)
     quiet = await client.tokens(messages=HI, chat_template_kwargs={"enable_thinking": False})

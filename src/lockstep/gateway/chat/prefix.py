@@ -159,8 +159,8 @@ def _split(
 ) -> KeptIds:
     """Where the last assistant turn begins: after the last place that opens one."""
     before = messages[:turn] or [{"role": "user", "content": ""}]
-    closed = renderer.render_plain(before, tools, ask=False)
-    opening = renderer.render_plain(before, tools, ask=True)[len(closed) :]
+    closed = renderer.render_plain(before, tools, add_generation_prompt=False)
+    opening = renderer.render_plain(before, tools, add_generation_prompt=True)[len(closed) :]
     for at in range(len(ids) - len(opening), -1, -1):
         if opening and ids[at : at + len(opening)] == opening:
             cut = at + len(opening)
@@ -181,7 +181,7 @@ def _check_fits(
     """
     first = next(at for at, message in enumerate(messages) if message["role"] == "assistant")
     if first:
-        opening = renderer.render_plain(messages[:first], tools, ask=True)
+        opening = renderer.render_plain(messages[:first], tools, add_generation_prompt=True)
         if kept.prompt_ids[: len(opening)] != opening:
             raise BadRequest(
                 f"{kept.field}: the ids do not start with the {len(opening)} ids of the messages "

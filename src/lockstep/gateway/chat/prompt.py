@@ -56,7 +56,9 @@ def _rendered(chat: ChatRequest, renderer: Renderer, kept: KeptIds | None) -> li
         return prefixed(chat, kept, renderer)
     if chat.continues:
         return continued(chat, renderer)
-    return renderer.render(chat.messages, chat.tools, ask=chat.add_generation_prompt is not False)
+    return renderer.render(
+        chat.messages, chat.tools, add_generation_prompt=chat.add_generation_prompt is not False
+    )
 
 
 def continued(chat: ChatRequest, renderer: Renderer) -> list[int]:
@@ -79,7 +81,7 @@ def continued(chat: ChatRequest, renderer: Renderer) -> list[int]:
             "/v1/completions",
             param="continue_final_message",
         )
-    text = renderer.template.text(messages, tools, ask=False)
+    text = renderer.template.text(messages, tools, add_generation_prompt=False)
     # Templates strip the space around a message; the model goes on after what the caller wrote.
     at = text.rfind(content.strip())
     if at < 0:

@@ -16,7 +16,6 @@ from lockstep.protocol.dynamo.nvext import Timing
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.openai.chat_response import ChatReply, ChatResponseShape
 from lockstep.render import ParsedMessage, Renderer
-from lockstep.render.reading import read_completion_async
 from lockstep.render.streaming_parser import StreamingParser
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import Misaligned
@@ -60,11 +59,10 @@ class ChatTurn:
         sent = self.request.prompt_ids
         if completion.prompt_ids is not sent and completion.prompt_ids != sent:
             raise Misaligned("the completion is of another prompt than the one that was sent")
-        parsed = await read_completion_async(
-            self.renderer,
+        parsed = await self.renderer.parse_async(
             completion.token_ids,
             self.tools,
-            self.request.prompt_ids,
+            prompt_ids=self.request.prompt_ids,
             verbatim=self.chat.continues,
         )
         return reply(completion, parsed)
