@@ -37,6 +37,15 @@ async def test_a_probe_does_not_take_the_engines_turn_unless_it_is_paused(
         await Prober(engine).score_all(SEQUENCES)
 
 
+@pytest.mark.parametrize("length", [2, 63, 64, 65, 255, 256])
+async def test_sequences_of_any_length_are_scored_in_slots_that_are_no_longer_than_they_need(
+    engine: Engine, length: int
+) -> None:
+    sequences = [[(7 * at + seed) % 500 for at in range(length)] for seed in range(30)]
+    expected = await engine.score_all(sequences)
+    assert (await Prober(engine).score_all(sequences)).logprobs == expected
+
+
 async def test_what_is_staged_is_scored_as_the_engine_scores_it_and_not_kept(
     engine: Engine, checkpoint: Callable[..., Path]
 ) -> None:

@@ -11,9 +11,11 @@ from torch import Tensor
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.lora import Adapter
 from lockstep.engine.model.model import Model, Segment
-from lockstep.engine.sampler import score
 from lockstep.engine.weights.weights import Weights
 from lockstep.tokens.errors import BadLogprob
+
+LOGIT_ROWS = 256
+"""Rows whose logits are held at once: 160 MB of them with a vocabulary of 150,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +73,33 @@ def score_sequences(
                 cache.wipe(piece.slot)
             raise BadLogprob(f"version {weights.version!r} gives no finite logprobs")
         row = 0
+        values = _scores(model, weights, hidden, _targets(sequences, pieces))
         for piece in pieces:
-            if targets := sequences[piece.at][piece.start + 1 : piece.end + 1]:
-                chosen, _ = score(*logprobs_of(model, weights, hidden, row, targets))
-                results[piece.at] += chosen.tolist()
+            scored = sequences[piece.at][piece.start + 1 : piece.end + 1]
+            results[piece.at] += values[row : row + len(scored)]
             row += piece.end - piece.start
     return results
+
+
+def _targets(sequences: list[list[int]], pieces: list[_Piece]) -> list[int]:
+    """The token after each row of a batch. The last row of a sequence has none: any will do."""
+    targets: list[int] = []
+    for piece in pieces:
+        ids = sequences[piece.at]
+        targets += ids[piece.start + 1 : piece.end + 1]
+        targets += [0] * (piece.end == len(ids))
+    return targets
+
+
+def _scores(model: Model, weights: Weights, hidden: Tensor, targets: list[int]) -> list[float]:
+    """The logprob of each row's target."""
+    values: list[float] = []
+    # Many rows at once, whatever sequences they are of; not all, as a row has a whole vocabulary.
+    for start in range(0, len(targets), LOGIT_ROWS):
+        chosen = targets[start : start + LOGIT_ROWS]
+        logprobs, ids = logprobs_of(model, weights, hidden, start, chosen)
+        values += logprobs.gather(-1, ids[:, None]).squeeze(-1).tolist()
+    return values
 
 
 def _batches(sequences: list[list[int]], free: range, budget: int) -> Iterator[list[_Piece]]:

@@ -22,7 +22,8 @@ from lockstep.engine.weights.weights import Weights
 from lockstep.tokens.errors import Conflict, EngineFailure
 
 SLOTS = 8
-"""Sequences that are scored at once."""
+"""Sequences of the engine's full length that a probe may take memory for; of short ones, more are
+scored at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +114,14 @@ class Prober:
     ) -> list[list[float]]:
         core, options = self._engine.core, self._engine.options
         torch.set_num_threads(options.threads)
-        few = replace(options, max_seqs=min(SLOTS, len(sequences)))
+        longest, whole = max(map(len, sequences)), core.cache.k.shape[-2]
+        # Slots as long as these sequences need: the engine's own, most of which would stay empty,
+        # take longer to zero than a probe to compute.
+        capacity = core.model.arithmetic.keys(longest)
+        slots = min(len(sequences), SLOTS * whole // capacity)
         with torch.inference_mode():
-            # A cache of its own, as long as the engine's: its arithmetic counts on that length.
-            cache = SlotCache(core.config, few, core.cache.k.shape[-2], core.served.dtype)
+            few = replace(options, max_seqs=slots)
+            cache = SlotCache(core.config, few, capacity, core.served.dtype)
             return score_sequences(
                 core.model,
                 weights,
