@@ -1,26 +1,21 @@
-"""Dynamo from the shell: `lockstep dynamo up`, and the fleet of `lockstep gateway --dynamo`."""
+"""`lockstep dynamo up`: a Dynamo frontend and workers on this machine."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import shlex
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.status import Status
 
-from lockstep.cli.serving.model_identity import ModelIdentity, served_model
-from lockstep.cli.serving.sources import Row, Say
 from lockstep.http.server import run, say_ready, stop_event
 
 if TYPE_CHECKING:
-    from lockstep.fleet.fleet import Fleet
     from lockstep.launch.dynamo import LocalDynamo, Running
 
 app = typer.Typer(no_args_is_help=True, help="NVIDIA Dynamo with Lockstep's workers.")
@@ -130,38 +125,3 @@ def _show(deployment: LocalDynamo, as_json: bool) -> None:
         markup=False,
     )
     out.print("\nCtrl-C stops it, after the answers that are under way.")
-
-
-@dataclass(frozen=True, slots=True)
-class DynamoWorkers:
-    """The workers of a Dynamo deployment, behind its frontend. `added` are options of the pool."""
-
-    frontend: str
-    added: dict[str, Any]
-    wait_seconds: float
-    starts_workers = False
-
-    async def identity(self) -> ModelIdentity:
-        """That of the model which the frontend serves."""
-        name = await served_model([self.frontend], self.wait_seconds, {"transport": "dynamo"})
-        return ModelIdentity.of_fleet(name, [self.frontend])
-
-    @asynccontextmanager
-    async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
-        """They serve in the fleet, as Dynamo's discovery finds them, while the block runs."""
-        from lockstep.backends.dynamo.discovery import DynamoDiscovery
-        from lockstep.fleet.dynamo_members import following
-
-        say(f"Looking for the workers of {self.frontend}")
-        discovery = DynamoDiscovery(self.frontend)
-        try:
-            async with fleet.pool, fleet:
-                async with following(
-                    fleet, discovery, wait_seconds=self.wait_seconds, **self.added
-                ):
-                    yield [
-                        {"id": one.id, "url": one.url, "system_url": one.control.url, "pid": None}
-                        for one in fleet.workers
-                    ]
-        finally:
-            await discovery.close()

@@ -1,4 +1,4 @@
-"""`lockstep serve` and `lockstep gateway`: one URL in front of workers, its own or others'."""
+"""`lockstep serve` and `lockstep gateway`: one URL in front of several workers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.dynamo import DynamoWorkers
 from lockstep.cli.extras import require_extra
 from lockstep.cli.serving.arguments import GatewayArguments, takes_gateway_arguments
+from lockstep.cli.serving.dynamo_workers import DynamoWorkers
 from lockstep.cli.serving.run import run_gateway
 from lockstep.cli.serving.sources import EmbeddedWorkers, RunningWorkers, WorkerSource
+from lockstep.cli.worker import LogprobsMode
 from lockstep.models import bundled
 from lockstep.settings import Settings
 from lockstep.tokens.errors import BadRequest, UnknownModel
@@ -33,11 +34,6 @@ class WorkerDialect(StrEnum):
     DYNAMO = "dynamo"
     DYNAMO_GENERATE = "dynamo-generate"
     SGLANG = "sglang"
-
-
-class LogprobsMode(StrEnum):
-    RAW = "raw"
-    PROCESSED = "processed"
 
 
 @takes_gateway_arguments
@@ -106,19 +102,19 @@ def gateway(
 ) -> None:
     """Put one URL in front of workers that run already."""
     settings = Settings.read()
-    added: dict[str, Any] = {"api_key": settings.worker_api_key}
+    worker_options: dict[str, Any] = {"api_key": settings.worker_api_key}
     if transport is not None:
-        added["transport"] = transport.value
+        worker_options["transport"] = transport.value
     if logprobs_mode is not None:
-        added["logprob_mode"] = logprobs_mode.value
+        worker_options["logprob_mode"] = logprobs_mode.value
     if bool(worker) == bool(dynamo):
         raise BadRequest("give --worker or --dynamo, one of them", param="worker")
     source: WorkerSource
     if dynamo:
-        source = DynamoWorkers(dynamo, added, wait_seconds)
+        source = DynamoWorkers(dynamo, worker_options, wait_seconds)
     else:
-        source = RunningWorkers(tuple(worker or ()), added, wait_seconds)
-    _leave_torch()
+        source = RunningWorkers(tuple(worker or ()), worker_options, wait_seconds)
+    _hide_torch()
     run_gateway(source, arguments, settings)
 
 
@@ -130,17 +126,17 @@ def _vllm(
     arguments: GatewayArguments,
     settings: Settings,
 ) -> WorkerSource:
-    from lockstep.cli.vllm import VllmElsewhere, VllmWorkers
+    from lockstep.cli.serving.vllm_workers import RunningVllm, VllmWorkers
     from lockstep.launch.vllm import find_python
 
     if urls:
-        return VllmElsewhere(urls, settings.worker_api_key)
+        return RunningVllm(urls, settings.worker_api_key)
     python = find_python(settings.vllm_python)
     return VllmWorkers(model, count, tuple(own), python, arguments.drain_seconds)
 
 
-def _leave_torch() -> None:
-    """Keeps transformers from loading torch where it is installed: a gateway without workers of
-    its own only tokenizes, and torch would be half of its memory."""
+def _hide_torch() -> None:
+    """Keeps transformers from importing torch: a gateway without workers of its own only
+    tokenizes, and torch would be half of its memory."""
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

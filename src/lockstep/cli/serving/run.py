@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import shlex
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.status import Status
 
 from lockstep.cli.serving.arguments import GatewayArguments
-from lockstep.cli.serving.sources import Row, WorkerSource
+from lockstep.cli.serving.sources import WorkerRows, WorkerSource
 from lockstep.cli.serving.state_dir import KeptState, in_memory, open_state
 from lockstep.http.server import admin_token, run, say_ready, stop_event
 from lockstep.running_gateways import RunningGateway, registered
@@ -109,7 +108,7 @@ class _Ready:
     """What is said when the gateway serves."""
 
     gateway: RunningGateway
-    workers: Sequence[Row]
+    workers: WorkerRows
     with_key: bool
     kept: KeptState
 

@@ -15,29 +15,31 @@ if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
-Row = dict[str, object]
-Say = Callable[[str], None]
+WorkerRows = list[dict[str, object]]
+ShowStatus = Callable[[str], None]
 READY_SECONDS = 30.0
 
 
 class WorkerSource(Protocol):
-    """Workers that serve in a fleet. `starts_workers`: they begin with the model's own weights."""
+    """Workers for a fleet. `starts_workers` says that they begin with the model's own weights."""
 
     @property
     def starts_workers(self) -> bool: ...
 
     async def identity(self) -> ModelIdentity:
-        """Which model they serve. Raises Unavailable when that has to be asked and none answers."""
+        """The model they serve. Raises Unavailable when no worker responds that has to be asked."""
         ...
 
-    def joined(self, fleet: Fleet, token: str, say: Say) -> AbstractAsyncContextManager[list[Row]]:
-        """They serve in the fleet, both while the block runs; one row for each."""
+    def joined(
+        self, fleet: Fleet, token: str, show: ShowStatus
+    ) -> AbstractAsyncContextManager[WorkerRows]:
+        """The workers are in the fleet while the block runs; one row for each."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedWorkers:
-    """Workers of this command's own, with the embedded engine."""
+    """Workers with the embedded engine, started by this command."""
 
     model: str
     count: int
@@ -46,12 +48,12 @@ class EmbeddedWorkers:
     starts_workers = True
 
     async def identity(self) -> ModelIdentity:
-        """That of the model's files."""
+        """The identity of the model's files."""
         return ModelIdentity.of_files(self.model)
 
     @asynccontextmanager
-    async def joined(self, fleet: Fleet, token: str, say: Say) -> AsyncIterator[list[Row]]:
-        """They serve in the fleet, both while the block runs."""
+    async def joined(self, fleet: Fleet, token: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
+        """Workers and fleet run while the block runs."""
         from lockstep.backends.lockstep.admin import LockstepAdmin
         from lockstep.launch.workers import Child, Supervisor
 
@@ -59,10 +61,10 @@ class EmbeddedWorkers:
 
         def count_up(_: Child) -> None:
             up = sum(child.state == "running" for child in children.children)
-            say(f"Starting {self.model}: {up} of {self.count} workers are ready")
+            show(f"Starting {self.model}: {up} of {self.count} workers are ready")
 
         def restarted(child: Child) -> None:
-            if any(worker.id == child.id for worker in pool.workers):  # it may be drained
+            if any(worker.id == child.id for worker in pool.workers):  # a drained one is not
                 pool.eject(child.id, "it was restarted")
 
         children = Supervisor(
@@ -74,8 +76,8 @@ class EmbeddedWorkers:
             on_restart=restarted,
             drain_seconds=self.drain_seconds,
         )
-        say(f"Starting {self.model}: 0 of {self.count} workers are ready")
-        async with children, pool, fleet:  # left in turn, or the pool would see its workers die
+        show(f"Starting {self.model}: 0 of {self.count} workers are ready")
+        async with children, pool, fleet:  # in this order, or the pool would see its workers die
             await children.ready()
             for child in children.children:
                 admin = LockstepAdmin(child.system_url, token)
@@ -89,43 +91,46 @@ class EmbeddedWorkers:
 
 @dataclass(frozen=True, slots=True)
 class RunningWorkers:
-    """Workers that somebody else started. `added` are options of the pool."""
+    """Workers that run already."""
 
     urls: tuple[str, ...]
-    added: dict[str, Any]
+    worker_options: dict[str, Any]
     wait_seconds: float
     starts_workers = False
 
     async def identity(self) -> ModelIdentity:
-        """That of the model which the first of them to answer serves."""
+        """The identity of the model that the first worker to respond serves."""
         urls = [url.partition(",")[0] for url in self.urls]
-        asked = {key: value for key, value in self.added.items() if key != "logprob_mode"}
-        return ModelIdentity.of_fleet(await served_model(urls, self.wait_seconds, asked), urls)
+        options = dict(self.worker_options)
+        options.pop("logprob_mode", None)
+        return ModelIdentity.of_fleet(await served_model(urls, self.wait_seconds, options), urls)
 
     @asynccontextmanager
-    async def joined(self, fleet: Fleet, token: str, say: Say) -> AsyncIterator[list[Row]]:
-        """They serve in the fleet; those that do not answer in time join when they do.
+    async def joined(self, fleet: Fleet, token: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
+        """The workers are in the fleet while the block runs; late ones join when they respond.
 
-        URL,ADMIN_URL names a worker's control port too, for which `token` is used: only then can
+        URL,ADMIN_URL names a worker's admin port too, for which `token` is used: only then can
         its weights be updated from here.
         """
         from lockstep.backends.registry import open_admin
 
         pool = fleet.pool
-        say(f"Connecting to {', '.join(self.urls)}")
+        show(f"Connecting to {', '.join(self.urls)}")
         async with pool, fleet:
             for url in self.urls:
                 data_url, _, admin_url = url.partition(",")
                 if admin_url:
-                    await fleet.add(data_url, await open_admin(admin_url, token), **self.added)
+                    await fleet.add(
+                        data_url, await open_admin(admin_url, token), **self.worker_options
+                    )
                 else:
-                    await pool.add(data_url, **self.added)
+                    await pool.add(data_url, **self.worker_options)
             try:
                 await pool.wait_ready(len(self.urls), self.wait_seconds)
             except Unavailable as error:
                 if not any(worker.state == "serving" for worker in pool.workers):
                     raise
-                log.warning("%s", error.message)
+                log.warning("serving without some of the workers: %s", error.message)
             yield [
                 {"id": one.id, "url": one.url, "system_url": None, "pid": None}
                 for one in pool.workers

@@ -1,4 +1,4 @@
-"""`lockstep serve --engine vllm`: vLLM servers behind the gateway, its own or others'."""
+"""`lockstep serve --engine vllm`: vLLM servers, started by this command or running already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.cli.serving.model_identity import ModelIdentity, served_model
-from lockstep.cli.serving.sources import Row, Say
+from lockstep.cli.serving.sources import ShowStatus, WorkerRows
 
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
@@ -29,12 +29,12 @@ class VllmWorkers:
     starts_workers = True
 
     async def identity(self) -> ModelIdentity:
-        """That of the model's files, or its name on the hub."""
+        """The identity of the model's files, or its name on the hub."""
         return ModelIdentity.of_files(self.model)
 
     @asynccontextmanager
-    async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
-        """They serve in the fleet, both while the block runs."""
+    async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
+        """Servers and fleet run while the block runs."""
         from lockstep.backends.registry import open_admin
         from lockstep.launch.vllm import VllmServers
         from lockstep.launch.workers import Child
@@ -43,7 +43,7 @@ class VllmWorkers:
 
         def count_up(_: Child) -> None:
             up = sum(child.state == "running" for child in servers.children)
-            say(f"Starting vLLM with {self.model}: {up} of {self.count} servers are ready")
+            show(f"Starting vLLM with {self.model}: {up} of {self.count} servers are ready")
 
         servers = VllmServers(
             self.model,
@@ -54,7 +54,7 @@ class VllmWorkers:
             on_restart=lambda child: pool.eject(child.id, "it was restarted"),
             drain_seconds=self.drain_seconds,
         )
-        say(f"Starting vLLM with {self.model}: this takes about a minute")
+        show(f"Starting vLLM with {self.model}: this takes about a minute")
         async with servers, pool, fleet:
             await servers.ready()
             for child in servers.children:
@@ -68,10 +68,10 @@ class VllmWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class VllmElsewhere:
-    """vLLM servers that somebody else started, with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out.
+class RunningVllm:
+    """vLLM servers that run already, with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out.
 
-    Without the worker extension their weights are loaded while they are paused.
+    Without Lockstep's worker extension, their weights are loaded while they are paused.
     """
 
     urls: tuple[str, ...]
@@ -79,18 +79,18 @@ class VllmElsewhere:
     starts_workers = False
 
     async def identity(self) -> ModelIdentity:
-        """That of the model which the first of them to answer serves."""
+        """The identity of the model that the first server to respond serves."""
         options = {"api_key": self.api_key, "transport": "vllm"}
         return ModelIdentity.of_fleet(
             await served_model(self.urls, READY_SECONDS, options), self.urls
         )
 
     @asynccontextmanager
-    async def joined(self, fleet: Fleet, _: str, say: Say) -> AsyncIterator[list[Row]]:
-        """They serve in the fleet while the block runs."""
+    async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
+        """The servers are in the fleet while the block runs."""
         from lockstep.backends.registry import open_admin
 
-        say(f"Connecting to {', '.join(self.urls)}")
+        show(f"Connecting to {', '.join(self.urls)}")
         async with fleet.pool, fleet:
             for url in self.urls:
                 admin = await open_admin(url, self.api_key, "vllm")
