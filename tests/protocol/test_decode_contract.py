@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from lockstep.protocol.common.prompt_logprobs import flatten
+from lockstep.protocol.common.prompt_logprobs import (
+    decode_prompt_logprobs,
+    encode_prompt_logprobs,
+)
 from lockstep.protocol.common.response import Reading
 from lockstep.protocol.dynamo.decode_chat import DynamoStreamDecoder, decode_dynamo
 from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
 from lockstep.protocol.vllm.generate_request import Form
 from lockstep.protocol.vllm.generate_response import generate_response
-from lockstep.tokens import Completion, RoutedExperts
+from lockstep.tokens import Completion, PromptLogprob, Ranked, RoutedExperts
 from lockstep.tokens.completion import usable
 from lockstep.tokens.errors import (
     BadExperts,
@@ -255,18 +258,35 @@ def test_encoded_experts_equal_plain_ones_and_can_be_pickled() -> None:
 
 @pytest.mark.failure_mode("F46")
 def test_a_prompt_logprob_is_the_prompt_tokens_own_entry() -> None:
-    typed = [None, {9: {"logprob": -0.1, "rank": 1}, 6: {"logprob": -3.0, "rank": 8}}, {7: -2.0}]
-    spelt = [
+    entries = [
         None,
         {"9": {"logprob": -0.1, "rank": 1}, "6": {"logprob": -3.0, "rank": 8}},
-        {"7": -2.0},
+        {"7": {"logprob": -2.0, "decoded_token": "x"}},
     ]
-    for entries in (typed, spelt):
-        first, second, third = flatten(PROMPT, entries, top=1)
-        assert first is None
-        assert (second.token_id, second.logprob, second.rank) == (6, -3.0, 8)
-        assert [(one.token_id, one.rank) for one in second.top] == [(9, 1)]
-        assert third.logprob == -2.0
+    body = generate_answer(prompt_logprobs=entries)
+    (done,) = decode_generate(body, reading(sampling={"prompt_logprobs": 1}))
+    assert done.prompt_logprobs is not None
+    first, second, third = done.prompt_logprobs
+    assert first is None
+    assert second is not None
+    assert (second.token_id, second.logprob, second.rank) == (6, -3.0, 8)
+    assert [(each.token_id, each.rank) for each in second.top] == [(9, 1)]
+    assert third is not None
+    assert third.logprob == -2.0
+
+
+def test_prompt_logprobs_read_back_as_they_were_written() -> None:
+    top = (Ranked(9, -0.5, 1), Ranked(6, -1.5, 2))
+    prompt = [
+        None,
+        PromptLogprob(6, -1.5, 2, top),
+        PromptLogprob(7, -0.25, 1, (Ranked(7, -0.25, 1), Ranked(3, -3.0, 2))),
+    ]
+    field = encode_prompt_logprobs(prompt, str)
+    assert field is not None
+    assert [list(place or ()) for place in field] == [[], ["6", "9"], ["7", "3"]]
+    assert decode_prompt_logprobs(PROMPT, field, top=2) == prompt
+    assert encode_prompt_logprobs(None) is None
 
 
 @pytest.mark.failure_mode("F46")

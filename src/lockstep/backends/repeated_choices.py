@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
+from lockstep.backends.merge_streams import merge_streams
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
 from lockstep.tokens import Completion
@@ -35,32 +36,13 @@ async def merge(
     request: GenerateRequest, one: OneStream
 ) -> AsyncGenerator[StreamDelta | Completion, None]:
     """The deltas of n streams as they come, then the n completions in order."""
-    queue: asyncio.Queue[StreamDelta | Completion | BaseException] = asyncio.Queue()
-    n = request.sampling.n
-
-    async def follow(index: int) -> None:
-        try:
-            async with aclosing(one(request.alone(index), index)) as items:
-                async for item in items:
-                    queue.put_nowait(item)
-        except BaseException as error:
-            queue.put_nowait(error)
-            raise
-
-    tasks = [asyncio.create_task(follow(index)) for index in range(n)]
+    streams = [one(request.alone(index), index) for index in range(request.sampling.n)]
     completions: list[Completion] = []
-    try:
-        while len(completions) < n:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
+    async with aclosing(merge_streams(streams)) as arrivals:
+        async for _, item in arrivals:
             if isinstance(item, Completion):
                 completions.append(item)
             else:
                 yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
     for completion in sorted(completions, key=lambda each: each.index):
         yield completion

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from time import time
 
+from lockstep.backends.merge_streams import merge_streams
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.gateway.routes.token_text import CompletionText, TokenSpelling
 from lockstep.http import sse
@@ -122,7 +122,7 @@ class CompletionWriter:
         texts: dict[int, CompletionText] = {}
         sent: dict[int, int] = {}
         tokens = 0
-        async with aclosing(merged(items)) as arrivals:
+        async with aclosing(merge_streams(items)) as arrivals:
             async for at, item in arrivals:
                 prompt = self._prompts[at]
                 index = prompt.first + item.index
@@ -171,45 +171,3 @@ class CompletionWriter:
             choices=choices,
             usage=None if sampled is None else usage_of(prompt_tokens, sampled),
         )
-
-
-async def merged(
-    items: Sequence[Items],
-) -> AsyncGenerator[tuple[int, StreamDelta | Completion], None]:
-    """What several streams bring, as it comes; an error of one ends all.
-
-    A stream goes on when what it brought was taken, so that a slow client slows the workers
-    instead of filling this process.
-    """
-    queue: asyncio.Queue[tuple[int, StreamDelta | Completion] | BaseException | None] = (
-        asyncio.Queue()
-    )
-    taken = [asyncio.Semaphore(0) for _ in items]
-
-    async def follow(at: int, each: Items) -> None:
-        try:
-            async with aclosing(each):
-                async for item in each:
-                    queue.put_nowait((at, item))
-                    await taken[at].acquire()
-            queue.put_nowait(None)
-        except BaseException as error:
-            queue.put_nowait(error)
-            raise
-
-    tasks = [asyncio.create_task(follow(at, each)) for at, each in enumerate(items)]
-    going = len(tasks)
-    try:
-        while going:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                going -= 1
-            else:
-                yield item
-                taken[item[0]].release()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -10,9 +10,9 @@ import codecs
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
 from lockstep.protocol.common.response import TOKEN_PREFIX
 from lockstep.protocol.openai.completions import LegacyLogprobs
-from lockstep.protocol.vllm.generate_response import GeneratePromptLogprob, PromptLogprobs
 from lockstep.render import Renderer
 from lockstep.tokens import PromptLogprob, Ranked
 from lockstep.tokens.errors import BadTokenId
@@ -69,20 +69,9 @@ class TokenSpelling:
             named[name] = other.logprob
         return named
 
-    def prompt_field(self, prompt: Sequence[PromptLogprob | None] | None) -> PromptLogprobs | None:
-        """vLLM's `prompt_logprobs`: the prompt token's own entry first, then the alternatives."""
-        if prompt is None:
-            return None
-        result: PromptLogprobs = []
-        for entry in prompt:
-            if entry is None:
-                result.append(None)
-                continue
-            place = {str(entry.token_id): self._prompt_entry(entry)}
-            for other in entry.top:
-                place.setdefault(str(other.token_id), self._prompt_entry(other))
-            result.append(place)
-        return result
+    def prompt_field(self, prompt: Sequence[PromptLogprob | None] | None) -> PromptField | None:
+        """The prompt's logprobs with the text of every token."""
+        return encode_prompt_logprobs(prompt, self.decoded)
 
     def _bytes(self, token: int) -> bytes:
         try:
@@ -90,9 +79,6 @@ class TokenSpelling:
         except BadTokenId:
             # An id that only pads the vocabulary: engines accept it, and it has no text.
             return b""
-
-    def _prompt_entry(self, entry: PromptLogprob | Ranked) -> GeneratePromptLogprob:
-        return GeneratePromptLogprob(entry.logprob, entry.rank, self.decoded(entry.token_id))
 
 
 class CompletionText:

@@ -1,9 +1,8 @@
-"""Prompt logprobs of every dialect, flattened in one place: the prompt token's own entry counts."""
+"""vLLM's `prompt_logprobs`, which every dialect uses: logprobs by token id at each place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -13,48 +12,67 @@ from lockstep.tokens.errors import BadLogprob, Misaligned
 
 
 class PromptEntry(msgspec.Struct, gc=False):
+    """What is said of one token at one place of the prompt."""
+
     logprob: float | None = None
     rank: int | None = None
+    decoded_token: str | None = None
 
 
 PromptField = list[dict[str, PromptEntry] | None]
 
 
-def flatten(
-    prompt_ids: Sequence[int],
-    entries: Sequence[Mapping[Any, Any] | None],
-    *,
-    top: int = 0,
-    allow_nonfinite: bool = False,
+def decode_prompt_logprobs(
+    prompt_ids: Sequence[int], field: PromptField, *, top: int = 0, allow_nonfinite: bool = False
 ) -> list[PromptLogprob | None]:
     """One entry per prompt token, None at the first, which nothing precedes.
 
-    Takes vLLM's dicts (keys are ids, values objects with logprob and rank) and the string-keyed
-    dicts of JSON answers, whose values are objects, dicts or bare numbers. `top` alternatives
-    are kept, the most likely first. Raises Misaligned when there is not one entry per token, and
-    BadLogprob with the position where the token's own entry is missing or no finite number.
+    `top` alternatives are kept, the most likely first. Raises Misaligned when there is not one
+    entry per token, and BadLogprob with the position where the token's own entry is missing or no
+    finite number.
     """
-    if len(entries) != len(prompt_ids):
-        raise Misaligned(f"{len(prompt_ids)} prompt ids but {len(entries)} prompt logprobs")
+    if len(field) != len(prompt_ids):
+        raise Misaligned(f"{len(prompt_ids)} prompt ids but {len(field)} prompt logprobs")
     result: list[PromptLogprob | None] = [None]
     for at in range(1, len(prompt_ids)):
-        token = prompt_ids[at]
-        found = entries[at]
-        own = None if found is None else found.get(token, found.get(str(token)))
-        if found is None or own is None:
+        token, entries = prompt_ids[at], field[at]
+        own = None if entries is None else entries.get(str(token))
+        if entries is None or own is None:
             raise BadLogprob(
                 f"prompt logprob at position {at} is missing: no entry for token {token}"
             )
-        logprob, rank = _number(own)
+        logprob = own.logprob
         if logprob is None or not (allow_nonfinite or usable(logprob)):
             raise BadLogprob(f"prompt logprob at position {at} is {logprob}, expected a number")
         others: tuple[Ranked, ...] = ()
         if top:
-            others = most_likely(
-                (Ranked(int(key), *_known(_number(value), at)) for key, value in found.items()), top
-            )
-        result.append(PromptLogprob(token, logprob, rank, others))
+            others = most_likely((_ranked(key, each, at) for key, each in entries.items()), top)
+        result.append(PromptLogprob(token, logprob, own.rank, others))
     return result
+
+
+def encode_prompt_logprobs(
+    prompt: Sequence[PromptLogprob | None] | None,
+    text_of: Callable[[int], str | None] | None = None,
+) -> PromptField | None:
+    """The field for these logprobs: at each place the token itself, then the alternatives.
+
+    `text_of` gives the text of a token, where the dialect shows it.
+    """
+    if prompt is None:
+        return None
+    field: PromptField = []
+    for own in prompt:
+        if own is None:
+            field.append(None)
+            continue
+        place: dict[str, PromptEntry] = {}
+        every: tuple[PromptLogprob | Ranked, ...] = (own, *own.top)
+        for each in every:
+            key, text = str(each.token_id), None if text_of is None else text_of(each.token_id)
+            place.setdefault(key, PromptEntry(each.logprob, each.rank, text))
+        field.append(place)
+    return field
 
 
 def most_likely(candidates: Iterable[Ranked], top: int) -> tuple[Ranked, ...]:
@@ -63,23 +81,15 @@ def most_likely(candidates: Iterable[Ranked], top: int) -> tuple[Ranked, ...]:
     Engines add the token itself to the list whatever its rank: it only stays when it belongs.
     """
     every = list(candidates)
-    if all(one.rank is not None for one in every):
-        every = [one for one in every if (one.rank or 0) <= top]
-        every.sort(key=lambda one: one.rank or 0)
+    if all(each.rank is not None for each in every):
+        every = [each for each in every if (each.rank or 0) <= top]
+        every.sort(key=lambda each: each.rank or 0)
     else:
-        every.sort(key=lambda one: -one.logprob)
+        every.sort(key=lambda each: -each.logprob)
     return tuple(every[:top])
 
 
-def _number(entry: Any) -> tuple[float | None, int | None]:
-    if isinstance(entry, int | float):
-        return float(entry), None
-    if isinstance(entry, Mapping):
-        return entry.get("logprob"), entry.get("rank")
-    return entry.logprob, entry.rank
-
-
-def _known(entry: tuple[float | None, int | None], at: int) -> tuple[float, int | None]:
-    if entry[0] is None:
+def _ranked(key: str, entry: PromptEntry, at: int) -> Ranked:
+    if entry.logprob is None:
         raise BadLogprob(f"an alternative of prompt position {at} has no logprob")
-    return entry[0], entry[1]
+    return Ranked(int(key), entry.logprob, entry.rank)

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.common.prompt_logprobs import PromptField
 from lockstep.protocol.common.strict import refuse_unless_neutral
-from lockstep.protocol.vllm.generate_response import ExpertsField, PromptLogprobs
+from lockstep.protocol.vllm.generate_response import ExpertsField
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, UnknownField
 
@@ -169,7 +170,7 @@ class NvextResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
     worker_id: WorkerId | None = None
     completion_token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptField | None = None
     timing: Timing | None = None
     routed_experts: ExpertsField | str | None = None
     engine_data: EngineData | None = None

@@ -15,12 +15,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
 from lockstep.protocol.dynamo.nvext import EngineData, NvextResponse, Timing, worker_id
 from lockstep.protocol.vllm.generate_response import (
     ExpertsField,
-    GeneratePromptLogprob,
     GenerateUsage,
-    PromptLogprobs,
     experts_field,
     usage_of,
 )
@@ -107,7 +106,7 @@ class ChatCompletionBody(msgspec.Struct, kw_only=True):
     usage: GenerateUsage | UnsetType = UNSET
     system_fingerprint: str | UnsetType | None = UNSET
     service_tier: UnsetType | None = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_logprobs: PromptField | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     nvext: NvextResponse | UnsetType = UNSET
 
@@ -245,22 +244,9 @@ def ending(shape: ChatResponseShape, choice: ChatChoice, said: ChatReply) -> Non
 
 def prompt_entries(
     shape: ChatResponseShape, prompt: list[PromptLogprob | None] | None
-) -> PromptLogprobs | None:
-    """vLLM's form: per prompt token a dict by id, the token itself first, null for the first."""
-    if prompt is None:
-        return None
-    result: PromptLogprobs = []
-    for entry in prompt:
-        if entry is None:
-            result.append(None)
-            continue
-        found: dict[str, GeneratePromptLogprob] = {}
-        every: tuple[PromptLogprob | Ranked, ...] = (entry, *entry.top)
-        for one in every:
-            text = shape.spelling.piece(one.token_id).text
-            found.setdefault(str(one.token_id), GeneratePromptLogprob(one.logprob, one.rank, text))
-        result.append(found)
-    return result
+) -> PromptField | None:
+    """The prompt's logprobs with the text of every token."""
+    return encode_prompt_logprobs(prompt, lambda token: shape.spelling.piece(token).text)
 
 
 def fingerprint(done: Completion) -> str | None:

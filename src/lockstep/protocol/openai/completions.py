@@ -8,10 +8,11 @@ from typing import Any, Literal
 import msgspec
 
 from lockstep.protocol.common import sampling_fields
+from lockstep.protocol.common.prompt_logprobs import PromptField
 from lockstep.protocol.common.sampling_fields import SamplingFields, read_sampling
 from lockstep.protocol.common.strict import decode, refuse_unless_neutral
 from lockstep.protocol.vllm.generate_request import StreamOptions
-from lockstep.protocol.vllm.generate_response import ExpertsField, GenerateUsage, PromptLogprobs
+from lockstep.protocol.vllm.generate_response import ExpertsField, GenerateUsage
 from lockstep.tokens import Sampling, VersionSpan
 from lockstep.tokens.errors import BadRequest, BadTokenId, UnsupportedField
 from lockstep.tokens.ids import check_ids
@@ -164,7 +165,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | None = None
     token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptField | None = None
     prompt_token_ids: list[int] | None = None
 
     routed_experts: ExpertsField | str | None = None

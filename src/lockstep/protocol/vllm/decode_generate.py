@@ -18,7 +18,7 @@ from lockstep.protocol.common.base64_extract import (
     extract_base64,
 )
 from lockstep.protocol.common.decode_error import NO_ERROR, raise_stated
-from lockstep.protocol.common.prompt_logprobs import PromptField, flatten
+from lockstep.protocol.common.prompt_logprobs import PromptField, decode_prompt_logprobs
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
     BareLogprobEntry,
@@ -332,4 +332,6 @@ def prompt_of(field: PromptField | None, reading: Reading) -> list[PromptLogprob
         return None
     if field is None:
         raise BadLogprob("prompt logprobs were asked for, but the answer has none")
-    return flatten(ask.prompt_ids, field, top=top, allow_nonfinite=ask.allow_nonfinite)
+    return decode_prompt_logprobs(
+        ask.prompt_ids, field, top=top, allow_nonfinite=ask.allow_nonfinite
+    )

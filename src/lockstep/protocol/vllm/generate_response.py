@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 
 from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
 from lockstep.protocol.vllm.generate_request import Form
-from lockstep.tokens import Completion, Finish, PromptLogprob, Ranked, RoutedExperts, VersionSpan
+from lockstep.tokens import Completion, Finish, Ranked, RoutedExperts, VersionSpan
 
 REQUEST_ID_PREFIX = "generate-tokens-"
 
@@ -48,12 +49,6 @@ class FlatLogprobs(msgspec.Struct):
     ranks: list[int] | None
 
 
-class GeneratePromptLogprob(msgspec.Struct):
-    logprob: float
-    rank: int | None
-    decoded_token: str | None = None
-
-
 class ExpertsField(msgspec.Struct):
     data: str
     shape: tuple[int, int, int]
@@ -80,9 +75,6 @@ class GenerateUsage(msgspec.Struct):
     completion_tokens_details: dict[str, int] | None = None
 
 
-PromptLogprobs = list[dict[str, GeneratePromptLogprob] | None]
-
-
 class GenerateResponse(msgspec.Struct, kw_only=True):
     """The unary answer. The last block is Lockstep's own: how the numbers were made, by whom."""
 
@@ -90,7 +82,7 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     model: str
     created: int
     usage: GenerateUsage
-    prompt_logprobs: PromptLogprobs | None
+    prompt_logprobs: PromptField | None
     prompt_token_id_logprobs: None = None
     prompt_token_ids: list[int] | None
     mm_placeholders: None = None
@@ -113,7 +105,7 @@ class GenerateChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_mode: str
     choices: list[GenerateChoice]
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: PromptField | None = None
     logprob_mode: str | None = None
     temperature: float | None = None
     worker: str | None = None
@@ -153,21 +145,6 @@ def entries(
             ]
         content.append(GenerateLogprob(name, token, logprob, rank, top))
     return GenerateLogprobs(content)
-
-
-def prompt_entries(prompt: list[PromptLogprob | None] | None) -> PromptLogprobs | None:
-    if prompt is None:
-        return None
-    result: PromptLogprobs = []
-    for entry in prompt:
-        if entry is None:
-            result.append(None)
-            continue
-        at_position = {str(entry.token_id): GeneratePromptLogprob(entry.logprob, entry.rank)}
-        for top in entry.top:
-            at_position.setdefault(str(top.token_id), GeneratePromptLogprob(top.logprob, top.rank))
-        result.append(at_position)
-    return result
 
 
 def experts_field(experts: RoutedExperts | None, form: str) -> ExpertsField | str | None:
@@ -218,7 +195,7 @@ def generate_response(
         model=model,
         created=created,
         usage=usage_of(len(first.prompt_ids), sum(len(done.token_ids) for done in completions)),
-        prompt_logprobs=prompt_entries(first.prompt_logprobs),
+        prompt_logprobs=encode_prompt_logprobs(first.prompt_logprobs),
         prompt_token_ids=as_list(first.prompt_ids) if form.prompt_ids else None,
         choices=[choice_of(done, form) for done in completions],
         logprob_mode=first.logprob_mode,
@@ -270,7 +247,7 @@ class GenerateStreamEncoder:
         if done is not None:
             choice.routed_experts = experts_field(done.experts, self._form.experts)
             choice.weight_versions = done.versions
-            chunk.prompt_logprobs = prompt_entries(done.prompt_logprobs)
+            chunk.prompt_logprobs = encode_prompt_logprobs(done.prompt_logprobs)
             chunk.logprob_mode = done.logprob_mode
             chunk.temperature = done.temperature
             chunk.worker = done.worker

@@ -11,7 +11,8 @@ import msgspec
 
 from lockstep.engine.sampler import Sampled
 from lockstep.engine.sequence import StreamedToken
-from lockstep.protocol.vllm.generate_response import experts_field, prompt_entries
+from lockstep.protocol.common.prompt_logprobs import encode_prompt_logprobs
+from lockstep.protocol.vllm.generate_response import experts_field
 from lockstep.tokens import Completion
 
 Chunk = dict[str, Any]
@@ -125,7 +126,7 @@ def engine_data_of(done: Completion) -> Chunk:
         "worker": done.worker,
     }
     if done.prompt_logprobs is not None:
-        data["prompt_logprobs"] = msgspec.to_builtins(prompt_entries(done.prompt_logprobs))
+        data["prompt_logprobs"] = msgspec.to_builtins(encode_prompt_logprobs(done.prompt_logprobs))
     if done.experts is not None:
         data["routed_experts"] = msgspec.to_builtins(experts_field(done.experts, "raw"))
     return data
