@@ -28,8 +28,8 @@ State = Literal["joining", "down", "syncing", "proving", "serving", "draining", 
 
 TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
     {
-        "joining": frozenset({"down", "syncing", "proving", "draining"}),
-        "down": frozenset({"syncing", "proving", "quarantined", "draining"}),
+        "joining": frozenset({"down", "syncing", "draining"}),
+        "down": frozenset({"syncing", "quarantined", "draining"}),
         "syncing": frozenset({"proving", "down", "quarantined", "draining"}),
         "proving": frozenset({"serving", "syncing", "down", "quarantined", "draining"}),
         "serving": frozenset({"down", "quarantined", "draining"}),
@@ -40,9 +40,9 @@ TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
 """What each state may become. Only `proving` leads to `serving`: nothing is served unproved.
 
 joining: added, not reached yet. down: it cannot be reached, or a request failed on it. syncing: it
-is given the fleet's weights and adapters. proving: it shows that it holds them; a worker without a
-control side has only its health and its models to show. quarantined: it failed to hold or to prove
-what it should. draining: it is being removed, for good.
+is given the fleet's weights and adapters. proving: it shows that it holds them. quarantined: it
+failed to hold or to prove what it should. draining: it is being removed, for good. A worker without
+a control side passes syncing and proving once it is healthy and has a model: it has no more to show.
 """
 
 

@@ -160,6 +160,7 @@ class HealthMonitor:
             if not worker.serves and not worker.leaving:
                 await worker.open()
                 if worker.admin is None:
+                    worker.become("syncing", worker.reason)
                     worker.become("proving", worker.reason)
                 elif self.gate is not None:
                     await self.gate(worker)
