@@ -1,4 +1,4 @@
-"""What the engine must know of a model directory, and the options it runs with."""
+"""The architecture of a model, read from its config.json, and the options of an engine."""
 
 from __future__ import annotations
 

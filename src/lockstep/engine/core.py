@@ -18,7 +18,7 @@ from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.kv.cache import PrefixCache, SlotCache, root_name
 from lockstep.engine.model.model import Model
 from lockstep.engine.model_runner import ModelRunner
-from lockstep.engine.numerics.invariance import fitting, settle
+from lockstep.engine.numerics.invariance import prove, requested_arithmetic
 from lockstep.engine.numerics.plan import plan, prepare_process
 from lockstep.engine.record import completion, experts_of
 from lockstep.engine.sampler import Sampled
@@ -61,16 +61,16 @@ class Core:
         prepare_process(options)
         self.served = ServedWeights(directory, self.config, options)
         self.model = Model(self.config, self.max_len, options.device, self.served.dtype)
-        self.model.arithmetic, self.arithmetic_note = fitting(self.config, options, self.max_len)
+        arithmetic, reason = requested_arithmetic(self.config, options, self.max_len)
+        self.model.arithmetic = arithmetic
         capacity = self.model.arithmetic.keys(self.max_len)
         self.cache = SlotCache(self.config, options, capacity, self.served.dtype)
-        settled = settle(self.model, self.served.weights, self.cache, options)
-        self.arithmetic_note = self.arithmetic_note or settled
+        self.arithmetic_note = reason or prove(self.model, self.served.weights, self.cache, options)
         self.plan = plan(
             self.model.arithmetic.name,
             device=options.device,
             dtype=options.dtype,
-            rows=self.model.rows,
+            rows=self.model.row_multiple,
             reason=self.arithmetic_note,
         )
         self.prefixes = PrefixCache(self.cache, options.prefix_cache_bytes)

@@ -157,7 +157,7 @@ def products_of(config: Any) -> Products:
     )
 
 
-def rows_of(model: Any) -> int:
+def row_multiple_of(model: Any) -> int:
     """The row multiple to which sequences of this model are padded: the engine's own.
 
     With adapters of PEFT on it, the multiple that holds for their ranks too.
@@ -189,7 +189,7 @@ def _batch(model: Any, sequences: list[list[int]], temperature: float) -> list[T
     if not all(sequences):
         at = next(at for at, ids in enumerate(sequences) if not ids)
         raise BadRequest(f"token_ids[{at}] is empty", param=f"token_ids[{at}]")
-    width = round_up(max(map(len, sequences)), rows_of(model))
+    width = round_up(max(map(len, sequences)), row_multiple_of(model))
     rows = [ids + [0] * (width - len(ids)) for ids in sequences]
     ids = torch.tensor(rows, device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits.float()

@@ -90,7 +90,7 @@ class ModelRunner:
     def _wrote_finite(self, work: Work) -> bool:
         """Whether its tokens left finite states up to the last layer, also those only read."""
         start = work.sequence.computed
-        return self._cache.sound(work.slot, start, start + work.count)
+        return self._cache.finite(work.slot, start, start + work.count)
 
     def _score_prompt(self, weights: Weights, work: Work, hidden: Tensor, row: int) -> None:
         sequence, options = work.sequence, work.sequence.request.sampling

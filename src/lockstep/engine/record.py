@@ -1,4 +1,4 @@
-"""What is told of a sequence that ended: its completion, and the experts its tokens took."""
+"""The record of a sequence that ended: its completion, and the experts its tokens took."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.tokens import Completion, Finish, PromptLogprob, RoutedExperts, me
 def completion(
     sequence: Sequence, finish: Finish, experts: RoutedExperts | None, options: EngineOptions
 ) -> Completion:
-    """The record of a sequence under the options of its engine."""
+    """The completion of a sequence, in an engine with these options."""
     sampling = sequence.request.sampling
     return Completion(
         token_ids=sequence.output_ids,
@@ -36,7 +36,7 @@ def completion(
 
 
 def experts_of(sequence: Sequence, rows: Tensor) -> RoutedExperts | None:
-    """The rows asked for; None when the sequence ended before all of them were computed.
+    """The rows that were requested; None when the sequence ended before all of them were computed.
 
     `rows` are the experts of all its computed tokens, as they lie in its slot.
     """
@@ -54,5 +54,5 @@ def experts_of(sequence: Sequence, rows: Tensor) -> RoutedExperts | None:
 def _prompt_logprobs(sequence: Sequence) -> list[PromptLogprob | None] | None:
     """Those of the first choice, which all share; None unless the whole prompt was scored."""
     scored = (sequence.leader or sequence).prompt_logprobs
-    asked = sequence.request.sampling.prompt_logprobs is not None
-    return scored if asked and len(scored) == sequence.prompt_len else None
+    requested = sequence.request.sampling.prompt_logprobs is not None
+    return scored if requested and len(scored) == sequence.prompt_len else None

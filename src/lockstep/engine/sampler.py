@@ -1,4 +1,4 @@
-"""From logits to tokens: one uniform number per row, so that a seed means the same in any batch."""
+"""Samples tokens from logits: one uniform number per row, so a seed gives the same in any batch."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def top_logprobs(logprobs: Tensor, wanted: Sequence[int]) -> list[tuple[Ranked, 
 def _shape(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """The logits that are sampled from: biased, masked, tempered and truncated, row by row.
 
-    The logits themselves where no row asks for any of it.
+    The logits themselves where no row changes them.
     """
     if not any(row.banned or _shapes(row.sampling) for row in rows):
         return logits

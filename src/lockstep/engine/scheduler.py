@@ -1,4 +1,4 @@
-"""Who runs next: a queue by priority, a list of running sequences, and a token budget per step."""
+"""The scheduler: a queue by priority, a list of running sequences, and a token budget per step."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ class Scheduler:
         """
         if len(self.running) == self.slots:
             return None
-        held: list[tuple[int, int, Sequence]] = []
-        found: Sequence | None = None
-        while self._waiting and found is None:
+        skipped: list[tuple[int, int, Sequence]] = []
+        ready: Sequence | None = None
+        while self._waiting and ready is None:
             entry = heapq.heappop(self._waiting)
             if entry[-1].ready and (entry[-1].begun or not begun_only):
-                found = entry[-1]
+                ready = entry[-1]
             else:
-                held.append(entry)
-        for entry in held:
+                skipped.append(entry)
+        for entry in skipped:
             heapq.heappush(self._waiting, entry)
-        return found
+        return ready
 
     def start(self, sequence: Sequence) -> int:
         """Puts a sequence among the running; returns its slot."""

@@ -1,4 +1,4 @@
-"""Logprobs of tokens that are given, not sampled: prompts, and probes of the weights."""
+"""Logprobs of known tokens instead of sampled ones: prompts, and probes of the weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def logprobs_of(
     targets: list[int],
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs over the vocabulary at rows from `row` on, and the ids that come there."""
+    """Logprobs over the vocabulary at rows from `row` on, and the ids of `targets` as a tensor."""
     logits = model.logits(weights, hidden, range(row, row + len(targets)))
     if temperature != 1.0:
         logits = logits / temperature

@@ -25,7 +25,7 @@ def rig(moe: Path) -> Rig:
 def routed(directory: Path, token_ids: list[int]) -> npt.NDArray[np.integer]:
     """What the routers of the trainer choose: (tokens, layers, top_k), the likeliest first."""
     model = trainer(directory)
-    multiple = exact.rows_of(model)
+    multiple = exact.row_multiple_of(model)
     width = -(-len(token_ids) // multiple) * multiple
     padded = torch.tensor([token_ids + [0] * (width - len(token_ids))])
     with torch.no_grad():

@@ -159,4 +159,4 @@ def test_engine_and_trainer_find_the_same_products(tiny: Path, moe: Path) -> Non
     for directory in (tiny, moe):
         config = ModelConfig.read(directory)
         assert exact.products_of(trainer(directory).config) == config.products
-        assert exact.rows_of(trainer(directory)) == row_multiple(config.products)
+        assert exact.row_multiple_of(trainer(directory)) == row_multiple(config.products)

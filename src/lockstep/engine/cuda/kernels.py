@@ -87,7 +87,7 @@ def _linear(
         inside = (at < end)[None, :]
         values = tl.load(lines + at[None, :], mask=some & inside, other=0.0)
         total += _product(values, tl.load(tile + start, mask=real & inside, other=0.0), block_m)
-    if bias is not None:  # noqa: SIM102 (asked at compile time, the other at run time)
+    if bias is not None:  # noqa: SIM102 (decided at compile time, the other at run time)
         if split == 0:
             total += tl.load(bias + n, mask=n < outer, other=0.0).to(tl.float32)[None, :]
     place = (split * rows + m)[:, None] * outer + n[None, :]
@@ -316,8 +316,8 @@ def _attend(
         top, total, summed = _fold(low, high, k_low, k_high, seen, known, top, total, summed)
     which = row * heads + mine
     if splits == 1:
-        done = (summed / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + which[:, None] * dim + at[None, :], done, mask=real[:, None])
+        result = (summed / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + which[:, None] * dim + at[None, :], result, mask=real[:, None])
     else:
         which = which * splits + split
         tl.store(sums + which[:, None] * dim + at[None, :], summed, mask=real[:, None])
@@ -337,5 +337,5 @@ def _combine(sums, tops, out, dim: tl.constexpr, splits: tl.constexpr, early: tl
     top, total = tl.load(tops + split * 2), tl.load(tops + split * 2 + 1)
     share = tl.exp2(top - tl.max(top))
     summed = tl.sum(tl.load(sums + split[:, None] * dim + at[None, :]) * share[:, None], axis=0)
-    done = summed / tl.sum(total * share)
-    tl.store(out + which * dim + at, done.to(out.dtype.element_ty))
+    result = summed / tl.sum(total * share)
+    tl.store(out + which * dim + at, result.to(out.dtype.element_ty))

@@ -1,4 +1,4 @@
-"""Where keys and values live: a slot per running sequence, and blocks of prefixes to start from."""
+"""The KV cache: a slot per running sequence, and a prefix cache of blocks to start from."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ BLOCK = 16
 class SlotCache:
     """Keys and values of `slots` sequences, contiguous for each so that decoding copies nothing.
 
-    Each slot holds `capacity` tokens. One more than asked for, `scratch`, serves scoring beside the
-    running sequences. For MoE models the experts each token was routed to are kept beside its keys.
+    Each slot holds `capacity` tokens. One slot more, `scratch`, serves scoring beside the running
+    sequences. For MoE models the experts each token was routed to are kept beside its keys.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class SlotCache:
         if self.experts is not None:
             self.experts[target, :length] = self.experts[source, :length]
 
-    def sound(self, slot: int, start: int, end: int) -> bool:
-        """Whether the last keys and values of tokens [start, end) are finite, and so all before."""
+    def finite(self, slot: int, start: int, end: int) -> bool:
+        """Whether keys and values of tokens [start, end) are finite; the last layer's tell of all."""
         span = self._kv[-1, :, slot, :, start:end]
         # A sum is finite only if all its terms are; that of large ones may not be.
         return isfinite(span.sum().item()) or bool(torch.isfinite(span).all())
@@ -124,18 +124,18 @@ class PrefixCache:
 
         At least one token is left to compute: its logits are needed.
         """
-        found: dict[bytes, int] = {}
+        known: dict[bytes, int] = {}
         for name in block_names(root, tokens, (len(tokens) - 1) // BLOCK):
             at = self._where.get(name)
             if at is None:
                 break
-            found[name] = at
-        self._touch(list(found))
+            known[name] = at
+        self._touch(list(known))
         self.queries += len(tokens)
-        self.hits += len(found) * BLOCK
-        if found:
-            self._to_slot(list(found.values()), slot)
-        return len(found) * BLOCK
+        self.hits += len(known) * BLOCK
+        if known:
+            self._to_slot(list(known.values()), slot)
+        return len(known) * BLOCK
 
     def store(self, root: bytes, tokens: Sequence[int], slot: int) -> None:
         """Keeps the whole blocks of `tokens`, all of whose keys and values are in `slot`."""
@@ -164,14 +164,14 @@ class PrefixCache:
             if name in self._where:
                 self._where.move_to_end(name)
 
-    def _to_slot(self, found: list[int], slot: int) -> None:
-        length = len(found) * BLOCK
+    def _to_slot(self, blocks: list[int], slot: int) -> None:
+        length = len(blocks) * BLOCK
         for pool, target in ((self._k, self._cache.k), (self._v, self._cache.v)):
             layers, _, kv_heads, _, dim = pool.shape
-            taken = pool[:, found].transpose(1, 2).reshape(layers, kv_heads, length, dim)
+            taken = pool[:, blocks].transpose(1, 2).reshape(layers, kv_heads, length, dim)
             target[:, slot, :, :length] = taken
         if self._experts is not None and self._cache.experts is not None:
-            rows = self._experts[found]
+            rows = self._experts[blocks]
             self._cache.experts[slot, :length] = rows.reshape(length, *rows.shape[2:])
 
     def _from_slot(self, blocks: list[int], targets: list[int], slot: int) -> None:

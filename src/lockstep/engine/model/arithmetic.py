@@ -1,8 +1,8 @@
-"""Two ways to compute one thing: `exact`, whose results do not depend on the batch, and `close`.
+"""Two ways to compute attention: `exact`, whose bits do not depend on the batch, and `close`.
 
 Exact rests on how matrix products behave on CPUs: a row of a product does not depend on how many
 rows there are as long as that is a certain multiple, and a sum over keys does not depend on how
-many are hidden when their number is a good one. `lockstep.engine.numerics.block_shapes` finds both
+many are hidden for certain numbers of keys. `lockstep.engine.numerics.block_shapes` finds both
 on the machine at hand, `lockstep.engine.numerics.selftest` proves them; nothing here promises them.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.engine.numerics.block_shapes import LANES, attention_shapes
 from lockstep.tokens.numerics import ArithmeticName
 
-CLOSE_ROWS = 8
+CLOSE_ROW_MULTIPLE = 8
 """Rows of a batch in close mode come in multiples of this: few shapes, none of them slow."""
 STRETCH = 64
 """Queries of a prefill that are computed at once, over no more keys than they need."""
@@ -58,6 +58,8 @@ class Arithmetic(Protocol):
 
 
 class Exact:
+    """Attention in the shapes that keep the bits on this machine, padded to them."""
+
     def __init__(self, dim: int, max_len: int, name: ArithmeticName = "exact") -> None:
         self.name = name
         self._shapes = attention_shapes(dim)
@@ -88,18 +90,20 @@ class Exact:
             if padding := -rows % self._shapes.prefill:
                 queries = torch.constant_pad_nd(queries, (0, 0, 0, padding))
             keys, shift = self.keys(start + at + rows), self._longest - start - at
-            done = exact_attention(
+            attended = exact_attention(
                 queries,
                 k[:, None, :keys].expand(shape),
                 v[:, None, :keys].expand(shape),
                 self._bias[: rows + padding, shift : shift + keys],
                 scale,
             )
-            out[at : at + rows] = done[:, :, :rows].permute(2, 0, 1, 3)
+            out[at : at + rows] = attended[:, :, :rows].permute(2, 0, 1, 3)
         return out.view(count, heads * dim)
 
 
 class Close:
+    """Attention in the fastest shapes; bits may depend on the batch."""
+
     name: ArithmeticName = "close"
 
     def keys(self, count: int) -> int:
@@ -125,7 +129,7 @@ class Close:
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attention of q (A, B, M, d) over k and v (A, B, T, d), M and T good numbers on this machine.
+    """Attention of q (A, B, M, d) over k and v (A, B, T, d), M and T from `attention_shapes`.
 
     The same function serves decoding, prefill and the trainer: that is what makes them equal.
     """
@@ -155,6 +159,7 @@ def _constant(value: float, device: torch.device) -> Tensor:
 
 
 def gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of rows that hold the two side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
     if gate.shape[-1] % LANES:
         # A vector loop ends in scalars, whose exp has other bits: let it run over whole rows, as it
@@ -207,6 +212,6 @@ def mix_experts(
         if not len(rows):
             continue
         chosen = F.pad(x[rows], (0, 0, 0, round_up(len(rows), multiple) - len(rows)))
-        done = F.linear(gated(F.linear(chosen, gate_up[expert])), down[expert])[: len(rows)]
-        out = out.index_add(0, rows, done * weights[rows, choice, None])
+        mixed = F.linear(gated(F.linear(chosen, gate_up[expert])), down[expert])[: len(rows)]
+        out = out.index_add(0, rows, mixed * weights[rows, choice, None])
     return out

@@ -70,7 +70,7 @@ class Adapter:
     ) -> Adapter:
         """The adapter in `path`. Raises AdapterError that says what does not fit this model.
 
-        Version spans name these contents by a hash of them, after `label` where one is given.
+        Version spans name these contents by a hash of them, after `label` where there is one.
         """
         settings = _settings(path)
         rank = _rank(settings, max_rank, path)
@@ -81,12 +81,12 @@ class Adapter:
             raise AdapterError(f"{path} holds no readable safetensors: {error}") from None
         pairs: dict[tuple[int, str], dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
-            found = NAME.fullmatch(key)
-            if not found:
+            match = NAME.fullmatch(key)
+            if not match:
                 raise AdapterError(f"adapter tensor {key!r} is not a LoRA weight of this model")
             if not bool(torch.isfinite(tensor).all()):
                 raise AdapterError(f"adapter tensor {key!r} has values that are NaN or infinite")
-            pairs.setdefault((int(found[1]), found[2]), {})[found[3]] = tensor
+            pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
         if not pairs:
             raise AdapterError(f"{path} holds no LoRA tensors")
         deltas: dict[tuple[int, str], list[LoraDelta]] = {}

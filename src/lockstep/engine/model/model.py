@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.arithmetic import (
-    CLOSE_ROWS,
+    CLOSE_ROW_MULTIPLE,
     HIDDEN,
     Arithmetic,
     Close,
@@ -33,7 +33,7 @@ from lockstep.engine.weights.weights import Weights
 class Segment(NamedTuple):
     """Tokens of one sequence to run: `tokens` at positions from `start`, into `slot`.
 
-    Of the last `outputs` tokens the hidden states are asked for.
+    The hidden states of the last `outputs` tokens are returned.
     """
 
     slot: int
@@ -46,7 +46,7 @@ class Segment(NamedTuple):
     def whole(
         cls, slot: int, start: int, tokens: Sequence[int], adapter: Adapter | None = None
     ) -> Segment:
-        """Tokens whose hidden states are all asked for."""
+        """Tokens whose hidden states are all returned."""
         return cls(slot, start, tokens, len(tokens), adapter)
 
 
@@ -67,7 +67,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class ModelBatch:
-    """Segments as tensors, made once per step; rows are padded to a good number of them."""
+    """Segments as tensors, made once per step; rows are padded to the row multiple."""
 
     ids: Tensor
     positions: Tensor
@@ -81,21 +81,21 @@ class ModelBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchTail:
-    """What is left of a batch when the last layer has its keys and values: the rows asked for."""
+    """The rows whose hidden states are returned: the others end with the last layer's keys."""
 
     rows: Tensor
     batch: ModelBatch
 
 
 class Model:
-    """The architecture's constants; weights and caches are given to each call."""
+    """The forward pass of one architecture; weights and caches are arguments of each call."""
 
     def __init__(self, config: ModelConfig, max_len: int, device: str, dtype: torch.dtype) -> None:
         self.config = config
         self.arithmetic: Arithmetic = Close()
         self.device = torch.device(device)
         self.scale = config.head_dim**-0.5
-        self.rows = CLOSE_ROWS
+        self.row_multiple = CLOSE_ROW_MULTIPLE
         """Rows of a batch come in multiples of this."""
         angles = torch.outer(torch.arange(max_len).float(), frequencies(config))
         half_cos, half_sin = (in_safe_pieces(turn, angles) for turn in (torch.cos, torch.sin))
@@ -124,7 +124,7 @@ class Model:
             rows += range(end - segment.outputs, end)
             cut = len(segment.tokens) - segment.outputs
             left.append(segment._replace(start=segment.start + cut, tokens=segment.tokens[cut:]))
-        rows += [0] * (-len(rows) % self.rows)
+        rows += [0] * (-len(rows) % self.row_multiple)
         return replace(batch, tail=BatchTail(self._tensor(rows), self._batch(left, singles)))
 
     def _batch(self, segments: Sequence[Segment], singles: Sequence[bool]) -> ModelBatch:
@@ -146,7 +146,7 @@ class Model:
             if segment.adapter is not None:
                 rows = by_adapter.setdefault(segment.adapter.uid, (segment.adapter, []))[1]
                 rows += range(row, row + count)
-        count, padding = len(ids), [0] * (-len(ids) % self.rows)
+        count, padding = len(ids), [0] * (-len(ids) % self.row_multiple)
         table = self._tensor([ids + padding, positions + padding, slots + padding])
         return ModelBatch(
             ids=table[0],
@@ -156,7 +156,7 @@ class Model:
             decode=self._decode(decodes, positions, slots, table) if decodes else None,
             prefills=tuple(prefills),
             adapters=tuple(
-                AdapterRows(adapter, self._tensor(rows), self._adapter_rows(adapter))
+                AdapterRows(adapter, self._tensor(rows), self._adapter_row_multiple(adapter))
                 for adapter, rows in by_adapter.values()
                 if rows
             ),
@@ -165,7 +165,7 @@ class Model:
     def _decode(
         self, rows: list[int], positions: list[int], slots: list[int], table: Tensor
     ) -> Decode:
-        """What the given rows, of one token each, need to attend; `table` holds all of them."""
+        """What these rows, of one token each, need to attend; `table` holds all of them."""
         starts, into = [positions[row] for row in rows], [slots[row] for row in rows]
         width, keys = max(into) + 1, self.arithmetic.keys(max(starts) + 1)
         windows = [self.max_len] * width
@@ -186,8 +186,8 @@ class Model:
         )
 
     def forward(self, weights: Weights, cache: SlotCache, batch: ModelBatch) -> Tensor:
-        """Normed hidden states of the rows asked for; writes keys, values and routed experts of all
-        to their slots. Experts of the last layer are those of the rows asked for."""
+        """Normed hidden states of each segment's `outputs`; writes keys, values and routed experts
+        of all rows to their slots. Experts of the last layer are those of the outputs only."""
         c, decode = self.config, batch.decode
         x = weights.embed.index_select(0, batch.ids)
         cos, sin = self._turns.index_select(0, batch.positions).unbind(1)
@@ -214,9 +214,9 @@ class Model:
         return rms_norm(x, weights.norm, c.eps)
 
     def logits(self, weights: Weights, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        """fp32 logits of the given rows, which ascend, (len(rows), vocab)."""
+        """fp32 logits of these rows, which ascend, (len(rows), vocab)."""
         count, first = len(rows), rows[0]
-        padded = round_up(count, self.rows)
+        padded = round_up(count, self.row_multiple)
         if rows[-1] - first == count - 1 and first + padded <= hidden.shape[0]:
             chosen = hidden[first : first + padded]
         else:
@@ -279,12 +279,12 @@ class Model:
             column = c.moe_layers.index(i)
             chosen = ids[: batch.count].to(cache.experts.dtype)
             cache.experts[batch.slots, batch.positions[: batch.count], column] = chosen
-        return mix_experts(h, ids, shares, layer.gate_up, layer.down, self.rows)
+        return mix_experts(h, ids, shares, layer.gate_up, layer.down, self.row_multiple)
 
-    def _adapter_rows(self, adapter: Adapter) -> int:
-        """The multiple in which rows of an adapter come: low ranks may need a larger one."""
+    def _adapter_row_multiple(self, adapter: Adapter) -> int:
+        """The row multiple of an adapter's products: low ranks may need a larger one."""
         if self.arithmetic.name == "close":
-            return self.rows
+            return self.row_multiple
         return row_multiple(self.config.products.with_lora(adapter.rank)) or MULTIPLES[-1]
 
     def _adapt(self, batch: ModelBatch, out: Tensor, x: Tensor, layer: int, module: str) -> None:

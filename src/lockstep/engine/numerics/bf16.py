@@ -1,4 +1,4 @@
-"""bf16 on CPUs that list more than they allow: tried once, before oneDNN takes what is listed.
+"""Keeps bf16 products from ending a process on CPUs that list more than they allow.
 
 A hypervisor may list AMX and forbid it. oneDNN believes the list, and the first bf16 product ends
 the process with SIGILL. So a process of its own tries one, and where that dies oneDNN is held to
@@ -44,7 +44,7 @@ _lock = threading.Lock()
 
 
 def make_bf16_safe() -> str:
-    """Sees to it that bf16 products do not end this process or its children.
+    """Makes sure that bf16 products do not end this process or its children.
 
     Returns what oneDNN is held to, empty where it may use all of the CPU. Where the CPU lists
     instructions that may be forbidden it costs a child process, once for a process and its
@@ -104,11 +104,11 @@ def _tried(current: str) -> str | None:
     """The first limit under which a fresh process survives, from the current one down."""
     environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
     try:
-        done = subprocess.run(
+        trial = subprocess.run(
             [sys.executable, "-P", "-c", _TRIAL, *dict.fromkeys((current, *SAFE))],
             env=environ, capture_output=True, text=True, timeout=SECONDS, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("a bf16 product could not be tried: %s", error)
         return None
-    return done.stdout.strip() or None
+    return trial.stdout.strip() or None

@@ -1,8 +1,8 @@
-"""The shapes for which a result does not depend on the batch: found by trying them on this CPU.
+"""Finds the shapes for which a result does not depend on the batch, by trying them on this CPU.
 
 A matrix library picks its kernels, and with them the order of its sums, by the shape of a product:
 by the number of rows, and in attention by the numbers of queries and keys. So the numbers that keep
-the bits are found by trying them. Engine and trainer both ask here, and find the same.
+the bits are found by trying them. Engine and trainer both call this, and find the same.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ FLOPS = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class AttentionShapes:
-    """`queries` come in multiples of that; `tails` are the good lengths of a last block of keys.
+    """Queries come in multiples of `queries`; a last block of keys has one of the lengths `tails`.
 
-    Without tails nothing is good here: even whole blocks do not give the same bits.
+    Without tails no shape does: even whole blocks of keys give other bits.
     """
 
     queries: int
@@ -55,7 +55,7 @@ class AttentionShapes:
         return max(self.queries, PREFILL)
 
     def keys(self, count: int) -> int:
-        """The smallest good number of keys that is not less than `count`."""
+        """The smallest number of keys from `count` on that keeps the bits."""
         whole, rest = divmod(count, BLOCK)
         if not rest:
             return count
@@ -64,7 +64,7 @@ class AttentionShapes:
 
 @lru_cache
 def attention_shapes(dim: int) -> AttentionShapes:
-    """The shapes for heads of `dim` values, on this machine."""
+    """The shapes of attention that keep the bits for heads of `dim` values, on this machine."""
     source = torch.Generator().manual_seed(dim)
     with torch.inference_mode(), threads(1):
         q, k, v = (torch.randn(1, 1, 2 * BLOCK, dim, generator=source) for _ in range(3))
@@ -77,12 +77,12 @@ def attention_shapes(dim: int) -> AttentionShapes:
 
         whole = attend(slice(0, 2 * BLOCK), 2 * BLOCK)
 
-        def good(tail: int, queries: int) -> bool:
+        def keeps_bits(tail: int, queries: int) -> bool:
             """Whether the last queries over that many keys, and over a block more, are right."""
             ends = ((slice(end - queries, end), end) for end in (tail, BLOCK + tail))
             return all(torch.equal(attend(rows, end), whole[:, :, rows]) for rows, end in ends)
 
-        def decodes(queries: int) -> bool:
+        def pads_to(queries: int) -> bool:
             """Whether one query is right when it is padded to that many, wherever it stands."""
             for at in range(5, 2 * BLOCK, PLACES):
                 keys = BLOCK if at < BLOCK else 2 * BLOCK
@@ -92,15 +92,15 @@ def attention_shapes(dim: int) -> AttentionShapes:
                 )
                 if not torch.equal(one[:, :, 0], whole[:, :, at]):
                     return False
-            return good(BLOCK, queries)
+            return keeps_bits(BLOCK, queries)
 
-        queries = next((count for count in MULTIPLES if decodes(count)), MULTIPLES[-1])
+        queries = next((count for count in MULTIPLES if pads_to(count)), MULTIPLES[-1])
         prefill = max(queries, PREFILL)
         shapes = {queries, *range(prefill, STEP + 1, prefill)}
         tails = [
             tail
             for tail in range(STEP, BLOCK + STEP, STEP)
-            if all(good(tail, count) for count in shapes)
+            if all(keeps_bits(tail, count) for count in shapes)
         ]
     return AttentionShapes(queries, tuple(tails) if BLOCK in tails else ())
 
@@ -147,8 +147,8 @@ def products(
 
 
 @lru_cache
-def row_multiple(wanted: Products) -> int:
-    """The fewest rows for whose multiples a row of these products keeps its bits; 0: for none.
+def row_multiple(required: Products) -> int:
+    """The row multiple: rows of these products keep their bits in multiples of it; 0 if of none.
 
     It keeps them whatever the number of rows and its place among them, and when the weights that
     one product packs are multiplied one by one.
@@ -156,21 +156,21 @@ def row_multiple(wanted: Products) -> int:
     for rows in MULTIPLES:
         # A vector loop must end with a whole register: what is left is done in scalars, whose
         # exponential has other bits.
-        if any(rows * width % LANES for width in wanted.widths):
+        if any(rows * width % LANES for width in required.widths):
             continue
-        if all(_rows_hold(inputs, outputs, rows) for inputs, outputs in wanted.shapes):
+        if all(_rows_hold(inputs, outputs, rows) for inputs, outputs in required.shapes):
             return rows
     return 0
 
 
 @lru_cache
-def shared_products_hold(wanted: Products) -> bool:
+def shared_products_hold(required: Products) -> bool:
     """Whether products keep their bits when MKL shares them out to threads.
 
     Strict mode does; without it, a thread may get rows that are no such multiple.
     """
-    rows = row_multiple(wanted) or MULTIPLES[-1]
-    for inputs, outputs in wanted.shapes:
+    rows = row_multiple(required) or MULTIPLES[-1]
+    for inputs, outputs in required.shapes:
         source = torch.Generator().manual_seed(inputs)
         with torch.inference_mode():
             weight = torch.randn(sum(_narrowed(outputs)), inputs, generator=source)
@@ -188,9 +188,9 @@ def shared_products_hold(wanted: Products) -> bool:
 
 
 @contextmanager
-def steady_products(wanted: Products) -> Iterator[None]:
-    """Products of this thread keep their bits in any number of threads within the block."""
-    steady = shared_products_hold(wanted)
+def steady_products(required: Products) -> Iterator[None]:
+    """Within the block, products of this thread have the same bits in any number of threads."""
+    steady = shared_products_hold(required)
     if not steady:
         mkl.share_products(False)
     try:
@@ -200,11 +200,11 @@ def steady_products(wanted: Products) -> Iterator[None]:
             mkl.share_products(True)
 
 
-def why_unfit(dim: int, wanted: Products) -> str | None:
+def why_unfit(dim: int, required: Products) -> str | None:
     """Why no shapes keep the bits of a model with heads of `dim` values here; None if some do."""
     if not attention_shapes(dim).tails:
         return "the attention of a few queries has other bits than that of many"
-    if not row_multiple(wanted):
+    if not row_multiple(required):
         return "a row of a matrix product has other bits in another number of rows"
     return None
 

@@ -1,4 +1,4 @@
-"""Does a sequence give the same bits however it is cut and batched? Asked when an engine starts."""
+"""Proves at start-up that a sequence has the same bits however it is cut and batched."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.kv.cache import SlotCache
-from lockstep.engine.model.arithmetic import CLOSE_ROWS, Arithmetic, Close, Exact
+from lockstep.engine.model.arithmetic import CLOSE_ROW_MULTIPLE, Arithmetic, Close, Exact
 from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.numerics.block_shapes import row_multiple, steady_products, threads, why_unfit
 from lockstep.engine.numerics.plan import why_not_portable
@@ -25,26 +25,28 @@ LENGTH = 150
 CUTS = ((150,), (7, 16, 40, 87), (64, 64, 14, *[1] * 8), (142, *[1] * 8))
 
 
-def fitting(config: ModelConfig, options: EngineOptions, max_len: int) -> tuple[Arithmetic, str]:
-    """The arithmetic that was asked for where device and type know it, and why not where not."""
+def requested_arithmetic(
+    config: ModelConfig, options: EngineOptions, max_len: int
+) -> tuple[Arithmetic, str]:
+    """The arithmetic of the options where device and dtype allow it, else close and the reason."""
     if options.arithmetic == "close":
-        return Close(), "close was asked for"
+        return Close(), "close was requested"
     if options.device != "cpu" or options.dtype != "float32":
         return Close(), f"exact needs fp32 on a CPU, not {options.dtype} on {options.device}"
     name: ArithmeticName = "portable" if options.arithmetic == "portable" else "exact"
     return Exact(config.head_dim, max_len, name), ""
 
 
-def settle(model: Model, weights: Weights, cache: SlotCache, options: EngineOptions) -> str:
-    """Leaves the model with an arithmetic that was proved; says why it is not what was wanted.
+def prove(model: Model, weights: Weights, cache: SlotCache, options: EngineOptions) -> str:
+    """Keeps the model's arithmetic where it is proved, else falls back; returns why, or nothing.
 
     Raises EngineFailure where exact or portable arithmetic was demanded and does not hold.
     """
-    if problem := unproved(model, weights, cache):
+    if problem := why_not_exact(model, weights, cache):
         if options.arithmetic in ("exact", "portable"):
             raise EngineFailure(f"exact arithmetic does not hold on this CPU: {problem}")
         log.warning("falling back to close arithmetic: %s", problem)
-        model.arithmetic, model.rows = Close(), CLOSE_ROWS
+        model.arithmetic, model.row_multiple = Close(), CLOSE_ROW_MULTIPLE
         return f"the self-test failed: {problem}"
     if options.arithmetic == "portable" and (problem := why_not_portable()):
         log.warning("exact on this make of CPU only: %s", problem)
@@ -53,22 +55,24 @@ def settle(model: Model, weights: Weights, cache: SlotCache, options: EngineOpti
     return ""
 
 
-def unproved(model: Model, weights: Weights, cache: SlotCache) -> str | None:
+def why_not_exact(model: Model, weights: Weights, cache: SlotCache) -> str | None:
     """Why exact arithmetic does not hold for this model here; None where it does.
 
-    Sets the multiple in which its rows come.
+    Sets the row multiple of the model.
     """
     if not isinstance(model.arithmetic, Exact):
         return None
     if problem := why_unfit(model.config.head_dim, model.config.products):
         return problem
-    model.rows = row_multiple(model.config.products)
+    model.row_multiple = row_multiple(model.config.products)
     with steady_products(model.config.products):
-        return self_test(model, weights, cache) or unlike_trainer(model, weights, cache)
+        return why_batch_dependent(model, weights, cache) or why_unlike_trainer(
+            model, weights, cache
+        )
 
 
-def self_test(model: Model, weights: Weights, cache: SlotCache) -> str | None:
-    """None when a sequence gives the same bits however it is cut and batched, else what differs."""
+def why_batch_dependent(model: Model, weights: Weights, cache: SlotCache) -> str | None:
+    """How the bits of a sequence depend on its pieces and its batch; None where they do not."""
     ids = _ids(model)
     alone: Tensor | None = None
     for cut in CUTS:
@@ -85,8 +89,8 @@ def self_test(model: Model, weights: Weights, cache: SlotCache) -> str | None:
     return None
 
 
-def unlike_trainer(model: Model, weights: Weights, cache: SlotCache) -> str | None:
-    """None when a trainer's forward pass gives the engine's bits, else what differs.
+def why_unlike_trainer(model: Model, weights: Weights, cache: SlotCache) -> str | None:
+    """How a trainer's forward pass differs from the engine's in its bits; None where it does not.
 
     A trainer has its projections one by one, whole sequences in a batch, several threads, and
     autograd. The pass is that of transformers, without the seconds that its import takes; the

@@ -42,13 +42,13 @@ def mode() -> str:
     library = _library()
     if library is None:
         return ABSENT
-    found = int(library.mkl_serv_cbwr_get(_ALL))
-    branch = _BRANCHES.get(found & ~_STRICT_FLAG, str(found))
-    return f"{branch},STRICT" if found & _STRICT_FLAG else branch
+    value = int(library.mkl_serv_cbwr_get(_ALL))
+    branch = _BRANCHES.get(value & ~_STRICT_FLAG, str(value))
+    return f"{branch},STRICT" if value & _STRICT_FLAG else branch
 
 
 def set_mode(name: str) -> bool:
-    """Puts this process into a mode of MKL; says whether it is in it now.
+    """Puts this process into a mode of MKL; returns whether it is in it now.
 
     It is not where torch has no MKL, where the CPU does not have that branch, and where the process
     has computed in another mode already.
@@ -72,7 +72,7 @@ def offers_strict() -> bool:
 
 
 def share_products(shared: bool) -> None:
-    """Whether the products of the calling thread may be shared out to several threads."""
+    """Allows, or forbids, MKL to split products of the calling thread over several threads."""
     library = _library()
     if library is not None:
         library.MKL_Set_Num_Threads_Local(0 if shared else 1)

@@ -1,8 +1,8 @@
-"""Which mode of MKL keeps the bits of a row on this CPU, where MKL's manual does not say.
+"""Finds the mode of MKL that keeps the bits of a row on CPUs for which MKL promises none.
 
 On Intel CPUs strict mode is MKL's own promise. On others the default mode has held where it was
 measured, and strict mode may be missing or slow: so both are tried once, in processes of their own,
-and the answer is kept for this user and machine.
+and the result is kept for this user and machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SECONDS = 120.0
 FEW_ROWS = 8
 """A mode that holds only for larger multiples than this makes small batches slow."""
 ADVICE = ("MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "ATEN_CPU_CAPABILITY")
-"""Variables that change what MKL does, so an answer holds for their values."""
+"""Variables that change what MKL does: a result holds for their values only."""
 _TRIAL = """
 import sys
 from lockstep.engine.numerics import mkl
@@ -56,9 +56,9 @@ def preferred_mode() -> str | None:
 
 def tried_mode() -> str:
     """The best mode of those that keep the bits when tried; the default where none does."""
-    found = {mode: _tried(mode) for mode in MODES}
+    multiples = {mode: _tried(mode) for mode in MODES}
     for most in (FEW_ROWS, sys.maxsize):
-        for mode, rows in found.items():
+        for mode, rows in multiples.items():
             if 0 < rows <= most:
                 return mode
     return DEFAULT
@@ -68,18 +68,18 @@ def _tried(mode: str) -> int:
     """The row multiple that a process in this mode finds; 0 where there is none."""
     environ = {name: value for name, value in os.environ.items() if name != mkl.VARIABLE}
     try:
-        done = subprocess.run(
+        trial = subprocess.run(
             [sys.executable, "-P", "-c", _TRIAL, mode],
             env=environ, capture_output=True, text=True, timeout=SECONDS, check=True,
         )  # fmt: skip
-        return int(done.stdout)
+        return int(trial.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         log.warning("MKL's mode %s could not be tried: %s", mode, error)
         return 0
 
 
 def _remembered() -> str:
-    """`tried_mode` of this machine, tried when it is first asked for."""
+    """`tried_mode` of this machine, from the file of earlier results where it is there."""
     path = _cache_directory() / "mkl-mode.json"
     key = "|".join(
         [_processor(), torch.__version__, *(os.environ.get(name, "") for name in ADVICE)]
@@ -99,7 +99,7 @@ def _remembered() -> str:
         scratch.write_text(json.dumps(known, indent=1))
         scratch.replace(path)
     except OSError as error:
-        log.info("what was found about MKL cannot be kept in %s: %s", path, error)
+        log.info("the mode of MKL cannot be kept in %s: %s", path, error)
     return str(known[key])
 
 

@@ -1,8 +1,8 @@
 """Reproducible arithmetic of this process, and the plan by which two processes compare theirs.
 
-    from lockstep.engine import numerics
+    from lockstep.engine.numerics.plan import make_reproducible
 
-    numerics.make_reproducible()        # before the first matrix product of the process
+    make_reproducible()        # before the first matrix product of the process
 
 Workers, `lockstep train`, `lockstep demo` and `exact.prepare` do that by themselves.
 """
@@ -40,24 +40,24 @@ def make_reproducible(*, portable: bool = False) -> bool:
     """Puts MKL into the mode in which results do not depend on the batch, here and in children.
 
     With `portable` into the one that is the same on every make. A value of MKL_CBWR that is set
-    already is respected. Says whether the mode holds in this process: not so where it has computed
-    before, and then the mode is whatever it was.
+    already is respected. Returns whether this process computes in the mode: not so where it has
+    computed before, and then the mode stays what it was.
     """
     if portable:
         for name, value in PORTABLE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    wanted = os.environ.get(mkl.VARIABLE) or preferred_mode()
-    if wanted is None:
+    chosen = os.environ.get(mkl.VARIABLE) or preferred_mode()
+    if chosen is None:
         return True
-    os.environ.setdefault(mkl.VARIABLE, wanted)
-    if mkl.mode() in (mkl.ABSENT, wanted) or mkl.set_mode(wanted):
+    os.environ.setdefault(mkl.VARIABLE, chosen)
+    if mkl.mode() in (mkl.ABSENT, chosen) or mkl.set_mode(chosen):
         return True
-    log.info("MKL computes in mode %s already, %s comes too late", mkl.mode(), wanted)
+    log.info("MKL computes in mode %s already, %s comes too late", mkl.mode(), chosen)
     return False
 
 
 def prepare_process(options: EngineOptions) -> None:
-    """Sees to it that this process can compute as an engine with these options must.
+    """Makes this process ready to compute as these options demand, before its first product.
 
     Raises EngineFailure where bf16 products end it.
     """
@@ -90,7 +90,7 @@ def plan(
 def why_not_portable() -> str | None:
     """Why this process does not compute the bits that every make of x86 computes; None if it does.
 
-    It is asked of the bits: those of a fixed computation must be the ones that Lockstep ships.
+    Decided by the bits: those of a fixed computation must be the ones that Lockstep ships.
     """
     if mkl.mode() != PORTABLE_MKL or isa() != "DEFAULT":
         return (

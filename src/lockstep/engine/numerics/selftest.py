@@ -1,4 +1,4 @@
-"""Does exactness hold here, from the engine to the trainer? One answer, for start-up and doctor.
+"""The self-test of exact arithmetic on this machine, from the engine to the trainer.
 
     report = selftest.run("tiny")
     for check in report.checks: print(check.name, check.ok, check.detail)
@@ -25,13 +25,13 @@ from lockstep.tokens.errors import LockstepError
 from lockstep.tokens.numerics import NumericsPlan
 
 LENGTHS = (5, 64, 65, 150, 300)
-"""Of the sequences that are compared: below, at and above the steps of attention."""
+"""Of the sequences that are compared: below, at and above the blocks of attention."""
 THREADS = (1, 2, 3, 5)
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that was tried; `detail` says what was found."""
+class SelfTestCheck:
+    """One comparison of the self-test; `detail` says how it came out."""
 
     name: str
     ok: bool
@@ -39,11 +39,11 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What was found on this machine for one model."""
+class SelfTestReport:
+    """The result of the self-test for one model on this machine."""
 
     plan: NumericsPlan
-    checks: tuple[Check, ...]
+    checks: tuple[SelfTestCheck, ...]
 
     @property
     def exact(self) -> bool:
@@ -52,13 +52,13 @@ class Report:
 
     @property
     def problem(self) -> str:
-        """The first thing that did not hold; empty where all did."""
+        """Why the first comparison failed; empty where all held."""
         return next((check.detail for check in self.checks if not check.ok), "")
 
 
 def run(
     model: str | Path = "tiny", options: EngineOptions | None = None, *, module: bool = True
-) -> Report:
+) -> SelfTestReport:
     """Compares an engine in pieces and batches with a trainer, bit for bit.
 
     With `module` the trainer is also the transformers module after `exact.prepare`: with and
@@ -66,20 +66,22 @@ def run(
     process has computed anything. Raises what an engine that cannot load the model raises.
     """
     directory = bundled(str(model)) or Path(model)
-    wanted = options or EngineOptions(max_seqs=4)
-    lenient = replace(wanted, arithmetic="auto") if wanted.arithmetic == "exact" else wanted
-    with threads(wanted.threads):
+    options = options or EngineOptions(max_seqs=4)
+    # A report says why exact does not hold; an engine that demands it would raise instead.
+    lenient = replace(options, arithmetic="auto") if options.arithmetic == "exact" else options
+    with threads(options.threads):
         core = Core(directory, lenient)
     detail = core.arithmetic_note or (
-        f"a sequence has the same bits in any batch, with rows in multiples of {core.model.rows}"
+        "a sequence has the same bits in any batch, with rows in multiples of "
+        f"{core.model.row_multiple}"
     )
-    checks = [Check("engine", core.plan.is_exact, detail)]
+    checks = [SelfTestCheck("engine", core.plan.is_exact, detail)]
     if module and core.plan.is_exact:
         checks += _module_checks(core, directory, portable=core.plan.arithmetic == "portable")
-    return Report(core.plan, tuple(checks))
+    return SelfTestReport(core.plan, tuple(checks))
 
 
-def _module_checks(core: Core, directory: Path, *, portable: bool) -> Iterator[Check]:
+def _module_checks(core: Core, directory: Path, *, portable: bool) -> Iterator[SelfTestCheck]:
     from transformers import AutoModelForCausalLM
 
     module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -87,7 +89,7 @@ def _module_checks(core: Core, directory: Path, *, portable: bool) -> Iterator[C
         exact.prepare(module, portable=portable)
         exact.check_plan(core.plan, exact.own_plan(directory, portable=portable))
     except LockstepError as error:
-        yield Check("trainer", False, error.message)
+        yield SelfTestCheck("trainer", False, error.message)
         return
     vocab = core.config.vocab_size
     lengths = sorted({min(length, core.max_len) for length in LENGTHS})
@@ -108,20 +110,22 @@ def _module_checks(core: Core, directory: Path, *, portable: bool) -> Iterator[C
 
 
 def _scored(module: Any, sequences: list[list[int]]) -> list[list[float]]:
-    return [found.tolist() for found in exact.token_logprobs(module, sequences)]
+    return [logprobs.tolist() for logprobs in exact.token_logprobs(module, sequences)]
 
 
-def _compared(name: str, expected: list[list[float]], found: Sequence[list[list[float]]]) -> Check:
+def _compared(
+    name: str, expected: list[list[float]], runs: Sequence[list[list[float]]]
+) -> SelfTestCheck:
     total = sum(map(len, expected))
     gaps = [
         abs(a - b)
-        for scores in found
+        for scores in runs
         for ours, theirs in zip(expected, scores, strict=True)
         for a, b in zip(ours, theirs, strict=True)
         if a != b
     ]
     if not gaps:
-        return Check(name, True, f"{total} logprobs equal, alone and in a batch")
-    return Check(
+        return SelfTestCheck(name, True, f"{total} logprobs equal, alone and in a batch")
+    return SelfTestCheck(
         name, False, f"{len(gaps)} of {2 * total} logprobs differ, by up to {max(gaps):.1e}"
     )

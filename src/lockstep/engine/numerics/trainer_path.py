@@ -25,7 +25,7 @@ from lockstep.engine.weights.weights import Layer, Weights
 def trainer_logits(model: Model, weights: Weights, sequences: list[list[int]]) -> Tensor:
     """Logits (sequences, padded length, vocabulary), with a graph where gradients are enabled."""
     config = model.config
-    width = round_up(max(map(len, sequences)), model.rows)
+    width = round_up(max(map(len, sequences)), model.row_multiple)
     ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in sequences])
     positions = torch.arange(width).clamp(max=model.max_len - 1)
     cos, sin = (table[positions] for table in model.rotation)
@@ -80,7 +80,7 @@ def _mlp(model: Model, layer: Layer, h: Tensor) -> Tensor:
     if layer.router is not None:
         rows = h.reshape(-1, h.shape[-1])
         shares, ids = route(rows, layer.router, config.experts_per_token, config.normalize_top_k)
-        mixed = mix_experts(rows, ids, shares, layer.gate_up, layer.down, model.rows)
+        mixed = mix_experts(rows, ids, shares, layer.gate_up, layer.down, model.row_multiple)
         return mixed.view(h.shape)
     gate, up = layer.gate_up.chunk(2)
     return F.linear(silu(F.linear(h, gate)) * F.linear(h, up), layer.down)

@@ -38,7 +38,7 @@ class Digester:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
         self._pending: deque[tuple[str, Future[str]]] = deque()
-        self._found: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
 
     def __enter__(self) -> Digester:
         return self
@@ -60,8 +60,8 @@ class Digester:
         """All that were added; waits for them."""
         while self._pending:
             self._collect()
-        return self._found
+        return self._digests
 
     def _collect(self) -> None:
         name, future = self._pending.popleft()
-        self._found[name] = future.result()
+        self._digests[name] = future.result()

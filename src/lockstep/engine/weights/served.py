@@ -1,4 +1,4 @@
-"""What is served now: the weights, the set before them, and the adapters, each under its label."""
+"""The weights and adapters that an engine serves now, and the weights before the last commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.tokens.errors import (
 from lockstep.tokens.versions import joined
 
 KEPT_VERSIONS = 4096
-"""How many versions back a request's floor is still known."""
+"""How many versions back `min_weight_version` of a request is still known."""
 
 
 class ServedWeights:

@@ -224,9 +224,9 @@ class Weights:
         packed = dict(self.packed)
         fresh: set[str] = set()
         filled: set[str] = set()
-        for given, tensor in tensors:
-            tied = self.layout.config.tied and given == HEAD
-            name = EMBEDDING if tied else given
+        for source, tensor in tensors:
+            tied = self.layout.config.tied and source == HEAD
+            name = EMBEDDING if tied else source
             place = self.layout.check(name, tuple(tensor.shape), tensor.dtype)
             if place.packed not in fresh:
                 packed[place.packed] = packed[place.packed].clone()
@@ -234,7 +234,7 @@ class Weights:
             before = place.view(packed[place.packed]).clone() if name in filled else None
             _fill(self.layout, packed, name, tensor)
             if before is not None and not torch.equal(before, place.view(packed[place.packed])):
-                raise CheckpointError(f"tensor {given!r} came twice, with different contents")
+                raise CheckpointError(f"tensor {source!r} came twice, with different contents")
             filled.add(name)
         if not fresh:
             raise CheckpointError("an update without tensors changes nothing: name at least one")

@@ -135,7 +135,7 @@ class Learner:
     def _micro(self, items: list[TrainItem], tally: Tally) -> tuple[Tensor, Tensor]:
         """The summed loss of some items, and the trainer's logprobs of their tokens."""
         longest = max(len(item.sample.token_ids) for item in items)
-        width = round_up(longest, exact.rows_of(self.model))
+        width = round_up(longest, exact.row_multiple_of(self.model))
         device = self.model.device
         ids_BT = _padded([item.sample.token_ids for item in items], width, np.int64, device)
         engine_BT = _padded([item.sample.logprobs for item in items], width, np.float32, device)
