@@ -1,4 +1,4 @@
-"""The `lockstep` command."""
+"""The `lockstep` command: every subcommand, and how errors reach the terminal."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ app = typer.Typer(
     name="lockstep",
     no_args_is_help=True,
     add_completion=False,
-    help="Keeps an RL trainer and its inference workers in lockstep, token for token and weight "
-    "version for weight version.\n\nTry: lockstep demo",
+    help="Keep an RL trainer and its LLM inference workers in lockstep: token for token, weight "
+    "version for weight version.\n\nStart with: lockstep demo",
 )
 app.command()(demo)
 app.command()(doctor)
@@ -46,7 +46,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """The entry point: errors that Lockstep raises on purpose end in one line, not a traceback."""
+    """The entry point. Errors of Lockstep's own end in one line and exit code 2."""
     try:
         level = Settings.read().log_level.upper()
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
@@ -58,10 +58,10 @@ def main() -> None:
             console.print(f"[dim]{escape(note)}[/]")
         raise SystemExit(2) from None
     except ModuleNotFoundError as error:
-        named = " ".join(["lockstep", *sys.argv[1:2]])
-        if (said := missing_extra(error, named)) is None:
+        command = " ".join(["lockstep", *sys.argv[1:2]])
+        if (message := missing_extra(error, command)) is None:
             raise
         Console(stderr=True).print(
-            f"[bold red]error[/] (missing_extra): {escape(said)}", soft_wrap=True
+            f"[bold red]error[/] (missing_extra): {escape(message)}", soft_wrap=True
         )
         raise SystemExit(2) from None

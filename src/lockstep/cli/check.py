@@ -1,6 +1,6 @@
-"""`lockstep check URL`: does this server keep the RL contract?
+"""`lockstep check URL`: does this server keep the contract that RL training needs?
 
-Exit codes: 0 it does, 1 a row failed or could not be asked, 2 the command itself was wrong.
+Exit codes: 0 it does, 1 a check failed or could not be made, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,73 +28,83 @@ if TYPE_CHECKING:
     from lockstep.check import CheckRow, Finding, Report, Subject
 
 COLOURS = {"pass": "green", "fail": "bold red", "n.a.": "dim", "error": "yellow"}
-CHANGES = "Rows that change the server"
+_mutation_option = partial(typer.Option, rich_help_panel="Checks that change the server")
 
 
 def check(
-    url: Annotated[str, typer.Argument(help="The server's data URL.")],
+    url: Annotated[str, typer.Argument(help="URL of the server, without /v1.")],
     model: Annotated[
-        str | None, typer.Option(help="Which model to ask; needed when there are several.")
+        str | None, typer.Option(help="Model to check; needed when the server has several.")
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="tiny, tiny-moe, or the directory of the model's tokenizer: asks for "
-                          "parity with its text."),
+        typer.Option(
+            help="tiny, tiny-moe, or the directory of the model's tokenizer, to check that "
+            "the server tokenizes and renders text as it does."
+        ),
     ] = None,
     transport: Annotated[
         str | None,
-        typer.Option(help="vllm, dynamo, dynamo-generate or sglang; else the server is asked."),
+        typer.Option(
+            help="API of the server: vllm, dynamo, dynamo-generate or sglang; detected by default."
+        ),
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option(help="How far logprobs may differ that should be the same; bfloat16: 0.25."),
+        typer.Option(
+            help="Largest difference between logprobs that should be equal; 0.25 for bfloat16."
+        ),
     ] = 1e-3,
     only: Annotated[
-        list[str] | None, typer.Option(help="Ask these rows only, such as 'tokens.*'; repeat it.")
+        list[str] | None,
+        typer.Option(help="Make these checks only, such as 'tokens.*'; may be repeated."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="Longest time for one request.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Longest time of one request.")] = 60.0,
     api_key_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the key of the data URL.")
+        str | None,
+        typer.Option(help="Name of the environment variable that holds the server's API key."),
     ] = None,
     details: Annotated[
-        bool, typer.Option("--details", help="Show what every row asked and its whole evidence.")
+        bool,
+        typer.Option("--details", help="Show what every check looks for, and its full evidence."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result as one JSON object.")
+    ] = False,
     as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a Markdown table.")
+        bool, typer.Option("--markdown", help="Print the result as a Markdown table.")
     ] = False,
     mutate: Annotated[
         bool,
-        typer.Option(help="Ask those rows too: pauses, updates, adapters.",
-                     rich_help_panel=CHANGES),
+        _mutation_option(help="Also make the checks that pause, update weights and load adapters."),
     ] = False,
     admin: Annotated[
         str | None,
-        typer.Option(help="The worker's admin URL, or Dynamo's discovery URL.",
-                     rich_help_panel=CHANGES),
+        _mutation_option(
+            help="Admin URL of the worker, or the URL where Dynamo lists its workers."
+        ),
     ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with the admin token (else LOCKSTEP_ADMIN_TOKEN).",
-                     rich_help_panel=CHANGES),
+        _mutation_option(help="File with the admin token; by default LOCKSTEP_ADMIN_TOKEN."),
     ] = None,
     checkpoint: Annotated[
         str | None,
-        typer.Option(help="Directory of other weights of the model, with a probe if possible.",
-                     rich_help_panel=CHANGES),
+        _mutation_option(
+            help="Directory of other weights of the same model, with a probe if possible."
+        ),
     ] = None,
     adapter: Annotated[
         list[Path] | None,
-        typer.Option(help="A LoRA adapter; give a second one to swap to.",
-                     rich_help_panel=CHANGES),
+        _mutation_option(help="Directory of a LoRA adapter; give a second one to check swapping."),
     ] = None,
-) -> None:  # fmt: skip
-    """Ask any server whether it keeps the RL contract, row by row with evidence."""
+) -> None:
+    """Check that a server keeps the contract RL training needs, and show the evidence."""
     from lockstep.check import Subject, chosen_rows
     from lockstep.check.target import transport_named
 
     if as_json and as_markdown:
-        raise BadRequest("--json and --markdown exclude each other", param="json")
+        raise BadRequest("give --json or --markdown, not both", param="json")
     tokenizer_dir = _directory(tokenizer, "tokenizer")
     checkpoint_dir = _directory(checkpoint, "checkpoint")
     adapters = tuple(_existing(path, "adapter") for path in adapter or ())
@@ -114,7 +125,9 @@ def check(
     )
     quiet = as_json or as_markdown
     try:
-        report = asyncio.run(_ask(subject, rows, len(chosen_rows(only or (), mutate=True)), quiet))
+        report = asyncio.run(
+            _check(subject, rows, len(chosen_rows(only or (), mutate=True)), quiet)
+        )
     except LockstepError as error:
         if error.status in (400, 401, 403, 404):
             raise
@@ -129,13 +142,13 @@ def check(
     raise typer.Exit(0 if report.kept else 1)
 
 
-async def _ask(subject: Subject, rows: list[CheckRow], all_rows: int, quiet: bool) -> Report:
+async def _check(subject: Subject, rows: list[CheckRow], all_rows: int, quiet: bool) -> Report:
     from lockstep.check import Report, open_target, run_rows
 
     console = Console(stderr=True, quiet=quiet)
     findings: list[Finding] = []
     async with open_target(subject) as target:
-        with console.status("asking") as status:
+        with console.status("checking") as status:
             async for finding in run_rows(target, rows):
                 findings.append(finding)
                 status.update(f"{finding.id}: {finding.verdict} ({len(findings)} of {len(rows)})")
@@ -150,13 +163,15 @@ async def _ask(subject: Subject, rows: list[CheckRow], all_rows: int, quiet: boo
 
 
 def _show(report: Report, console: Console, details: bool) -> None:
-    """One line to a row; under it whatever a reader must not miss, or everything on demand."""
+    """One line for each check; below them those that failed, or all with `details`."""
     rows = [
         (one.id, Text(one.verdict, COLOURS[one.verdict]), one.title if details else one.evidence)
         for one in report.findings
     ]
     console.print(Text(f"{report.model} at {report.url} ({report.transport})", "bold"))
-    console.print(one_line_table(("row", "verdict", "asks" if details else "evidence"), rows))
+    console.print(
+        one_line_table(("check", "verdict", "looks for" if details else "evidence"), rows)
+    )
     for one in report.findings:
         if details or one.verdict in ("fail", "error"):
             colour = COLOURS[one.verdict]
@@ -165,7 +180,7 @@ def _show(report: Report, console: Console, details: bool) -> None:
                 f"\n  {escape(one.evidence)}",
                 soft_wrap=True,
             )
-    more = "" if details else "; --details shows what was asked and all evidence"
+    more = "" if details else "; --details shows what each check looks for, and all evidence"
     console.print(f"\n{escape(report.summary())}{more}", soft_wrap=True)
 
 

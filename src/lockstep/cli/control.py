@@ -1,6 +1,6 @@
-"""`lockstep state`, `pause`, `resume`, `update-weights` and the rest: a fleet from the shell.
+"""`lockstep state`, `pause`, `resume`, `update-weights` and others: commands for a running fleet.
 
-Exit codes: 0 it happened, 1 it did not, 2 the command itself was wrong.
+Exit codes: 0 done, 1 failed, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -30,34 +30,45 @@ from lockstep.tokens.operation import Operation
 Url = Annotated[
     str | None,
     typer.Option(
-        help="The gateway's admin URL; else LOCKSTEP_ADMIN_URL, or the one that runs here."
+        help="Admin URL of the gateway; by default LOCKSTEP_ADMIN_URL, or the gateway that runs on "
+        "this machine."
     ),
 ]
 TokenFile = Annotated[
     Path | None,
-    typer.Option(help="File with the admin token; else the gateway's, or LOCKSTEP_ADMIN_TOKEN."),
+    typer.Option(
+        help="File with the admin token; by default the file that a gateway on this machine has "
+        "written, or LOCKSTEP_ADMIN_TOKEN."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
+MODES = (
+    "What happens to running requests: keep (they stop and go on later), wait (they end first) or "
+    "abort."
+)
 STATUS = {"pause": "paused", "resume": "resumed"}
 SHOWN = ("mode", "lora_name")
-"""What --json repeats of a request, as the control plane's own answer does."""
+"""Fields of the request that --json repeats, as the control plane's responses do."""
 
 
 def state(
     url: Url = None,
     token_file: TokenFile = None,
-    watch: Annotated[bool, typer.Option(help="Keep it on the screen, live.")] = False,
+    watch: Annotated[bool, typer.Option(help="Keep showing it, updated twice a second.")] = False,
     details: Annotated[
-        bool, typer.Option("--details", help="Show URLs, whole reasons and the last operations.")
+        bool,
+        typer.Option(
+            "--details", help="Also show URLs, full reasons and the results of operations."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the fleet: version, pause, workers, adapters, last operations."""
+    """Show the fleet: weight version, workers, adapters, last operations."""
 
     async def show(fleet: RemoteFleet) -> None:
         if as_json:
-            _say(await fleet.state())
+            _print_json(await fleet.state())
             return
         console = table_console()
         if not watch:
@@ -77,7 +88,7 @@ def workers(url: Url = None, token_file: TokenFile = None, as_json: AsJson = Fal
     async def show(fleet: RemoteFleet) -> None:
         rows = (await fleet.state())["workers"]
         if as_json:
-            _say(rows)
+            _print_json(rows)
             return
         for row in rows:
             sys.stdout.write(
@@ -88,37 +99,45 @@ def workers(url: Url = None, token_file: TokenFile = None, as_json: AsJson = Fal
 
 
 def pause(
-    mode: Annotated[str, typer.Option(help="keep, wait or abort.")] = "keep",
+    mode: Annotated[str, typer.Option(help=MODES)] = "keep",
     lease: Annotated[
-        float | None, typer.Option(help="Seconds after which the fleet resumes by itself.")
+        float | None,
+        typer.Option(help="Seconds after which the fleet resumes by itself; by default never."),
     ] = None,
     url: Url = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop generating on every worker."""
+    """Pause generation on every worker."""
     _act(url, token_file, as_json, lambda fleet: fleet.pause(mode, lease_seconds=lease))  # type: ignore[arg-type]
 
 
 def resume(url: Url = None, token_file: TokenFile = None, as_json: AsJson = False) -> None:
-    """Generate again on every worker."""
+    """Resume generation on every worker."""
     _act(url, token_file, as_json, lambda fleet: fleet.resume())
 
 
 def update_weights(
     directory: Annotated[
-        str, typer.Argument(help="A checkpoint directory, or a bundled model by its name.")
+        str,
+        typer.Argument(help="Directory of the checkpoint, or a bundled model (tiny, tiny-moe)."),
     ],
     version: Annotated[
-        str | None, typer.Option(help="Label of the new weights; by default its name.")
+        str | None,
+        typer.Option(help="Version label of the new weights; by default the directory's name."),
     ] = None,
-    mode: Annotated[str, typer.Option(help="How to pause: keep, wait or abort.")] = "keep",
-    key: Annotated[str | None, typer.Option(help="Idempotency key.")] = None,
+    mode: Annotated[str, typer.Option(help=MODES)] = "keep",
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="Idempotency key: a command sent again with the same key changes nothing."
+        ),
+    ] = None,
     url: Url = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Update the weights of every worker, verified."""
+    """Load new weights on every worker; each must prove that it has them before it serves."""
     _act(
         url,
         token_file,
@@ -128,46 +147,53 @@ def update_weights(
 
 
 def load_lora(
-    name: str,
-    path: Path,
-    version: Annotated[str | None, typer.Option(help="Put before its label.")] = None,
+    name: Annotated[str, typer.Argument(help="Name that requests use as their model.")],
+    path: Annotated[Path, typer.Argument(help="Directory of the adapter.")],
+    version: Annotated[
+        str | None, typer.Option(help="Version label; a digest of the contents is added to it.")
+    ] = None,
     url: Url = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Serve a LoRA adapter on every worker, swapping one of that name."""
+    """Load a LoRA adapter on every worker; one of the same name is replaced."""
     _act(url, token_file, as_json, lambda fleet: fleet.load_adapter(name, path, version))
 
 
 def unload_lora(
-    name: str, url: Url = None, token_file: TokenFile = None, as_json: AsJson = False
-) -> None:
-    """Stop serving a LoRA adapter."""
-    _act(url, token_file, as_json, lambda fleet: fleet.unload_adapter(name))
-
-
-def drain(
-    worker: str,
-    seconds: Annotated[float, typer.Option(help="How long to wait for its requests.")] = 30.0,
+    name: Annotated[str, typer.Argument(help="Name of the adapter.")],
     url: Url = None,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take a worker out: nothing new for it, then forget it."""
+    """Unload a LoRA adapter from every worker."""
+    _act(url, token_file, as_json, lambda fleet: fleet.unload_adapter(name))
+
+
+def drain(
+    worker: Annotated[str, typer.Argument(help="Id of the worker, as `lockstep state` shows it.")],
+    seconds: Annotated[
+        float, typer.Option(help="Longest time to wait for its running requests.")
+    ] = 30.0,
+    url: Url = None,
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove a worker: it gets no new requests, ends those it has, and leaves the fleet."""
 
     async def act(fleet: RemoteFleet) -> None:
-        answer = await fleet.drain(worker, drain_seconds=seconds)
+        result = await fleet.drain(worker, drain_seconds=seconds)
         if as_json:
-            _say(answer)
+            _print_json(result)
         else:
-            Console().print(f"worker {worker} is drained and forgotten", markup=False)
+            Console().print(f"worker {worker} is drained and no longer in the fleet", markup=False)
 
     _run(url, token_file, act)
 
 
 def register(app: typer.Typer) -> None:
     """Adds the commands of this module."""
-    panel = "A running fleet"
+    panel = "Commands for a running fleet"
     for command in (
         state, workers, pause, resume, update_weights, load_lora, unload_lora, drain,
     ):  # fmt: skip
@@ -183,17 +209,21 @@ def _act(
     async def act(fleet: RemoteFleet) -> None:
         operation = await call(fleet)
         if as_json:
-            asked = {name: operation.request[name] for name in SHOWN if name in operation.request}
+            repeated = {
+                name: operation.request[name] for name in SHOWN if name in operation.request
+            }
             status = STATUS.get(operation.kind, "ok")
             shown = msgspec.to_builtins(operation)
-            _say({"status": status, **asked, "version": operation.version, "operation": shown})
+            _print_json(
+                {"status": status, **repeated, "version": operation.version, "operation": shown}
+            )
             return
-        said = [f"{operation.kind} done"]
+        parts = [f"{operation.kind} done"]
         if operation.version:
-            said.append(f"version {operation.version}")
+            parts.append(f"version {operation.version}")
         if operation.pause_seconds is not None:
-            said.append(f"paused for {operation.pause_seconds * 1e3:.0f} ms")
-        Console().print(", ".join(said))
+            parts.append(f"paused for {operation.pause_seconds * 1e3:.0f} ms")
+        Console().print(", ".join(parts))
         for name, result in operation.workers.items():
             if result.status != "ok":
                 shown = escape(f"{name}: {result.status}: {result.error}")
@@ -225,5 +255,5 @@ def _run(
         raise typer.Exit(1) from None
 
 
-def _say(value: Any) -> None:
+def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value) + "\n")

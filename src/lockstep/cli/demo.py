@@ -1,4 +1,4 @@
-"""`lockstep demo`: watch a model learn while trainer and workers stay in lockstep."""
+"""`lockstep demo`: train a tiny model, and show that trainer and workers stayed in lockstep."""
 
 from __future__ import annotations
 
@@ -27,43 +27,55 @@ class DemoTask(StrEnum):
 
 def demo(
     task: Annotated[
-        DemoTask, typer.Option(help="Call a calculator, reverse digits, or guess a number.")
+        DemoTask,
+        typer.Option(
+            help="What the model learns: to call a calculator, reverse digits, or guess a number."
+        ),
     ] = DemoTask.CALC,
     moe: Annotated[
-        bool, typer.Option("--moe", help="A mixture of experts, replaying the engine's routes.")
+        bool,
+        typer.Option(
+            "--moe", help="Use a mixture-of-experts model, and replay its routing when training."
+        ),
     ] = False,
     lora: Annotated[
-        bool, typer.Option("--lora", help="Train an adapter, not the weights.")
+        bool, typer.Option("--lora", help="Train a LoRA adapter instead of all weights.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of the prompts and of sampling.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of sampling.")] = 1,
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 32,
-    groups: Annotated[int, typer.Option(help="Prompts per step, each played 8 times.", min=1)] = 16,
+    groups: Annotated[
+        int, typer.Option(help="Prompts per step, with 8 rollouts each.", min=1)
+    ] = 16,
     eval_prompts: Annotated[
-        int, typer.Option(help="Held-out prompts, played before and after; 0: none.", min=0)
+        int, typer.Option(help="Held-out prompts to evaluate on before and after; 0: none.", min=0)
     ] = 128,
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Fail unless trainer and workers compute the same bits."),
     ] = False,
     worker_args: Annotated[
-        str, typer.Option(help="Options for each worker, as `lockstep worker` takes them.")
+        str, typer.Option(help="Options of `lockstep worker` for each worker, in one string.")
     ] = "",
     as_json: Annotated[
-        bool, typer.Option("--json", help="End with one JSON object; the rest goes to stderr.")
+        bool,
+        typer.Option(
+            "--json", help="Print one JSON object at the end; everything else goes to stderr."
+        ),
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(help="Where report.html goes; by default the run directory.")
+        Path | None,
+        typer.Option(help="Path of the HTML report; by default report.html in the run directory."),
     ] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="Where metrics go; by default runs/demo-TASK-TIME.")
+        Path | None, typer.Option(help="Directory of the run; by default runs/demo-TASK-TIME.")
     ] = None,
 ) -> None:
-    """Train a tiny model on two workers, kill one midway, and show what held.
+    """Train a tiny model on two workers, kill one midway, and report what stayed exact.
 
-    Where this machine cannot be exact it goes on in close mode and says why.
+    Where this machine cannot compute exactly it goes on in close mode and says why.
 
-    Exit codes: 0 trainer and engine stayed in lockstep, 1 they did not, 2 it could not run, or
-    --exact could not be had.
+    Exit codes: 0 trainer and workers stayed in lockstep, 1 they did not, 2 it could not run, or
+    --exact was not possible.
     """
     from lockstep.train.demo.demo import Demo, run_demo
 
@@ -117,12 +129,12 @@ def as_row(summary: Summary, page: Path) -> dict[str, object]:
 
 
 def show(summary: Summary, page: Path, console: Console) -> None:
-    """What a person reads, with the one caveat they must not miss."""
+    """Prints the results for a person, with their one caveat."""
     from lockstep.train.demo.report import HONEST
 
-    def line(good: bool | None, name: str, said: str) -> None:
+    def line(good: bool | None, name: str, value: str) -> None:
         mark = {True: "[green]✓[/]", False: "[red]✗[/]", None: " "}[good]
-        console.print(f" {mark} {name:<15} [b]{escape(said)}[/]", soft_wrap=True)
+        console.print(f" {mark} {name:<15} [b]{escape(value)}[/]", soft_wrap=True)
 
     console.print()
     before, after = summary.reward_before, summary.reward_after
@@ -131,14 +143,14 @@ def show(summary: Summary, page: Path, console: Console) -> None:
     line(summary.near, "mismatch_kl", summary.mismatch)
     line(summary.masked == 0, "masked tokens", f"{summary.masked:.2%}" if summary.masked else "0")
     line(summary.breaks == 0, "prefix breaks", str(summary.breaks))
-    line(None, "aborted answers", str(summary.aborts))
+    line(None, "aborted replies", str(summary.aborts))
     if summary.skipped:
         line(None, "skipped steps", f"{summary.skipped}, with nothing to learn from")
     served: dict[str, list[str]] = {version: [] for version in summary.versions.values()}
     for worker, version in summary.versions.items():
         served[version].append(worker)
-    said = "; ".join(f"{version} on {', '.join(on)}" for version, on in served.items())
-    line(summary.agreed, "weights", said)
+    weights = "; ".join(f"{version} on {', '.join(on)}" for version, on in served.items())
+    line(summary.agreed, "weights", weights)
     longest = f"longest {summary.longest_pause * 1e3:.1f} ms"
     line(None, "pause", f"{summary.pause_seconds * 1e3:.1f} ms per update, {longest}")
     line(

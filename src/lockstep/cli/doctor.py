@@ -1,4 +1,4 @@
-"""`lockstep doctor`: what this machine can do, and what to do about the rest."""
+"""`lockstep doctor`: what this machine can do, and how to get what it lacks."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
     from lockstep.doctor import Check
 
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]·[/]", "fail": "[red]✗[/]"}
-UNFOLDED = 1000
+PIPED_COLUMNS = 1000
 
 
 def doctor(
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object with all checks.")
+        bool, typer.Option("--json", help="Print one JSON object with all checks.")
     ] = False,
 ) -> None:
-    """Say what this machine can do: exact or close, bf16, ports, directories, optional engines.
+    """Check this machine: exact arithmetic, bf16, ports, directories, optional engines.
 
-    Exit codes: 0 the demo can run here, 1 something that it needs is missing.
+    Exit codes: 0 `lockstep demo` can run here, 1 something it needs is missing.
     """
     from lockstep.doctor import examine
 
     console = Console(stderr=as_json, highlight=False)
-    with console.status("Looking around; the slowest look takes some seconds"):
+    with console.status("Checking this machine: this takes some seconds"):
         checks = list(examine())
     failed = [check for check in checks if check.status == "fail"]
     if as_json:
         rows = [check.to_json() for check in checks]
         sys.stdout.write(json.dumps({"ok": not failed, "checks": rows}) + "\n")
     else:
-        made = table(checks)
+        shown = table(checks)
         if not console.is_terminal:  # a file has no width: nothing is folded or cut off there
-            console.width = UNFOLDED
-        console.print(made)
+            console.width = PIPED_COLUMNS
+        console.print(shown)
         names = ", ".join(check.name for check in failed)
         console.print(
             f"[b red]lockstep demo cannot run here[/]: {escape(names)}"
@@ -53,10 +53,10 @@ def doctor(
 
 def table(checks: list[Check]) -> Table:
     """One line per check where the terminal is wide enough."""
-    made = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    shown = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for style in ("", "bold", "", "dim"):
-        made.add_column(overflow="fold", no_wrap=style == "bold", style=style)
+        shown.add_column(overflow="fold", no_wrap=style == "bold", style=style)
     for check in checks:
         way_out = f"→ {escape(check.way_out)}" if check.way_out else ""
-        made.add_row(MARKS[check.status], check.name, escape(check.found), way_out)
-    return made
+        shown.add_row(MARKS[check.status], check.name, escape(check.found), way_out)
+    return shown

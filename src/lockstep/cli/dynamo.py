@@ -29,27 +29,33 @@ def dynamo() -> None:
 @app.command()
 def up(
     model: Annotated[
-        str, typer.Argument(help="tiny, tiny-moe, or a Hugging Face model directory.")
+        str,
+        typer.Argument(
+            help="A bundled model (tiny, tiny-moe) or a directory with a Hugging Face model."
+        ),
     ] = "tiny",
-    workers: Annotated[int, typer.Option(help="Worker processes.")] = 1,
+    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
     worker_args: Annotated[
-        str, typer.Option(help="Options for each of them, as `lockstep worker` takes them.")
+        str, typer.Option(help="Options of `lockstep worker` for each of them, in one string.")
     ] = "",
-    port: Annotated[int, typer.Option(help="Port of the frontend; 0: any free one.")] = 8000,
+    port: Annotated[int, typer.Option(help="Port of the frontend; 0: any free port.")] = 8000,
     rl_port: Annotated[
-        int, typer.Option(help="Port where it lists its workers; 0: any free one.")
+        int, typer.Option(help="Port where the frontend lists its workers; 0: any free port.")
     ] = 8001,
     python: Annotated[
         Path | None,
-        typer.Option(help="A Python with Dynamo; by default this one, or that of .venv-dynamo."),
+        typer.Option(
+            help="Python of an environment with Dynamo; by default this one, or .venv-dynamo."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON line when ready, and nothing else.")
     ] = False,
 ) -> None:
-    """Start Dynamo's frontend and workers with the embedded engine, on loopback; Ctrl-C ends all.
+    """Start a Dynamo frontend and workers with the embedded engine on this machine.
 
-    Everything is found through a temporary directory: neither etcd nor NATS is needed.
+    They find each other through a temporary directory: neither etcd nor NATS is needed. Ctrl-C
+    stops all of them.
     """
     from lockstep.launch.dynamo import LocalDynamo, find_python
 
@@ -124,4 +130,4 @@ def _show(deployment: LocalDynamo, as_json: bool) -> None:
         soft_wrap=True,
         markup=False,
     )
-    out.print("\nCtrl-C stops it, after the answers that are under way.")
+    out.print("\nCtrl-C stops it, after the requests that are running.")

@@ -1,4 +1,4 @@
-"""Which optional part of the package a missing module belongs to, and the line that installs it."""
+"""The extras of the package: which one brings a missing module, and how to install it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EXTRAS = {
     "train": ("peft",),
     "verifiers": ("verifiers",),
 }
-"""Modules that a base install lacks, by the extra that brings them."""
+"""Modules that a base install lacks, by the extra that installs them."""
 
 
 def require_extra(extra: str) -> None:
@@ -20,7 +20,7 @@ def require_extra(extra: str) -> None:
 
 
 def missing_extra(error: ModuleNotFoundError, command: str) -> str | None:
-    """What to tell a user whose command needs that module; None if no extra would bring it."""
+    """The message for a command that needs that module; None if no extra installs it."""
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:

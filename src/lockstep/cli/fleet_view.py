@@ -1,4 +1,4 @@
-"""The fleet as a person reads it in a terminal: one line to a worker, details on demand."""
+"""The fleet as a table in the terminal: one line for each worker, details on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAST_OPERATIONS = 3
 
 
 def fleet_view(state: dict[str, Any], *, details: bool = False) -> RenderableType:
-    """What /v1/rl/state says: a summary, the workers, and the last operations.
+    """The state of a fleet (GET /v1/rl/state): a summary, the workers, and the last operations.
 
     `details` adds where each worker is, its whole reason, and how every operation fared.
     """

@@ -1,7 +1,7 @@
-"""`python -m lockstep.cli.parent_death PARENT ...`: the lockstep command, ending with its parent.
+"""`python -m lockstep.cli.parent_death PARENT ...`: the lockstep command, killed with its parent.
 
-A gateway that is killed cannot stop its workers. So each asks the system to be killed with it,
-which also holds for a worker that hangs.
+A gateway that is killed cannot stop its workers. So each worker asks the system to be killed when
+its gateway ends, which works for a worker that hangs, too.
 """
 
 from __future__ import annotations

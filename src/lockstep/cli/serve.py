@@ -39,38 +39,44 @@ class WorkerDialect(StrEnum):
 @takes_gateway_arguments
 def serve(
     model: Annotated[
-        str, typer.Argument(help="tiny, tiny-moe, or a Hugging Face model directory.")
+        str,
+        typer.Argument(
+            help="A bundled model (tiny, tiny-moe) or a directory with a Hugging Face model."
+        ),
     ] = "tiny",
     vllm_args: Annotated[
-        list[str] | None, typer.Argument(help="vLLM's own options, after --.")
+        list[str] | None, typer.Argument(help="Options for `vllm serve`, after --.")
     ] = None,
     engine: Annotated[
-        EngineKind, typer.Option(help="The embedded engine, or vLLM servers.")
+        EngineKind, typer.Option(help="lockstep: the embedded engine; vllm: vLLM servers.")
     ] = EngineKind.LOCKSTEP,
     worker: Annotated[
         list[str] | None,
-        typer.Option(help="With --engine vllm: URL of a running server; repeat it."),
+        typer.Option(help="URL of a vLLM server that runs already; may be repeated."),
     ] = None,
-    workers: Annotated[int, typer.Option(help="Worker processes.")] = 1,
+    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
     worker_args: Annotated[
-        str, typer.Option(help="Options for each of them, as `lockstep worker` takes them.")
+        str, typer.Option(help="Options of `lockstep worker` for each of them, in one string.")
     ] = "",
     *,
     arguments: GatewayArguments,
 ) -> None:
-    """Start workers and a gateway in front of them: one URL for every kind of client."""
+    """Start workers and a gateway: one URL that OpenAI and vLLM clients can use."""
     settings = Settings.read()
     model_dir = bundled(model) or Path(model)
     source: WorkerSource
     if engine is EngineKind.VLLM:
         source = _vllm(model, workers, tuple(worker or ()), vllm_args or (), arguments, settings)
     elif worker or vllm_args:
-        raise BadRequest("--worker and options after -- need --engine vllm", param="engine")
+        raise BadRequest(
+            "--worker and options after -- are for vLLM servers: add --engine vllm",
+            param="engine",
+        )
     else:
         if not (model_dir / "config.json").is_file():
             raise UnknownModel(
                 f"{model_dir / 'config.json'} does not exist: expected tiny, tiny-moe, or a "
-                "Hugging Face model directory",
+                "directory with a Hugging Face model",
                 param="model",
             )
         require_extra("engine")
@@ -84,23 +90,26 @@ def serve(
 def gateway(
     worker: Annotated[
         list[str] | None,
-        typer.Option(help="URL of a running worker, or URL,ADMIN_URL; repeat it."),
+        typer.Option(
+            help="URL of a worker, or URL,ADMIN_URL to update its weights too; may be repeated."
+        ),
     ] = None,
     dynamo: Annotated[
         str | None,
-        typer.Option(help="URL of a Dynamo frontend, whose workers are found on DYN_RL_PORT."),
+        typer.Option(help="URL of a Dynamo frontend; DYN_RL_PORT is where it lists its workers."),
     ] = None,
     transport: Annotated[
-        WorkerDialect | None, typer.Option(help="What they speak; by default they are asked.")
+        WorkerDialect | None, typer.Option(help="API of the workers; detected by default.")
     ] = None,
     logprobs_mode: Annotated[
-        LogprobsMode | None, typer.Option(help="How they compute logprobs, if they do not say it.")
+        LogprobsMode | None,
+        typer.Option(help="How the workers compute logprobs, where they do not report it."),
     ] = None,
-    wait_seconds: Annotated[float, typer.Option(help="How long to wait for workers.")] = 60.0,
+    wait_seconds: Annotated[float, typer.Option(help="Seconds to wait for the workers.")] = 60.0,
     *,
     arguments: GatewayArguments,
 ) -> None:
-    """Put one URL in front of workers that run already."""
+    """Start only a gateway, in front of workers that run already."""
     settings = Settings.read()
     worker_options: dict[str, Any] = {"api_key": settings.worker_api_key}
     if transport is not None:
@@ -108,7 +117,7 @@ def gateway(
     if logprobs_mode is not None:
         worker_options["logprob_mode"] = logprobs_mode.value
     if bool(worker) == bool(dynamo):
-        raise BadRequest("give --worker or --dynamo, one of them", param="worker")
+        raise BadRequest("give either --worker URL or --dynamo URL", param="worker")
     source: WorkerSource
     if dynamo:
         source = DynamoWorkers(dynamo, worker_options, wait_seconds)

@@ -1,4 +1,4 @@
-"""Tables on a terminal: one line to a row, cut at its edge; whole lines where nobody looks on."""
+"""Tables in the terminal: one line for each row, cut at its edge, and never cut in a pipe."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 PIPED_COLUMNS = 4000
-"""Wide enough that nothing is cut in a pipe or a file, where no edge is."""
+"""Wide enough that nothing is cut in a pipe or a file, which have no edge."""
 
 
 def table_console() -> Console:
-    """Standard output, as wide as its terminal; COLUMNS says otherwise."""
+    """Standard output, as wide as its terminal or as COLUMNS says."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=PIPED_COLUMNS if piped else None, highlight=False)
 
@@ -25,7 +25,7 @@ def one_line_table(columns: Sequence[str], rows: Iterable[Sequence[Text | str]])
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns[:-1]:
         table.add_column(column, no_wrap=True)
-    # The only column that may shrink; its cells do not wrap, so that they are cut instead.
+    # The only column that may shrink; its cells do not wrap, so they are cut.
     table.add_column(columns[-1])
     for row in rows:
         last = row[-1].plain if isinstance(row[-1], Text) else row[-1]

@@ -1,4 +1,4 @@
-"""`lockstep train CONFIG.toml`: a training run against a served model, resumable at any step."""
+"""`lockstep train CONFIG.toml`: a training run against a served model."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ if TYPE_CHECKING:
 def train(
     config: Annotated[Path, typer.Argument(help="TOML file that describes the run.")],
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last stable checkpoint of run_dir.")
+        bool,
+        typer.Option("--resume", help="Continue from the last complete checkpoint in run_dir."),
     ] = False,
     exact: Annotated[
         bool,
         typer.Option("--exact", help="Fail unless trainer and workers compute the same bits."),
     ] = False,
     track: Annotated[
-        list[str] | None, typer.Option(help="wandb or tensorboard, if installed; repeat it.")
+        list[str] | None,
+        typer.Option(help="Log to wandb or tensorboard, if installed; may be repeated."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON line per step, and one for the result.")
+        bool,
+        typer.Option("--json", help="Print one JSON line for each step and one for the result."),
     ] = False,
 ) -> None:
-    """Train a served model: play, learn, push proved weights, and again.
+    """Train a model that `lockstep serve` serves: roll out, learn, update its weights, repeat.
 
-    The admin token comes from the config, from the gateway that runs here, or from
-    LOCKSTEP_ADMIN_TOKEN. Where trainer and workers
-    cannot compute the same bits, the run goes on in close mode and says why.
+    The admin token comes from the config, from the gateway that runs on this machine, or from
+    LOCKSTEP_ADMIN_TOKEN. Where trainer and workers cannot compute the same bits, the run goes on
+    in close mode and says why.
 
-    Exit codes: 0 it ran to its end, 2 it could not, or --exact could not be had.
+    Exit codes: 0 the run ended, 2 it could not start or go on, or --exact was not possible.
     """
     from lockstep.train import TrainConfig, Trainer
     from lockstep.train.records.sinks import open_sink
@@ -63,7 +66,7 @@ def train(
                 for sink in sinks:
                     sink.step(metrics)
                 if as_json:
-                    _say(metrics.to_json())
+                    _print_json(metrics.to_json())
 
             result = asyncio.run(trainer.run(on_step))
     finally:
@@ -73,7 +76,7 @@ def train(
 
 
 class _Progress:
-    """A bar with the figures that matter, on a terminal."""
+    """A progress bar with the main figures of the last step."""
 
     def __init__(self, config: TrainConfig, *, shown: bool) -> None:
         from rich.progress import (
@@ -109,7 +112,7 @@ class _Progress:
 def _end(result: RunResult, as_json: bool) -> None:
     last = result.steps[-1] if result.steps else None
     if as_json:
-        _say(
+        _print_json(
             {
                 "run_dir": result.run_dir,
                 "version": result.version,
@@ -129,11 +132,11 @@ def _end(result: RunResult, as_json: bool) -> None:
             f"[bold green]{result.after.reward:.3f}[/] ({result.after.solved:.0%} solved)"
         )
     if not result.exactness.is_exact:
-        said = f"{result.max_difference:.1e} because {result.exactness.reason}"
-        console.print(f"Trainer and engine are [bold]close[/]: max |Δ| {escape(said)}")
+        why = f"{result.max_difference:.1e} because {result.exactness.reason}"
+        console.print(f"Trainer and engine are [bold]close[/]: max |Δ| {escape(why)}")
     console.print(f"The fleet serves [bold]{result.version}[/]; all files are in {result.run_dir}")
 
 
-def _say(line: dict[str, object]) -> None:
+def _print_json(line: dict[str, object]) -> None:
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()

@@ -1,9 +1,10 @@
-"""`lockstep worker MODEL`: one embedded engine behind HTTP."""
+"""`lockstep worker MODEL`: one process with the embedded engine, behind HTTP or Dynamo."""
 
 from __future__ import annotations
 
 import os
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,8 @@ from lockstep.http.limits import DRAIN_SECONDS
 from lockstep.settings import Settings
 from lockstep.tokens.numerics import PORTABLE_ENVIRONMENT
 
-ENGINE = "Engine"
-LISTEN = "Listening"
+_listen_option = partial(typer.Option, rich_help_panel="Listening")
+_engine_option = partial(typer.Option, rich_help_panel="Engine")
 
 
 class ArithmeticMode(StrEnum):
@@ -42,93 +43,85 @@ class LogprobsMode(StrEnum):
 
 def worker(
     model: Annotated[
-        str, typer.Argument(help="tiny, tiny-moe, or a Hugging Face model directory.")
+        str,
+        typer.Argument(
+            help="A bundled model (tiny, tiny-moe) or a directory with a Hugging Face model."
+        ),
     ] = "tiny",
     runtime: Annotated[
         Runtime,
-        typer.Option(help="http: ports of its own; dynamo: a worker of an NVIDIA Dynamo frontend.",
-                     rich_help_panel=LISTEN),
+        _listen_option(
+            help="http: an HTTP server; dynamo: registered with an NVIDIA Dynamo frontend."
+        ),
     ] = Runtime.HTTP,
-    host: Annotated[
-        str, typer.Option(help="Address of the data port.", rich_help_panel=LISTEN)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Data port; 0: any free one.", rich_help_panel=LISTEN)
-    ] = 0,
+    host: Annotated[str, _listen_option(help="Address to listen on for requests.")] = "127.0.0.1",
+    port: Annotated[int, _listen_option(help="Port for requests; 0: any free port.")] = 0,
     system_port: Annotated[
-        int, typer.Option(help="Port of the admin routes.", rich_help_panel=LISTEN)
+        int, _listen_option(help="Port of the admin routes; 0: any free port.")
     ] = 0,
     insecure: Annotated[
         bool,
-        typer.Option(
-            "--insecure",
-            help="Serve other machines without LOCKSTEP_API_KEYS.",
-            rich_help_panel=LISTEN,
+        _listen_option(
+            "--insecure", help="Let other machines connect without an API key (LOCKSTEP_API_KEYS)."
         ),
     ] = False,
     served_model_name: Annotated[
         str | None,
-        typer.Option(help="Name to serve; by default the directory's.", rich_help_panel=LISTEN),
+        _listen_option(help="Name of the model in requests; by default the directory's."),
     ] = None,
     checkpoint_root: Annotated[
         list[Path] | None,
-        typer.Option(help="Directory weights may come from; repeat it.", rich_help_panel=LISTEN),
+        _listen_option(help="Directory that weights may be loaded from; may be repeated."),
     ] = None,
     drain_seconds: Annotated[
-        float, typer.Option(help="How long SIGTERM waits for requests.", rich_help_panel=LISTEN)
+        float, _listen_option(help="Seconds that running requests get after SIGTERM.")
     ] = DRAIN_SECONDS,
-    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel=ENGINE)] = "cpu",
+    device: Annotated[str, _engine_option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
-        Dtype, typer.Option(help="Of weights and KV cache.", rich_help_panel=ENGINE)
+        Dtype, _engine_option(help="Data type of weights and KV cache.")
     ] = Dtype.FLOAT32,
     arithmetic: Annotated[
         ArithmeticMode,
-        typer.Option(
-            help="exact: logprobs equal a trainer's bit for bit; portable: on another make of CPU "
-            "too; auto: exact where a self-test proves it; close: fastest kernels.",
-            rich_help_panel=ENGINE,
+        _engine_option(
+            help="exact: logprobs equal the trainer's bit for bit; portable: also when the "
+            "trainer's CPU is of another make; close: the fastest kernels; auto: exact if a "
+            "self-test at start passes, else close."
         ),
     ] = ArithmeticMode.AUTO,
-    threads: Annotated[int, typer.Option(help="Torch threads.", rich_help_panel=ENGINE)] = 1,
+    threads: Annotated[int, _engine_option(help="Threads that torch computes with.")] = 1,
     max_model_len: Annotated[
         int | None,
-        typer.Option(help="Longest prompt plus answer; by default the model's.",
-                     rich_help_panel=ENGINE),
+        _engine_option(help="Most tokens of prompt and completion; by default the model's limit."),
     ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(help="Most sequences in one batch.", rich_help_panel=ENGINE)
-    ] = 64,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(help="Most tokens in one step.", rich_help_panel=ENGINE)
-    ] = 1024,
+    max_num_seqs: Annotated[int, _engine_option(help="Most sequences in one batch.")] = 64,
+    max_num_batched_tokens: Annotated[int, _engine_option(help="Most tokens in one step.")] = 1024,
     kv_cache_mb: Annotated[
-        int, typer.Option(help="Memory for running sequences.", rich_help_panel=ENGINE)
+        int, _engine_option(help="Megabytes of KV cache for running sequences.")
     ] = 2048,
     prefix_cache_mb: Annotated[
-        int, typer.Option(help="Memory for cached prefixes; 0: off.", rich_help_panel=ENGINE)
+        int, _engine_option(help="Megabytes of KV cache for shared prefixes; 0: off.")
     ] = 256,
     logprobs_mode: Annotated[
         LogprobsMode | None,
-        typer.Option(
-            help="raw: the model's own; processed: after temperature and truncation. By default "
-            "raw, with Dynamo processed.",
-            rich_help_panel=ENGINE,
+        _engine_option(
+            help="raw: of the model's distribution; processed: after temperature, top-p and top-k. "
+            "By default raw, and processed with --runtime dynamo."
         ),
     ] = None,
     weight_version: Annotated[
-        str, typer.Option(help="Label of the weights at start.", rich_help_panel=ENGINE)
+        str, _engine_option(help="Version label of the weights it starts with.")
     ] = "default",
     worker_id: Annotated[
-        str | None, typer.Option(help="Name put on completions.", rich_help_panel=ENGINE)
+        str | None, _engine_option(help="Name of this worker in its responses.")
     ] = None,
-    max_loras: Annotated[int, typer.Option(help="Most adapters.", rich_help_panel=ENGINE)] = 32,
-    max_lora_rank: Annotated[int, typer.Option(help="Highest rank.", rich_help_panel=ENGINE)] = 64,
-) -> None:  # fmt: skip
-    """Serve one model: tokens in, tokens out.
+    max_loras: Annotated[int, _engine_option(help="Most LoRA adapters at a time.")] = 32,
+    max_lora_rank: Annotated[int, _engine_option(help="Highest rank of a LoRA adapter.")] = 64,
+) -> None:
+    """Start one worker with the embedded engine, which takes and returns token ids.
 
     When ready it prints one JSON line with its URLs. Admin routes need the bearer token
-    LOCKSTEP_ADMIN_TOKEN, or the one in the file that the line names; the data port needs one of
-    LOCKSTEP_API_KEYS, where that is set.
+    LOCKSTEP_ADMIN_TOKEN; without one, a token is generated and the JSON line names its file. The
+    data port needs one of LOCKSTEP_API_KEYS, if that is set.
     """
     if arithmetic is ArithmeticMode.PORTABLE:  # torch reads it when it is loaded
         os.environ.update(PORTABLE_ENVIRONMENT)

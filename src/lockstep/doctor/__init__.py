@@ -1,4 +1,4 @@
-"""What this machine can do for Lockstep, asked of the machine and not guessed."""
+"""Checks of this machine: what it can do for Lockstep, and how to get the rest."""
 
 from lockstep.doctor.check import Check, Status
 from lockstep.doctor.examine import examine

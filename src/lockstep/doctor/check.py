@@ -1,4 +1,4 @@
-"""One line of the doctor's table."""
+"""The result of one check of this machine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Status = Literal["ok", "note", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was found. `fail` means that `lockstep demo` cannot run; `note` that something else is
-    missing or weaker than it could be. `way_out` is what to do about it."""
+    """`fail` means that `lockstep demo` cannot run here; `note` that something optional is missing
+    or slower or weaker than it could be. `found` is what was seen, `way_out` what to do."""
 
     name: str
     status: Status

@@ -1,4 +1,4 @@
-"""How torch computes here: run as a program, it prints its checks as JSON."""
+"""Checks that need torch. Run as a program, it prints them as JSON."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from lockstep.tokens.errors import EngineFailure
 
 
 def checks() -> Iterator[Check]:
-    safe = bf16()  # before anything else is computed: oneDNN looks at its limit only once
+    """Instructions, threads, exactness, bf16 and CUDA."""
+    bf16_check = bf16()  # before anything else is computed: oneDNN reads its limit only once
     yield Check("torch", "ok", f"{torch.__version__} with {numerics.isa()} instructions")
     yield threads()
     yield exact()
-    yield safe
+    yield bf16_check
     yield cuda()
 
 
 def threads() -> Check:
-    """A worker takes one thread unless told otherwise; torch itself takes what it finds."""
+    """Whether torch takes more threads than this process has cores."""
     count = torch.get_num_threads()
     if count > cores():
         found = f"torch takes {count}, but this process may use {cores()} cores"
@@ -35,7 +36,7 @@ def threads() -> Check:
 
 
 def exact() -> Check:
-    """Whether engine and trainer give equal logprobs: both are run and compared bit for bit."""
+    """Whether engine and trainer compute equal logprobs: both are run and compared."""
     report = selftest.run("tiny")
     how = f"MKL {report.plan.mkl}, rows in multiples of {report.plan.rows}"
     if report.exact:
@@ -45,19 +46,20 @@ def exact() -> Check:
 
 
 def bf16() -> Check:
-    """Whether bf16 products survive: hypervisors list instructions that they forbid."""
+    """Whether bf16 products run at all: some hypervisors list instructions that they forbid."""
     try:
         limit = make_bf16_safe()
     except EngineFailure as error:
         return Check("bf16", "note", error.message, "--dtype float32, which is the default")
     if limit:
-        found = f"safe with oneDNN held to {limit}; with all that this CPU lists it may die"
-        way_out = f"workers do it themselves; elsewhere export ONEDNN_MAX_CPU_ISA={limit}"
+        found = f"safe with oneDNN limited to {limit}; without the limit it may crash here"
+        way_out = f"workers set it themselves; elsewhere export ONEDNN_MAX_CPU_ISA={limit}"
         return Check("bf16", "note", found, way_out)
     return Check("bf16", "ok", "safe")
 
 
 def cuda() -> Check:
+    """Which GPUs torch can use."""
     if not torch.cuda.is_available():
         why = "this torch has no CUDA" if torch.version.cuda is None else "no GPU is visible"
         return Check("CUDA", "note", f"{why} (optional)", "install torch for CUDA on a GPU machine")

@@ -1,4 +1,4 @@
-"""The optional engines: which are installed, each in the environment that Lockstep looks for."""
+"""Checks of the optional engines: which are installed, and in which environment."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def dynamo() -> Check:
 
 
 def sglang() -> Check:
+    """SGLang servers: `lockstep gateway --worker URL`."""
     return _in_environment(
         "SGLang", "sglang", Path(".venv-sglang/bin/python"),
         "start an SGLang server anywhere, then lockstep gateway --worker URL",
@@ -37,14 +38,14 @@ def sglang() -> Check:
 
 
 def _in_environment(name: str, package: str, python: Path, way_out: str) -> Check:
-    """Looks in the environment at `python`, then in this one. Nothing of it is imported."""
+    """Looks for the package in the environment of `python`, then in this one, without importing."""
     if shutil.which(python) is not None:
-        done = subprocess.run(
+        version_query = subprocess.run(
             [python, "-c", VERSION, package], capture_output=True, text=True, timeout=SECONDS,
             check=False,
         )  # fmt: skip
-        if done.returncode == 0:
-            return Check(name, "ok", f"{done.stdout.strip()} in {python.parent.parent}")
+        if version_query.returncode == 0:
+            return Check(name, "ok", f"{version_query.stdout.strip()} in {python.parent.parent}")
     try:
         return Check(name, "ok", f"{version(package)} in {sys.prefix}")
     except PackageNotFoundError:

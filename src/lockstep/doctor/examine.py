@@ -1,4 +1,4 @@
-"""All checks in the order of the table; what computes runs in a child, which may die."""
+"""All checks of this machine; those that compute run in a child process, which may crash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCH = "pip install 'lockstep-rl[train]'"
 
 
 def examine() -> Iterator[Check]:
-    """Each check as it is known; the slow ones take some seconds."""
+    """Each check as soon as it is made; the slow ones take some seconds."""
     yield host.versions()
     yield host.cpu()
     yield from _computing()
@@ -33,8 +33,8 @@ def examine() -> Iterator[Check]:
 
 
 def _computing() -> Iterator[Check]:
-    """What needs torch: in a process of its own, as an instruction that the CPU lists and the
-    hypervisor forbids kills whoever tries it."""
+    """Checks that need torch, in a process of their own: an instruction that the CPU lists and the
+    hypervisor forbids kills the process that tries it."""
     missing = [name for name in ("torch", "safetensors") if find_spec(name) is None]
     if missing:
         found = f"{' and '.join(missing)} not installed: no embedded engine, training or demo"
@@ -44,21 +44,21 @@ def _computing() -> Iterator[Check]:
 
 
 def child(module: str, name: str) -> list[Check]:
-    """The checks that a module prints as JSON when it is run; one that failed if it does not."""
+    """The checks that a module prints as JSON when it is run; one failed check if it crashes."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-P", "-m", module], capture_output=True, text=True,
             timeout=CHILD_SECONDS, env=os.environ, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         found = f"{module} did not end within {CHILD_SECONDS:g} s"
         return [Check(name, "fail", found, "try it on an idle machine")]
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [""])[-1]
+    if process.returncode:
+        last = (process.stderr.strip().splitlines() or [""])[-1]
         how = (
-            f"died of {signal.Signals(-done.returncode).name}"
-            if done.returncode < 0
-            else f"ended with code {done.returncode}"
+            f"died of {signal.Signals(-process.returncode).name}"
+            if process.returncode < 0
+            else f"ended with code {process.returncode}"
         )
         return [Check(name, "fail", f"{module} {how}: {last}", f"python -m {module} shows it")]
-    return [Check(**row) for row in json.loads(done.stdout)]
+    return [Check(**row) for row in json.loads(process.stdout)]

@@ -1,4 +1,4 @@
-"""The machine around Lockstep: its CPU, ports and directories. Needs no extra."""
+"""Checks of the machine itself: CPU, ports and directories. They need no extra."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep import __version__
@@ -19,10 +20,11 @@ PORTS = {8000: "--port", 8001: "--admin-port"}
 """The defaults of `lockstep serve`, and the option that chooses another."""
 SHOWN_FLAGS = ("sse4_2", "avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 LEAST_BYTES = 1 << 30
-"""Free disk below which a note is made: a few checkpoints of a small model."""
+"""Free disk below which a note is made: room for a few checkpoints of a small model."""
 
 
 def versions() -> Check:
+    """Versions of Lockstep, Python and the operating system."""
     found = f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}"
     return Check("lockstep", "ok", found)
 
@@ -48,7 +50,7 @@ def cores() -> int:
 
 
 def port(number: int, option: str) -> Check:
-    """Whether `lockstep serve` can listen there, and who does if it cannot."""
+    """Whether `lockstep serve` can listen there, else which process does."""
     name = f"port {number}"
     with socket.socket() as trying:
         trying.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -61,7 +63,7 @@ def port(number: int, option: str) -> Check:
 
 
 def state_directory(home: Path | None = None) -> Check:
-    """Whether `lockstep serve` can keep its state and sessions."""
+    """Whether `lockstep serve` can write its state and sessions."""
     home = home or state_home()
     return _writable("state directory", home, "set XDG_STATE_HOME to a directory you may write")
 
@@ -69,12 +71,12 @@ def state_directory(home: Path | None = None) -> Check:
 def run_directory(here: Path | None = None) -> Check:
     """Whether `lockstep demo` can write its run: it goes to `runs` in the working directory."""
     where = (here or Path.cwd()) / "runs"
-    found = _writable("run directory", where, "lockstep demo --run-dir DIRECTORY")
-    return Check(found.name, "fail" if found.status == "note" else "ok", found.found, found.way_out)
+    check = _writable("run directory", where, "lockstep demo --run-dir DIRECTORY")
+    return replace(check, status="fail" if check.status == "note" else "ok")
 
 
 def _writable(name: str, where: Path, way_out: str) -> Check:
-    """Tried by writing a file into it, or into the first of its parents that exists."""
+    """Tries to write a file into the directory, or into its first parent that exists."""
     there = next(path for path in (where, *where.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -98,7 +100,7 @@ def _holder(number: int) -> str | None:
 
 
 def _open_files(process: Path) -> Iterable[str]:
-    """What the process has open; less of it where it ends meanwhile, or is another user's."""
+    """The open files of a process; none where it has ended or is another user's."""
     with suppress(OSError):
         for link in (process / "fd").iterdir():
             with suppress(OSError):

@@ -1,10 +1,11 @@
-"""The options that every command with a gateway has: declared once, handed on as one value."""
+"""The options that `lockstep serve` and `lockstep gateway` share, declared once."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -18,102 +19,92 @@ if TYPE_CHECKING:
     from lockstep.gateway.app import GatewayOptions
     from lockstep.settings import Settings
 
-LISTEN = "Listening"
-TRAFFIC = "Traffic"
-KEPT = "What is kept"
+_listen_option = partial(typer.Option, rich_help_panel="Listening")
+_traffic_option = partial(typer.Option, rich_help_panel="Traffic")
+_state_option = partial(typer.Option, rich_help_panel="State and sessions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayArguments:
-    """How a gateway listens, what it keeps and how much it takes at once."""
+    """How a gateway listens, what it stores and how many requests it takes at once."""
 
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Bundled name or directory of the tokenizer; by default the model's."),
+        typer.Option(
+            help="Bundled model or directory whose tokenizer is used; by default the model's."
+        ),
     ] = None
     checkpoint_root: Annotated[
-        list[Path] | None, typer.Option(help="Directory weights may come from; repeat it.")
+        list[Path] | None,
+        typer.Option(help="Directory that weights may be loaded from; may be repeated."),
     ] = None
     state_dir: Annotated[
         str | None,
-        typer.Option(
-            help="Directory of the fleet's state and the sessions, or memory; by default one per "
-            "model under ~/.local/state/lockstep.",
-            rich_help_panel=KEPT,
+        _state_option(
+            help="Directory for the weight version and the sessions, or 'memory' to keep nothing; "
+            "by default one for each model under ~/.local/state/lockstep."
         ),
     ] = None
     fresh: Annotated[
         bool,
-        typer.Option(
-            "--fresh",
-            help="Start over: put what the state directory holds aside.",
-            rich_help_panel=KEPT,
+        _state_option(
+            "--fresh", help="Start over with the model's own weights; the old state is moved aside."
         ),
     ] = False
     sessions: Annotated[
         str | None,
-        typer.Option(
-            help="SQLite file of the sessions, or memory (then the state too, unless --state-dir "
-            "says where); by default in the state directory.",
-            rich_help_panel=KEPT,
+        _state_option(
+            help="SQLite file for the sessions, or 'memory', which keeps the state in memory too "
+            "unless --state-dir is given; by default in the state directory."
         ),
     ] = None
     session_hours: Annotated[
         float,
-        typer.Option(
-            help="Hours after which a session that nobody used is deleted, if its samples were "
-            "read.",
-            rich_help_panel=KEPT,
+        _state_option(
+            help="Hours without a request after which a session is deleted, if its samples were "
+            "read."
         ),
     ] = 24.0
     expire_unread: Annotated[
         bool,
-        typer.Option(
-            "--expire-unread",
-            help="Delete sessions after that time although nobody read their samples.",
-            rich_help_panel=KEPT,
+        _state_option(
+            "--expire-unread", help="Delete idle sessions even if their samples were never read."
         ),
     ] = False
-    host: Annotated[str, typer.Option(help="Address of the data port.", rich_help_panel=LISTEN)] = (
-        "127.0.0.1"
-    )
-    port: Annotated[
-        int, typer.Option(help="Data port; 0: any free one.", rich_help_panel=LISTEN)
-    ] = 8000
+    host: Annotated[str, _listen_option(help="Address to listen on for requests.")] = "127.0.0.1"
+    port: Annotated[int, _listen_option(help="Port for requests; 0: any free port.")] = 8000
     admin_port: Annotated[
         int,
-        typer.Option(help="Port of the admin routes, on loopback; 0: any.", rich_help_panel=LISTEN),
+        _listen_option(help="Port of the admin routes, on 127.0.0.1; 0: any free port."),
     ] = 8001
     insecure: Annotated[
         bool,
-        typer.Option(
-            "--insecure",
-            help="Serve other machines without LOCKSTEP_API_KEYS.",
-            rich_help_panel=LISTEN,
+        _listen_option(
+            "--insecure", help="Let other machines connect without an API key (LOCKSTEP_API_KEYS)."
         ),
     ] = False
     as_json: Annotated[
-        bool, typer.Option("--json", help="Say ready in one JSON line.", rich_help_panel=LISTEN)
+        bool,
+        _listen_option("--json", help="When ready, print one JSON line instead of text."),
     ] = False
     drain_seconds: Annotated[
         float,
-        typer.Option(
-            help="How long answers that are under way may take after SIGTERM or Ctrl-C.",
-            rich_help_panel=LISTEN,
-        ),
+        _listen_option(help="Seconds that running requests get after SIGTERM or Ctrl-C."),
     ] = DRAIN_SECONDS
-    max_in_flight: Annotated[
-        int, typer.Option(help="Most requests at once.", rich_help_panel=TRAFFIC)
-    ] = 1024
+    max_in_flight: Annotated[int, _traffic_option(help="Most requests at the workers at once.")] = (
+        1024
+    )
     queue_limit: Annotated[
-        int, typer.Option(help="Most requests that wait; then 429.", rich_help_panel=TRAFFIC)
+        int,
+        _traffic_option(help="Most requests that wait; more get status 429."),
     ] = 4096
     queue_seconds: Annotated[
-        float, typer.Option(help="Longest wait; then 503.", rich_help_panel=TRAFFIC)
+        float,
+        _traffic_option(help="Longest wait of a request; then it gets status 503."),
     ] = 60.0
 
     def check(self) -> None:
-        """Raises BadRequest for a value that cannot be meant."""
+        """Raises BadRequest for a negative time."""
         for name, value in (
             ("session_hours", self.session_hours),
             ("drain_seconds", self.drain_seconds),
@@ -124,7 +115,7 @@ class GatewayArguments:
                 )
 
     def options(self, settings: Settings, sessions: str) -> GatewayOptions:
-        """The gateway's own options, with its sessions at that place."""
+        """The options of the gateway, with its sessions in that file."""
         from lockstep.gateway.app import GatewayOptions
 
         return GatewayOptions(
@@ -141,7 +132,7 @@ class GatewayArguments:
         )
 
     def pool(self) -> Pool:
-        """The pool that traffic goes through."""
+        """The pool of workers, with these limits."""
         from lockstep.fleet.routing.pool import Pool
 
         return Pool(
@@ -152,7 +143,7 @@ class GatewayArguments:
 
 
 def takes_gateway_arguments(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameter `arguments` is filled from the options above, beside its own."""
+    """A command with the options above beside its own, passed to it as `arguments`."""
     hints = get_type_hints(GatewayArguments, include_extras=True)
     names = [field.name for field in fields(GatewayArguments)]
     own = [
@@ -170,10 +161,10 @@ def takes_gateway_arguments(command: Callable[..., None]) -> Callable[..., None]
         for field in fields(GatewayArguments)
     ]
 
-    def run(**given: Any) -> None:
-        arguments = GatewayArguments(**{name: given.pop(name) for name in names})
+    def run(**options: Any) -> None:
+        arguments = GatewayArguments(**{name: options.pop(name) for name in names})
         arguments.check()
-        command(**given, arguments=arguments)
+        command(**options, arguments=arguments)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     parameters = [*own, *shared]

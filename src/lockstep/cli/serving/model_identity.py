@@ -1,4 +1,4 @@
-"""Which model a fleet serves, told cheaply and by what it is, not by where it lies."""
+"""The identity of the model that a fleet serves, from its files or from its name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ BLOCK_BYTES = 4 << 10
 """Blocks of each file of weights that are read: enough to tell a fine-tuned model from its base,
 and seconds for the largest there are."""
 POLL_SECONDS = 0.2
-ASK_SECONDS = 5.0
+REQUEST_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """`label` goes into the state and is compared; `directory_name` is where the state lies."""
+    """`label` is stored with the state and compared; `directory_name` names the state directory."""
 
     label: str
     directory_name: str
@@ -44,8 +44,8 @@ class ModelIdentity:
         else:
             name = model
             digest.update(model.encode())
-        found = digest.hexdigest()
-        return cls(f"{name} ({found})", f"{_plain(name)}-{found}")
+        hexdigest = digest.hexdigest()
+        return cls(f"{name} ({hexdigest})", f"{_plain(name)}-{hexdigest}")
 
     @classmethod
     def of_fleet(cls, model: str, urls: Sequence[str]) -> ModelIdentity:
@@ -56,9 +56,9 @@ class ModelIdentity:
 
 
 async def served_model(urls: Sequence[str], seconds: float, options: Mapping[str, Any]) -> str:
-    """The name of the model that the first server to answer serves.
+    """The name of the model that the first server to respond serves.
 
-    `options` are those of `open_transport`. Raises Unavailable when none answers in time.
+    `options` are those of `open_transport`. Raises Unavailable when none responds in time.
     """
     from lockstep.backends.registry import open_transport
 
@@ -66,19 +66,19 @@ async def served_model(urls: Sequence[str], seconds: float, options: Mapping[str
     while True:
         for url in urls:
             try:
-                transport = await open_transport(url, retries=0, timeout=ASK_SECONDS, **options)
+                transport = await open_transport(url, retries=0, timeout=REQUEST_SECONDS, **options)
                 try:
                     cards = await transport.models()
                 finally:
                     await transport.close()
             except LockstepError as error:
-                said = error.message
+                reason = error.message
                 continue
             if bases := [card.id for card in cards if card.parent is None]:
                 return bases[0]
-            said = f"{url} serves no model yet"
+            reason = f"{url} serves no model yet"
         if asyncio.get_running_loop().time() >= deadline:
-            raise Unavailable(f"0 of {len(urls)} workers serve after {seconds:g} s: {said}")
+            raise Unavailable(f"0 of {len(urls)} workers serve after {seconds:g} s: {reason}")
         await asyncio.sleep(POLL_SECONDS)
 
 

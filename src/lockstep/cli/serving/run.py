@@ -1,4 +1,4 @@
-"""The life of a gateway process: state opened, workers joined, ready said, answers drained."""
+"""Runs a gateway process: opens its state, adds the workers, serves, and drains at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def _main(
     settings: Settings,
     model_dir: Path | None,
 ) -> None:
-    arguments.options(settings, "memory").check()  # before anything is asked or started
+    arguments.options(settings, "memory").check()  # before anything is started
     stop = stop_event()
     status = Status("Starting", console=Console(stderr=True, quiet=arguments.as_json))
     ready = asyncio.Event()
@@ -48,7 +48,7 @@ async def _main(
     await asyncio.wait((living, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not ready.is_set():
-        living.cancel()  # nobody waits for an answer yet; an error that ended it is raised below
+        living.cancel()  # it serves nobody yet; an error that ended it is raised below
     with suppress(asyncio.CancelledError):
         await living
 
@@ -105,7 +105,7 @@ async def _live(
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What is said when the gateway serves."""
+    """What the command prints when the gateway serves."""
 
     gateway: RunningGateway
     workers: WorkerRows
@@ -141,19 +141,19 @@ class _Ready:
             f"curl {gateway.url}/v1/chat/completions {headers} -d {shlex.quote(json.dumps(body))}"
         )
         out.print("\nTry:", command, soft_wrap=True, markup=False)
-        out.print("\n`lockstep state` shows the fleet. Ctrl-C stops it, after the answers that are "
-                  "under way.", soft_wrap=True)  # fmt: skip
+        out.print("\n`lockstep state` shows the fleet. Ctrl-C stops it, after the requests that "
+                  "are running.", soft_wrap=True)  # fmt: skip
 
 
 def _tell_state(kept: KeptState, console: Console) -> None:
-    """Where the state is, and what of an earlier run goes on."""
+    """Prints where the state is, and what it resumes of an earlier run."""
     if kept.directory is None:
         console.print("State and sessions are in memory: they end with this process.")
         return
     console.print(f"State: {kept.directory}", soft_wrap=True, highlight=False, markup=False)
     if kept.put_aside is not None:
         console.print(
-            f"What was there is in {kept.put_aside} now.",
+            f"The earlier state was moved to {kept.put_aside}.",
             soft_wrap=True, highlight=False, markup=False,
         )  # fmt: skip
     if kept.resumed is not None:
@@ -168,7 +168,7 @@ def _resuming(kept: KeptState) -> str:
 
 
 def _with_hint(error: LockstepError, kept: KeptState) -> LockstepError:
-    """The error of a start, with the way out where the state may be the reason."""
+    """The error of a failed start, with the way out where resumed state may be the cause."""
     if kept.resumed is None:
         return error
     return error.with_message(

@@ -1,7 +1,7 @@
-"""The state directory of a gateway: what its fleet should serve, and its sessions.
+"""The state directory of a gateway: the version its fleet serves, and its sessions.
 
-It is named by --state-dir, or lies under the user's state home, one for every model. Nothing is
-written to the working directory.
+It is given by --state-dir, else there is one for each model under the user's state home. Nothing
+is written to the working directory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAY_OUT = "stop it, or give another --state-dir"
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """What a gateway starts from. `directory` is None where all of it is in memory.
+    """The state that a gateway starts with. `directory` is None where it is in memory.
 
     `resumed` is the version that an earlier run left, `checkpoint` where its weights are, and
     `put_aside` where --fresh has moved what was there.
@@ -46,7 +46,7 @@ class KeptState:
 
 
 def in_memory(arguments: GatewayArguments) -> bool:
-    """Whether the fleet's state is kept nowhere."""
+    """Whether the fleet's state is in memory only."""
     return arguments.state_dir == MEMORY or (
         arguments.state_dir is None and arguments.sessions == MEMORY
     )
@@ -59,8 +59,8 @@ def open_state(
     """The state of this model's fleet, held for this process while the block runs.
 
     `starts_workers` says that the workers begin with the model's own weights. Raises BadRequest
-    when another process holds it or it is of another model, CheckpointError when weights that it
-    needs are gone, Conflict when they never were in a file; each says the way out.
+    when another process uses it or it is of another model, CheckpointError when weights that it
+    needs are gone, Conflict when they were never in a file.
     """
     if in_memory(arguments) or model is None:
         yield KeptState(StateStore(), arguments.sessions or MEMORY)
@@ -89,15 +89,15 @@ def _made(arguments: GatewayArguments, model: ModelIdentity) -> Path:
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise BadRequest(
-            f"the state directory {directory} cannot be made ({error.strerror}): give --state-dir "
-            "one that can, or memory",
+            f"the state directory {directory} cannot be created ({error.strerror}): give another "
+            "--state-dir, or memory",
             param="state_dir",
         ) from None
     return directory
 
 
 def _put_aside(directory: Path) -> Path | None:
-    """Moves the state and the sessions into a directory of their own: nothing is thrown away."""
+    """Moves the state and the sessions into a new directory; nothing is deleted."""
     files = [
         directory / (name + ending)
         for name in (STATE, SESSIONS)
@@ -120,7 +120,7 @@ def _put_aside(directory: Path) -> Path | None:
 
 
 def _resumable(store: StateStore, directory: Path, starts_workers: bool) -> Desired:
-    """What the fleet goes on with. Raises when new workers could not be brought to it."""
+    """The state to resume. Raises when new workers could not be brought to it."""
     desired = store.desired()
     if starts_workers and desired.checkpoint is None:
         if len(desired.agreed) > 1:
@@ -131,8 +131,8 @@ def _resumable(store: StateStore, directory: Path, starts_workers: bool) -> Desi
                 param="state_dir",
             )
         if not desired.adapters:
-            # Nothing was ever changed: what the workers start with now is agreed on anew, though
-            # it may be computed otherwise than last time.
+            # The weights were never updated, so the fleet accepts what the workers start with now:
+            # their logprobs may differ from the last run's, as another machine may compute them.
             desired = Desired()
             store.save(desired)
     if (missing := _missing(desired)) is not None:
@@ -148,7 +148,7 @@ def _resumable(store: StateStore, directory: Path, starts_workers: bool) -> Desi
 
 
 def _missing(desired: Desired) -> tuple[str, Path] | None:
-    """What cannot be loaded any more, and the first file that it lacks."""
+    """The weights or adapter that cannot be loaded any more, and the first missing file."""
     if desired.checkpoint is not None:
         file = _missing_file(Path(desired.checkpoint))
         if file is not None:
