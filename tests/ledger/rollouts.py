@@ -89,7 +89,7 @@ def finish_turn(
 
 def raw_twin(ledger: Ledger, plan: PromptPlan, messages: list[Any], tools: Any) -> PromptPlan:
     """The same plan with ids that stay JSON, as a gateway takes it; checked against the list."""
-    raw = asyncio.run(ledger.plan_async(messages, tools, raw=True))
+    raw = asyncio.run(ledger.plan_async(messages, tools, lazy=True))
     ids, start = raw.prompt_ids, plan.parent.end if plan.parent is not None else 0
     assert raw == plan
     if isinstance(ids, LazyIds):

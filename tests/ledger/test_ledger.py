@@ -358,7 +358,7 @@ def test_nothing_new_to_ask_is_an_error(renderer: Renderer) -> None:
     ledger = Ledger(renderer)
     messages: list[Any] = [user()]
     say(ledger, messages, "3<|im_end|>")
-    with pytest.raises(BadRequest, match="ask nothing new"):
+    with pytest.raises(BadRequest, match="add nothing new"):
         ledger.plan(messages)
 
 
@@ -371,7 +371,7 @@ def test_answers_to_one_request_share_what_asked_them(renderer: Renderer) -> Non
         finish_turn(ledger, plan, [], text)
     one, two, three = ledger.nodes
     assert one.prompt is two.prompt is three.prompt
-    assert one.given is two.given is three.given
+    assert one.new_messages is two.new_messages is three.new_messages
     assert first > 4 * len(one.prompt)
     assert ledger.nbytes - first < 2 * 2000
     assert len(ledger.samples()) == 3

@@ -1,4 +1,4 @@
-"""One conversation, from outside: connect, generate, chat, score."""
+"""The client of a served policy: connect, generate, chat, score."""
 
 from lockstep.client.chat import Chat
 from lockstep.client.policy import Policy, connect, generate

@@ -19,13 +19,13 @@ from lockstep.tokens.errors import BadRequest, Conflict, ContractError
 
 
 class Chat:
-    """A conversation with a policy. Turns are asked one after the other.
+    """A conversation with a policy. Turns are sampled one after the other.
 
     `messages` is the history as it stands. A call that raises leaves it, and the ledger, as they
     were: a turn is committed whole or not at all.
 
-    Tool calls are read out of answers when there are `tools`, or `call_tools`: tools that the model
-    knows without their being in the prompt. Otherwise what looks like a call is text.
+    Tool calls are parsed when there are `tools`, or `call_tools`: tools that the model knows and
+    that are not in the prompt. Otherwise what looks like a call is text.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Chat:
         return {} if self._ledger is None else self._ledger.break_counts
 
     async def send(self, message: str | Any | Sequence[Any], **options: Any) -> Turn:
-        """Appends a user message (or a message, or several) and returns the answer.
+        """Appends a user message (or a message, or several) and returns the turn sampled for it.
 
         Raises PrefixBreak with breaks="strict" where append only is impossible.
         """
@@ -74,33 +74,33 @@ class Chat:
     async def send_tool_results(
         self, results: Mapping[str, Any] | Sequence[Any] | str, **options: Any
     ) -> Turn:
-        """Appends the results of the last turn's tool calls and returns the answer.
+        """Appends the results of the last turn's tool calls and returns the turn that follows.
 
         `results` maps call ids to contents, or lists contents in the order of the calls; a single
-        string answers a single call. What is not a string is sent as JSON. Raises BadRequest
-        unless every call gets one result.
+        string is the result of a single call. What is not a string is sent as JSON. Raises
+        BadRequest unless every call gets one result.
         """
         calls = self._last[0].tool_calls if self._last is not None else ()
         if not calls:
-            raise Conflict("the last turn made no tool call that could be answered")
+            raise Conflict("the last turn made no tool call that takes a result")
         ids = [call.id for call in calls]
         if isinstance(results, str):
             results = [results]
-        given = dict(results) if isinstance(results, Mapping) else None
-        if given is None:
+        by_id = dict(results) if isinstance(results, Mapping) else None
+        if by_id is None:
             if len(results) != len(ids):
                 raise BadRequest(
                     f"{len(results)} results came for {len(ids)} tool calls", param="results"
                 )
-            given = dict(zip(ids, results, strict=True))
-        if set(given) != set(ids):
+            by_id = dict(zip(ids, results, strict=True))
+        if set(by_id) != set(ids):
             raise BadRequest(
-                f"results are for the calls {sorted(given)}, expected {sorted(ids)}",
+                f"results are for the calls {sorted(by_id)}, expected {sorted(ids)}",
                 param="results",
             )
         new = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name,
-             "content": _text(given[call.id])}
+             "content": _text(by_id[call.id])}
             for call in calls
         ]  # fmt: skip
         return await self._turn(new, options)
@@ -108,22 +108,22 @@ class Chat:
     async def continue_(self, **options: Any) -> Turn:
         """Goes on, token for token, where the last turn was aborted; returns the whole turn.
 
-        Token limits hold for the whole turn, unless given here. Raises Conflict when the turn was
+        Token limits hold for the whole turn, unless set here. Raises Conflict when the turn was
         not aborted.
         """
         if self._last is None:
             raise Conflict("there is no turn to continue")
         before, node = self._last
-        used, asked = len(before.token_ids), self._options.sampling
-        left: dict[str, Any] = {"min_tokens": max(asked.min_tokens - used, 0)}
-        if asked.max_tokens is not None:
-            left["max_tokens"] = asked.max_tokens - used
+        used, sampling = len(before.token_ids), self._options.sampling
+        left: dict[str, Any] = {"min_tokens": max(sampling.min_tokens - used, 0)}
+        if sampling.max_tokens is not None:
+            left["max_tokens"] = sampling.max_tokens - used
         left |= options
         if left.get("max_tokens") == 0:
-            raise Conflict(f"the turn has used all of its {asked.max_tokens} tokens already")
+            raise Conflict(f"the turn has used all of its {sampling.max_tokens} tokens already")
         merged = self._options.with_(**left)
         async with self._alone():
-            turn = await self._ask(self.ledger.continue_(node), merged)
+            turn = await self._sample(self.ledger.continue_(node), merged)
             self.messages[-1] = turn.message
             return turn
 
@@ -151,7 +151,7 @@ class Chat:
             messages = [*self.messages, *new]
             ledger = await self._open()
             plan = await ledger.plan_async(messages, self.tools)
-            turn = await self._ask(plan, self._seeded(merged))
+            turn = await self._sample(plan, self._seeded(merged))
             self.messages = [*messages, turn.message]
             return turn
 
@@ -160,15 +160,16 @@ class Chat:
             self._ledger = Ledger(await self._renderer(), breaks=self._breaks)
         return self._ledger
 
-    async def _ask(self, plan: PromptPlan, options: Options) -> Turn:
+    async def _sample(self, plan: PromptPlan, options: Options) -> Turn:
         renderer = self.ledger.renderer
-        ask = options.ask(plan.prompt_ids, self._model, renderer.stop_token_ids)
-        completion = _only(await self._transport.generate(ask))
-        said = [*plan.partial, *completion.token_ids]
+        request = options.request(plan.prompt_ids, self._model, renderer.stop_token_ids)
+        completion = _only(await self._transport.generate(request))
+        ids = [*plan.partial, *completion.token_ids]
         opened = plan.prompt_ids[: len(plan.prompt_ids) - len(plan.partial)]
         tools = self.tools if self.call_tools is None else self.call_tools
-        answer = await renderer.parse_async(said, tools, prompt_ids=opened)
-        turn = Turn.of(plan, answer, completion)
+        # What an aborted turn had sampled is part of this message, and no part of its prompt.
+        parsed = await renderer.parse_async(ids, tools, prompt_ids=opened)
+        turn = Turn.of(plan, parsed, completion)
         node = self.ledger.commit(plan, completion, turn.message)
         self._last = turn, node
         return turn
@@ -184,7 +185,7 @@ class Chat:
 
     def _alone(self) -> asyncio.Lock:
         if self._busy.locked():
-            raise Conflict("this conversation is waiting for an answer: one turn at a time")
+            raise Conflict("this conversation is waiting for a completion: one turn at a time")
         return self._busy
 
 
@@ -204,5 +205,5 @@ def _text(content: Any) -> str:
 
 def _only(completions: list[Completion]) -> Completion:
     if len(completions) != 1:
-        raise ContractError(f"one choice was asked for, {len(completions)} came")
+        raise ContractError(f"one choice was requested, {len(completions)} came")
     return completions[0]

@@ -1,4 +1,4 @@
-"""Keyword options of a call, sorted into how to sample and how to send."""
+"""Keyword options of a call: how to sample, and how to send the request."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Options:
         sending = {name: value for name, value in changes.items() if name in SENDING}
         return Options(replace(self.sampling, **sampling), {**self.sending, **sending})
 
-    def ask(
+    def request(
         self, prompt_ids: Sequence[int], model: str | None, stop_token_ids: tuple[int, ...] = ()
     ) -> GenerateRequest:
-        """The question to send; `stop_token_ids` are added to those of the caller."""
+        """The request to send; `stop_token_ids` are added to those of the caller."""
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids)))
         return GenerateRequest(
             prompt_ids=prompt_ids,

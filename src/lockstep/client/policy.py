@@ -1,4 +1,4 @@
-"""A policy behind a URL: generate, converse, score, and do so for many prompts at once."""
+"""A policy behind a URL: generate, chat, score, and do so for many prompts at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Prompt = str | Sequence[int] | Sequence[Any]
 
 
 class Policy:
-    """A served model. Made by `lockstep.connect`; options given there hold for every call."""
+    """A served model. Made by `lockstep.connect`; options set there hold for every call."""
 
     def __init__(
         self,
@@ -61,24 +61,24 @@ class Policy:
         """
         merged = self._options.with_(**options)
         if _is_ids(prompt):
-            return await self.transport.generate(merged.ask(list(prompt), self.model))  # type: ignore[arg-type]
+            return await self.transport.generate(merged.request(list(prompt), self.model))  # type: ignore[arg-type]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         renderer = await self._tokenizer.get_async("keep")
         ids = await renderer.render_async(messages, tools)
-        ask = merged.ask(ids, self.model, renderer.stop_token_ids)
-        plan = PromptPlan(prompt_ids=ids, parent=None, given=(), tools=b"")
+        request = merged.request(ids, self.model, renderer.stop_token_ids)
+        plan = PromptPlan(prompt_ids=ids, parent=None, new_messages=(), tools=b"")
         turns = []
-        for done in await self.transport.generate(ask):
-            answer = await renderer.parse_async(done.token_ids, tools, prompt_ids=ids)
-            turns.append(Turn.of(plan, answer, done))
+        for completion in await self.transport.generate(request):
+            parsed = await renderer.parse_async(completion.token_ids, tools, prompt_ids=ids)
+            turns.append(Turn.of(plan, parsed, completion))
         return turns
 
     def stream(
         self, prompt_ids: list[int], **options: Any
     ) -> AsyncIterator[StreamDelta | Completion]:
         """Deltas as they come, then the completions that `generate` would have given."""
-        ask = self._options.with_(**options).ask(prompt_ids, self.model)
-        return self.transport.stream(ask)
+        request = self._options.with_(**options).request(prompt_ids, self.model)
+        return self.transport.stream(request)
 
     def chat(
         self,
@@ -93,9 +93,9 @@ class Policy:
     ) -> Chat:
         """A new conversation. `messages` open it; `options` hold for all its turns.
 
-        `tools` are put into the prompt, and their calls are read out of answers; `call_tools` are
-        only read: tools that the model was trained to call without their schema. The tokenizer is
-        loaded by the first turn, which raises UnknownModel when there is none.
+        `tools` are put into the prompt, and their calls are parsed out of completions; `call_tools`
+        are only parsed: tools that the model was trained to call without their schema. The
+        tokenizer is loaded by the first turn, which raises UnknownModel when there is none.
         """
         opening = [] if system is None else [{"role": "system", "content": system}]
         return Chat(
@@ -114,8 +114,8 @@ class Policy:
     ) -> Scores:
         """The logprob of every token given those before it: teacher logprobs for distillation.
 
-        Raises Conflict when another temperature than 1 is asked of a server that reports raw
-        logprobs, BadRequest for a single token, and PromptTooLong when there is no room.
+        Raises Conflict when another temperature than 1 is requested of a server that reports raw
+        logprobs, BadRequest for a single token, and PromptTooLong when they fill the context.
         """
         if len(token_ids) < 2:
             raise BadRequest("a sequence of one token has nothing to score", param="token_ids")
@@ -124,17 +124,17 @@ class Policy:
             n=1, max_tokens=1, min_tokens=0, logprobs=0, prompt_logprobs=0,
             temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, **mode, **options,
         )  # fmt: skip
-        (done,) = await self.transport.generate(merged.ask(list(token_ids), self.model))
-        if temperature != 1.0 and done.logprob_mode == "raw":
+        (completion,) = await self.transport.generate(merged.request(list(token_ids), self.model))
+        if temperature != 1.0 and completion.logprob_mode == "raw":
             raise Conflict(
-                f"scores at temperature {temperature} were asked for, but this server reports raw "
+                f"scores at temperature {temperature} were requested, but this server reports raw "
                 "logprobs: start it with processed logprobs, or score at temperature 1",
                 param="temperature",
             )
-        if done.prompt_logprobs is None:
-            raise ContractError("prompt logprobs were asked for and did not come")
-        logprobs = [0.0 if entry is None else entry.logprob for entry in done.prompt_logprobs]
-        version = done.versions[0].version if done.versions else ""
+        if completion.prompt_logprobs is None:
+            raise ContractError("prompt logprobs were requested and did not come")
+        logprobs = [0.0 if entry is None else entry.logprob for entry in completion.prompt_logprobs]
+        version = completion.versions[0].version if completion.versions else ""
         return Scores(list(token_ids), logprobs, version, temperature)
 
     async def map(
@@ -154,10 +154,10 @@ class Policy:
             raise BadRequest(f"concurrency is {concurrency}: expected >= 1", param="concurrency")
         every = list(prompts)
         results: list[Any] = [None] * len(every)
-        slots = asyncio.Semaphore(concurrency)
+        limit = asyncio.Semaphore(concurrency)
 
         async def one(at: int, step: Callable[[], None]) -> None:
-            async with slots:
+            async with limit:
                 try:
                     results[at] = await self.generate(every[at], **options)
                 except LockstepError as error:
@@ -195,11 +195,11 @@ async def connect(
     retries: int = 2,
     **options: Any,
 ) -> AsyncIterator[Policy]:
-    """A policy at `url`, found out what it speaks unless `transport` names it.
+    """A policy at `url`; what the server speaks is detected unless `transport` names it.
 
     `model` defaults to the only one served. `tokenizer` is a directory, a hub name or a tokenizer
     object; by default that of the model, if it is bundled or a directory on this machine. Token ids
-    in and out need none. `options` hold for every call. Raises Unavailable when nobody answers.
+    in and out need none. `options` hold for every call. Raises Unavailable without a server.
     """
     settings = Options().with_(**options)
     opened = await open_transport(url, transport, api_key=api_key, timeout=timeout, retries=retries)

@@ -1,4 +1,4 @@
-"""The same client for notebooks: every call waits for its answer, on a loop of its own thread."""
+"""The same client for notebooks: every call blocks, on an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Loop:
 
 
 class SyncChat:
-    """`Chat`, waiting for each answer."""
+    """`Chat` with calls that block."""
 
     def __init__(self, loop: _Loop, chat: Chat) -> None:
         self._loop = loop
@@ -67,7 +67,7 @@ class SyncChat:
 
 
 class SyncPolicy:
-    """`Policy`, waiting for each answer. A context manager; or call `close` when done."""
+    """`Policy` with calls that block. A context manager; or call `close` at the end."""
 
     def __init__(self, url: str, model: str | None = None, **options: Any) -> None:
         self._loop = _Loop()

@@ -15,7 +15,8 @@ from lockstep.render import Renderer, Thinking
 class TokenizerSource:
     """A tokenizer by name, directory or as an object. Safe in any thread and on any loop.
 
-    However many ask at once, it is loaded by one. A load that failed is tried again when asked for.
+    However many callers there are at once, it is loaded once. A load that failed is tried again by
+    the next call.
     """
 
     def __init__(self, source: str | Path | Any) -> None:

@@ -1,4 +1,4 @@
-"""One answer as its caller sees it: what was said, and the exact tokens that said it."""
+"""One turn as its caller sees it: the message, and the exact tokens it was parsed from."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lockstep.tokens import Completion, Finish, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An answer. token_ids, logprobs and versions are of the whole turn, parts before an abort too.
+    """One sampled turn; its ids, logprobs and versions include parts from before an abort.
 
     `finish` is `tool_calls` when a call really parsed; `calls` also lists the attempts that failed.
     """
 
-    answer: ParsedMessage
+    parsed: ParsedMessage
     completion: Completion
     token_ids: list[int]
     logprobs: list[float]
@@ -27,7 +27,7 @@ class Turn:
     cause: str | None = None
 
     @classmethod
-    def of(cls, plan: PromptPlan, answer: ParsedMessage, completion: Completion) -> Turn:
+    def of(cls, plan: PromptPlan, parsed: ParsedMessage, completion: Completion) -> Turn:
         """The turn that `completion` ended, after what an abort had left of it (`plan.partial`)."""
         ids, logprobs = list(completion.token_ids), list(completion.logprobs)
         versions = list(completion.versions)
@@ -39,42 +39,42 @@ class Turn:
             ids, logprobs = [*node.sampled, *ids], [*node.logprobs, *logprobs]
             node = node.parent if node.continues else None
         bridged = plan.bridged
-        return cls(answer, completion, ids, logprobs, tuple(versions), bridged, plan.cause)
+        return cls(parsed, completion, ids, logprobs, tuple(versions), bridged, plan.cause)
 
     @property
     def text(self) -> str:
-        return self.answer.content
+        return self.parsed.content
 
     @property
     def reasoning(self) -> str | None:
-        return self.answer.reasoning
+        return self.parsed.reasoning
 
     @property
     def tool_calls(self) -> tuple[Call, ...]:
-        return self.answer.tool_calls
+        return self.parsed.tool_calls
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        return self.answer.calls
+        return self.parsed.calls
 
     @property
     def finish(self) -> Finish:
-        return self.answer.finish(self.completion.finish)
+        return self.parsed.finish(self.completion.finish)
 
     @property
     def prompt_ids(self) -> list[int]:
-        """What the engine was sent for this turn (with the partial answer, after an abort)."""
+        """What the engine was sent for this turn (with the partial completion, after an abort)."""
         return as_list(self.completion.prompt_ids)
 
     @property
     def message(self) -> Plain:
         """The assistant message to hand on."""
-        return self.answer.message()
+        return self.parsed.message()
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Logprobs of given tokens, each given those before it; the first, given nothing, has 0.0.
+    """Logprobs of tokens, each conditioned on those before it; the first has 0.0.
 
     `version` labels the weights, `temperature` what the logits were divided by.
     """

@@ -1,4 +1,4 @@
-"""From a branch of the tree to the sample that a trainer learns from."""
+"""Turns one branch of a session into the sample that a trainer learns from."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
                     f"{expected!r}: a sample must not mix them",
                     param=field,
                 )
+        # What a continuation resumed is part of its turn: only what nobody resumed is masked.
         resumed = at + 1 < len(path) and path[at + 1].continues
         aborted = node.finish == "abort" and not resumed
         aborts += aborted
@@ -41,7 +42,7 @@ def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
         logprobs += [0.0] * len(node.prompt)
         logprobs += node.logprobs if trained else [0.0] * len(node.sampled)
         if trained:
-            start = node.asked
+            start = node.sampled_start
             versions += [
                 VersionSpan(span.version, start + span.start, start + span.end)
                 for span in node.versions
@@ -64,7 +65,7 @@ def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
 def own_experts(
     parent: Node | None, experts: RoutedExperts | None, start: int
 ) -> RoutedExperts | None:
-    """The rows that this turn adds, copied out of the answer's buffer.
+    """The rows that this turn adds, copied out of the response's buffer.
 
     The last token before the turn had no row yet: it was not forwarded then. Raises BadExperts
     when rows are missing, or when the turn does not fit the turns before it.
@@ -73,7 +74,7 @@ def own_experts(
     if parent is not None and (before is None) != (experts is None):
         raise BadExperts(
             f"this turn came {'without' if experts is None else 'with'} routed experts, the turn "
-            f"before {'with' if experts is None else 'without'}; ask for them on every turn or none"
+            f"before {'with' if experts is None else 'without'}; request them on every turn or none"
         )
     if experts is None:
         return None

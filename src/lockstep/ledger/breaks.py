@@ -1,4 +1,4 @@
-"""What happens at a prefix break: refused or a new branch, and which of the two by default."""
+"""The choices at a prefix break, an error or a new branch, and the default of each caller."""
 
 from __future__ import annotations
 

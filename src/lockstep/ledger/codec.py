@@ -1,4 +1,4 @@
-"""The turns of a session as bytes and back, for database rows."""
+"""Encodes the turns of a session for database rows, and decodes them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class _Turn(msgspec.Struct, array_like=True):
 
     parent: int | None
     twin: int | None
-    given: tuple[Message, ...]
-    answer: Message
+    new_messages: tuple[Message, ...]
+    reply: Message
     tools: bytes
     prompt: bytes
     sampled: bytes
@@ -86,8 +86,8 @@ def _turn(node: Node, twin: int | None) -> _Turn:
     return _Turn(
         parent=node.parent.index if node.parent is not None else None,
         twin=twin,
-        given=() if twin is not None else node.given,
-        answer=node.answer,
+        new_messages=() if twin is not None else node.new_messages,
+        reply=node.reply,
         tools=b"" if twin is not None else node.tools,
         prompt=b"" if twin is not None else _pack(node.prompt),
         sampled=_pack(node.sampled),
@@ -127,8 +127,8 @@ def _node(index: int, turn: _Turn, parent: Node | None, twin: Node | None) -> No
         index=index,
         parent=parent,
         start=parent.end if parent is not None else 0,
-        given=twin.given if twin is not None else turn.given,
-        answer=turn.answer,
+        new_messages=twin.new_messages if twin is not None else turn.new_messages,
+        reply=turn.reply,
         tools=twin.tools if twin is not None else turn.tools,
         prompt=prompt,
         sampled=sampled,

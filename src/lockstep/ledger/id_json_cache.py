@@ -1,4 +1,4 @@
-"""The ids of a conversation as JSON that only grows: a turn costs its own ids, not all of them."""
+"""Keeps the ids of a conversation as JSON, so that a turn encodes only the ids it adds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENCODER = msgspec.json.Encoder()
 
 
 class IdJsonCache:
-    """The JSON of one branch, the one that was asked for last, without the closing bracket."""
+    """The JSON of the branch that was used last, without the closing bracket."""
 
     __slots__ = ("_json", "_node")
 

@@ -1,4 +1,4 @@
-"""The ledger of a session: the next prompt starts with the exact ids before it, or says why not.
+"""The ledger of a session: every prompt starts with the exact ids before it, or says why not.
 
 `plan` finds the longest stored history of a request and gives its ids and the bridge to the new
 messages. `commit` stores the turn that was sampled, whole or not at all. No HTTP, no engine: the
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from lockstep.ledger import codec as store
+from lockstep.ledger import codec
 from lockstep.ledger.branch_sample import branch_sample, own_experts
 from lockstep.ledger.breaks import CLIENT_BREAKS, Breaks, check_breaks
 from lockstep.ledger.id_json_cache import IdJsonCache
@@ -53,13 +53,13 @@ class Ledger:
         self.roots: list[Node] = []
         self.nbytes = 0
         self.on_break: Callable[[tuple[bytes, Cause]], object] | None = None
-        self.written = IdJsonCache()
+        self.id_json = IdJsonCache()
         self._recorded: set[bytes] = set()
 
     def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> PromptPlan:
         """The prompt for these messages.
 
-        Raises BadRequest for messages that cannot be read or ask nothing new, and, with
+        Raises BadRequest for messages that cannot be read or add nothing new, and, with
         breaks="strict", PrefixBreak with its cause.
         """
         request = read_request(self.roots, messages, tools)
@@ -72,12 +72,12 @@ class Ledger:
         *,
         renderer: Renderer | None = None,
         breaks: Breaks | None = None,
-        raw: bool = False,
+        lazy: bool = False,
     ) -> PromptPlan:
         """`plan`, with tokenizing that takes long off the event loop; it raises the same.
 
         `renderer` and `breaks` take the place of the ledger's own for this one request. With
-        `raw` the ids may come undecoded (LazyIds), for who only hands them on.
+        `lazy` the ids may stay JSON (LazyIds), for a caller that only forwards them.
         """
         renderer = renderer or self.renderer
         request = read_request(self.roots, messages, tools)
@@ -85,7 +85,7 @@ class Ledger:
         if prompt is None:
             # A copy: turns may be committed while the threads work, and count from the next plan.
             prompt = await renderer.offload(find_prompt, request, self.roots[:], renderer)
-        return self._settle(request, prompt, breaks or self.breaks, raw=raw)
+        return self._settle(request, prompt, breaks or self.breaks, lazy=lazy)
 
     def continue_(self, node: Node) -> PromptPlan:
         """The prompt that goes on, token for token, where an aborted turn stopped.
@@ -103,7 +103,7 @@ class Ledger:
         return PromptPlan(
             prompt_ids=node.ids().tolist(),
             parent=node,
-            given=(),
+            new_messages=(),
             tools=node.tools,
             breaks=node.breaks,
             continues=True,
@@ -119,13 +119,13 @@ class Ledger:
         (node,) = self.commit_all(plan, [(completion, message)])
         return node
 
-    def commit_all(self, plan: PromptPlan, answers: Iterable[tuple[Completion, Any]]) -> list[Node]:
+    def commit_all(self, plan: PromptPlan, choices: Iterable[tuple[Completion, Any]]) -> list[Node]:
         """Stores the choices of one request as sibling branches: all of them, or none.
 
         Raises what `commit` raises.
         """
         made: list[tuple[Node, Node | None]] = []
-        for completion, message in answers:
+        for completion, message in choices:
             made.append(self._turn(plan, completion, message, made))
         for node, twin in made:
             self._add(node, twin)
@@ -138,17 +138,17 @@ class Ledger:
         message: Any,
         made: Sequence[tuple[Node, Node | None]],
     ) -> tuple[Node, Node | None]:
-        """The node of an answer after those already made, and the one it shares its prompt with."""
+        """The node of a choice after those already made, and the one it shares its prompt with."""
         parent = plan.parent
         if parent is not None:
             self._check_mine(parent)
         _check_prompt(plan.prompt_ids, completion.prompt_ids)
-        (read,) = plain_messages([message])
-        if read["role"] != "assistant":
+        (fields,) = plain_messages([message])
+        if fields["role"] != "assistant":
             raise BadRequest(
-                f"message.role is {read['role']!r}, expected 'assistant'", param="message.role"
+                f"message.role is {fields['role']!r}, expected 'assistant'", param="message.role"
             )
-        answer = canonical(read)
+        reply = canonical(fields)
         start = parent.end if parent is not None else 0
         prompt = array(IDS, plan.prompt_ids[start:])
         if made:
@@ -160,8 +160,8 @@ class Ledger:
             index=len(self.nodes) + len(made),
             parent=parent,
             start=start,
-            given=twin.given if twin else plan.given,
-            answer=answer,
+            new_messages=twin.new_messages if twin else plan.new_messages,
+            reply=reply,
             tools=twin.tools if twin else parent.tools if parent is not None else plan.tools,
             prompt=twin.prompt if twin else prompt,
             sampled=array(IDS, completion.token_ids),
@@ -175,8 +175,8 @@ class Ledger:
             request_id=completion.request_id,
             experts=own_experts(parent, completion.experts, start),
             continues=plan.continues,
-            after_tool=_after_tool(parent, plan.given),
-            thought=answer.reasoning is not None or self.renderer.thinks(completion.token_ids),
+            after_tool=_after_tool(parent, plan.new_messages),
+            thought=reply.reasoning is not None or self.renderer.thinks(completion.token_ids),
             breaks=plan.breaks,
         )
         return node, twin
@@ -209,13 +209,13 @@ class Ledger:
         known = list(recorded)
         ledger = cls(renderer)
         ledger._restore(
-            store.load_turns(turns), Counter(cause for _, cause in known), {key for key, _ in known}
+            codec.load_turns(turns), Counter(cause for _, cause in known), {key for key, _ in known}
         )
         return ledger
 
     def turn_bytes(self, node: Node) -> bytes:
-        """One turn as msgpack, without what an earlier one asked in the same words."""
-        return store.dump_turn(node, self.siblings(node.parent))
+        """One turn as msgpack, without the prompt that it shares with an earlier one."""
+        return codec.dump_turn(node, self.siblings(node.parent))
 
     def _restore(
         self,
@@ -234,47 +234,47 @@ class Ledger:
         self.siblings(node.parent).append(node)
 
     def _settle(
-        self, request: TurnRequest, prompt: PlannedPrompt, breaks: Breaks, *, raw: bool = False
+        self, request: TurnRequest, prompt: PlannedPrompt, breaks: Breaks, *, lazy: bool = False
     ) -> PromptPlan:
         """The plan of a prompt; a break is recorded here, on the caller's thread."""
         node, cause = prompt.anchor.node, prompt.cause
         before = node.breaks if node is not None else ()
         if cause is None:
             return PromptPlan(
-                prompt_ids=self._whole(prompt, raw),
+                prompt_ids=self._whole(prompt, lazy),
                 parent=node,
-                given=request.read[prompt.anchor.length :],
+                new_messages=request.history[prompt.anchor.length :],
                 tools=request.tools_key,
                 breaks=before,
             )
         self._record(cause, request, node)
         if breaks == "strict":
             raise PrefixBreak(
-                f"{EXPLAINED[cause]} ({prompt.anchor.length} of {len(request.read)} messages are "
-                "a stored history); send it unchanged, or allow new branches with breaks='fork'",
+                f"{EXPLAINED[cause]} ({prompt.anchor.length} of {len(request.history)} messages "
+                "are a stored history); send it unchanged, or allow branches with breaks='fork'",
                 cause=cause,
                 param="tools" if cause == "tools_changed" else "messages",
             )
         return PromptPlan(
             prompt_ids=prompt.ids,
             parent=None,
-            given=request.read,
+            new_messages=request.history,
             tools=request.tools_key,
             cause=cause,
             breaks=(*before, cause),
         )
 
-    def _whole(self, prompt: PlannedPrompt, raw: bool) -> Sequence[int]:
+    def _whole(self, prompt: PlannedPrompt, lazy: bool) -> Sequence[int]:
         node = prompt.anchor.node
         if node is None or not prompt.extends:
             return prompt.ids
-        if raw and prompt.ids:
-            return self.written.prompt(node, prompt.ids)
+        if lazy and prompt.ids:
+            return self.id_json.prompt(node, prompt.ids)
         return [*node.ids(), *prompt.ids]
 
     def _record(self, cause: Cause, request: TurnRequest, node: Node | None) -> None:
         """Counts and logs a break once, however often the same request is tried."""
-        basis = repr((cause, node.index if node is not None else -1, request.read))
+        basis = repr((cause, node.index if node is not None else -1, request.history))
         key = blake2b(basis.encode(errors="surrogatepass"), digest_size=16).digest()
         if key not in self._recorded:
             self._recorded.add(key)
@@ -300,15 +300,15 @@ def _check_prompt(planned: Sequence[int], sent: Sequence[int]) -> None:
 
 
 def _is_twin(node: Node, plan: PromptPlan, prompt: array[int]) -> bool:
-    """Whether the turn answers the same request, so that what asked it need be kept once."""
+    """Whether the turn is of the same request, so that its prompt need be kept only once."""
     return (
         node.continues == plan.continues
         and node.tools == plan.tools
         and node.prompt == prompt
-        and node.given == plan.given
+        and node.new_messages == plan.new_messages
     )
 
 
-def _after_tool(parent: Node | None, given: Sequence[Message]) -> bool:
+def _after_tool(parent: Node | None, new_messages: Sequence[Message]) -> bool:
     before = parent is not None and parent.after_tool
-    return before or any(message.role == "tool" for message in given)
+    return before or any(message.role == "tool" for message in new_messages)

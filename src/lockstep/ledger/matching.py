@@ -1,4 +1,4 @@
-"""The next prompt: the stored ids of the longest known history and a bridge, or why not."""
+"""Finds the next prompt: the stored ids of the longest known history, and a bridge to the rest."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class PromptPlan:
     """A prompt to send, and where its turn will be stored.
 
     `cause` is the prefix break that made a new branch, if one did; `breaks` are all those before
-    it. `partial` holds what an aborted turn had sampled already: the whole answer of the turn is
+    it. `partial` holds what an aborted turn had sampled already: the whole turn is
     `partial + completion.token_ids`.
     """
 
     prompt_ids: Sequence[int]
     parent: Node | None
-    given: tuple[Message, ...]
+    new_messages: tuple[Message, ...]
     tools: bytes
     cause: Cause | None = None
     breaks: tuple[str, ...] = ()
@@ -60,11 +60,11 @@ class PromptPlan:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A request as read: to render, to compare, and the stored history it begins with."""
+    """A request in two forms, to render and to compare, and the stored turns it begins with."""
 
     messages: list[Plain]
     tools: list[Plain] | None
-    read: tuple[Message, ...]
+    history: tuple[Message, ...]
     tools_key: bytes
     match: Match
 
@@ -85,17 +85,17 @@ class PlannedPrompt:
 def read_request(
     roots: Sequence[Node], messages: Iterable[Any], tools: Iterable[Any] | None
 ) -> TurnRequest:
-    """Raises BadRequest for messages that cannot be read, or that ask nothing new."""
+    """The request to match. Raises BadRequest for messages that cannot be read, or add nothing."""
     plain, specs = plain_messages(messages), plain_tools(tools)
-    read, key = tuple(map(canonical, plain)), canonical_tools(specs)
-    match = longest((root for root in roots if root.tools == key), read)
-    if match.length == len(read):
+    history, key = tuple(map(canonical, plain)), canonical_tools(specs)
+    match = longest((root for root in roots if root.tools == key), history)
+    if match.length == len(history):
         raise BadRequest(
-            "messages end with an answer of this session and ask nothing new; append a message, "
+            "messages end with a turn of this session and add nothing new; append a message, "
             "or continue an aborted turn with continue_",
             param="messages",
         )
-    return TurnRequest(plain, specs, read, key, match)
+    return TurnRequest(plain, specs, history, key, match)
 
 
 def find_prompt(request: TurnRequest, roots: Sequence[Node], renderer: Renderer) -> PlannedPrompt:
@@ -109,12 +109,12 @@ def find_prompt(request: TurnRequest, roots: Sequence[Node], renderer: Renderer)
 
 
 def light_prompt(request: TurnRequest, renderer: Renderer) -> PlannedPrompt | None:
-    """The prompt of a turn that only goes on, where that is done in no time; None otherwise.
+    """The prompt of a turn that only appends a little; None where it takes longer to find.
 
-    It is what `find_prompt` finds, without the wait for a thread, which takes longer than this.
+    It is what `find_prompt` finds, without waiting for a thread, which takes longer than this.
     """
     match = request.match
-    new = request.read[match.length :]
+    new = request.history[match.length :]
     if match.node is None or renderer.thinking == "template" or has_assistant(new):
         return None
     if sum(map(text_size, new)) > LIGHT:
@@ -126,25 +126,27 @@ def light_prompt(request: TurnRequest, renderer: Renderer) -> PlannedPrompt | No
 def _claims(request: TurnRequest, roots: Sequence[Node]) -> tuple[Cause | None, Match]:
     """Whether the request claims turns that this session did not sample, or not that way."""
     match = request.match
-    if not has_assistant(request.read[match.length :]):
+    if not has_assistant(request.history[match.length :]):
         return None, match
-    if _imported(request.read, roots):
+    if _imported(request.history, roots):
         return None, Match()
-    other = longest((root for root in roots if root.tools != request.tools_key), request.read)
+    other = longest((root for root in roots if root.tools != request.tools_key), request.history)
     if other.length > match.length:
         return "tools_changed", other
     return "edited_history", match
 
 
-def _imported(read: Sequence[Message], roots: Sequence[Node]) -> bool:
+def _imported(history: Sequence[Message], roots: Sequence[Node]) -> bool:
     """Whether its assistant turns came from outside: examples that open a conversation.
 
     They did when nothing is stored yet, and when a conversation was opened with the same before.
     """
-    last = max(at for at, message in enumerate(read) if message.role == "assistant")
-    opening = read[: last + 1]
+    last = max(at for at, message in enumerate(history) if message.role == "assistant")
+    opening = history[: last + 1]
     return not roots or any(
-        not root.breaks and len(root.given) > last and starts_with(root.given, opening)
+        not root.breaks
+        and len(root.new_messages) > last
+        and starts_with(root.new_messages, opening)
         for root in roots
     )
 
@@ -165,7 +167,7 @@ def _extended(
         opened = opened.parent
     extension = renderer.extend(
         opened.prompt.tolist(),
-        (node.sampled if opened is node else node.ids()[opened.asked :]).tolist(),
+        (node.sampled if opened is node else node.ids()[opened.sampled_start :]).tolist(),
         request.messages[request.match.length :],
         request.tools,
         after_tool=node.after_tool,

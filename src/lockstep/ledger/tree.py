@@ -1,4 +1,4 @@
-"""A session as a tree of turns: each node holds only what its turn added."""
+"""The tree of turns of a session: each node holds only what its turn added."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PER_NODE = 1200
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Node:
-    """One turn: the ids that asked, the ids that were sampled, and where they came from.
+    """One turn: the ids of its prompt, the ids that were sampled, and where they came from.
 
-    `given` and `prompt` are shared between turns that answer the same request. `continues` marks
-    a turn that goes on where its parent was aborted: its `answer` takes the parent's place.
+    `new_messages` and `prompt` are shared between turns of the same request. `continues` marks a
+    turn that goes on where its parent was aborted: its `reply` takes the parent's place.
     """
 
     index: int
     parent: Node | None
     start: int
-    given: tuple[Message, ...]
-    answer: Message
+    new_messages: tuple[Message, ...]
+    reply: Message
     tools: bytes
     prompt: array[int]
     sampled: array[int]
@@ -49,13 +49,13 @@ class Node:
     children: list[Node] = field(default_factory=list, repr=False)
 
     @property
-    def asked(self) -> int:
+    def sampled_start(self) -> int:
         """The position of the first sampled id."""
         return self.start + len(self.prompt)
 
     @property
     def end(self) -> int:
-        return self.asked + len(self.sampled)
+        return self.sampled_start + len(self.sampled)
 
     def path(self) -> list[Node]:
         """The turns from the root to this one."""
@@ -73,18 +73,18 @@ class Node:
         return joined
 
     def messages(self) -> tuple[Message, ...]:
-        """The conversation up to and with this answer."""
-        found: list[Message] = []
+        """The conversation up to and with this reply."""
+        messages: list[Message] = []
         for node in self.path():
             if node.continues:
-                found.pop()
-            found += (*node.given, node.answer)
-        return tuple(found)
+                messages.pop()
+            messages += (*node.new_messages, node.reply)
+        return tuple(messages)
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The stored turn whose conversation is the longest beginning of the given one."""
+    """The stored turn whose conversation is the longest beginning of another."""
 
     node: Node | None = None
     length: int = 0
@@ -103,10 +103,11 @@ def _matches(roots: Iterable[Node], messages: Sequence[Message]) -> Iterator[tup
     waiting = [(root, 0) for root in roots]
     while waiting:
         node, at = waiting.pop()
-        if not starts_with(messages, node.given, at):
+        if not starts_with(messages, node.new_messages, at):
             continue
-        spoken = at + len(node.given)
-        fits = spoken < len(messages) and same(node.answer, messages[spoken])
+        # Where the reply of this node would stand.
+        spoken = at + len(node.new_messages)
+        fits = spoken < len(messages) and same(node.reply, messages[spoken])
         if fits:
             yield node, spoken + 1
         for child in node.children:
@@ -122,15 +123,15 @@ def leaves(nodes: Iterable[Node]) -> list[Node]:
 
 def cost(node: Node, twin: Node | None) -> int:
     """The bytes that this node adds; what it shares with a twin is counted there."""
-    own = 12 * len(node.sampled) + text_size(node.answer) + PER_NODE
+    own = 12 * len(node.sampled) + text_size(node.reply) + PER_NODE
     if node.experts is not None:
         own += memoryview(node.experts.data).nbytes
     if twin is None:
-        own += 4 * len(node.prompt) + sum(map(text_size, node.given)) + len(node.tools)
+        own += 4 * len(node.prompt) + sum(map(text_size, node.new_messages)) + len(node.tools)
     return own
 
 
 def text_size(message: Message) -> int:
     """About what a message takes, in characters and with what every message costs."""
-    said = len(message.content) + len(message.reasoning or "") + len(message.extra)
-    return 200 + said + sum(100 + len(call.arguments) for call in message.tool_calls)
+    text = len(message.content) + len(message.reasoning or "") + len(message.extra)
+    return 200 + text + sum(100 + len(call.arguments) for call in message.tool_calls)

@@ -1,4 +1,4 @@
-"""The bridge from one turn to the next: the ids that follow a sampled turn, and never less.
+"""Finds the ids that lead from a sampled turn to the next one, without changing what is there.
 
 A bridge returns what to append to the exact ids so far. It has no way to change them: that is
 what keeps a conversation append only. What it appends was not sampled, the close tokens of a turn

@@ -19,14 +19,14 @@ LONG = 4000
 
 
 class FastTokenizer:
-    """The ids-only view of a tokenizer; whatever else is asked for is the tokenizer's own."""
+    """The ids-only view of a tokenizer; every other attribute is the tokenizer's own."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._own = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._segments = SegmentCache.of(self._backend) if self._backend is not None else None
         self._short = lru_cache(maxsize=1024)(self._encode)
-        # Families ask for the ids of the same few marks with every turn.
+        # Families look up the ids of the same few marks with every turn.
         if hasattr(tokenizer, "convert_tokens_to_ids"):
             self._mark = lru_cache(maxsize=1024)(tokenizer.convert_tokens_to_ids)
             self.convert_tokens_to_ids = self._ids_of_marks

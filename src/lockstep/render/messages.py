@@ -1,4 +1,4 @@
-"""Messages in canonical form, so that one history given in two ways is still one history.
+"""Messages in canonical form, so that one history written in two ways compares equal.
 
 A message arrives as a dict, a pydantic object of some SDK, or a Struct; with None-valued keys or
 without; with text as a string or as a list of text parts; with tool arguments as JSON text or as a
@@ -95,25 +95,25 @@ def canonical_tools(tools: list[Plain] | None) -> bytes:
     return _sorted_json(tools).encode() if tools else b""
 
 
-def same(stored: Message, given: Message) -> bool:
-    """Whether `given` is `stored` sent back. Absent is not edited.
+def same(stored: Message, received: Message) -> bool:
+    """Whether `received` is `stored` sent back. What is left out is not edited.
 
     What a client may leave out or add to an assistant turn without having changed it: the
-    reasoning, the ids of tool calls, and keys that are no part of what was said.
+    reasoning, the ids of tool calls, and keys that are no part of the content.
     """
-    if stored == given:
+    if stored == received:
         return True
-    if stored.role != "assistant" or given.role != "assistant":
+    if stored.role != "assistant" or received.role != "assistant":
         return False
-    if stored.content != given.content or len(stored.tool_calls) != len(given.tool_calls):
+    if stored.content != received.content or len(stored.tool_calls) != len(received.tool_calls):
         return False
-    if given.reasoning is not None and given.reasoning != stored.reasoning:
+    if received.reasoning is not None and received.reasoning != stored.reasoning:
         return False
     return all(
         mine.name == theirs.name
         and mine.arguments == theirs.arguments
         and (not mine.id or not theirs.id or mine.id == theirs.id)
-        for mine, theirs in zip(stored.tool_calls, given.tool_calls, strict=True)
+        for mine, theirs in zip(stored.tool_calls, received.tool_calls, strict=True)
     )
 
 

@@ -1,4 +1,4 @@
-"""What an answer says: text, reasoning and tool calls, with a verdict on every call attempted."""
+"""A parsed completion: content, reasoning and tool calls, with a verdict on every call."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from lockstep.tokens import Finish
 
 
 class CallStatus(StrEnum):
+    """Whether a tool call can be carried out, or what is wrong with it."""
+
     OK = "ok"
     INVALID_JSON = "invalid_json"
     UNCLOSED_BLOCK = "unclosed_block"
@@ -61,10 +63,12 @@ class ParsedMessage:
 
         When every attempted call failed, what was written stays readable in the content.
         """
-        said = self.content
+        content = self.content
         if self.calls and not self.tool_calls:
-            said = "\n".join(part for part in (said, *(call.raw for call in self.calls)) if part)
-        message: Plain = {"role": "assistant", "content": said}
+            content = "\n".join(
+                part for part in (content, *(call.raw for call in self.calls)) if part
+            )
+        message: Plain = {"role": "assistant", "content": content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -82,7 +86,7 @@ class ParsedMessage:
 def parse_message(
     parsed: Any, token_ids: Sequence[int], tools: list[Plain] | None, prompt_ids: Sequence[int]
 ) -> ParsedMessage:
-    """The answer in what a renderer of `renderers` parsed."""
+    """The message in what a renderer of `renderers` parsed."""
     names = {_name_of(tool) for tool in tools or ()}
     calls = []
     for at, attempt in enumerate(parsed.tool_calls or ()):
@@ -109,7 +113,7 @@ def parse_message(
 
 
 def unparsed_message(text: str, prompt_ids: Sequence[int]) -> ParsedMessage:
-    """The answer that a parser gave up on: all of it is one call that is no JSON."""
+    """The message that a parser gave up on: all of it is one call that is no JSON."""
     return ParsedMessage(
         "", calls=(Call(CallStatus.INVALID_JSON, text, _call_id(0, (), prompt_ids)),)
     )

@@ -1,4 +1,4 @@
-"""Long texts encoded piece by piece: what stood between two marks before is not encoded again.
+"""Encodes long texts piece by piece: text between two marks that is known is not encoded again.
 
 A tokenizer cuts its added tokens out of a text before anything else, and encodes what is between
 them on its own. So a chat of which one message is new costs that message. Where a tokenizer does
@@ -38,7 +38,7 @@ class SegmentCache:
 
     @classmethod
     def of(cls, backend: Any) -> SegmentCache | None:
-        """Those of a tokenizer of the `tokenizers` library; None where a text cannot be cut."""
+        """The cache of a tokenizer of the `tokenizers` library; None where a text cannot be cut."""
         added = backend.get_added_tokens_decoder()
         marks = {token.content: at for at, token in added.items() if not token.normalized}
         plain = not any(
@@ -70,13 +70,13 @@ class SegmentCache:
         return ids
 
     def _look_up(self, texts: list[str]) -> dict[str, array[int]]:
-        found: dict[str, array[int]] = {}
+        known_ids: dict[str, array[int]] = {}
         missing: list[str] = []
         with self._lock:
             for text in dict.fromkeys(texts):
                 if (ids := self._known.get(text)) is not None:
                     self._known.move_to_end(text)
-                    found[text] = ids
+                    known_ids[text] = ids
                 elif text:
                     missing.append(text)
         if missing:
@@ -84,8 +84,8 @@ class SegmentCache:
             encoded = self._backend.encode_batch_fast(missing, add_special_tokens=False)
             new = {text: array("i", each.ids) for text, each in zip(missing, encoded, strict=True)}
             self._keep(new)
-            found |= new
-        return found
+            known_ids |= new
+        return known_ids
 
     def _keep(self, new: dict[str, array[int]]) -> None:
         with self._lock:

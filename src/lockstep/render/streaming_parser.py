@@ -1,9 +1,9 @@
-"""An answer while it is being sampled: what can be said already, never to be taken back.
+"""Parses a completion while it is being sampled: what was emitted is never taken back.
 
-The renderer's own parser is the only judge of what an answer says. Between the marks that may
-change its verdict, text flows on as it comes; at a mark the parser is asked again, and what is
-still open (half a tag, half a character, a tool call that is being written) is held back. The
-end is the parser's verdict on the whole answer, and the parts add up to it.
+The renderer's own parser is the only judge of what a completion says. Between the marks that may
+change its verdict, text flows on as it comes; at a mark the parser runs again, and what is still
+open (half a tag, half a character, a tool call that is being written) is held back. The end is
+`Renderer.parse` of the whole completion, and the emitted parts add up to it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ STAND_IN = "\ufffd"
 LONGEST_MARK = 40
 """Characters after which an opened `<` can be no mark of any format."""
 CHANNELLED = frozenset({"gpt-oss", "gemma4", "inkling", "hy3", "deepseek-v4"})
-"""Families whose text between marks may be structure: said when they are whole."""
+"""Families whose text between marks may be structure: emitted when the completion is whole."""
 BARE_CALLS = frozenset({"llama-3"})
-"""Families whose tool calls are JSON without any mark: an answer that opens so is held back."""
+"""Families whose tool calls are JSON without any mark: text that opens so is held back."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessagePart:
-    """What came out since the last part; `calls` are whole."""
+    """What is new since the last part; `calls` are whole."""
 
     content: str = ""
     reasoning: str = ""
@@ -48,7 +48,7 @@ NOTHING = MessagePart()
 
 
 class StreamingParser:
-    """One answer, token by token: `feed` as they come, then `finish` once with all of them."""
+    """One completion, token by token: `feed` as they come, then `finish` once with all of them."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class StreamingParser:
         self._stops = frozenset(renderer.stop_token_ids)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._ids: list[int] = []
-        self._said: dict[Channel, list[str]] = {"content": [], "reasoning": []}
+        self._emitted: dict[Channel, list[str]] = {"content": [], "reasoning": []}
         self._calls: tuple[Call, ...] = ()
         self._flow = ""
-        """Text of the current channel that was not said yet."""
+        """Text of the current channel that was not emitted yet."""
         self._calling = False
         self._channel: Channel = "content"
         self._held = not verbatim and _holds(renderer)
@@ -77,7 +77,7 @@ class StreamingParser:
             self._channel = "reasoning"
 
     def feed(self, token_ids: Sequence[int]) -> MessagePart:
-        """What these tokens let be said."""
+        """What can be emitted after these tokens."""
         parts = [self._take(token) for token in token_ids]
         return MessagePart(
             "".join(part.content for part in parts),
@@ -86,15 +86,15 @@ class StreamingParser:
         )
 
     def finish(self, token_ids: Sequence[int]) -> tuple[ParsedMessage, MessagePart]:
-        """The whole answer, and what of it was not said yet.
+        """The whole message, and what of it was not emitted yet.
 
-        Raises ContractError when what was said is no part of it: nothing can be taken back.
+        Raises ContractError when what was emitted is no part of it: nothing can be taken back.
         """
-        answer = self._renderer.parse(
+        parsed = self._renderer.parse(
             token_ids, self._tools, prompt_ids=self._prompt_ids, verbatim=self._verbatim
         )
-        said = str(answer.message()["content"])
-        return answer, self._advance(said, answer.reasoning or "", answer.tool_calls)
+        content = str(parsed.message()["content"])
+        return parsed, self._advance(content, parsed.reasoning or "", parsed.tool_calls)
 
     def _take(self, token: int) -> MessagePart:
         self._ids.append(token)
@@ -106,60 +106,60 @@ class StreamingParser:
             return NOTHING
         text = self._decoder.decode(self._renderer.pieces.data(token))
         if self._verbatim:
-            self._said["content"].append(text)
+            self._emitted["content"].append(text)
             return MessagePart(content=text)
         if self._calling:
             # A call closes with a mark, or with text that ends in a bracket of some kind.
             closes = token in self._marks or text.rstrip().endswith((">", "]", "}"))
-            return self._look() if closes else NOTHING
+            return self._reparse() if closes else NOTHING
         if token in self._marks:
-            return self._look(text)
+            return self._reparse(text)
         self._flow += text
         if self._renderer.family in BARE_CALLS and self._opens_bare_call():
             self._held = True
             return NOTHING
         opened = self._flow.find(OPENING)
         if opened < 0:
-            return self._say(len(self._flow))
+            return self._emit(len(self._flow))
         if ">" in self._flow[opened:]:
-            return self._look()
+            return self._reparse()
         if len(self._flow) - opened > LONGEST_MARK:
             opened = _opening(self._flow, len(self._flow) - LONGEST_MARK)
-        return self._say(opened)
+        return self._emit(opened)
 
     def _opens_bare_call(self) -> bool:
-        return not any(self._said["content"]) and self._flow.lstrip().startswith("{")
+        return not any(self._emitted["content"]) and self._flow.lstrip().startswith("{")
 
-    def _say(self, end: int) -> MessagePart:
-        """Says the flow up to `end`; space at its end waits for what follows."""
+    def _emit(self, end: int) -> MessagePart:
+        """Emits the flow up to `end`; space at its end waits for what follows."""
         start = 0
-        if not any(self._said[self._channel]):
+        if not any(self._emitted[self._channel]):
             start = len(self._flow) - len(self._flow.lstrip())
         text = self._flow[start:end].rstrip()
         if not text:
             return NOTHING
         self._flow = self._flow[start + len(text) :]
-        self._said[self._channel].append(text)
+        self._emitted[self._channel].append(text)
         return (
             MessagePart(content=text) if self._channel == "content" else MessagePart(reasoning=text)
         )
 
-    def _look(self, mark: str = "") -> MessagePart:
-        """Asks the parser where the answer stands now; `mark` is the text of a mark just read."""
-        answer = self._parse()
+    def _reparse(self, mark: str = "") -> MessagePart:
+        """Runs the parser on all ids so far; `mark` is the text of a mark just read."""
+        parsed = self._parse()
         # A mark that the parser took out opens something; what follows may not be meant to be read.
-        opens = bool(mark) and mark not in THINKING and not _shown(answer).endswith(mark)
-        if answer.calls or opens or self._calling:
+        opens = bool(mark) and mark not in THINKING and not _shown(parsed).endswith(mark)
+        if parsed.calls or opens or self._calling:
             # A call in the middle of thinking stops being one if the thinking still ends properly,
             # and without tools nothing is a call.
             self._held = self._channel == "reasoning" or not self._tools
             if self._held:
                 return NOTHING
             self._calling = True
-            reasoning = (answer.reasoning or "").strip()
-            return self._advance(answer.content.strip(), reasoning, answer.tool_calls)
-        self._channel = "reasoning" if answer.reasoning_complete is False else "content"
-        content, reasoning = answer.content, answer.reasoning or ""
+            reasoning = (parsed.reasoning or "").strip()
+            return self._advance(parsed.content.strip(), reasoning, parsed.tool_calls)
+        self._channel = "reasoning" if parsed.reasoning_complete is False else "content"
+        content, reasoning = parsed.content, parsed.reasoning or ""
         if self._channel == "reasoning":
             reasoning = self._settled(reasoning)
         else:
@@ -180,22 +180,22 @@ class StreamingParser:
         return kept
 
     def _advance(self, content: str, reasoning: str, calls: tuple[Call, ...]) -> MessagePart:
-        """What is new in a reading of the answer, which must begin with what was said."""
+        """What is new in a message, which must begin with what was emitted."""
         fresh: dict[Channel, str] = {}
         whole_of: dict[Channel, str] = {"content": content, "reasoning": reasoning}
         for channel, whole in whole_of.items():
-            before = "".join(self._said[channel])
+            before = "".join(self._emitted[channel])
             if not whole.startswith(before):
                 raise ContractError(
-                    f"the {channel} that was streamed is no beginning of what the whole answer "
-                    f"says: {before[-80:]!r} was sent; ask without stream"
+                    f"the {channel} that was streamed is no beginning of what the whole "
+                    f"completion says: {before[-80:]!r} was sent; send the request without stream"
                 )
             fresh[channel] = whole[len(before) :]
-            self._said[channel] = [whole]
+            self._emitted[channel] = [whole]
         if calls[: len(self._calls)] != self._calls:
             raise ContractError(
-                f"{len(self._calls)} tool calls were streamed that the whole answer does not "
-                "begin with; ask without stream"
+                f"{len(self._calls)} tool calls were streamed that the whole completion "
+                "does not begin with; send the request without stream"
             )
         part = MessagePart(fresh["content"], fresh["reasoning"], calls[len(self._calls) :])
         self._calls = calls
@@ -205,8 +205,8 @@ class StreamingParser:
         return self._renderer.parse_partial(self._ids, self._tools, prompt_ids=self._prompt_ids)
 
 
-def _shown(answer: ParsedMessage) -> str:
-    return (answer.reasoning if answer.reasoning_complete is False else answer.content) or ""
+def _shown(parsed: ParsedMessage) -> str:
+    return (parsed.reasoning if parsed.reasoning_complete is False else parsed.content) or ""
 
 
 def _opening(text: str, start: int) -> int:

@@ -1,4 +1,4 @@
-"""The exact bytes behind each token id: half a character is still all there."""
+"""The exact bytes of each token id, also where a token is half a character."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class TokenBytesTable:
 
     def data(self, token_id: int) -> bytes:
         """The bytes that this token adds to the text. Raises BadTokenId for an unknown id."""
-        found = self._known.get(token_id)
-        if found is None:
-            found = self._known[token_id] = self._find(token_id)
-        return found
+        data = self._known.get(token_id)
+        if data is None:
+            data = self._known[token_id] = self._find(token_id)
+        return data
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The whole text, special tokens included; only bytes that are not UTF-8 are replaced."""

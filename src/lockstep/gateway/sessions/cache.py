@@ -90,7 +90,7 @@ class SessionCache:
         self._without_turns.discard(session)
         if session.name in self._recent:
             self.nbytes -= session.counted_bytes
-        session.counted_bytes = session.nbytes + session.ledger.written.nbytes
+        session.counted_bytes = session.nbytes + session.ledger.id_json.nbytes
         self.nbytes += session.counted_bytes
         self._recent[session.name] = session
         self._recent.move_to_end(session.name)

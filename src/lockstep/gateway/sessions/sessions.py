@@ -56,7 +56,7 @@ class Session:
         self._owner.check_limits(self._cached)
         try:
             return await self._cached.ledger.plan_async(
-                messages, tools, renderer=self._renderer, breaks=self._breaks, raw=True
+                messages, tools, renderer=self._renderer, breaks=self._breaks, lazy=True
             )
         finally:
             self._owner.count_breaks(self._cached)
