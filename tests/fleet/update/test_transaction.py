@@ -230,11 +230,31 @@ async def test_a_worker_lost_to_traffic_in_mid_update_is_not_taken_back_half_way
             await asyncio.sleep(0)
         fleet.pool.eject("w0", "a request failed on it")
         looks = asyncio.create_task(fleet.pool.look())
-        with pytest.raises(LockstepError):
+        with pytest.raises(LockstepError) as failed:
             await update
+        assert failed.value.operation is not None
+        assert failed.value.operation.workers["w0"].status == "rolled_back"
         await looks
         fleet.check()
         await fleet.pool.look()
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F26")
+async def test_a_worker_lost_to_traffic_in_mid_update_is_not_brought_up_before_its_end(
+    tmp_path: Path,
+) -> None:
+    """To bring it up would drop what it has staged, and commit would find nothing."""
+    async with simulated(tmp_path) as fleet:
+        fleet.workers[1].strike("stage", "delay")
+        update = asyncio.create_task(fleet.update("a"))
+        while fleet.workers[0].staged is None:
+            await asyncio.sleep(0)
+        fleet.pool.eject("w0", "a request failed on it")
+        looks = asyncio.create_task(fleet.pool.look())
+        assert {result.status for result in (await update).workers.values()} == {"ok"}
+        await looks
         assert len(fleet.serving()) == 3
         fleet.check()
 
