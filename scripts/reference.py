@@ -13,7 +13,6 @@ import types
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -70,8 +69,6 @@ def default_of(parameter: Any) -> str:
     value = parameter.default
     if parameter.required:
         return "required"
-    if isinstance(value, Enum):
-        value = value.value
     if value in (None, (), [], ""):
         return ""
     if isinstance(value, bool):
@@ -82,11 +79,11 @@ def default_of(parameter: Any) -> str:
 def choices_of(parameter: Any) -> str:
     """The help of an option, with the values it takes where they are few."""
     kind = parameter.type_descriptor.annotation
-    kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type)]
-    named = next((each for each in kinds if issubclass(each, Enum)), None)
+    kinds = (kind, *get_args(kind))
+    named = next((each for each in kinds if get_origin(each) is Literal), None)
     if named is None:
         return parameter.help or ""
-    values = ", ".join(code(each.value) for each in named)
+    values = ", ".join(code(each) for each in get_args(named))
     return f"{parameter.help or ''} One of {values}."
 
 

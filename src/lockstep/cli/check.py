@@ -6,7 +6,6 @@ Exit codes: 0 it does, 1 a check failed or could not be made, 2 wrong arguments.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 from functools import partial
@@ -19,7 +18,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from lockstep import __version__
-from lockstep.cli.tables import one_line_table, table_console
+from lockstep.cli.output import one_line_table, print_json, table_console
 from lockstep.models import BUNDLED, model_directory
 from lockstep.settings import Settings, read_token
 from lockstep.tokens.errors import BadRequest, LockstepError
@@ -134,7 +133,7 @@ def check(
         Console(stderr=True).print(f"[bold red]failed[/] ({error.code}): {escape(error.message)}")
         raise typer.Exit(1) from None
     if as_json:
-        sys.stdout.write(json.dumps(report.json(), ensure_ascii=False) + "\n")
+        print_json(report.json())
     elif as_markdown:
         sys.stdout.write(report.markdown() + "\n")
     else:

@@ -6,11 +6,11 @@ Exit codes: 0 done, 1 failed, 2 wrong arguments.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import msgspec
 import typer
@@ -19,7 +19,8 @@ from rich.live import Live
 from rich.markup import escape
 
 from lockstep.cli.fleet_view import fleet_view
-from lockstep.cli.tables import table_console
+from lockstep.cli.output import print_json, table_console
+from lockstep.cli.shared_options import takes
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.models import model_directory
 from lockstep.running_gateways import find_control_plane
@@ -27,34 +28,73 @@ from lockstep.settings import Settings
 from lockstep.tokens.errors import LockstepError
 from lockstep.tokens.operation import Operation
 
-Url = Annotated[
-    str | None,
+Mode = Annotated[
+    Literal["keep", "wait", "abort"],
     typer.Option(
-        help="Admin URL of the gateway; by default LOCKSTEP_ADMIN_URL, or the gateway that runs on "
-        "this machine."
+        help="What happens to running requests: keep (they stop and go on later), wait (they end "
+        "first) or abort."
     ),
 ]
-TokenFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with the admin token; by default the file that a gateway on this machine has "
-        "written, or LOCKSTEP_ADMIN_TOKEN."
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-
-MODES = (
-    "What happens to running requests: keep (they stop and go on later), wait (they end first) or "
-    "abort."
-)
 STATUS = {"pause": "paused", "resume": "resumed"}
 SHOWN = ("mode", "lora_name")
 """Fields of the request that --json repeats, as the control plane's responses do."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConnection:
+    """The control plane that a command talks to, and how it prints the result."""
+
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Admin URL of the gateway; by default LOCKSTEP_ADMIN_URL, or the gateway that "
+            "runs on this machine."
+        ),
+    ] = None
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with the admin token; by default the file that a gateway on this machine "
+            "has written, or LOCKSTEP_ADMIN_TOKEN."
+        ),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False
+
+    def run(self, work: Callable[[RemoteFleet], Awaitable[None]]) -> None:
+        """Runs `work` on the fleet. Raises typer.Exit(1) where the fleet reports a failure."""
+        url, token = find_control_plane(self.url, self.token_file, Settings.read())
+
+        async def main() -> None:
+            async with RemoteFleet(url, token=token) as fleet:
+                await work(fleet)
+
+        try:
+            asyncio.run(main())
+        except KeyboardInterrupt:
+            raise typer.Exit(0) from None
+        except LockstepError as error:
+            if error.status == 400:
+                raise
+            Console(stderr=True).print(
+                f"[bold red]failed[/] ({error.code}): {escape(error.message)}", soft_wrap=True
+            )
+            raise typer.Exit(1) from None
+
+    def operate(self, call: Callable[[RemoteFleet], Awaitable[Operation]]) -> None:
+        """Runs an operation on the fleet and prints how it went."""
+
+        async def work(fleet: RemoteFleet) -> None:
+            operation = await call(fleet)
+            if self.as_json:
+                _print_operation_json(operation)
+            else:
+                _print_operation(operation)
+
+        self.run(work)
+
+
+@takes(FleetConnection, "connection")
 def state(
-    url: Url = None,
-    token_file: TokenFile = None,
     watch: Annotated[bool, typer.Option(help="Keep showing it, updated twice a second.")] = False,
     details: Annotated[
         bool,
@@ -62,13 +102,14 @@ def state(
             "--details", help="Also show URLs, full reasons and the results of operations."
         ),
     ] = False,
-    as_json: AsJson = False,
+    *,
+    connection: FleetConnection,
 ) -> None:
     """Show the fleet: weight version, workers, adapters, last operations."""
 
     async def show(fleet: RemoteFleet) -> None:
-        if as_json:
-            _print_json(await fleet.state())
+        if connection.as_json:
+            print_json(await fleet.state())
             return
         console = table_console()
         if not watch:
@@ -79,44 +120,47 @@ def state(
                 live.update(fleet_view(await fleet.state(), details=details))
                 await asyncio.sleep(0.5)
 
-    _run(url, token_file, show)
+    connection.run(show)
 
 
-def workers(url: Url = None, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+@takes(FleetConnection, "connection")
+def workers(*, connection: FleetConnection) -> None:
     """List the workers, one line each."""
 
     async def show(fleet: RemoteFleet) -> None:
         rows = (await fleet.state())["workers"]
-        if as_json:
-            _print_json(rows)
+        if connection.as_json:
+            print_json(rows)
             return
         for row in rows:
             sys.stdout.write(
                 f"{row['id']}\t{row['state']}\t{row['version']}\t{row['reason'] or ''}\n"
             )
 
-    _run(url, token_file, show)
+    connection.run(show)
 
 
+@takes(FleetConnection, "connection")
 def pause(
-    mode: Annotated[str, typer.Option(help=MODES)] = "keep",
+    mode: Mode = "keep",
     lease: Annotated[
         float | None,
         typer.Option(help="Seconds after which the fleet resumes by itself; by default never."),
     ] = None,
-    url: Url = None,
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
+    *,
+    connection: FleetConnection,
 ) -> None:
     """Pause generation on every worker."""
-    _act(url, token_file, as_json, lambda fleet: fleet.pause(mode, lease_seconds=lease))  # type: ignore[arg-type]
+    connection.operate(lambda fleet: fleet.pause(mode, lease_seconds=lease))
 
 
-def resume(url: Url = None, token_file: TokenFile = None, as_json: AsJson = False) -> None:
+@takes(FleetConnection, "connection")
+def resume(*, connection: FleetConnection) -> None:
     """Resume generation on every worker."""
-    _act(url, token_file, as_json, lambda fleet: fleet.resume())
+    connection.operate(lambda fleet: fleet.resume())
 
 
+@takes(FleetConnection, "connection")
 def update_weights(
     directory: Annotated[
         str,
@@ -126,69 +170,65 @@ def update_weights(
         str | None,
         typer.Option(help="Version label of the new weights; by default the directory's name."),
     ] = None,
-    mode: Annotated[str, typer.Option(help=MODES)] = "keep",
+    mode: Mode = "keep",
     key: Annotated[
         str | None,
         typer.Option(
             help="Idempotency key: a command sent again with the same key changes nothing."
         ),
     ] = None,
-    url: Url = None,
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
+    *,
+    connection: FleetConnection,
 ) -> None:
     """Load new weights on every worker; each must prove that it has them before it serves."""
-    _act(
-        url,
-        token_file,
-        as_json,
-        lambda fleet: fleet.update_weights(model_directory(directory), version, mode=mode, key=key),  # type: ignore[arg-type]
+    connection.operate(
+        lambda fleet: fleet.update_weights(model_directory(directory), version, mode=mode, key=key)
     )
 
 
+@takes(FleetConnection, "connection")
 def load_lora(
     name: Annotated[str, typer.Argument(help="Name that requests use as their model.")],
     path: Annotated[Path, typer.Argument(help="Directory of the adapter.")],
     version: Annotated[
         str | None, typer.Option(help="Version label; a digest of the contents is added to it.")
     ] = None,
-    url: Url = None,
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
+    *,
+    connection: FleetConnection,
 ) -> None:
     """Load a LoRA adapter on every worker; one of the same name is replaced."""
-    _act(url, token_file, as_json, lambda fleet: fleet.load_adapter(name, path, version))
+    connection.operate(lambda fleet: fleet.load_adapter(name, path, version))
 
 
+@takes(FleetConnection, "connection")
 def unload_lora(
     name: Annotated[str, typer.Argument(help="Name of the adapter.")],
-    url: Url = None,
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
+    *,
+    connection: FleetConnection,
 ) -> None:
     """Unload a LoRA adapter from every worker."""
-    _act(url, token_file, as_json, lambda fleet: fleet.unload_adapter(name))
+    connection.operate(lambda fleet: fleet.unload_adapter(name))
 
 
+@takes(FleetConnection, "connection")
 def drain(
     worker: Annotated[str, typer.Argument(help="Id of the worker, as `lockstep state` shows it.")],
     seconds: Annotated[
         float, typer.Option(help="Longest time to wait for its running requests.")
     ] = 30.0,
-    url: Url = None,
-    token_file: TokenFile = None,
-    as_json: AsJson = False,
+    *,
+    connection: FleetConnection,
 ) -> None:
     """Remove a worker: it gets no new requests, ends those it has, and leaves the fleet."""
 
     async def act(fleet: RemoteFleet) -> None:
         result = await fleet.drain(worker, drain_seconds=seconds)
-        if as_json:
-            _print_json(result)
+        if connection.as_json:
+            print_json(result)
         else:
             Console().print(f"worker {worker} is drained and no longer in the fleet", markup=False)
 
-    _run(url, token_file, act)
+    connection.run(act)
 
 
 def register(app: typer.Typer) -> None:
@@ -200,60 +240,26 @@ def register(app: typer.Typer) -> None:
         app.command(rich_help_panel=panel)(command)
 
 
-def _act(
-    url: str | None,
-    token_file: Path | None,
-    as_json: bool,
-    call: Callable[[RemoteFleet], Awaitable[Operation]],
-) -> None:
-    async def act(fleet: RemoteFleet) -> None:
-        operation = await call(fleet)
-        if as_json:
-            repeated = {
-                name: operation.request[name] for name in SHOWN if name in operation.request
-            }
-            status = STATUS.get(operation.kind, "ok")
-            shown = msgspec.to_builtins(operation)
-            _print_json(
-                {"status": status, **repeated, "version": operation.version, "operation": shown}
-            )
-            return
-        parts = [f"{operation.kind} done"]
-        if operation.version:
-            parts.append(f"version {operation.version}")
-        if operation.pause_seconds is not None:
-            parts.append(f"paused for {operation.pause_seconds * 1e3:.0f} ms")
-        Console().print(", ".join(parts))
-        for name, result in operation.workers.items():
-            if result.status != "ok":
-                shown = escape(f"{name}: {result.status}: {result.error}")
-                Console(stderr=True).print(f"[red]{shown}[/]")
-
-    _run(url, token_file, act)
+def _print_operation_json(operation: Operation) -> None:
+    request = operation.request
+    print_json(
+        {
+            "status": STATUS.get(operation.kind, "ok"),
+            **{name: request[name] for name in SHOWN if name in request},
+            "version": operation.version,
+            "operation": msgspec.to_builtins(operation),
+        }
+    )
 
 
-def _run(
-    url: str | None, token_file: Path | None, work: Callable[[RemoteFleet], Awaitable[None]]
-) -> None:
-    where, token = find_control_plane(url, token_file, Settings.read())
-
-    async def main() -> None:
-        async with RemoteFleet(where, token=token) as fleet:
-            await work(fleet)
-
-    try:
-        asyncio.run(main())
-    except KeyboardInterrupt:
-        raise typer.Exit(0) from None
-    except LockstepError as error:
-        if error.status == 400:
-            raise
-        Console(stderr=True).print(
-            f"[bold red]failed[/] ({error.code}): {escape(error.message)}",
-            soft_wrap=True,
-        )
-        raise typer.Exit(1) from None
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
+def _print_operation(operation: Operation) -> None:
+    parts = [f"{operation.kind} done"]
+    if operation.version:
+        parts.append(f"version {operation.version}")
+    if operation.pause_seconds is not None:
+        parts.append(f"paused for {operation.pause_seconds * 1e3:.0f} ms")
+    Console().print(", ".join(parts))
+    for name, result in operation.workers.items():
+        if result.status != "ok":
+            message = escape(f"{name}: {result.status}: {result.error}")
+            Console(stderr=True).print(f"[red]{message}[/]")

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shlex
-import sys
 from datetime import datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from lockstep.cli.output import print_json
+
 if TYPE_CHECKING:
     from lockstep.train.demo.report import Summary
 
 
-class DemoTask(StrEnum):
-    CALC = "calc"
-    REVERSE = "reverse"
-    GUESS = "guess"
-
-
 def demo(
     task: Annotated[
-        DemoTask,
+        Literal["calc", "reverse", "guess"],
         typer.Option(
             help="What the model learns: to call a calculator, reverse digits, or guess a number."
         ),
-    ] = DemoTask.CALC,
+    ] = "calc",
     moe: Annotated[
         bool,
         typer.Option(
@@ -80,13 +73,13 @@ def demo(
     from lockstep.train.demo.demo import Demo, run_demo
 
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    where = run_dir or Path("runs") / f"demo-{task.value}-{stamp}"
+    where = run_dir or Path("runs") / f"demo-{task}-{stamp}"
     console = Console(stderr=as_json, highlight=False)
     summary, page = asyncio.run(
         run_demo(
             Demo(
                 run_dir=where,
-                task=task.value,
+                task=task,
                 moe=moe,
                 lora=lora,
                 seed=seed,
@@ -102,13 +95,13 @@ def demo(
     )
     show(summary, page, console)
     if as_json:
-        sys.stdout.write(json.dumps(as_row(summary, page)) + "\n")
+        print_json(as_row(summary, page))
     if not summary.kept:
         raise typer.Exit(1)
 
 
 def as_row(summary: Summary, page: Path) -> dict[str, object]:
-    """What a program reads."""
+    """The results as --json prints them."""
     return {
         "reward_before": summary.reward_before,
         "reward_after": summary.reward_after,

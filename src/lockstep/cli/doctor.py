@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from lockstep.cli.output import print_json
 
 if TYPE_CHECKING:
     from lockstep.doctor import Check
@@ -34,8 +34,7 @@ def doctor(
         checks = list(examine())
     failed = [check for check in checks if check.status == "fail"]
     if as_json:
-        rows = [check.to_json() for check in checks]
-        sys.stdout.write(json.dumps({"ok": not failed, "checks": rows}) + "\n")
+        print_json({"ok": not failed, "checks": [check.to_json() for check in checks]})
     else:
         shown = table(checks)
         if not console.is_terminal:  # a file has no width: nothing is folded or cut off there

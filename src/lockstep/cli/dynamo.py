@@ -16,7 +16,8 @@ from rich.status import Status
 from lockstep.http.server import run, say_ready, stop_event
 
 if TYPE_CHECKING:
-    from lockstep.launch.dynamo import LocalDynamo, Running
+    from lockstep.launch.dynamo import LocalDynamo
+    from lockstep.launch.supervisor import Child
 
 app = typer.Typer(no_args_is_help=True, help="NVIDIA Dynamo with Lockstep's workers.")
 
@@ -57,18 +58,19 @@ def up(
     They find each other through a temporary directory: neither etcd nor NATS is needed. Ctrl-C
     stops all of them.
     """
-    from lockstep.launch.dynamo import LocalDynamo, find_python
+    from lockstep.launch.dynamo import LocalDynamo
+    from lockstep.launch.interpreter import DYNAMO, find_python
 
     status = Status("Starting Dynamo", console=Console(stderr=True, quiet=as_json))
 
-    def count_up(_: Running) -> None:
+    def count_up(_: Child) -> None:
         up = sum(one.ready.done() for one in deployment.workers)
         status.update(f"Starting {model}: {up} of {workers} workers are ready")
 
     deployment = LocalDynamo(
         model,
         workers,
-        python=find_python(python),
+        python=find_python(DYNAMO, python),
         port=port,
         rl_port=rl_port,
         arguments=shlex.split(worker_args),
@@ -103,7 +105,7 @@ async def _main(deployment: LocalDynamo, status: Status, as_json: bool) -> None:
 
 def _show(deployment: LocalDynamo, as_json: bool) -> None:
     """Where it listens, and commands that can be pasted."""
-    rows = [worker.row for worker in deployment.workers]
+    rows = deployment.rows
     if as_json:
         frontend = deployment.frontend
         say_ready(

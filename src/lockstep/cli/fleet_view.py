@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from lockstep.cli.tables import one_line_table
+from lockstep.cli.output import one_line_table
 
 COLOURS = {"serving": "green", "quarantined": "red", "draining": "yellow"}
 LAST_OPERATIONS = 3

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 
-from lockstep.launch.parent_death import hold
+from lockstep.launch.parent_death import exit_with_parent
 
 if __name__ == "__main__":
-    hold(int(sys.argv.pop(1)))
+    exit_with_parent(int(sys.argv.pop(1)))
     from lockstep.cli import main
 
     main()

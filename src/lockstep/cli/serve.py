@@ -7,36 +7,24 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from lockstep.cli.extras import require_extra
-from lockstep.cli.serving.arguments import GatewayArguments, takes_gateway_arguments
+from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.dynamo_workers import DynamoWorkers
-from lockstep.cli.serving.run import run_gateway
+from lockstep.cli.serving.run import GatewayProcess
 from lockstep.cli.serving.sources import EmbeddedWorkers, RunningWorkers, WorkerSource
-from lockstep.cli.worker import LogprobsMode
+from lockstep.cli.shared_options import takes
 from lockstep.models import bundled
 from lockstep.settings import Settings
+from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
 
-class EngineKind(StrEnum):
-    LOCKSTEP = "lockstep"
-    VLLM = "vllm"
-
-
-class WorkerDialect(StrEnum):
-    VLLM = "vllm"
-    DYNAMO = "dynamo"
-    DYNAMO_GENERATE = "dynamo-generate"
-    SGLANG = "sglang"
-
-
-@takes_gateway_arguments
+@takes(GatewayArguments, "arguments")
 def serve(
     model: Annotated[
         str,
@@ -48,8 +36,9 @@ def serve(
         list[str] | None, typer.Argument(help="Options for `vllm serve`, after --.")
     ] = None,
     engine: Annotated[
-        EngineKind, typer.Option(help="lockstep: the embedded engine; vllm: vLLM servers.")
-    ] = EngineKind.LOCKSTEP,
+        Literal["lockstep", "vllm"],
+        typer.Option(help="lockstep: the embedded engine; vllm: vLLM servers."),
+    ] = "lockstep",
     worker: Annotated[
         list[str] | None,
         typer.Option(help="URL of a vLLM server that runs already; may be repeated."),
@@ -65,7 +54,7 @@ def serve(
     settings = Settings.read()
     model_dir = bundled(model) or Path(model)
     source: WorkerSource
-    if engine is EngineKind.VLLM:
+    if engine == "vllm":
         source = _vllm(model, workers, tuple(worker or ()), vllm_args or (), arguments, settings)
     elif worker or vllm_args:
         raise BadRequest(
@@ -83,10 +72,10 @@ def serve(
         own = tuple(shlex.split(worker_args))
         source = EmbeddedWorkers(model, workers, own, arguments.drain_seconds)
     arguments = replace(arguments, tokenizer=arguments.tokenizer or model)
-    run_gateway(source, arguments, settings, model_dir)
+    GatewayProcess(source, arguments, settings, model_dir).run()
 
 
-@takes_gateway_arguments
+@takes(GatewayArguments, "arguments")
 def gateway(
     worker: Annotated[
         list[str] | None,
@@ -99,10 +88,11 @@ def gateway(
         typer.Option(help="URL of a Dynamo frontend; DYN_RL_PORT is where it lists its workers."),
     ] = None,
     transport: Annotated[
-        WorkerDialect | None, typer.Option(help="API of the workers; detected by default.")
+        Literal["vllm", "dynamo", "dynamo-generate", "sglang"] | None,
+        typer.Option(help="API of the workers; detected by default."),
     ] = None,
     logprobs_mode: Annotated[
-        LogprobsMode | None,
+        LogprobMode | None,
         typer.Option(help="How the workers compute logprobs, where they do not report it."),
     ] = None,
     wait_seconds: Annotated[float, typer.Option(help="Seconds to wait for the workers.")] = 60.0,
@@ -113,9 +103,9 @@ def gateway(
     settings = Settings.read()
     worker_options: dict[str, Any] = {"api_key": settings.worker_api_key}
     if transport is not None:
-        worker_options["transport"] = transport.value
+        worker_options["transport"] = transport
     if logprobs_mode is not None:
-        worker_options["logprob_mode"] = logprobs_mode.value
+        worker_options["logprob_mode"] = logprobs_mode
     if bool(worker) == bool(dynamo):
         raise BadRequest("give either --worker URL or --dynamo URL", param="worker")
     source: WorkerSource
@@ -124,7 +114,7 @@ def gateway(
     else:
         source = RunningWorkers(tuple(worker or ()), worker_options, wait_seconds)
     _hide_torch()
-    run_gateway(source, arguments, settings)
+    GatewayProcess(source, arguments, settings).run()
 
 
 def _vllm(
@@ -136,11 +126,11 @@ def _vllm(
     settings: Settings,
 ) -> WorkerSource:
     from lockstep.cli.serving.vllm_workers import RunningVllm, VllmWorkers
-    from lockstep.launch.vllm import find_python
+    from lockstep.launch.interpreter import VLLM, find_python
 
     if urls:
         return RunningVllm(urls, settings.worker_api_key)
-    python = find_python(settings.vllm_python)
+    python = find_python(VLLM, settings.vllm_python)
     return VllmWorkers(model, count, tuple(own), python, arguments.drain_seconds)
 
 

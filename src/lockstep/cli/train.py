@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from lockstep.cli.output import print_json
 from lockstep.running_gateways import find_control_plane
 from lockstep.settings import Settings
 
@@ -66,7 +65,7 @@ def train(
                 for sink in sinks:
                     sink.step(metrics)
                 if as_json:
-                    _print_json(metrics.to_json())
+                    print_json(metrics.to_json())
 
             result = asyncio.run(trainer.run(on_step))
     finally:
@@ -112,7 +111,7 @@ class _Progress:
 def _end(result: RunResult, as_json: bool) -> None:
     last = result.steps[-1] if result.steps else None
     if as_json:
-        _print_json(
+        print_json(
             {
                 "run_dir": result.run_dir,
                 "version": result.version,
@@ -135,8 +134,3 @@ def _end(result: RunResult, as_json: bool) -> None:
         why = f"{result.max_difference:.1e} because {result.exactness.reason}"
         console.print(f"Trainer and engine are [bold]close[/]: max |Δ| {escape(why)}")
     console.print(f"The fleet serves [bold]{result.version}[/]; all files are in {result.run_dir}")
-
-
-def _print_json(line: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()

@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from lockstep.http.limits import DRAIN_SECONDS
 from lockstep.settings import Settings
+from lockstep.tokens import LogprobMode
 from lockstep.tokens.numerics import PORTABLE_ENVIRONMENT
 
 _listen_option = partial(typer.Option, rich_help_panel="Listening")
 _engine_option = partial(typer.Option, rich_help_panel="Engine")
-
-
-class ArithmeticMode(StrEnum):
-    AUTO = "auto"
-    EXACT = "exact"
-    PORTABLE = "portable"
-    CLOSE = "close"
-
-
-class Runtime(StrEnum):
-    HTTP = "http"
-    DYNAMO = "dynamo"
-
-
-class Dtype(StrEnum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class LogprobsMode(StrEnum):
-    RAW = "raw"
-    PROCESSED = "processed"
 
 
 def worker(
@@ -49,11 +26,11 @@ def worker(
         ),
     ] = "tiny",
     runtime: Annotated[
-        Runtime,
+        Literal["http", "dynamo"],
         _listen_option(
             help="http: an HTTP server; dynamo: registered with an NVIDIA Dynamo frontend."
         ),
-    ] = Runtime.HTTP,
+    ] = "http",
     host: Annotated[str, _listen_option(help="Address to listen on for requests.")] = "127.0.0.1",
     port: Annotated[int, _listen_option(help="Port for requests; 0: any free port.")] = 0,
     system_port: Annotated[
@@ -78,16 +55,17 @@ def worker(
     ] = DRAIN_SECONDS,
     device: Annotated[str, _engine_option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[
-        Dtype, _engine_option(help="Data type of weights and KV cache.")
-    ] = Dtype.FLOAT32,
+        Literal["float32", "bfloat16", "float16"],
+        _engine_option(help="Data type of weights and KV cache."),
+    ] = "float32",
     arithmetic: Annotated[
-        ArithmeticMode,
+        Literal["auto", "exact", "portable", "close"],
         _engine_option(
             help="exact: logprobs equal the trainer's bit for bit; portable: also when the "
             "trainer's CPU is of another make; close: the fastest kernels; auto: exact if a "
             "self-test at start passes, else close."
         ),
-    ] = ArithmeticMode.AUTO,
+    ] = "auto",
     threads: Annotated[int, _engine_option(help="Threads that torch computes with.")] = 1,
     max_model_len: Annotated[
         int | None,
@@ -102,7 +80,7 @@ def worker(
         int, _engine_option(help="Megabytes of KV cache for shared prefixes; 0: off.")
     ] = 256,
     logprobs_mode: Annotated[
-        LogprobsMode | None,
+        LogprobMode | None,
         _engine_option(
             help="raw: of the model's distribution; processed: after temperature, top-p and top-k. "
             "By default raw, and processed with --runtime dynamo."
@@ -123,16 +101,16 @@ def worker(
     LOCKSTEP_ADMIN_TOKEN; without one, a token is generated and the JSON line names its file. The
     data port needs one of LOCKSTEP_API_KEYS, if that is set.
     """
-    if arithmetic is ArithmeticMode.PORTABLE:  # torch reads it when it is loaded
+    if arithmetic == "portable":  # torch reads it when it is loaded
         os.environ.update(PORTABLE_ENVIRONMENT)
     from lockstep.engine import EngineOptions
     from lockstep.worker.dynamo.worker import run_dynamo_worker
     from lockstep.worker.serve import WorkerOptions, run_worker
 
     if logprobs_mode is None:  # Dynamo's own workers for RL compute processed ones
-        logprobs_mode = LogprobsMode.PROCESSED if runtime is Runtime.DYNAMO else LogprobsMode.RAW
+        logprobs_mode = "processed" if runtime == "dynamo" else "raw"
     settings = Settings.read()
-    start = run_dynamo_worker if runtime is Runtime.DYNAMO else run_worker
+    start = run_dynamo_worker if runtime == "dynamo" else run_worker
     start(
         WorkerOptions(
             model=model,
@@ -147,15 +125,15 @@ def worker(
             drain_seconds=drain_seconds,
             engine=EngineOptions(
                 device=device,
-                dtype=dtype.value,
-                arithmetic=arithmetic.value,
+                dtype=dtype,
+                arithmetic=arithmetic,
                 threads=threads,
                 max_model_len=max_model_len,
                 max_seqs=max_num_seqs,
                 max_batch_tokens=max_num_batched_tokens,
                 kv_bytes=kv_cache_mb << 20,
                 prefix_cache_bytes=prefix_cache_mb << 20,
-                logprob_mode=logprobs_mode.value,
+                logprob_mode=logprobs_mode,
                 weight_version=weight_version,
                 worker=worker_id,
                 max_adapters=max_loras,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -103,7 +101,7 @@ class GatewayArguments:
         _traffic_option(help="Longest wait of a request; then it gets status 503."),
     ] = 60.0
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raises BadRequest for a negative time."""
         for name, value in (
             ("session_hours", self.session_hours),
@@ -140,34 +138,3 @@ class GatewayArguments:
             queue_limit=self.queue_limit,
             queue_seconds=self.queue_seconds,
         )
-
-
-def takes_gateway_arguments(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the options above beside its own, passed to it as `arguments`."""
-    hints = get_type_hints(GatewayArguments, include_extras=True)
-    names = [field.name for field in fields(GatewayArguments)]
-    own = [
-        parameter
-        for parameter in inspect.signature(command, eval_str=True).parameters.values()
-        if parameter.name != "arguments"
-    ]
-    shared = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(GatewayArguments)
-    ]
-
-    def run(**options: Any) -> None:
-        arguments = GatewayArguments(**{name: options.pop(name) for name in names})
-        arguments.check()
-        command(**options, arguments=arguments)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    parameters = [*own, *shared]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {one.name: one.annotation for one in parameters}
-    return run

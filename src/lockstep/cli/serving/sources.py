@@ -55,7 +55,8 @@ class EmbeddedWorkers:
     async def joined(self, fleet: Fleet, token: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
         """Workers and fleet run while the block runs."""
         from lockstep.backends.lockstep.admin import LockstepAdmin
-        from lockstep.launch.workers import Child, Supervisor
+        from lockstep.launch.supervisor import Child
+        from lockstep.launch.workers import embedded_workers
 
         pool = fleet.pool
 
@@ -67,7 +68,7 @@ class EmbeddedWorkers:
             if any(worker.id == child.id for worker in pool.workers):  # a drained one is not
                 pool.eject(child.id, "it was restarted")
 
-        children = Supervisor(
+        children = embedded_workers(
             self.model,
             self.count,
             admin_token=token,

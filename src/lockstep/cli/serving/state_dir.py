@@ -30,11 +30,11 @@ WAY_OUT = "stop it, or give another --state-dir"
 
 
 @dataclass(frozen=True, slots=True)
-class KeptState:
+class GatewayState:
     """The state that a gateway starts with. `directory` is None where it is in memory.
 
     `resumed` is the version that an earlier run left, `checkpoint` where its weights are, and
-    `put_aside` where --fresh has moved what was there.
+    `set_aside` where --fresh has moved what was there.
     """
 
     store: StateStore
@@ -42,7 +42,7 @@ class KeptState:
     directory: Path | None = None
     resumed: str | None = None
     checkpoint: str | None = None
-    put_aside: Path | None = None
+    set_aside: Path | None = None
 
 
 def in_memory(arguments: GatewayArguments) -> bool:
@@ -55,7 +55,7 @@ def in_memory(arguments: GatewayArguments) -> bool:
 @contextmanager
 def open_state(
     arguments: GatewayArguments, model: ModelIdentity | None, *, starts_workers: bool
-) -> Iterator[KeptState]:
+) -> Iterator[GatewayState]:
     """The state of this model's fleet, held for this process while the block runs.
 
     `starts_workers` says that the workers begin with the model's own weights. Raises BadRequest
@@ -63,22 +63,22 @@ def open_state(
     needs are gone, Conflict when they were never in a file.
     """
     if in_memory(arguments) or model is None:
-        yield KeptState(StateStore(), arguments.sessions or MEMORY)
+        yield GatewayState(StateStore(), arguments.sessions or MEMORY)
         return
-    directory = _made(arguments, model)
+    directory = _make_directory(arguments, model)
     sessions = arguments.sessions or str(directory / SESSIONS)
-    aside = _put_aside(directory) if arguments.fresh else None
+    aside = _set_aside(directory) if arguments.fresh else None
     store = StateStore(str(directory / STATE), model=model.label)
     try:
         desired = _resumable(store, directory, starts_workers)
-        yield KeptState(
-            store, sessions, directory, desired.version, desired.checkpoint, put_aside=aside
+        yield GatewayState(
+            store, sessions, directory, desired.version, desired.checkpoint, set_aside=aside
         )
     finally:
         store.close()
 
 
-def _made(arguments: GatewayArguments, model: ModelIdentity) -> Path:
+def _make_directory(arguments: GatewayArguments, model: ModelIdentity) -> Path:
     directory = (
         Path(arguments.state_dir).absolute()
         if arguments.state_dir is not None
@@ -96,7 +96,7 @@ def _made(arguments: GatewayArguments, model: ModelIdentity) -> Path:
     return directory
 
 
-def _put_aside(directory: Path) -> Path | None:
+def _set_aside(directory: Path) -> Path | None:
     """Moves the state and the sessions into a new directory; nothing is deleted."""
     files = [
         directory / (name + ending)

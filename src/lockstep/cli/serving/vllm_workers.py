@@ -36,8 +36,8 @@ class VllmWorkers:
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
         """Servers and fleet run while the block runs."""
         from lockstep.backends.registry import open_admin
-        from lockstep.launch.vllm import VllmServers
-        from lockstep.launch.workers import Child
+        from lockstep.launch.supervisor import Child
+        from lockstep.launch.vllm import vllm_servers
 
         pool = fleet.pool
 
@@ -45,7 +45,7 @@ class VllmWorkers:
             up = sum(child.state == "running" for child in servers.children)
             show(f"Starting vLLM with {self.model}: {up} of {self.count} servers are ready")
 
-        servers = VllmServers(
+        servers = vllm_servers(
             self.model,
             self.count,
             python=self.python,

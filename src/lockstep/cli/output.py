@@ -1,10 +1,12 @@
-"""Tables in the terminal: one line for each row, cut at its edge, and never cut in a pipe."""
+"""What commands print: JSON for programs, tables whose rows take one line for people."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +14,12 @@ from rich.text import Text
 
 PIPED_COLUMNS = 4000
 """Wide enough that nothing is cut in a pipe or a file, which have no edge."""
+
+
+def print_json(value: Any) -> None:
+    """One line, written at once: a program may wait for it."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
 
 
 def table_console() -> Console:
