@@ -1,4 +1,4 @@
-"""A real HTTP server that answers from a script, and misbehaves where the script says so."""
+"""A real HTTP server that replies from a script, and misbehaves where the script says so."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from lockstep.backends.admin_client import CallBudget, CallBudgets
+from tests.data.captures import load
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. `parts` are sent one by one; `fault` says how it goes wrong, if it does.
+    """A response. `parts` are sent one by one; `fault` says how it goes wrong, if it does.
 
     reset: the connection is closed before anything is sent. cut: it is closed after the parts,
-    before the end. hang: nothing more comes after the parts. goodbye: closed after the answer
-    without having said so.
+    before the end. hang: nothing more comes after the parts. goodbye: closed after the
+    response without notice.
     """
 
     parts: tuple[bytes, ...] = ()
@@ -54,12 +58,55 @@ def models(owner: str = "vllm", length: int | None = 100, *adapters: str) -> Rep
     return whole({"object": "list", "data": cards})
 
 
+def captured(engine: str, name: str) -> Reply:
+    """A response that a real server of this engine was seen to send."""
+    capture = load(engine, name)
+    return whole(capture.body, capture.status)
+
+
 Script = Callable[[Request], Reply]
+
+QUICK = CallBudgets(
+    quick=CallBudget(0.5, 3),
+    load=CallBudget(1, 5),
+    commit=CallBudget(0.5, 5),
+    pause=CallBudget(0.3, 0.7),
+)
+"""Budgets of an admin driver whose server is on this machine and fails at once."""
+
+
+@dataclass
+class ScriptedWorker:
+    """The control routes of an engine, as much of them as its admin driver can see.
+
+    `replies` are sent instead of its own responses, in turn: those with fault reset after the work
+    was done, any other without doing it.
+    """
+
+    replies: dict[str, list[Reply]] = field(default_factory=dict, kw_only=True)
+
+    def script(self, request: Request) -> Reply:
+        url = urlsplit(request.path)
+        body = json.loads(request.body) if request.body else {}
+        waiting = self.replies.get(self.key(url.path, body), [])
+        reply = waiting.pop(0) if waiting else None
+        if reply is not None and reply.fault != "reset":
+            return reply
+        own = self.respond(url.path, parse_qs(url.query), body)
+        return reply or own
+
+    def key(self, path: str, body: dict[str, Any]) -> str:
+        """The name under which `replies` has what is sent instead."""
+        return path
+
+    def respond(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> Reply:
+        """Does what the route does, and what it says then."""
+        raise NotImplementedError
 
 
 @dataclass
 class Server:
-    """Where it listens, what it was asked, and how many clients left before their answer ended."""
+    """Where it listens, the requests it got, and how many clients left too early."""
 
     url: str
     script: Script
@@ -68,7 +115,7 @@ class Server:
     left: int = 0
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def asked(self, path: str) -> list[Request]:
+    def requests_to(self, path: str) -> list[Request]:
         return [request for request in self.requests if request.path == path]
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,14 +124,14 @@ class Server:
             while True:
                 request = await read_request(reader)
                 self.requests.append(request)
-                if not await self.answer(self.script(request), reader, writer):
+                if not await self.send(self.script(request), reader, writer):
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
             return
         finally:
             writer.close()
 
-    async def answer(
+    async def send(
         self, reply: Reply, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
         """Sends the reply; whether the connection goes on."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
-from lockstep.backends.admin_client import CallBudget, CallBudgets
 from lockstep.backends.dynamo.admin import TRANSACTION, DynamoAdmin
 from lockstep.backends.registry import open_admin
 from lockstep.tokens.errors import (
@@ -26,8 +26,16 @@ from lockstep.tokens.errors import (
     UnknownModel,
     UnsupportedField,
 )
-from tests.backends.scripted import Reply, Request, Server, serving, whole
-from tests.data.captures import load
+from tests.backends import scripted
+from tests.backends.scripted import (
+    QUICK,
+    Reply,
+    Request,
+    ScriptedWorker,
+    Server,
+    serving,
+    whole,
+)
 
 ROUTES = (
     "liveness_probe", "pause_generation", "resume_generation", "flush_cache",
@@ -35,40 +43,24 @@ ROUTES = (
     "get_weight_version", "load_lora", "unload_lora",
 )  # fmt: skip
 B = Source(directory=Path("/models/b"))
-QUICK = CallBudgets(
-    quick=CallBudget(0.5, 3),
-    load=CallBudget(0.5, 5),
-    commit=CallBudget(0.5, 5),
-    pause=CallBudget(0.3, 0.7),
-)
-
-
-def captured(name: str) -> Reply:
-    found = load("dynamo", name)
-    return whole(found.body, found.status)
+captured = partial(scripted.captured, "dynamo")
 
 
 @dataclass
-class Dynamo:
-    """A system server as dynamo.vllm's. A reply with fault reset is given after the work."""
+class Dynamo(ScriptedWorker):
+    """The system server of a dynamo.vllm worker."""
 
     paused: bool = False
     version: str | None = None
     loads: list[Any] = field(default_factory=list)
     adapters: dict[str, str] = field(default_factory=dict)
     hotswap: bool = False
-    replies: dict[str, list[Reply]] = field(default_factory=dict)
 
-    def script(self, request: Request) -> Reply:
-        route = request.path.removeprefix("/engine/")
-        waiting = self.replies.get(route, [])
-        given = waiting.pop(0) if waiting else None
-        if given is not None and given.fault != "reset":
-            return given
-        answer = self.answer(route, json.loads(request.body))
-        return given or answer
+    def key(self, path: str, body: dict[str, Any]) -> str:
+        return path.removeprefix("/engine/")
 
-    def answer(self, route: str, body: dict[str, Any]) -> Reply:
+    def respond(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> Reply:
+        route = path.removeprefix("/engine/")
         if route == "pause_generation":
             self.paused = True
             return whole({"status": "ok", "message": "Engine paused", **body})
@@ -90,8 +82,8 @@ class Dynamo:
             there = name in self.adapters
             if self.hotswap or not there:
                 self.adapters[name] = body["source"]["uri"]
-            answer = {"status": "success", "lora_name": name, "lora_id": 7}
-            return whole({**answer, "hot_swap": there and self.hotswap})
+            fields = {"status": "success", "lora_name": name, "lora_id": 7}
+            return whole({**fields, "hot_swap": there and self.hotswap})
         if route == "unload_lora":
             if self.adapters.pop(body["lora_name"], None) is None:
                 return whole({"status": "error", "message": "LoRA adapter not found"})

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
-from lockstep.backends.admin_client import CallBudget, CallBudgets
 from lockstep.backends.prime_rl.admin import PrimeAdmin
 from lockstep.backends.registry import open_admin
 from lockstep.backends.vllm import collective_rpc as rpc
@@ -29,31 +27,25 @@ from lockstep.tokens.errors import (
     UnknownModel,
     UnsupportedField,
 )
-from tests.backends.scripted import Reply, Request, Server, serving, whole
-from tests.data.captures import load
+from tests.backends import scripted
+from tests.backends.scripted import (
+    QUICK,
+    Reply,
+    Request,
+    ScriptedWorker,
+    Server,
+    serving,
+    whole,
+)
 
 B = Source(directory=Path("/models/b"))
 SPECS = [TensorSpec("model.norm.weight", "float32", (8,))]
-QUICK = CallBudgets(
-    quick=CallBudget(0.5, 3),
-    load=CallBudget(1, 5),
-    commit=CallBudget(0.5, 5),
-    pause=CallBudget(0.3, 0.7),
-)
-
-
-def captured(name: str) -> Reply:
-    found = load("vllm", name)
-    # A text body is kept as its own text.
-    return whole(found.body, found.status)
+captured = partial(scripted.captured, "vllm")
 
 
 @dataclass
-class Vllm:
-    """As much of a vLLM server as its admin driver can see.
-
-    `replies` are given instead, in turn; a fault there comes after the work was done, except cut.
-    """
+class Vllm(ScriptedWorker):
+    """As much of a vLLM server as its admin driver can see."""
 
     paused: bool = False
     version: str = "default"
@@ -67,21 +59,12 @@ class Vllm:
     staged: str | None = None
     previous: str | None = None
     held: bool = False
-    replies: dict[str, list[Reply]] = field(default_factory=dict)
     resets: list[str] = field(default_factory=list)
 
-    def script(self, request: Request) -> Reply:
-        parts = urlsplit(request.path)
-        body = json.loads(request.body) if request.body else {}
-        key = body.get("method") or parts.path
-        waiting = self.replies.get(key, [])
-        given = waiting.pop(0) if waiting else None
-        if given is not None and given.fault != "reset":
-            return given
-        answer = self.answer(parts.path, parse_qs(parts.query), body)
-        return given or answer
+    def key(self, path: str, body: dict[str, Any]) -> str:
+        return body.get("method") or path
 
-    def answer(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> Reply:
+    def respond(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> Reply:
         if path == "/v1/models":
             cards = [{"id": "m", "owned_by": "vllm", "root": "/models/a", "max_model_len": 99}]
             cards += [
@@ -93,8 +76,8 @@ class Vllm:
             self.adapters[body["lora_name"]] = body["lora_path"]
             return whole({"status": "ok"}) if self.prime else captured("lora_load_inplace_v2")
         if path == "/v1/unload_lora_adapter":
-            found = self.adapters.pop(body["lora_name"], None)
-            return captured("lora_unload" if found else "lora_unload_again")
+            loaded = self.adapters.pop(body["lora_name"], None)
+            return captured("lora_unload" if loaded else "lora_unload_again")
         if path == "/inference/v1/generate":
             rows = [None] + [{str(i): {"logprob": -float(i)}} for i in body["token_ids"][1:]]
             scored = {"content": [{"token": "token_id:1", "logprob": -1.0}]}
@@ -108,9 +91,9 @@ class Vllm:
             return whole({"status": "ok"})
         if not self.dev:
             return whole({"detail": "Not Found"}, 404)
-        return self.dev_answer(path, query, body)
+        return self.respond_dev(path, query, body)
 
-    def dev_answer(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> Reply:
+    def respond_dev(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> Reply:
         if path == "/pause":
             self.paused = True
             return captured("rl_pause")
@@ -269,12 +252,12 @@ async def test_a_broadcast_goes_through_the_three_steps_and_is_not_repeated() ->
     async with serving(fake.script) as server:
         admin = driver(server)
         await admin.join_group(Broadcaster("h", 1, rank=3, world_size=5))
-        (joined,) = server.asked("/init_weight_transfer_engine")
+        (joined,) = server.requests_to("/init_weight_transfer_engine")
         assert joined.json["init_info"]["rank_offset"] == 3
         await admin.pause("keep")
         await admin.stage(Source(group="weights", tensors=SPECS), "B")
         await admin.commit("B")
-        (sent,) = server.asked("/update_weights")
+        (sent,) = server.requests_to("/update_weights")
         assert sent.json["update_info"] == {
             "names": ["model.norm.weight"], "dtype_names": ["float32"], "shapes": [[8]],
         }  # fmt: skip
@@ -283,7 +266,7 @@ async def test_a_broadcast_goes_through_the_three_steps_and_is_not_repeated() ->
         await admin.stage(Source(group="weights", tensors=SPECS), "C")
         with pytest.raises(Unavailable):
             await admin.commit("C")
-        assert len(server.asked("/update_weights")) == 2
+        assert len(server.requests_to("/update_weights")) == 2
         with pytest.raises(Conflict, match="did not come from a directory"):
             await admin.rollback()
         with pytest.raises(UnsupportedField, match="shared memory"):
@@ -365,13 +348,13 @@ async def test_adapters_are_swapped_in_place_and_prefixes_dropped() -> None:
         admin = driver(server)
         fake.replies["/v1/load_lora_adapter"] = [Reply(fault="reset")]
         assert await admin.load_adapter("ad", Path("/l/1"), "one") == "one"
-        assert server.asked("/v1/load_lora_adapter")[-1].json["load_inplace"] is True
+        assert server.requests_to("/v1/load_lora_adapter")[-1].json["load_inplace"] is True
         assert (fake.resets, (await admin.view()).adapters) == (["false"], {"ad": "one"})
         fake.adapters["ad"] = "/l/other"
         assert (await admin.view()).adapters == {"ad": ""}, "someone else has swapped it"
         fake.replies["/v1/unload_lora_adapter"] = [Reply(fault="reset")]
         await admin.unload_adapter("ad")
-        assert len(server.asked("/v1/unload_lora_adapter")) == 1
+        assert len(server.requests_to("/v1/unload_lora_adapter")) == 1
         with pytest.raises(UnknownModel, match="cannot be found"):
             await admin.unload_adapter("ad")
         await admin.close()
@@ -400,7 +383,7 @@ async def test_a_running_server_scores_over_http_and_a_paused_one_says_it_cannot
     async with serving(fake.script) as server:
         admin = driver(server)
         assert await admin.probe([[5, 6, 7], [1, 2]]) == [[-6.0, -7.0], [-2.0]]
-        salts = {r.json["cache_salt"] for r in server.asked("/inference/v1/generate")}
+        salts = {r.json["cache_salt"] for r in server.requests_to("/inference/v1/generate")}
         assert len(salts) == 2
         await admin.pause("keep")
         with pytest.raises(UnsupportedField, match="resume it without traffic"):
@@ -440,7 +423,7 @@ async def test_a_lost_answer_of_the_extension_is_settled_by_looking() -> None:
         await admin.commit("B")
         fake.replies[rpc.ROLLBACK] = [Reply(fault="reset")]
         assert await admin.rollback() == "start"
-        methods = [r.json["method"] for r in server.asked("/collective_rpc")]
+        methods = [r.json["method"] for r in server.requests_to("/collective_rpc")]
         assert (methods.count(rpc.COMMIT), methods.count(rpc.ROLLBACK)) == (1, 1)
         assert fake.weights == "start"
         await admin.close()
@@ -477,7 +460,7 @@ async def test_an_adapter_is_probed_over_http_while_the_server_runs() -> None:
         admin = driver(server)
         await admin.detect_extension()
         assert await admin.probe([[1, 2]], adapter="ad") == [[-2.0]]
-        (asked,) = server.asked("/inference/v1/generate")
+        (asked,) = server.requests_to("/inference/v1/generate")
         assert asked.json["model"] == "ad"
         await admin.close()
 
@@ -507,7 +490,7 @@ async def test_prime_rl_updates_keep_their_own_routes() -> None:
         view = await admin.view()
         assert (view.version, view.adapters) == (None, {"ad": "one"})
         await admin.join_group(Broadcaster("h", 1, rank=1, world_size=3))
-        (joined,) = server.asked("/init_broadcaster")
+        (joined,) = server.requests_to("/init_broadcaster")
         assert (joined.json["rank_offset"], joined.json["inference_world_size"]) == (0, 2)
         with pytest.raises(UnsupportedField, match="salt"):
             await admin.flush()
@@ -520,8 +503,8 @@ async def test_prime_rl_answers_are_not_believed_either() -> None:
     async with serving(fake.script) as server:
         admin = PrimeAdmin(server.url, budgets=QUICK, backoff=0.01)
         for body in (b"null", b'{"status":"error","message":"no"}', b"{}"):
-            for path in ("/pause?mode=keep&clear_cache=false", "/liveness", "/init_broadcaster"):
-                fake.replies[urlsplit(path).path] = [whole(body)]
+            for path in ("/pause", "/liveness", "/init_broadcaster"):
+                fake.replies[path] = [whole(body)]
             for call in (
                 admin.pause("keep"),
                 admin.view(),

@@ -131,7 +131,7 @@ async def test_n_is_asked_n_times_where_one_answer_holds_one_choice(name: Any) -
         transport = await open_transport(server.url, name)
         done = await transport.generate(ask(sampling=sampling))
         assert [one.index for one in done] == [0, 1, 2]
-        sent = [request.json for request in server.asked(ROUTES[name])]
+        sent = [request.json for request in server.requests_to(ROUTES[name])]
         params = [body.get("sampling_params", body) for body in sent]
         assert [one.get("n", 1) for one in params] == [1, 1, 1]
         assert {one.get("seed") or one.get("sampling_seed") for one in params} == {5, 6, 7}
@@ -159,7 +159,7 @@ async def test_one_failed_choice_fails_the_ask_with_its_own_error(name: Any) -> 
     good = script(name)
 
     def answer(request: Request) -> Reply:
-        if request.path != "/v1/models" and len(server.asked(ROUTES[name])) == 2:
+        if request.path != "/v1/models" and len(server.requests_to(ROUTES[name])) == 2:
             return whole({"message": "no such thing", "code": 400}, 400)
         return good(request)
 
@@ -178,8 +178,8 @@ async def test_a_prompt_without_room_is_not_sent(name: Any) -> None:
         for model in ("m", "ada", None):
             with pytest.raises(PromptTooLong, match=r"3 tokens .* holds 3"):
                 await transport.generate(ask(model=model))
-        assert server.asked(ROUTES[name]) == []
-        assert len(server.asked("/v1/models")) == 1
+        assert server.requests_to(ROUTES[name]) == []
+        assert len(server.requests_to("/v1/models")) == 1
         await transport.close()
 
 
@@ -256,7 +256,7 @@ async def test_a_cancelled_ask_leaves_the_server_at_once(name: Any) -> None:
     async with serving(answer) as server:
         transport = await open_transport(server.url, name)
         task = asyncio.create_task(transport.generate(ask()))
-        while not server.asked(ROUTES[name]):
+        while not server.requests_to(ROUTES[name]):
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -288,7 +288,7 @@ async def test_an_adapter_is_on_the_completion_and_unknown_models_stay_unknown()
         transport = await open_transport(server.url, "sglang")
         (done,) = await transport.generate(ask(model="ada"))
         assert done.adapter == "ada"
-        assert server.asked("/generate")[0].json["lora_path"] == "ada"
+        assert server.requests_to("/generate")[0].json["lora_path"] == "ada"
         with pytest.raises(UnknownModel, match="nope"):
             await transport.generate(ask(model="nope"))
         await transport.close()
@@ -303,7 +303,7 @@ async def test_sglang_needs_a_length_it_can_trust() -> None:
     async with serving(script("sglang", length=100)) as server:
         transport = await open_transport(server.url, "sglang")
         await transport.generate(ask(sampling=Sampling()))
-        assert server.asked("/generate")[0].json["sampling_params"]["max_new_tokens"] == 97
+        assert server.requests_to("/generate")[0].json["sampling_params"]["max_new_tokens"] == 97
         await transport.close()
 
 

@@ -26,3 +26,9 @@ def dense(vllm_slot: Slot) -> Vllm:
 def moe(vllm_slot: Slot) -> Vllm:
     """A vLLM server of a mixture of experts."""
     return vllm_slot.use("moe")
+
+
+@pytest.fixture(scope="module")
+def server(request: pytest.FixtureRequest, vllm_slot: Slot) -> Vllm:
+    """The vLLM server that a test names as its parameter: dense or moe."""
+    return vllm_slot.use(request.param)

@@ -76,7 +76,7 @@ async def test_ids_go_to_the_worker_and_its_answer_comes_back(owner: str) -> Non
             assert answer.status == 200
             (came,) = (await answer.json())["choices"]
         assert came["token_ids"] == [7, 8]
-        (sent,) = server.asked(GENERATE)
+        (sent,) = server.requests_to(GENERATE)
         assert sent.json["token_ids"] == [1, 2, 3]
         assert sent.headers["x-request-id"] == "mine"
 
@@ -128,7 +128,7 @@ async def test_every_way_needs_the_key_and_the_host(path: str) -> None:
             assert answer.status == 403
         async with http.post(path, json={}, headers={**known, "x-long": "x" * 7000}) as answer:
             assert answer.status == 400
-        assert not server.asked(GENERATE)
+        assert not server.requests_to(GENERATE)
 
 
 @pytest.mark.parametrize("path", PATHS)

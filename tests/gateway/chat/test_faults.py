@@ -53,7 +53,7 @@ async def answering(
 
 
 def sent(server: scripted.Server) -> Any:
-    (request,) = server.asked(GENERATE)
+    (request,) = server.requests_to(GENERATE)
     return request.json
 
 
@@ -173,7 +173,7 @@ async def test_thinking_that_the_template_would_drop_stays_in_the_prompt(
         assert message["reasoning"] == message["reasoning_content"] == "So."
         forgetful = {"role": "assistant", "content": "31204"}
         await served.post(model="m", messages=[*REVERSE, forgetful, *REVERSE], headers=headers)
-        one, two = (request.json["token_ids"] for request in server.asked(GENERATE))
+        one, two = (request.json["token_ids"] for request in server.requests_to(GENERATE))
         assert two[: len(one) + len(ids)] == one + ids
 
 
