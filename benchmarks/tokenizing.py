@@ -24,7 +24,7 @@ from benchmarks.conversation import find_model, prose
 from benchmarks.gateway.contestants import CORES, free_port, running, said
 from benchmarks.sessions.bench import answering
 from benchmarks.table import Row
-from lockstep.launch.vllm import Server
+from lockstep.launch.vllm import VllmServer
 from lockstep.render import Renderer
 
 TOKENS, TURNS = 32_768, 50
@@ -160,7 +160,7 @@ def vllm(home: Path, tokenizer: Path) -> Iterator[Contestant]:
     options = ("--dtype", "float32", "--max-model-len", "40960", "--max-num-seqs", "2")
     environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     with (home / "vllm.log").open("w") as log:
-        server = Server(
+        server = VllmServer(
             str(peers.python("vllm")), str(model), str(port), options, environ=environ, log=log
         )
     try:

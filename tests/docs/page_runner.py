@@ -24,7 +24,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 from typing import IO
 
-from lockstep.launch.parent_death import hold
+from lockstep.launch.parent_death import exit_with_parent
 from tests.docs.blocks import ROOT, Block
 
 PORTS = (8000, 8001, 8100, 8101, 9000, 9001)
@@ -161,7 +161,8 @@ class PageRunner:
                 else ["bash", "-c", f"exec env {command}"],
                 cwd=self.directory, env=self.environ, stdout=log, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, start_new_session=True,
-                preexec_fn=partial(hold, os.getpid()),  # a run of tests that is killed leaves none
+                # A run of tests that is killed leaves none behind.
+                preexec_fn=partial(exit_with_parent, os.getpid()),
             )  # fmt: skip
         server = Server(command, process, output, ports)
         self.servers.append(server)

@@ -13,6 +13,7 @@ import pytest
 import lockstep
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.launch import vllm as vllm_server
+from lockstep.launch.interpreter import VLLM, find_python
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, LockstepError
 from tests.engines import vllm_models as models
@@ -58,7 +59,7 @@ def test_the_server_gets_the_flags_and_the_environment_that_lockstep_needs() -> 
     with pytest.raises(BadRequest, match="--port is set by lockstep"):
         vllm_server.check_arguments(["--port=1"])
     with pytest.raises(BadRequest, match=r"install-vllm\.sh"):
-        vllm_server.find_python("/nowhere/python")
+        find_python(VLLM, "/nowhere/python")
 
 
 async def test_a_chat_and_a_proved_update_go_through_the_gateway(served: Served) -> None:

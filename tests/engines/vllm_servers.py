@@ -19,7 +19,7 @@ from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.checkpoint.probe import Probe
 from lockstep.http.client import HttpClient
 from lockstep.http.server import listen, url_of
-from lockstep.launch.vllm import Server
+from lockstep.launch.vllm import VllmServer
 from lockstep.models import bundled
 from tests.engines import vllm_models as models
 
@@ -91,7 +91,7 @@ class Slot:
     def __init__(self, room: Path) -> None:
         self._room = room
         self._kind = ""
-        self._server: Server | None = None
+        self._server: VllmServer | None = None
         self._vllm: Vllm | None = None
 
     def use(self, kind: str) -> Vllm:
@@ -114,7 +114,9 @@ class Slot:
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         port = url.rpartition(":")[2]
         with (room / "log.txt").open("w") as log:
-            self._server = Server(str(PYTHON), str(first), port, options, environ=environ, log=log)
+            self._server = VllmServer(
+                str(PYTHON), str(first), port, options, environ=environ, log=log
+            )
         if not self._server.wait_healthy(START_SECONDS):
             code = self._server.stop()
             said = (room / "log.txt").read_text()[-4000:]

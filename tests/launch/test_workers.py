@@ -15,7 +15,8 @@ from lockstep.backends import GenerateRequest
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import Worker
-from lockstep.launch.workers import Child, Supervisor
+from lockstep.launch.supervisor import Child
+from lockstep.launch.workers import embedded_workers
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadRequest, EngineFailure
 from tests.fleet.fakes import until
@@ -45,7 +46,7 @@ async def test_a_worker_killed_under_load_comes_back_and_no_request_is_lost() ->
 
     async with (
         Pool(probe_seconds=0.2) as pool,
-        Supervisor(
+        embedded_workers(
             "tiny", 2, admin_token=TOKEN, arguments=arguments, on_restart=restarted.append
         ) as fleet,
     ):
@@ -95,7 +96,7 @@ async def test_a_worker_killed_under_load_comes_back_and_no_request_is_lost() ->
 
 
 async def test_a_worker_that_cannot_start_fails_the_start() -> None:
-    async with Supervisor("/no/such/model", 1, admin_token=TOKEN) as fleet:
+    async with embedded_workers("/no/such/model", 1, admin_token=TOKEN) as fleet:
         with pytest.raises(EngineFailure, match="ended with code 2 before it was ready"):
             await fleet.ready()
     assert fleet.children[0].restarts == 0
@@ -103,13 +104,13 @@ async def test_a_worker_that_cannot_start_fails_the_start() -> None:
 
 def test_no_workers_are_not_a_fleet() -> None:
     with pytest.raises(BadRequest, match="workers is 0"):
-        Supervisor("tiny", 0, admin_token=TOKEN)
+        embedded_workers("tiny", 0, admin_token=TOKEN)
 
 
 CHILD = """
 import os, sys, time
-from lockstep.launch.parent_death import hold
-hold(int(sys.argv[1]))
+from lockstep.launch.parent_death import exit_with_parent
+exit_with_parent(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
@@ -134,5 +135,5 @@ async def test_files_where_it_was_started_are_not_taken_for_modules(
 ) -> None:
     (tmp_path / "tokenize.py").write_text("raise RuntimeError('not the library')")
     monkeypatch.chdir(tmp_path)
-    async with Supervisor("tiny", 1, admin_token=TOKEN) as fleet:
+    async with embedded_workers("tiny", 1, admin_token=TOKEN) as fleet:
         await fleet.ready()

@@ -107,11 +107,10 @@ def _show(deployment: LocalDynamo, as_json: bool) -> None:
     """Where it listens, and commands that can be pasted."""
     rows = deployment.rows
     if as_json:
-        frontend = deployment.frontend
         say_ready(
             url=deployment.url,
             rl_url=deployment.rl_url,
-            pid=frontend.pid if frontend is not None else None,
+            pid=deployment.frontend.pid,
             workers=rows,
         )
         return

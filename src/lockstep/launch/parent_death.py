@@ -1,4 +1,4 @@
-"""A process that ends with its parent, also when the parent is killed and cannot say so."""
+"""Ends a process with its parent, also when the parent is killed and cannot stop it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 1.0
 
 
-def hold(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """From now on this process ends when `parent` does."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it ended before the system was asked
+    if os.getppid() != parent:  # it ended before the system was told
         os._exit(1)
 
 

