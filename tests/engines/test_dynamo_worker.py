@@ -57,26 +57,26 @@ def read(**changes: Any) -> Any:
 @pytest.mark.failure_mode("F04")
 def test_a_chat_request_arrives_as_it_was_sent() -> None:
     request = read()
-    asked, sampling = request.asked, request.asked.sampling()
+    body, sampling = request.body, request.body.sampling()
     assert request.engine_data
     assert not request.verbatim
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 0)
     assert (sampling.max_tokens, sampling.seed) == (4, 5)
     assert sampling.stop_token_ids == (77, 505)
-    assert asked.cache_salt == "s"
-    assert asked.priority == -3, "Dynamo's higher is sooner, the engine's lower is"
+    assert body.cache_salt == "s"
+    assert body.priority == -3, "Dynamo's higher is sooner, the engine's lower is"
 
 
 def test_an_adapter_is_named_by_the_routing() -> None:
-    assert read(routing__lora_name="math").asked.model == "math"
+    assert read(routing__lora_name="math").body.model == "math"
 
 
 @pytest.mark.failure_mode("F38")
-def test_experts_are_asked_for_by_annotation_or_extra_field() -> None:
-    assert read().asked.experts_start is None
-    assert read(annotations=["lockstep.experts:2"]).asked.experts_start == 2
+def test_experts_are_requested_by_annotation_or_extra_field() -> None:
+    assert read().body.experts_start is None
+    assert read(annotations=["lockstep.experts:2"]).body.experts_start == 2
     fields = {"nvext": {"extra_fields": ["routed_experts"]}}
-    assert read(extra_args=fields).asked.experts_start == 0
+    assert read(extra_args=fields).body.experts_start == 0
     with pytest.raises(UnsupportedField, match="row number"):
         read(annotations=["lockstep.experts:x"])
 
@@ -85,7 +85,7 @@ def test_experts_are_asked_for_by_annotation_or_extra_field() -> None:
 def test_what_the_frontend_would_lose_is_refused() -> None:
     with pytest.raises(UnsupportedField, match="stop_token_ids"):
         read(stop_conditions__stop=["a"])
-    with pytest.raises(UnsupportedField, match="ask n times"):
+    with pytest.raises(UnsupportedField, match="send n requests"):
         read(sampling_options__n=2)
     plain = {"nvext": {"extra_fields": []}}
     assert read(stop_conditions__stop=["a"], extra_args=plain).engine_data is False
@@ -114,13 +114,13 @@ def test_the_generate_route_is_read_as_it_was_sent() -> None:
     }  # fmt: skip
     request = read(extra_args={"vllm_tito": sent})
     assert request.verbatim
-    assert request.asked.priority == 2
-    sampling = request.asked.sampling()
+    assert request.body.priority == 2
+    sampling = request.body.sampling()
     assert sampling.logit_bias == {5: 1.0}
     assert sampling.logprob_mode == "processed", "its answers have no room to say another one"
-    assert request.asked.experts_start is None
+    assert request.body.experts_start is None
     moe = read_request(chat(extra_args={"vllm_tito": sent}), has_experts=True)
-    assert moe.asked.experts_start == 0
+    assert moe.body.experts_start == 0
     with pytest.raises(BadRequest, match="temperature"):
         read(extra_args={"vllm_tito": {**sent, "sampling_params": {"temperature": "hot"}}})
 

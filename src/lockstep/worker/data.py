@@ -36,7 +36,7 @@ PREFIX = wire.REQUEST_ID_PREFIX
 
 
 def prefixed(request_id: str) -> str:
-    """The id under which the engine knows a request, given with or without vLLM's prefix."""
+    """The id under which the engine knows a request: with vLLM's prefix, added where missing."""
     return PREFIX + request_id.removeprefix(PREFIX)
 
 
@@ -75,33 +75,33 @@ class DataPlane:
         )
 
     async def generate(self, http: Request) -> Response:
-        """One request, whole or streamed. The header X-Request-Id beats the body's request_id."""
+        """Generates for a request, whole or streamed. X-Request-Id beats the body's request_id."""
         header = http.headers.get("x-request-id")
         http.state.request_id = prefixed(header or secrets.token_hex(8))
-        asked = decode_request(await read_json(http, BODY_LIMIT))
-        if asked.request_id and not header:
-            http.state.request_id = prefixed(asked.request_id)
+        body = decode_request(await read_json(http, BODY_LIMIT))
+        if body.request_id and not header:
+            http.state.request_id = prefixed(body.request_id)
         if self.draining:
             raise Unavailable("this worker is shutting down: send the request to another one")
-        request = self._request(asked, http.state.request_id)
-        if asked.stream:
+        request = self._request(body, http.state.request_id)
+        if body.stream:
             await self.engine.check(request)
-            return EventStream(self._events(asked, request), request.request_id)
-        done = await unless_gone(http, self.engine.generate(request))
+            return EventStream(self._events(body, request), request.request_id)
+        completions = await unless_gone(http, self.engine.generate(request))
         return json_response(
             wire.generate_response(
-                done,
+                completions,
                 request_id=request.request_id,
-                model=asked.model or self.model,
+                model=body.model or self.model,
                 created=int(time.time()),
-                form=asked.form,
+                form=body.form,
             )
         )
 
     async def _events(
-        self, asked: GenerateBody, request: embedded.EngineRequest
+        self, body: GenerateBody, request: embedded.EngineRequest
     ) -> AsyncIterator[bytes]:
-        stream = wire.GenerateStreamEncoder(request.request_id, request.prompt_ids, asked.form)
+        stream = wire.GenerateStreamEncoder(request.request_id, request.prompt_ids, body.form)
         async for piece in self.engine.stream(request):
             sampled = piece.sampled
             tokens = [] if sampled is None else [sampled]
@@ -115,21 +115,21 @@ class DataPlane:
                     piece.completion,
                 )
             )
-        if asked.include_usage:
+        if body.include_usage:
             yield sse.event(stream.usage())
 
-    def _request(self, asked: GenerateBody, request_id: str) -> embedded.EngineRequest:
+    def _request(self, body: GenerateBody, request_id: str) -> embedded.EngineRequest:
         return embedded.EngineRequest(
-            prompt_ids=asked.token_ids,
-            sampling=asked.sampling(),
+            prompt_ids=body.token_ids,
+            sampling=body.sampling(),
             request_id=request_id,
-            priority=asked.priority,
-            cache_salt=asked.cache_salt,
-            adapter=self._adapter(asked.model),
-            experts_start=asked.experts_start,
-            weight_version=asked.weight_version,
-            min_weight_version=asked.min_weight_version,
-            skip_prefix_cache=bool(asked.sampling_params.skip_reading_prefix_cache),
+            priority=body.priority,
+            cache_salt=body.cache_salt,
+            adapter=self._adapter(body.model),
+            experts_start=body.experts_start,
+            weight_version=body.weight_version,
+            min_weight_version=body.min_weight_version,
+            skip_prefix_cache=bool(body.sampling_params.skip_reading_prefix_cache),
         )
 
     def _adapter(self, name: str | None) -> str | None:
@@ -143,12 +143,12 @@ class DataPlane:
         raise UnknownModel(f"the model {name!r} does not exist; served are {known}", param="model")
 
     async def abort(self, http: Request) -> Response:
-        """Stops requests by id, with or without the prefix; says how many it really stopped."""
-        asked: AbortRequest = decode_abort(await read_json(http, BODY_LIMIT))
-        if not asked.request_ids:
+        """Stops requests by id, with or without the prefix; returns how many it really stopped."""
+        body: AbortRequest = decode_abort(await read_json(http, BODY_LIMIT))
+        if not body.request_ids:
             raise BadRequest("request_ids is empty: name at least one", param="request_ids")
         stopped = 0
-        for bare in asked.request_ids:
+        for bare in body.request_ids:
             stopped += await self.engine.abort(prefixed(bare))
         return json_response({"status": "aborted", "aborted": stopped})
 
@@ -159,8 +159,8 @@ class DataPlane:
             raise Unavailable(self.engine.problem)
         stats = self.engine.stats()
         keys = ("state", "running", "waiting", "version", "arithmetic")
-        told = {key: stats[key] for key in keys}
-        return json_response({"status": "ok", "instance": self.instance, **told})
+        view = {key: stats[key] for key in keys}
+        return json_response({"status": "ok", "instance": self.instance, **view})
 
     async def models(self, _: Request) -> Response:
         """The base model, then its adapters with their parent."""

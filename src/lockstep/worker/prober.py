@@ -1,8 +1,8 @@
-"""Probes of weights, scored beside the engine's own thread: what is generated goes on meanwhile.
+"""Scores probes of the weights beside the engine's own thread, which goes on generating.
 
 On a CPU a probe of some hundred tokens takes as long as many steps of decoding. On other devices it
 takes milliseconds, and memory for a second cache is dear: there the engine scores by itself, and so
-it does while it is paused, when it holds up nobody and the answer is that of what will serve.
+it does while it is paused: then a probe delays nobody, and scores the very weights to be served.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Prober:
         self._turn = asyncio.Lock()
 
     def staged(self, weights: Weights) -> Weights:
-        """Takes note of what the engine has staged now. Not kept alive here: they are large."""
+        """Remembers what the engine has staged now, by a weak reference: weights are large."""
         self._staged = weakref.ref(weights)
         return weights
 
@@ -65,9 +65,9 @@ class Prober:
         weights = self.weights(staged)
         if engine.options.device == "cpu" and core.state == "running" and sequences:
             core.check_scored(sequences)
-            found = None if adapter is None else core.served.adapter(adapter)
+            loaded = None if adapter is None else core.served.adapter(adapter)
             async with self._turn:
-                scores = await asyncio.to_thread(self._score, weights, sequences, found)
+                scores = await asyncio.to_thread(self._score, weights, sequences, loaded)
         else:
             scores = await engine.score_all(sequences, adapter=adapter, staged=staged)
         if self.weights(staged) is not weights:
@@ -86,7 +86,7 @@ class Prober:
         proved = None if self._proved is None else self._proved()
         if weights is not proved or self.name(weights) != proof:
             raise Conflict(
-                f"commit of {proof!r} as proved was asked, but the weights staged as "
+                f"commit of {proof!r} as proved was requested, but the weights staged as "
                 f"{weights.version!r} are not those which that probe was scored on: probe them",
                 param="proved",
             )

@@ -1,4 +1,4 @@
-"""The order of a caller's pauses and resumes: one that arrives late must not undo a later one."""
+"""Refuses a pause or resume that arrives after a later one of the same caller."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ CALLERS = 256
 
 
 class SequenceNumbers:
-    """The last pause or resume that came from each caller."""
+    """The highest sequence number that came from each caller."""
 
     def __init__(self) -> None:
-        self._last: dict[str, int] = {}
+        self._highest: dict[str, int] = {}
 
-    def check(self, order: SequenceNumber | None) -> None:
-        """Raises Conflict for one that was sent before another that came already.
+    def check(self, sequence_number: SequenceNumber | None) -> None:
+        """Raises Conflict for a number below the highest of its caller; None is never refused.
 
-        The same one again is a repetition, and no error. Without an order nothing is known.
+        The highest again is a repetition of the same message, and no error.
         """
-        if order is None:
+        if sequence_number is None:
             return
-        last = self._last.pop(order.caller, order.number)
-        self._last[order.caller] = max(last, order.number)
-        if len(self._last) > CALLERS:
-            del self._last[next(iter(self._last))]
-        if order.number < last:
+        caller, number = sequence_number.caller, sequence_number.number
+        highest = self._highest.pop(caller, number)
+        self._highest[caller] = max(highest, number)  # last in the dict: it was heard last
+        if len(self._highest) > CALLERS:
+            del self._highest[next(iter(self._highest))]
+        if number < highest:
             raise Conflict(
-                f"this is number {order.number} of {order.caller!r}, and came after its number "
-                f"{last}: it is too late",
+                f"this is number {number} of {caller!r}, and came after its number {highest}: it "
+                "is too late",
                 param="order",
             )

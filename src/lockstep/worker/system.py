@@ -31,8 +31,8 @@ from lockstep.worker.prober import Prober
 from lockstep.worker.sequence_number import SequenceNumbers
 
 BODY_LIMIT = 64 << 20
-Answer = dict[str, Any]
-Method = tuple[msgspec.json.Decoder[Any], Callable[[Any], Awaitable[Answer]]]
+Fields = dict[str, Any]
+Method = tuple[msgspec.json.Decoder[Any], Callable[[Any], Awaitable[Fields]]]
 B = TypeVar("B")
 
 
@@ -45,7 +45,7 @@ class SystemPlane:
         self._roots = roots or None
         self._groups: dict[str, Broadcast] = {}
         self._prober = Prober(engine)
-        self._arrivals = SequenceNumbers()
+        self._sequence_numbers = SequenceNumbers()
         self._incarnation = secrets.token_hex(8)
         self.methods: dict[str, Method] = {
             "pause_generation": self._method(control.PauseWorker, self.pause),
@@ -74,7 +74,7 @@ class SystemPlane:
         )
 
     @staticmethod
-    def _method(body: type[B], run: Callable[[B], Awaitable[Answer]]) -> Method:
+    def _method(body: type[B], run: Callable[[B], Awaitable[Fields]]) -> Method:
         return msgspec.json.Decoder(body), run
 
     async def dispatch(self, http: Request) -> Response:
@@ -88,33 +88,33 @@ class SystemPlane:
 
     # Generation
 
-    async def pause(self, body: control.PauseWorker) -> Answer:
-        self._arrivals.check(body.order)
+    async def pause(self, body: control.PauseWorker) -> Fields:
+        self._sequence_numbers.check(body.sequence_number)
         await self.engine.pause(body.mode)
         if body.clear_cache:
             await self.engine.flush_cache()
         return {"message": "Engine paused", "mode": body.mode, "clear_cache": body.clear_cache}
 
-    async def resume(self, body: control.Resume) -> Answer:
-        self._arrivals.check(body.order)
+    async def resume(self, body: control.Resume) -> Fields:
+        self._sequence_numbers.check(body.sequence_number)
         serves = self._serves()
         if body.proved not in (None, serves):
             raise Conflict(
-                f"resume of {body.proved!r} as proved was asked, but {serves!r} is served: it "
-                "stays as it is",
+                f"resume of {body.proved!r} as proved was requested, but {serves!r} is served: "
+                "nothing was changed",
                 param="proved",
             )
         await self.engine.resume()
         return {"message": "Engine resumed"}
 
-    async def flush(self, _: control.EmptyBody) -> Answer:
+    async def flush(self, _: control.EmptyBody) -> Fields:
         return {"message": "Cache flushed", "blocks": await self.engine.flush_cache()}
 
-    async def abort(self, body: control.Abort) -> Answer:
+    async def abort(self, body: control.Abort) -> Fields:
         stopped = await self.engine.abort(prefixed(body.request_id))
         return {"request_id": body.request_id, "aborted": stopped}
 
-    async def liveness(self, _: control.EmptyBody) -> Answer:
+    async def liveness(self, _: control.EmptyBody) -> Fields:
         await self.engine.ping()
         return {
             "alive": True,
@@ -127,10 +127,10 @@ class SystemPlane:
 
     # Weights
 
-    async def version(self, _: control.EmptyBody) -> Answer:
+    async def version(self, _: control.EmptyBody) -> Fields:
         return {"version": self.engine.version, "version_declared": True}
 
-    async def stage(self, body: control.Stage) -> Answer:
+    async def stage(self, body: control.Stage) -> Fields:
         if body.model_path is not None:
             weights = await self._stage_directory(body.model_path, body.weight_version)
         else:
@@ -173,29 +173,31 @@ class SystemPlane:
         sent = {EMBEDDING if tied and name == HEAD else name for name in names}
         check_names(sent, layout.places, "the update", tied=tied)
 
-    async def commit(self, body: control.Commit) -> Answer:
+    async def commit(self, body: control.Commit) -> Fields:
         staged = self.engine.staged_version
         if body.weight_version not in (None, staged):
-            raise Conflict(f"commit of {body.weight_version!r} was asked, but {staged!r} is staged")
+            raise Conflict(
+                f"commit of {body.weight_version!r} was requested, but {staged!r} is staged"
+            )
         if body.proved is not None:
             return {"version": await self._prober.commit_proved(body.proved)}
         return {"version": await self.engine.commit()}
 
-    async def rollback(self, body: control.Rollback) -> Answer:
+    async def rollback(self, body: control.Rollback) -> Fields:
         # Nothing is awaited between this look and the engine's own lock.
         if body.weights_id not in (None, self._weights_id()):
             raise Conflict(
-                f"rollback of {body.weights_id!r} was asked, but the weights have changed since: "
-                f"they are {self._weights_id()!r}",
+                f"rollback of {body.weights_id!r} was requested, but the weights have changed "
+                f"since: they are {self._weights_id()!r}",
                 param="weights_id",
             )
         return {"version": await self.engine.rollback()}
 
-    async def update_from_disk(self, body: control.FromDisk) -> Answer:
+    async def update_from_disk(self, body: control.FromDisk) -> Fields:
         await self._stage_directory(body.model_path, body.weight_version)
         return {"version": await self.engine.commit(), "version_declared": True}
 
-    async def join_group(self, body: control.JoinGroup) -> Answer:
+    async def join_group(self, body: control.JoinGroup) -> Fields:
         if body.group_name in self._groups:
             raise Conflict(f"group {body.group_name!r} exists: destroy it first")
         self._groups[body.group_name] = await asyncio.to_thread(
@@ -209,12 +211,12 @@ class SystemPlane:
         )
         return {"group_name": body.group_name, "rank": body.rank}
 
-    async def leave_group(self, body: control.LeaveGroup) -> Answer:
+    async def leave_group(self, body: control.LeaveGroup) -> Fields:
         self._group(body.group_name)
         del self._groups[body.group_name]
         return {"group_name": body.group_name}
 
-    async def update_from_group(self, body: control.FromGroup) -> Answer:
+    async def update_from_group(self, body: control.FromGroup) -> Fields:
         sizes = {len(body.names), len(body.dtypes), len(body.shapes)}
         if len(sizes) != 1 or not body.names:
             raise BadRequest(
@@ -229,8 +231,8 @@ class SystemPlane:
         await self._stage_broadcast(body.group_name, specs, body.weight_version)
         return {"version": await self.engine.commit(), "version_declared": True}
 
-    async def probe(self, body: control.ProbeRequest) -> Answer:
-        """Logprobs of the given sequences, and how far they are from the expected ones."""
+    async def probe(self, body: control.ProbeRequest) -> Fields:
+        """Logprobs of the sequences, and how far they are from the expected ones."""
         if body.logprobs is not None:
             got = [len(row) for row in body.logprobs]
             expected = [len(ids) - 1 for ids in body.token_ids]
@@ -243,32 +245,32 @@ class SystemPlane:
         scored = await self._prober.score_all(
             body.token_ids, adapter=body.lora_name, staged=body.staged
         )
-        answer: Answer = {"version": self.engine.version, "logprobs": scored.logprobs}
+        response: Fields = {"version": self.engine.version, "logprobs": scored.logprobs}
         if body.staged:
-            answer["proof"] = scored.weights
+            response["proof"] = scored.weights
         if body.logprobs is not None:
             pairs = zip(scored.logprobs, body.logprobs, strict=True)
             differences = [
                 abs(a - b) for row, want in pairs for a, b in zip(row, want, strict=True)
             ]
             worst = max(differences, default=0.0)
-            answer |= {"max_difference": worst, "passed": worst <= body.tolerance}
-        return answer
+            response |= {"max_difference": worst, "passed": worst <= body.tolerance}
+        return response
 
-    async def weights_digest(self, body: control.WeightsDigest) -> Answer:
+    async def weights_digest(self, body: control.WeightsDigest) -> Fields:
         """What identifies the weights by what was read from their checkpoint; null if unknown."""
         weights = self._prober.weights(body.staged)
-        answer: Answer = {
+        response: Fields = {
             "version": weights.version,
             "digest": weights.digest,
             "dtype": self.engine.options.dtype,
             "proof": self._prober.name(weights),
         }
-        return answer | ({"tensors": weights.digests or {}} if body.tensors else {})
+        return response | ({"tensors": weights.digests or {}} if body.tensors else {})
 
     # Adapters
 
-    async def load_lora(self, body: control.LoadLora) -> Answer:
+    async def load_lora(self, body: control.LoadLora) -> Fields:
         if not body.load_inplace and body.lora_name in self.engine.adapters:
             raise Conflict(
                 f"adapter {body.lora_name!r} is loaded already: set load_inplace to swap it"
@@ -284,7 +286,7 @@ class SystemPlane:
             "label": adapter.label,
         }
 
-    async def unload_lora(self, body: control.UnloadLora) -> Answer:
+    async def unload_lora(self, body: control.UnloadLora) -> Fields:
         await self.engine.unload_adapter(body.lora_name)
         return {"lora_name": body.lora_name}
 

@@ -98,7 +98,9 @@ class LockstepAdmin:
         if mode == "wait":
             # It ends when the last request does: breaking off and trying again gains nothing.
             budget = replace(budget, attempt=budget.total)
-        body = control.PauseWorker(mode=mode, clear_cache=clear_cache, order=self._order())
+        body = control.PauseWorker(
+            mode=mode, clear_cache=clear_cache, sequence_number=self._sequence_number()
+        )
         await self._engine("pause_generation", body, budget, idempotent=True)
 
     async def resume(self) -> None:
@@ -110,7 +112,7 @@ class LockstepAdmin:
         await self._resume(proof)
 
     async def _resume(self, proof: str | None) -> None:
-        body = control.Resume(proved=proof, order=self._order())
+        body = control.Resume(proved=proof, sequence_number=self._sequence_number())
         await self._engine("resume_generation", body, self._budgets.quick, idempotent=True)
 
     async def flush(self) -> None:
@@ -238,7 +240,7 @@ class LockstepAdmin:
     async def close(self) -> None:
         await self._client.close()
 
-    def _order(self) -> control.SequenceNumber:
+    def _sequence_number(self) -> control.SequenceNumber:
         return control.SequenceNumber(caller=self._name, number=next(self._numbers))
 
     async def _look(self) -> _State:

@@ -80,7 +80,7 @@ class SlotCache:
             self.experts[target, :length] = self.experts[source, :length]
 
     def finite(self, slot: int, start: int, end: int) -> bool:
-        """Whether keys and values of tokens [start, end) are finite; the last layer's tell of all."""
+        """Whether keys and values of tokens [start, end) are finite: looks at the last layer."""
         span = self._kv[-1, :, slot, :, start:end]
         # A sum is finite only if all its terms are; that of large ones may not be.
         return isfinite(span.sum().item()) or bool(torch.isfinite(span).all())

@@ -74,8 +74,11 @@ class EmptyBody(_Body):
 
 
 class SequenceNumber(_Body):
-    """Which of a caller's pauses and resumes this is. One that arrives after a later one was
-    thought lost, and is refused: it would undo what the caller decided since."""
+    """The number of a pause or resume among those of one caller, counted upwards.
+
+    A message that was delayed, and arrives after a later one of its caller, is refused by it: it
+    would undo what the caller decided since.
+    """
 
     caller: str
     number: int
@@ -84,14 +87,14 @@ class SequenceNumber(_Body):
 class PauseWorker(_Body):
     mode: Literal["keep", "wait", "abort"] = "keep"
     clear_cache: bool = False
-    order: SequenceNumber | None = None
+    sequence_number: SequenceNumber | None = msgspec.field(name="order", default=None)
 
 
 class Resume(_Body):
     """With `proved`, refuses to go on unless the very weights of that `proof` are served."""
 
     proved: str | None = None
-    order: SequenceNumber | None = None
+    sequence_number: SequenceNumber | None = msgspec.field(name="order", default=None)
 
 
 class Abort(_Body):

@@ -1,4 +1,4 @@
-"""What a worker sends back to Dynamo's frontend: tokens in chunks, and at the end how they came."""
+"""Chunks of a worker's response to Dynamo's frontend: tokens, and at the end their record."""
 
 from __future__ import annotations
 
@@ -85,17 +85,17 @@ def _chunk(index: int, pieces: list[StreamedToken], engine_data: bool) -> Chunk:
     }
     if any(token.top for token in tokens):
         chunk["top_logprobs"] = [_tops(token) for token in tokens]
-    done = next((piece.completion for piece in pieces if piece.completion is not None), None)
-    if done is not None:
-        chunk["finish_reason"] = FINISH[done.finish]
-        prompt, sampled = len(done.prompt_ids), len(done.token_ids)
+    completion = next((piece.completion for piece in pieces if piece.completion is not None), None)
+    if completion is not None:
+        chunk["finish_reason"] = FINISH[completion.finish]
+        prompt, sampled = len(completion.prompt_ids), len(completion.token_ids)
         chunk["completion_usage"] = {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
             "total_tokens": prompt + sampled,
         }
         if engine_data:
-            chunk["engine_data"] = engine_data_of(done)
+            chunk["engine_data"] = engine_data_of(completion)
     return chunk
 
 
@@ -105,28 +105,30 @@ def _tops(token: Sampled) -> list[Chunk]:
     ]
 
 
-def engine_data_of(done: Completion) -> Chunk:
+def engine_data_of(completion: Completion) -> Chunk:
     """The record of one choice: Dynamo's names, and what only Lockstep tells.
 
     `finished` is false for an aborted one. Keys of prompt logprobs are strings, as the frontend
     demands.
     """
     data: Chunk = {
-        "prompt_token_ids": done.prompt_ids,
-        "completion_token_ids": done.token_ids,
-        "completion_logprobs": done.logprobs,
-        "finished": done.finish != "abort",
-        "finish_reason": done.finish,
-        "stop_reason": done.stop_token,
-        "weight_version": done.versions[-1].version if done.versions else None,
-        "weight_versions": msgspec.to_builtins(list(done.versions)),
-        "logprob_mode": done.logprob_mode,
-        "temperature": done.temperature,
-        "adapter": done.adapter,
-        "worker": done.worker,
+        "prompt_token_ids": completion.prompt_ids,
+        "completion_token_ids": completion.token_ids,
+        "completion_logprobs": completion.logprobs,
+        "finished": completion.finish != "abort",
+        "finish_reason": completion.finish,
+        "stop_reason": completion.stop_token,
+        "weight_version": completion.versions[-1].version if completion.versions else None,
+        "weight_versions": msgspec.to_builtins(list(completion.versions)),
+        "logprob_mode": completion.logprob_mode,
+        "temperature": completion.temperature,
+        "adapter": completion.adapter,
+        "worker": completion.worker,
     }
-    if done.prompt_logprobs is not None:
-        data["prompt_logprobs"] = msgspec.to_builtins(encode_prompt_logprobs(done.prompt_logprobs))
-    if done.experts is not None:
-        data["routed_experts"] = msgspec.to_builtins(experts_field(done.experts, "raw"))
+    if completion.prompt_logprobs is not None:
+        data["prompt_logprobs"] = msgspec.to_builtins(
+            encode_prompt_logprobs(completion.prompt_logprobs)
+        )
+    if completion.experts is not None:
+        data["routed_experts"] = msgspec.to_builtins(experts_field(completion.experts, "raw"))
     return data

@@ -1,4 +1,4 @@
-"""The worker's data plane when Dynamo's frontend asks instead of HTTP."""
+"""The worker's data plane for requests of Dynamo's frontend instead of HTTP."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class DynamoData(DataPlane):
                 raise Unavailable("this worker is shutting down: send the request to another one")
             has_experts = bool(self.engine.core.config.moe_layers)
             request = read_request(fields, has_experts=has_experts)
-            asked = self._request(request.asked, prefixed(context.id()))
-            async with aclosing(collected(self.engine.stream(asked))) as groups:
+            engine_request = self._request(request.body, prefixed(context.id()))
+            async with aclosing(collected(self.engine.stream(engine_request))) as groups:
                 gone = asyncio.ensure_future(context.async_killed_or_stopped())
                 try:
                     while (pieces := await _next_unless(gone, groups)) is not None:
@@ -53,7 +53,7 @@ async def _next_unless(gone: asyncio.Future[bool], groups: AsyncGenerator[Any, N
 
 
 def _check_tellable(request: DynamoRequest, chunk: Chunk) -> None:
-    """Raises EngineFailure for an abort that the answer would call a stop."""
+    """Raises EngineFailure for an abort that the response would call a stop."""
     if request.verbatim and chunk.get("finish_reason") == "cancelled":
         raise EngineFailure("the generation was aborted, which this route cannot say")
 

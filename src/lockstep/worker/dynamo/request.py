@@ -1,4 +1,4 @@
-"""What Dynamo's frontend hands to a worker, as the request that Lockstep's own data port reads.
+"""Reads a request of Dynamo's frontend as the request that Lockstep's own data port reads.
 
 Both of its token-in routes end here: chat, which arrives in Dynamo's own words and with its
 numbers cut to 32 bits, and /inference/v1/generate, which arrives beside them as it was sent.
@@ -24,18 +24,18 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 SAME_NAME = frozenset((*OPTIONS, *PENALTIES))
 REFUSED = ("best_of", "use_beam_search", "length_penalty", "guided_decoding")
 ENGINE_FIELDS = frozenset({"engine_data", "routed_experts", "prompt_logprobs"})
-"""Extra fields that the frontend takes from what the worker says."""
+"""Extra fields that the frontend takes from the worker's response."""
 
 
 @dataclass(frozen=True, slots=True)
 class DynamoRequest:
-    """A request, and what its answer must hold.
+    """A request, and what its response must hold.
 
-    `verbatim` says that it came by /inference/v1/generate, whose answers have no room for versions,
-    logprob modes and aborts.
+    `verbatim` says that it came by /inference/v1/generate, whose responses have no field for
+    versions, logprob modes and aborts.
     """
 
-    asked: GenerateBody
+    body: GenerateBody
     engine_data: bool
     verbatim: bool
 
@@ -44,23 +44,23 @@ def read_request(fields: Fields, *, has_experts: bool) -> DynamoRequest:
     """The request. Raises BadRequest, UnknownField or UnsupportedField that names the field.
 
     `has_experts` says that the model is a mixture of experts: /inference/v1/generate has no field
-    to ask for them, so they always come there.
+    that requests them, so they always come there.
     """
     extra: Fields = fields.get("extra_args") or {}
     if VERBATIM in extra:
-        asked = _verbatim(fields, extra[VERBATIM], has_experts)
-        return DynamoRequest(asked, engine_data=asked.experts_start is not None, verbatim=True)
+        body = _verbatim(fields, extra[VERBATIM], has_experts)
+        return DynamoRequest(body, engine_data=body.experts_start is not None, verbatim=True)
     wanted = set((extra.get("nvext") or {}).get("extra_fields") or ())
     engine_data = bool(wanted & ENGINE_FIELDS)
-    asked = decode_request(msgspec.json.encode(_body(fields, extra, wanted)))
+    body = decode_request(msgspec.json.encode(_body(fields, extra, wanted)))
     if engine_data:
-        _refuse_lossy(fields, asked)
-    return DynamoRequest(asked, engine_data=engine_data, verbatim=False)
+        _refuse_lossy(fields, body)
+    return DynamoRequest(body, engine_data=engine_data, verbatim=False)
 
 
 def _verbatim(fields: Fields, sent: Fields, has_experts: bool) -> GenerateBody:
     params = dict(sent.get("sampling_params") or {})
-    # The answer cannot say how they were made, so it is what Dynamo's workers for RL do.
+    # The response cannot say how they were made, so it is what Dynamo's workers for RL do.
     params.setdefault("logprob_mode", "processed")
     body = {**sent, "sampling_params": params, "token_ids": fields["token_ids"], "stream": False}
     if has_experts:
@@ -110,29 +110,29 @@ def _body(fields: Fields, extra: Fields, wanted: set[str]) -> Fields:
     return body
 
 
-def _refuse_lossy(fields: Fields, asked: GenerateBody) -> None:
-    """Raises UnsupportedField where the frontend would drop what it was asked to return."""
+def _refuse_lossy(fields: Fields, body: GenerateBody) -> None:
+    """Raises UnsupportedField where the frontend would drop what it must return."""
     stop = (fields.get("stop_conditions") or {}).get("stop")
     if stop:
         raise UnsupportedField(
             f"stop is {stop!r}: Dynamo's frontend cuts the text there and loses engine_data; stop "
-            "by token ids (stop_token_ids), or do not ask for engine_data",
+            "by token ids (stop_token_ids), or do not request engine_data",
             param="stop",
         )
-    if asked.sampling_params.n > 1:
+    if body.sampling_params.n > 1:
         raise UnsupportedField(
-            f"n is {asked.sampling_params.n}: Dynamo's answer has room for the engine_data of one "
-            "choice only; ask n times",
+            f"n is {body.sampling_params.n}: Dynamo's response holds the engine_data of one "
+            "choice only; send n requests",
             param="n",
         )
 
 
 def _stop_ids(stops: Fields) -> list[int] | None:
-    """Those that were asked for, and the model card's ends unless they are to be ignored."""
-    found = [*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_visible") or ())]
+    """Those of the request, and the model card's end tokens unless they are to be ignored."""
+    ids = [*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_visible") or ())]
     if not stops.get("ignore_eos"):
-        found += stops.get("stop_token_ids_hidden") or ()
-    return list(dict.fromkeys(found)) or None
+        ids += stops.get("stop_token_ids_hidden") or ()
+    return list(dict.fromkeys(ids)) or None
 
 
 def _whole(annotation: str) -> int:

@@ -1,7 +1,7 @@
 """The worker's control methods as Dynamo's /engine routes; adapters become models of the frontend.
 
 Dynamo's system server has no password, calls a route on GET too, and turns an exception into a
-bare 500. So it listens on loopback unless told otherwise, and errors are answered, not raised:
+bare 500. So it listens on loopback unless told otherwise, and errors are returned, not raised:
 {"status": "error", "message": ..., "reason": ..., "code": ...} with Lockstep's stable code.
 """
 
@@ -19,8 +19,8 @@ from lockstep.tokens.errors import EngineFailure, LockstepError
 from lockstep.worker.system import SystemPlane
 
 log = logging.getLogger(__name__)
-Answer = dict[str, Any]
-Route = Callable[[Any], Awaitable[Answer]]
+Fields = dict[str, Any]
+Route = Callable[[Any], Awaitable[Fields]]
 LOAD, UNLOAD = "load_lora_adapter", "unload_lora_adapter"
 
 
@@ -35,46 +35,46 @@ class Models(Protocol):
 def engine_routes(system: SystemPlane, models: Models) -> dict[str, Route]:
     """A callback for every method of the system port."""
     routes = {name: _route(system, name) for name in system.methods}
-    routes[LOAD] = _answered(LOAD, _load(system, models))
-    routes[UNLOAD] = _answered(UNLOAD, _unload(system, models))
+    routes[LOAD] = _as_response(LOAD, _load(system, models))
+    routes[UNLOAD] = _as_response(UNLOAD, _unload(system, models))
     return routes
 
 
 def _route(system: SystemPlane, name: str) -> Route:
-    return _answered(name, lambda body: _call(system, name, body))
+    return _as_response(name, lambda body: _call(system, name, body))
 
 
-async def _call(system: SystemPlane, name: str, body: Any) -> Answer:
+async def _call(system: SystemPlane, name: str, body: Any) -> Fields:
     decoder, run = system.methods[name]
     return await run(decode(decoder, msgspec.json.encode(body)))
 
 
 def _load(system: SystemPlane, models: Models) -> Route:
-    async def load(body: Any) -> Answer:
-        answer = await _call(system, LOAD, body)
-        if not answer["hot_swap"]:
+    async def load(body: Any) -> Fields:
+        response = await _call(system, LOAD, body)
+        if not response["hot_swap"]:
             try:
-                await models.add(answer["lora_name"])
+                await models.add(response["lora_name"])
             except EngineFailure:
                 # Loaded but not to be found is worse than not loaded: it could not be unloaded.
-                await system.engine.unload_adapter(answer["lora_name"])
+                await system.engine.unload_adapter(response["lora_name"])
                 raise
-        return answer
+        return response
 
     return load
 
 
 def _unload(system: SystemPlane, models: Models) -> Route:
-    async def unload(body: Any) -> Answer:
-        answer = await _call(system, UNLOAD, body)
-        await models.remove(answer["lora_name"])
-        return answer
+    async def unload(body: Any) -> Fields:
+        response = await _call(system, UNLOAD, body)
+        await models.remove(response["lora_name"])
+        return response
 
     return unload
 
 
-def _answered(name: str, run: Route) -> Route:
-    async def route(body: Any) -> Answer:
+def _as_response(name: str, run: Route) -> Route:
+    async def route(body: Any) -> Fields:
         try:
             return {"status": "ok", **await run({} if body is None else body)}
         except LockstepError as error:
@@ -86,7 +86,7 @@ def _answered(name: str, run: Route) -> Route:
     return route
 
 
-def _failed(error: LockstepError) -> Answer:
-    """The fields of an error answer, flat: Dynamo's clients look for `message` at the top."""
+def _failed(error: LockstepError) -> Fields:
+    """The fields of an error, flat: Dynamo's clients look for `message` at the top."""
     fields = error_fields(error)["error"]
     return {"status": "error", **(fields if isinstance(fields, dict) else {})}
