@@ -28,8 +28,8 @@ from benchmarks import table
 from benchmarks.table import Row
 from lockstep.train.demo.demo import Demo, run_demo
 from lockstep.train.learning.learner import Learner
-from lockstep.train.loop import Trainer
 from lockstep.train.records.metrics import StepMetrics
+from lockstep.train.steps import StepRunner
 
 STEPS = 12
 EVAL_PROMPTS = 8
@@ -88,7 +88,7 @@ def clocked() -> Iterator[tuple[list[Span], list[Span]]]:
     """When the trainer of this process computed, and when each step began and ended."""
     busy: list[Span] = []
     steps: list[Span] = []
-    methods = ((Learner, "step"), (Trainer, "_save"), (Trainer, "_report"))
+    methods = ((Learner, "step"), (StepRunner, "save"), (StepRunner, "report"))
     originals = [getattr(owner, name) for owner, name in methods]
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,10 +101,10 @@ def clocked() -> Iterator[tuple[list[Span], list[Span]]]:
 
         return call
 
-    def report(trainer: Trainer, draft: StepMetrics, *rest: Any) -> None:
+    def report(runner: StepRunner, draft: StepMetrics, *rest: Any) -> None:
         now = perf_counter()
         steps.append((now - draft.time_step, now))
-        originals[-1](trainer, draft, *rest)
+        originals[-1](runner, draft, *rest)
 
     wrapped = [timed(originals[0]), timed(originals[1]), report]
     try:

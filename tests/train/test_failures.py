@@ -110,13 +110,13 @@ async def never(_: int, __: Task) -> RolloutGroup:
 
 async def test_a_queue_tells_the_end_of_its_tasks_after_the_last_group() -> None:
     async with asyncio.timeout(SECONDS):
-        async with GroupQueue(enumerate([TASK, TASK]), never, ahead=4) as queue:
+        async with GroupQueue(enumerate([TASK, TASK]), never, limit=4) as queue:
             assert [await queue.take() for _ in range(3)] == [
                 RolloutGroup(()),
                 RolloutGroup(()),
                 None,
             ]
-        async with GroupQueue(enumerate([]), never, ahead=4) as queue:
+        async with GroupQueue(enumerate([]), never, limit=4) as queue:
             assert await queue.take() is None
 
 
@@ -126,7 +126,7 @@ async def test_a_queue_raises_what_its_tasks_raise() -> None:
         raise BadRequest("the dataset is gone")
 
     async with asyncio.timeout(SECONDS):
-        async with GroupQueue(broken(), never, ahead=4) as queue:
+        async with GroupQueue(broken(), never, limit=4) as queue:
             taken = [await asyncio.gather(queue.take(), return_exceptions=True) for _ in "ab"]
     assert "the dataset is gone" in [str(one) for (one,) in taken]
 

@@ -1,4 +1,4 @@
-"""What a rollout failed with: one typed error, not the groups that concurrent tasks fail in."""
+"""Errors of rollouts: one typed error in place of the exception groups of concurrent tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.tokens.errors import BadRequest, LockstepError, RolloutFailed
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """Raises the error itself where a task group inside fails, with a note if there were more.
+    """Raises the first error of a task group inside, with a note of how many more there were.
 
     An error that Lockstep raised on purpose goes before any other.
     """
@@ -26,7 +26,7 @@ def one_error() -> Iterator[None]:
 
 @contextmanager
 def from_env(env: str, where: str) -> Iterator[None]:
-    """Says of every error inside which environment it came from, and where.
+    """Adds to every error inside which environment it came from, and where.
 
     Raises RolloutFailed for an exception of the environment's own, with its place in the code.
     """
@@ -44,10 +44,10 @@ def from_env(env: str, where: str) -> Iterator[None]:
         ) from error
 
 
-def tasks_ended(env: str, split: str, given: int, needed: int) -> BadRequest:
+def tasks_ended(env: str, split: str, count: int, needed: int) -> BadRequest:
     """The error for a task source that ended before the run did."""
     return BadRequest(
-        f"env {env!r} ended after {given} {split} tasks, and the run needs {needed}: let tasks() "
+        f"env {env!r} ended after {count} {split} tasks, and the run needs {needed}: let tasks() "
         "begin again at its end, or lower loop.steps, rollout.groups or eval.prompts",
         param="env.name",
     )

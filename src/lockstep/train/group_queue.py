@@ -1,4 +1,4 @@
-"""Groups played ahead of the trainer: as many as staleness allows, in the order they end."""
+"""A queue of rollout groups that are played while the trainer learns, in the order they end."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ Play = Callable[[int, Task], Awaitable[RolloutGroup]]
 
 
 class GroupQueue:
-    """Plays tasks while the block runs, never more than `ahead` that were not released yet."""
+    """Plays tasks while the block runs, at most `limit` that were not released yet."""
 
-    def __init__(self, tasks: Iterator[tuple[int, Task]], play: Play, *, ahead: int) -> None:
+    def __init__(self, tasks: Iterator[tuple[int, Task]], play: Play, *, limit: int) -> None:
         self._tasks = tasks
         self._play = play
-        self._room = asyncio.Semaphore(ahead)
-        self._done: asyncio.Queue[asyncio.Task[RolloutGroup] | BaseException | None] = (
+        self._permits = asyncio.Semaphore(limit)
+        self._ended: asyncio.Queue[asyncio.Task[RolloutGroup] | BaseException | None] = (
             asyncio.Queue()
         )
         self._running: set[asyncio.Task[RolloutGroup]] = set()
 
     async def __aenter__(self) -> GroupQueue:
         self._feeder = asyncio.create_task(self._feed(), name="rollouts")
-        self._feeder.add_done_callback(self._fed)
+        self._feeder.add_done_callback(self._on_fed)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -42,35 +42,35 @@ class GroupQueue:
 
         Raises the error of a group that failed for good, and that of the task source.
         """
-        played = await self._done.get()
+        played = await self._ended.get()
         if isinstance(played, BaseException):
             raise played
         return None if played is None else played.result()
 
     def release(self, count: int) -> None:
-        """Lets so many more be played: called once the weights that learnt from them are served."""
+        """Lets so many more be played, now that the weights that learnt from others are served."""
         for _ in range(count):
-            self._room.release()
+            self._permits.release()
 
     async def _feed(self) -> None:
         for number, task in self._tasks:
-            await self._room.acquire()
+            await self._permits.acquire()
             playing = asyncio.ensure_future(self._play(number, task))
             self._running.add(playing)
-            playing.add_done_callback(self._ended)
+            playing.add_done_callback(self._on_end)
 
-    def _ended(self, playing: asyncio.Task[RolloutGroup]) -> None:
+    def _on_end(self, playing: asyncio.Task[RolloutGroup]) -> None:
         self._running.discard(playing)
         if not playing.cancelled():
-            self._done.put_nowait(playing)
+            self._ended.put_nowait(playing)
         self._tell_end()
 
-    def _fed(self, feeder: asyncio.Task[None]) -> None:
+    def _on_fed(self, feeder: asyncio.Task[None]) -> None:
         if not feeder.cancelled() and (error := feeder.exception()) is not None:
-            self._done.put_nowait(error)
+            self._ended.put_nowait(error)
         self._tell_end()
 
     def _tell_end(self) -> None:
-        """Without it whoever takes would wait for ever on a source that gives nothing more."""
+        """Wakes whoever waits in `take` for a source that gives nothing more."""
         if self._feeder.done() and not self._running:
-            self._done.put_nowait(None)
+            self._ended.put_nowait(None)

@@ -1,4 +1,4 @@
-"""New weights to the fleet: pushed once, proved by it, and found there again after a crash."""
+"""Publishing weights: pushed until the fleet serves them, and again when it has lost them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Worker = Mapping[str, Any]
 
 
 class FleetLike(Protocol):
-    """What a trainer asks of a fleet: `lockstep.fleet.remote.RemoteFleet` is one."""
+    """What a trainer needs of a fleet; `lockstep.fleet.remote.RemoteFleet` is one."""
 
     async def state(self) -> dict[str, Any]: ...
 
@@ -55,20 +55,20 @@ class Published:
 
 
 class Publisher:
-    """The trainer's hand on the fleet. `adapter` names the LoRA adapter that is trained, if any."""
+    """Publishes the weights of a run. `adapter` names the LoRA adapter that is trained, if any."""
 
     def __init__(
         self,
         fleet: FleetLike,
-        patience: RetryPolicy,
+        retry: RetryPolicy,
         *,
         adapter: str | None,
         mode: PauseMode,
         suffix: str = "",
     ) -> None:
-        """`suffix` ends the labels of this run; one is found when the fleet knows ours already."""
+        """`suffix` ends the labels of this run; one is made up when the fleet has such a label."""
         self._fleet = fleet
-        self._patience = patience
+        self._retry = retry
         self._adapter = adapter
         self._mode = mode
         self._nonce = secrets.token_hex(4)
@@ -77,7 +77,7 @@ class Publisher:
         self.current: Published | None = None
 
     async def publish(self, directory: Path, step: int) -> Published:
-        """Pushes a checkpoint until the fleet serves it, proved. Raises what the fleet says.
+        """Pushes a checkpoint until the fleet serves it, proved. Raises what the fleet raises.
 
         Passing failures are tried again: a lost connection, too few workers, an update that was
         undone because one died in the middle of it.
@@ -97,25 +97,25 @@ class Publisher:
         version = f"step-{step}{self.suffix}"
 
         async def push(attempt: int) -> Operation:
-            # A key that failed answers with its failure for ever: a new attempt needs a new one.
-            # An update that did happen is not done twice: the fleet knows what it serves.
+            # The fleet gives the failure of a key again for ever: a new attempt needs a new key.
+            # An update that did happen is not repeated: the fleet knows what it serves.
             key = f"{self._nonce}-{version}-{attempt}"
             if self._adapter is not None:
                 return await self._fleet.load_adapter(self._adapter, directory, version)
             return await self._fleet.update_weights(directory, version, mode=self._mode, key=key)
 
-        async def look(error: LockstepError) -> None:
+        async def give_up(error: LockstepError) -> None:
             await self._give_up_if_disproved(version, error)
 
         try:
-            operation = await self._patience.call(f"update to {version}", push, between=look)
+            operation = await self._retry.call(f"update to {version}", push, between=give_up)
         except Conflict:
             if self.suffix:
                 raise
             # Another run has used this label on this fleet: ours are told apart from now on.
             self.suffix = f"-{self._nonce}"
             return await self._publish(directory, step)
-        state = await self._patience.call("state", lambda _: self._fleet.state())
+        state = await self._retry.call("state", lambda _: self._fleet.state())
         label = version
         if self._adapter is not None:
             label = joined(str(state["version"]), self._adapter, operation.version or "")
@@ -130,20 +130,20 @@ class Publisher:
         )
         if not _serves(state, self.current):
             raise Conflict(
-                f"version {version!r} was published, but the fleet says it serves "
+                f"version {version!r} was published, but the fleet serves "
                 f"{state['version']!r}: another trainer updates it too"
             )
         return self.current
 
     async def _give_up_if_disproved(self, version: str, error: LockstepError) -> None:
-        """Raises CheckpointError when workers keep answering otherwise than the probe says."""
+        """Raises CheckpointError when workers failed the probe of this version several times."""
         with suppress(*PASSING):
             operations = (await self._fleet.state())["operations"]
-            failed = [one for one in operations if one["version"] == version]
+            failed = [each for each in operations if each["version"] == version]
             disproved = [
-                one
-                for one in failed
-                if any(result["phase"] == "prove" for result in one["workers"].values())
+                each
+                for each in failed
+                if any(result["phase"] == "prove" for result in each["workers"].values())
             ]
             if len(disproved) >= PROOF_TRIES:
                 raise CheckpointError(
@@ -156,7 +156,7 @@ class Publisher:
         """Reports workers that are lost or come back, until cancelled."""
         known: dict[str, str] = {}
         while True:
-            with suppress(LockstepError):  # a gateway that is away is found by those who need it
+            with suppress(LockstepError):  # whoever needs a gateway that is away sees it themselves
                 for worker in workers_of(await self._fleet.state()):
                     before, now = known.get(worker["id"]), str(worker["state"])
                     if before is not None and (before == "serving") != (now == "serving"):
@@ -168,8 +168,8 @@ class Publisher:
 def workers_of(state: Mapping[str, Any]) -> tuple[Worker, ...]:
     """Id, version and state of each worker."""
     return tuple(
-        {"id": one["id"], "version": one["version"], "state": one["state"]}
-        for one in state["workers"]
+        {"id": worker["id"], "version": worker["version"], "state": worker["state"]}
+        for worker in state["workers"]
     )
 
 

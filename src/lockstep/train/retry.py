@@ -24,13 +24,13 @@ T = TypeVar("T")
 PASSING = (
     Unavailable, DeadlineExceeded, Busy, VersionUnavailable, EngineFailure, UpdateFailed, Disproved,
 )  # fmt: skip
-"""Errors that go away by themselves: nobody is at fault for long."""
+"""Errors that pass: a worker restarts, a queue empties, an update is undone and tried again."""
 FIRST, LONGEST = 0.1, 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Tries for up to `seconds`, waiting longer each time."""
+    """Tries a call for up to `seconds`, with exponential back-off."""
 
     seconds: float = 300.0
 

@@ -1,4 +1,4 @@
-"""Playing: groups of rollouts, each with a seed of its own, tried again if need be."""
+"""Rollouts: groups of them at once, each with a seed of its own, tried again where that helps."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from lockstep.train.learning.batch import Rollout, RolloutGroup
 from lockstep.train.records.metrics import Evaluation
 from lockstep.train.retry import RetryPolicy
 
-Heal = Callable[[LockstepError], Awaitable[None]]
+Restore = Callable[[LockstepError], Awaitable[None]]
 
 
 class RolloutRunner:
-    """Plays tasks with a policy. `heal` is called before a failed rollout is played again."""
+    """Plays tasks with a policy. `restore` is called before a failed rollout is played again."""
 
     def __init__(
         self,
         policy: Policy,
         environment: Environment,
         config: TrainConfig,
-        patience: RetryPolicy,
-        heal: Heal,
+        retry: RetryPolicy,
+        restore: Restore,
     ) -> None:
         self._policy = policy
         self._environment = environment
         self._config = config
-        self._patience = patience
-        self._heal = heal
-        self._slots = asyncio.Semaphore(config.rollout.concurrency)
+        self._retry = retry
+        self._restore = restore
+        self._concurrency = asyncio.Semaphore(config.rollout.concurrency)
 
     def tasks(self, split: Split, skip: int = 0) -> Iterator[Task]:
         """The tasks of this run's seed, after the first `skip`. Raises RolloutFailed for what the
@@ -46,7 +46,7 @@ class RolloutRunner:
             yield from itertools.islice(source, skip, None)
 
     async def evaluate(self, step: int) -> Evaluation | None:
-        """Each held-out prompt once, always with the same seeds; None where none is wanted.
+        """Plays each held-out prompt once, always with the same seeds; None where none is wanted.
 
         An environment that has fewer is evaluated on those. Raises BadRequest where it has none.
         """
@@ -69,7 +69,7 @@ class RolloutRunner:
     async def groups(
         self, tasks: Sequence[Task], size: int, seeds: tuple[Any, ...], version: str | None = None
     ) -> list[RolloutGroup]:
-        """Each task `size` times, in order. `version` demands the weights to play with.
+        """Plays each task `size` times, with the weights of `version` where one is named.
 
         Raises the error of the first rollout that failed for good.
         """
@@ -85,7 +85,7 @@ class RolloutRunner:
     async def group(
         self, task: Task, size: int, seeds: tuple[Any, ...], version: str | None = None
     ) -> RolloutGroup:
-        """The task `size` times. Raises the error of the first rollout that failed for good."""
+        """Plays the task `size` times. Raises the error of the first rollout that failed."""
         with one_error():
             async with asyncio.TaskGroup() as running:
                 made = [
@@ -109,8 +109,8 @@ class RolloutRunner:
         keeps = self._config.loop.aborted == "keep"
 
         async def play(attempt: int) -> Rollout:
-            # From the beginning, and with the same seed: a rollout that was tried twice is the
-            # one that would have been played at once.
+            # From the beginning and with the same seed: a rollout that was tried twice is the
+            # one that a first try would have been.
             player = Player(self._policy, **options)
             reward = await self._environment.play(task, player)
             samples = tuple(player.samples(train_aborted=keeps))
@@ -119,9 +119,9 @@ class RolloutRunner:
             return Rollout(reward, samples, player.breaks, attempt)
 
         where = "rollout " + " ".join(map(str, seeds[1:]))
-        async with self._slots:
+        async with self._concurrency:
             with from_env(self._config.env.name, where):
-                return await self._patience.call("rollout", play, between=self._heal)
+                return await self._retry.call("rollout", play, between=self._restore)
 
 
 def seed_of(*parts: Any) -> int:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.checkpoint.manifest import PROBE
+from lockstep.checkpoint.probe import Probe
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadExperts, Conflict
 from lockstep.train.config import LearnerConfig, TrainConfig
@@ -83,6 +85,24 @@ def test_weights_and_state_give_the_same_next_step(samples: list[Sample], tmp_pa
         one.step(batch(samples), 2)
     pairs = zip(first.model.parameters(), again.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_first_probe_has_the_logprobs_of_the_weights_before_it(
+    samples: list[Sample], tmp_path: Path, exact: bool
+) -> None:
+    """Of the model's own weights in a new run, of the checkpoint's in one that is resumed."""
+    first = Learner(config(), exact=exact)
+    first.save(tmp_path / "step-0", "step-0")
+    first.step(batch(samples), 1)
+    first.save(tmp_path / "step-1", "step-1")
+    resumed = Learner(config(), exact=exact, weights=tmp_path / "step-1")
+    resumed.step(batch(samples), 2)
+    resumed.save(tmp_path / "step-2", "step-2")
+    zeroth, one, two = (Probe.read(tmp_path / f"step-{step}" / PROBE) for step in range(3))
+    assert zeroth.previous == zeroth.logprobs
+    assert (one.previous, two.previous) == (zeroth.logprobs, one.logprobs)
+    assert len({zeroth.logprobs, one.logprobs, two.logprobs}) == 3
 
 
 def test_lora_trains_the_adapter_only_and_starts_without_a_mismatch(

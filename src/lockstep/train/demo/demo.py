@@ -51,7 +51,7 @@ LORA_RANK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """What is shown. `run_dir` must not hold a run; the report goes there unless told otherwise."""
+    """The options of a demo. `run_dir` holds no run yet; the report goes there by default."""
 
     run_dir: Path
     task: Task = "calc"
@@ -106,7 +106,7 @@ class DemoGateway:
 
 
 async def run_demo(demo: Demo, console: Console) -> tuple[Summary, Path]:
-    """Trains, and returns what came of it and where the report is.
+    """Trains, and returns the summary and the path of the report.
 
     Raises Conflict for a directory that holds a run already, and EngineFailure when the fleet
     does not start or does not come back.
@@ -152,7 +152,7 @@ async def run_demo(demo: Demo, console: Console) -> tuple[Summary, Path]:
 
 
 class Victim:
-    """The worker that is killed in the middle of the run, in the middle of its answers."""
+    """The worker that is killed in the middle of the run, while it generates."""
 
     def __init__(self, demo: Demo, worker: Row) -> None:
         self._demo = demo
@@ -189,7 +189,7 @@ async def serving(demo: Demo) -> AsyncIterator[DemoGateway]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
-            # on a leash: a demo that is killed leaves nothing behind
+            # ends with this process: a demo that is killed leaves nothing behind
             sys.executable, "-P", "-m", "lockstep.cli.parent_death", str(os.getpid()),
             "serve", demo.model, "--workers", str(WORKERS), "--json",
             "--port", "0", "--admin-port", "0", "--sessions", "memory",
@@ -267,7 +267,7 @@ async def _agreed(demo: Demo, served: DemoGateway, last: str) -> dict[str, str]:
 def _is_of(label: str, version: str) -> bool:
     """Whether tokens under `label` come from that version, of the weights or of the adapter."""
     parts = VersionLabel.parse(label)
-    # An adapter's contents are named by the version they were given and a digest after it.
+    # An adapter's contents are named by their version and a digest after it.
     return label == version or (parts.contents or "").rpartition(".")[0] == version
 
 

@@ -1,4 +1,4 @@
-"""A run directory as values: its steps, samples and events, and what they come to."""
+"""A run directory read back: its steps, samples and events, and a summary of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HONEST = (
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run came to. Counts are over all steps; seconds are medians, where not said else."""
+    """The outcome of a run. Counts are over all steps, and most seconds are medians."""
 
     reward_before: float | None
     reward_after: float | None
@@ -172,8 +172,8 @@ def describe(event: Row) -> str:
             how = f"reward {event['reward']:.3f}, solved {event['solved']:.0%}"
             return f"{event['prompts']} held-out prompts after step {event['step']}: {how}"
     rest = {key: value for key, value in event.items() if key not in ("time", "kind")}
-    said = ", ".join(f"{key} {value}" for key, value in rest.items() if value is not None)
-    return f"{event['kind'].replace('_', ' ')}{': ' if said else ''}{said}"
+    details = ", ".join(f"{key} {value}" for key, value in rest.items() if value is not None)
+    return f"{event['kind'].replace('_', ' ')}{': ' if details else ''}{details}"
 
 
 def figure(value: float) -> str:

@@ -50,8 +50,8 @@ def render(run: Run) -> str:
         "<!--data-->": _script(_payload(run)),
     }
     for mark, part in parts.items():
-        before, found, after = template.partition(mark)
-        if not found:
+        before, match, after = template.partition(mark)
+        if not match:
             raise ValueError(f"the template has no {mark}")
         template = before + part + after
     return template
@@ -90,8 +90,8 @@ def _tiles(run: Run, summary: Summary) -> Iterable[str]:
                 "sampled tokens the loss had to ignore", summary.masked == 0)  # fmt: skip
     yield _tile("Prefix breaks", figure(summary.breaks),
                 "turns whose prompt lost the ids before it", summary.breaks == 0)  # fmt: skip
-    said = ", ".join(sorted(set(summary.versions.values()))) or "unknown"
-    yield _tile("Weights at the end", said,
+    served = ", ".join(sorted(set(summary.versions.values()))) or "unknown"
+    yield _tile("Weights at the end", served,
                 f"{'the same' if summary.agreed else 'not the same'} on "
                 f"{len(summary.versions)} workers", summary.agreed)  # fmt: skip
     yield _tile("Pause per update", f"{summary.pause_seconds * 1e3:.1f} ms",

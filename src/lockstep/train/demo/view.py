@@ -47,7 +47,7 @@ class RunView:
         if self._live is not None:
             self._live.start()
         else:
-            self._say(self._title)
+            self._print(self._title)
         return self
 
     def __exit__(
@@ -60,7 +60,7 @@ class RunView:
         """What happens between the steps."""
         self._phase = doing
         if self._live is None:
-            self._say(doing)
+            self._print(doing)
 
     def step(self, metrics: Row) -> None:
         """A step as it stands in metrics.jsonl."""
@@ -68,7 +68,7 @@ class RunView:
         self._phase = "training"
         self.workers(metrics.get("workers") or self._workers)
         if self._live is None:
-            self._say(step_line(metrics, self._steps))
+            self._print(step_line(metrics, self._steps))
 
     def workers(self, workers: Sequence[Row]) -> None:
         """What each worker serves now: rows with id, version and state."""
@@ -84,30 +84,30 @@ class RunView:
             (monotonic() - self._begun, describe(event), colour.get(event["kind"], "default"))
         )
         if self._live is None:
-            self._say(f"  {monotonic() - self._begun:5.1f} s  {describe(event)}")
+            self._print(f"  {monotonic() - self._begun:5.1f} s  {describe(event)}")
 
     def render(self) -> Panel:
         """The panel as it is now."""
-        done = self._rows[-1]["step"] if self._rows else 0
-        parts: list[RenderableType] = [self._progress(done)]
+        step = self._rows[-1]["step"] if self._rows else 0
+        parts: list[RenderableType] = [self._progress(step)]
         if self._rows:
             parts += [Text(), self._curve(), Text(), self._figures(), self._times()]
         if self._workers:
             parts += [Text(), self._worker_line()]
         if self._events:
-            lines = [Text(f"{at:5.1f} s  {said}", colour) for at, said, colour in self._events]
+            lines = [Text(f"{at:5.1f} s  {event}", colour) for at, event, colour in self._events]
             parts += [Text(), *lines]
         width = min(self.console.width, WIDEST)
         return Panel(Group(*parts), title=escape(self._title), border_style="cyan", width=width)
 
-    def _progress(self, done: int) -> Table:
+    def _progress(self, step: int) -> Table:
         grid = Table.grid(padding=(0, 2), expand=True)
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
         grid.add_column(justify="right", no_wrap=True)
-        bar = ProgressBar(total=self._steps, completed=done, complete_style="cyan")
+        bar = ProgressBar(total=self._steps, completed=step, complete_style="cyan")
         taken = f"{monotonic() - self._begun:.0f} s"
-        grid.add_row(f"step {done} of {self._steps}", bar, f"{self._phase}, {taken}")
+        grid.add_row(f"step {step} of {self._steps}", bar, f"{self._phase}, {taken}")
         return grid
 
     def _curve(self) -> Table:
@@ -115,8 +115,8 @@ class RunView:
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True)
         grid.add_column(no_wrap=True)
-        room = min(self.console.width, WIDEST) - 46
-        line = Text(sparkline(rewards, max(8, room)), "bold cyan")
+        width = min(self.console.width, WIDEST) - 46
+        line = Text(sparkline(rewards, max(8, width)), "bold cyan")
         solved = f"solved {float(self._rows[-1]['solved']):.0%}"
         grid.add_row("[b]reward", line, f"{rewards[0]:.2f} → [b]{rewards[-1]:.2f}[/]", solved)
         return grid
@@ -159,7 +159,7 @@ class RunView:
         line.overflow, line.no_wrap = "ellipsis", True
         return line
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -191,5 +191,5 @@ def times(row: Row) -> str:
     return f"step {float(row['time/step']):.2f} s: {', '.join(parts)}"
 
 
-def _verdict(bad: Any, said: str) -> str:
-    return f"[b {'red' if bad else 'green'}]{said}"
+def _verdict(bad: Any, text: str) -> str:
+    return f"[b {'red' if bad else 'green'}]{text}"

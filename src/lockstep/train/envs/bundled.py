@@ -70,7 +70,9 @@ class Reverse:
         right = task.facts["answer"]
         solved = turn.finish == "stop" and turn.text == right
         pairs = zip(turn.text, right, strict=False)
-        in_place = sum(said == digit for said, digit in pairs) / max(len(right), len(turn.text))
+        in_place = sum(sampled == digit for sampled, digit in pairs) / max(
+            len(right), len(turn.text)
+        )
         return Reward(1.0 if solved else 0.5 * in_place, solved, {"said": turn.text})
 
 
@@ -142,16 +144,16 @@ BUNDLED: dict[str, Callable[..., Environment]] = {"reverse": Reverse, "calc": Ca
 
 def evaluate(expression: str) -> str:
     """The value of "a + b", "a - b" or "a * b" as text. Raises ValueError otherwise."""
-    found = _EXPRESSION.fullmatch(expression)
-    if found is None:
+    match = _EXPRESSION.fullmatch(expression)
+    if match is None:
         raise ValueError(f"not an expression of two numbers: {expression!r}")
-    return str(_OPERATORS[found[2]](int(found[1]), int(found[3])))
+    return str(_OPERATORS[match[2]](int(match[1]), int(match[3])))
 
 
 def run_calc(arguments: Any) -> tuple[str, str | None]:
-    """The tool's result and the expression it was given; "error" and None for a bad call."""
+    """The tool's result and the expression of the call; "error" and None for a bad call."""
     try:
-        given = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return evaluate(given["expression"]), given["expression"]
+        call = json.loads(arguments) if isinstance(arguments, str) else arguments
+        return evaluate(call["expression"]), call["expression"]
     except (ValueError, KeyError, TypeError):
         return "error", None

@@ -1,4 +1,4 @@
-"""What an environment is: tasks to play, and a reward for how a policy played one."""
+"""The protocol of environments: tasks to play, and a reward for how a policy played one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """How well it went: `value` is what is learnt from, `solved` what people ask for."""
+    """How well it went: `value` is what is learnt from, `solved` what people count."""
 
     value: float
     solved: bool
@@ -35,7 +35,7 @@ class Reward:
 
 
 class Player:
-    """A policy for one rollout: it hands out conversations, and remembers them for the trainer."""
+    """The policy of one rollout: opens conversations, and keeps them for the trainer."""
 
     def __init__(self, policy: Policy, **options: Any) -> None:
         """`options` hold for every turn: seed, temperature, max_tokens and the like."""
@@ -55,7 +55,7 @@ class Player:
         return chat
 
     def samples(self, *, train_aborted: bool) -> list[Sample]:
-        """One for every branch of every conversation that had an answer."""
+        """One sample for every branch of every conversation in which something was sampled."""
         return [
             sample for chat in self.chats for sample in chat.samples(train_aborted=train_aborted)
         ]
@@ -85,17 +85,17 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
     """
     from lockstep.train.envs.bundled import BUNDLED
 
-    given = dict(options or {})
+    keywords = dict(options or {})
     if name.startswith("verifiers:"):
         from lockstep.train.envs.verifiers import VerifiersEnvironment
 
-        return VerifiersEnvironment(name.partition(":")[2], **given)
+        return VerifiersEnvironment(name.partition(":")[2], **keywords)
     made = BUNDLED.get(name) or _imported(name, sorted(BUNDLED))
     try:
-        environment = made(**given)
+        environment = made(**keywords)
     except TypeError as error:
         raise BadRequest(
-            f"env {name!r} does not take {given}: {error}", param="env.options"
+            f"env {name!r} does not take {keywords}: {error}", param="env.options"
         ) from None
     if not isinstance(environment, Environment):
         raise BadRequest(
@@ -106,8 +106,8 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
 
 
 def _imported(name: str, bundled: Sequence[str]) -> Any:
-    module, found, attribute = name.partition(":")
-    if not found:
+    module, colon, attribute = name.partition(":")
+    if not colon:
         raise BadRequest(
             f"env {name!r} is not known: expected one of {', '.join(bundled)}, verifiers:NAME, or "
             "an import path like package.module:Class",

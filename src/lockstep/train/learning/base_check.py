@@ -1,4 +1,4 @@
-"""Whether an adapter is trained on the weights that the fleet serves under it."""
+"""A check that an adapter is trained on the weights that the fleet serves under it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from lockstep.train.learning.learner import Learner
 from lockstep.train.retry import RetryPolicy
 
 
-async def check_base(
-    learner: Learner, url: str, config: TrainConfig, patience: RetryPolicy
-) -> None:
+async def check_base(learner: Learner, url: str, config: TrainConfig, retry: RetryPolicy) -> None:
     """Raises Conflict when the base weights of trainer and fleet are not the same.
 
     The fleet would find out as well, but only by keeping every worker out.
@@ -25,7 +23,7 @@ async def check_base(
     ids = list(builtin(text.vocab_size, text.max_position_embeddings)[1])
     ours = await asyncio.to_thread(learner.base_logprobs, ids)
     async with connect(url, config.serve.model, api_key=config.serve.api_key) as base:
-        scores = await patience.call("score", lambda _: base.score(ids))
+        scores = await retry.call("score", lambda _: base.score(ids))
     worst = max(abs(a - b) for a, b in zip(ours, scores.logprobs[1:], strict=True))
     tolerance = config.learner.probe_tolerance
     if tolerance is None:

@@ -1,4 +1,4 @@
-"""From rollouts to what may be learnt from: versions are read, policies applied, all counted."""
+"""Makes a training batch of rollouts: ages of tokens, what is dropped or masked, and counts."""
 
 from __future__ import annotations
 
@@ -155,9 +155,9 @@ def check_mode(sample: Sample, config: TrainConfig) -> None:
         "temperature": config.rollout.temperature,
     }
     for name, expected in wanted.items():
-        if (found := getattr(sample, name)) != expected:
+        if (value := getattr(sample, name)) != expected:
             raise Conflict(
-                f"a sample has {name} {found!r}, but this run learns from {expected!r}: their "
+                f"a sample has {name} {value!r}, but this run learns from {expected!r}: their "
                 "ratios would mean nothing; set [rollout] to what the server does, or the other "
                 "way round",
                 param=name,

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher scores what the student said, the student moves towards it."""
+"""On-policy distillation: a teacher scores what the student sampled, which moves towards it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ async def teacher_logprobs(
 
     Raises what `Policy.score` raises, and ContractError for scores of other tokens.
     """
-    slots = asyncio.Semaphore(concurrency)
+    limit = asyncio.Semaphore(concurrency)
 
     async def one(sample: Sample) -> list[float]:
-        async with slots:
+        async with limit:
             scores = await teacher.score(sample.token_ids, temperature=temperature)
         if scores.token_ids != sample.token_ids or len(scores.logprobs) != len(sample.token_ids):
-            raise ContractError("the teacher scored other tokens than it was given")
+            raise ContractError("the teacher scored other tokens than those of the sample")
         return scores.logprobs
 
     with one_error():

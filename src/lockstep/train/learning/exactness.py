@@ -1,4 +1,4 @@
-"""Whether trainer and workers compute the same bits: decided before the first step, never guessed.
+"""Exact or close: whether trainer and workers compute the same bits, decided before the first step.
 
 Where they cannot, the run goes on in close mode and keeps the reason. Close mode is not without
 rules: logprobs of equal weights may differ by `CLOSE_BOUND` and no more.

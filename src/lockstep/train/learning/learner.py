@@ -1,4 +1,4 @@
-"""The model that learns: one optimizer step over a batch, and all it takes to go on after a crash.
+"""The model that learns: an optimizer step over a batch, checkpoints, and its state for resuming.
 
 Where the engine computes exactly, so does this: forward passes are padded as the engine pads them,
 and the logprobs of equal weights are equal bit for bit.
@@ -23,7 +23,7 @@ from lockstep.engine.model.arithmetic import round_up
 from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.numerics.block_shapes import row_multiple
-from lockstep.engine.probe import save_checkpoint, write_probe
+from lockstep.engine.probe import remember, save_checkpoint, write_probe
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from lockstep.tokens.numerics import NumericsPlan
@@ -46,8 +46,7 @@ class Learner:
     """A transformers causal LM under AdamW, trained whole or through LoRA.
 
     `weights` is the directory to start from: by default the config's model, after a crash the
-    checkpoint. `exact` has it compute as the engine does (see `exactness`). Raises
-    BadRequest when the model cannot be loaded.
+    checkpoint. `exact` has it compute as the engine does. Raises BadRequest when there is no model.
     """
 
     def __init__(self, config: TrainConfig, *, exact: bool, weights: Path | None = None):
@@ -65,6 +64,9 @@ class Learner:
         )
         self._trained = trained
         self._replay = ExpertReplay(self.model) if _is_moe(self.model) else None
+        # The fleet serves these weights before the first step: with their logprobs in the first
+        # probe it measures how closely each worker follows, and tells new weights from old.
+        remember(self.model)
 
     def _load(self, weights: Path | None) -> Any:
         from transformers import AutoModelForCausalLM
@@ -115,10 +117,10 @@ class Learner:
         logprobs: list[list[float]] = [[] for _ in batch.items]
         # By length, so that a micro-batch has little padding.
         lengths = [len(item.sample.token_ids) for item in batch.items]
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
+        by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
         size = self._config.learner.micro_batch
-        for start in range(0, len(order), size):
-            chosen = order[start : start + size]
+        for start in range(0, len(by_length), size):
+            chosen = by_length[start : start + size]
             items = [batch.items[at] for at in chosen]
             loss, trainer_BT = self._micro(items, tally)
             (loss / total).backward()
@@ -184,10 +186,10 @@ class Learner:
         return learner.lr * min(1.0, number / max(learner.warmup_steps, 1))
 
     def base_logprobs(self, token_ids: list[int]) -> list[float]:
-        """What the model under the adapter says of these tokens after the first."""
+        """The logprobs that the model without its adapter gives the tokens after the first."""
         with torch.no_grad(), self.model.disable_adapter():
-            (found,) = exact.token_logprobs(self.model, [token_ids])
-        logprobs: list[float] = found.tolist()
+            (row,) = exact.token_logprobs(self.model, [token_ids])
+        logprobs: list[float] = row.tolist()
         return logprobs
 
     # What survives
@@ -236,12 +238,12 @@ def own_plan(config: TrainConfig) -> NumericsPlan:
 
 
 def _model_directory(config: TrainConfig) -> Path:
-    found = bundled(config.model) or Path(config.model)
-    if not found.is_dir():
+    directory = bundled(config.model) or Path(config.model)
+    if not directory.is_dir():
         raise BadRequest(
             f"model is {config.model!r}: expected a bundled name or a directory", param="model"
         )
-    return found
+    return directory
 
 
 def _padded(rows: list[Any], width: int, dtype: Any, device: torch.device) -> Tensor:

@@ -125,8 +125,8 @@ class Tally:
 
     def means(self) -> dict[str, float]:
         """Every metric; 0 where there was no token to count, as with no masked ones."""
-        found = {
+        means = {
             name: total / self._counts[name] if self._counts[name] else 0.0
             for name, total in self._sums.items()
         }
-        return {**found, "mismatch_max": self.mismatch_max}
+        return {**means, "mismatch_max": self.mismatch_max}

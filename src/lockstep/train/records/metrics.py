@@ -1,4 +1,4 @@
-"""What a run reports: one line per step, and the outcome."""
+"""The values that a run reports: metrics of each step, evaluations, and the result."""
 
 from __future__ import annotations
 

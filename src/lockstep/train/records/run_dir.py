@@ -1,4 +1,4 @@
-"""The run directory: metrics, samples, events, and what a crash leaves to go on from.
+"""The run directory: metrics, samples, events, checkpoints, and the state to resume from.
 
 run.json  metrics.jsonl  samples.jsonl  events.jsonl
 checkpoints/step-N/     weights or adapter, probe, manifest, STABLE
@@ -60,20 +60,20 @@ class RunDirectory:
 
     def run(self) -> dict[str, Any]:
         path = self.path / RUN
-        found: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
-        return found
+        values: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        return values
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         with open(self.path / name, "a") as file:
             file.write(json.dumps(line) + "\n")
 
-    # Going on
+    # Resuming
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step}"
 
     def save_state(self, step: int, state: dict[str, Any]) -> None:
-        """Before the checkpoint of that step is stable, or a crash between would lose it."""
+        """Writes it; before the checkpoint is stable, or a crash between the two would lose it."""
         scratch = self._states / f".step-{step}.tmp"
         torch.save(state, scratch)
         scratch.replace(self._states / f"step-{step}.pt")
@@ -131,5 +131,5 @@ class RunDirectory:
     def _steps(self) -> list[int]:
         if not self.checkpoints.is_dir():
             return []
-        found = (_STEP.fullmatch(path.name) for path in self.checkpoints.iterdir())
-        return [int(match[1]) for match in found if match]
+        matches = (_STEP.fullmatch(path.name) for path in self.checkpoints.iterdir())
+        return [int(match[1]) for match in matches if match]

@@ -1,4 +1,4 @@
-"""Samples for people: every token with who wrote it, its logprobs, and its version."""
+"""Samples as the report shows them: every token with its author, logprobs and version."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ def roles(strings: Sequence[str], sampled: Sequence[bool]) -> list[str]:
     Sampled tokens are the assistant's whatever the format. The rest is read from ChatML markers;
     in other formats it is the template's.
     """
-    found: list[str] = []
+    written: list[str] = []
     role, naming, name = "template", False, ""
     for text, was_sampled in zip(strings, sampled, strict=True):
         if was_sampled:
-            found.append("assistant")
+            written.append("assistant")
             role = "template" if text == CLOSE else role
             continue
         if text == OPEN:
             role, naming, name = "template", True, ""
-            found.append("template")
+            written.append("template")
         elif naming:
             # The role's name runs to the end of its line, perhaps over several tokens.
-            found.append("template")
+            written.append("template")
             name, naming = name + text, "\n" not in text
             role = name.strip() if name.strip() in ROLES else "template"
         elif text == CLOSE:
-            found.append("template")
+            written.append("template")
             role = "template"
         elif text in (TOOL_OPEN, TOOL_CLOSE):
-            found.append("template")
+            written.append("template")
             role = "tool" if text == TOOL_OPEN else "user"
         else:
-            found.append(role)
-    return found
+            written.append(role)
+    return written

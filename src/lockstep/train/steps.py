@@ -1,0 +1,196 @@
+"""One training step: learn from a batch, save the weights, have the fleet serve them, report."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from time import perf_counter, time
+from typing import Any
+
+from lockstep.client.policy import Policy
+from lockstep.tokens.errors import Conflict, NotExact
+from lockstep.train.config import TrainConfig
+from lockstep.train.learning.batch import Clock, RolloutGroup, TrainBatch, make_batch
+from lockstep.train.learning.distill import teacher_logprobs
+from lockstep.train.learning.exactness import Exactness
+from lockstep.train.learning.learner import Learner
+from lockstep.train.publish import Published, Publisher
+from lockstep.train.records.metrics import StepMetrics
+from lockstep.train.records.run_dir import RunDirectory
+from lockstep.train.records.step_metrics import nothing_learnt, step_metrics
+from lockstep.train.records.transcript import transcripts
+
+OnStep = Callable[[StepMetrics], None]
+InThread = Callable[..., Awaitable[Any]]
+"""Runs a function of torch in the one thread that torch has."""
+
+
+class StepRunner:
+    """Takes the steps of one run.
+
+    `current` is what the fleet serves now, `metrics` those of the steps that this process took,
+    and `clock` knows the versions that this run has published.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        directory: RunDirectory,
+        learner: Learner,
+        publisher: Publisher,
+        *,
+        exactness: Exactness,
+        policy: Policy,
+        teacher: Policy | None,
+        in_thread: InThread,
+        on_step: OnStep | None,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._learner = learner
+        self._publisher = publisher
+        self._exactness = exactness
+        self._policy = policy
+        self._teacher = teacher
+        self._in_thread = in_thread
+        self._on_step = on_step
+        self._skipped = 0
+        self.clock = Clock()
+        self.metrics: list[StepMetrics] = []
+        self.current: Published
+
+    async def take(
+        self,
+        step: int,
+        groups: list[RolloutGroup],
+        begun: float,
+        max_off_policy: int,
+        late: int = 0,
+    ) -> None:
+        """One step on groups that were all played since `begun`; `late` samples were dropped.
+
+        Raises Conflict when too many steps in a row had nothing to learn from, NotExact when
+        exactness was demanded and did not hold, and what the fleet raises.
+        """
+        rollout_seconds = perf_counter() - begun
+        batch = make_batch(groups, self.clock, step - 1, self._config, max_off_policy)
+        batch = replace(batch, dropped=batch.dropped + late)
+        if not batch.learnt_tokens:
+            self._skip(step, batch, rollout_seconds)
+            return
+        self._skipped = 0
+        batch = await self._with_teacher(batch)
+        at = perf_counter()
+        outcome = await self._in_thread(self._learner.step, batch, step)
+        draft = step_metrics(step, batch, outcome, rollout_seconds, perf_counter() - at)
+        self._check_mismatch(draft)
+        at = perf_counter()
+        await self._in_thread(self.save, step, draft)
+        save_seconds = perf_counter() - at
+        self._directory.samples(
+            transcripts(
+                step,
+                self._config.env.name,
+                batch,
+                outcome.logprobs,
+                self._policy.renderer().tokenizer,
+                self._config.rollout.samples_shown,
+            )
+        )
+        published = await self.publish(step)
+        total = perf_counter() - begun
+        rate = batch.tokens / total
+        draft = replace(draft, time_save=save_seconds, time_step=total, tokens_per_second=rate)
+        self.report(draft, published)
+
+    async def _with_teacher(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with the teacher's logprobs of every sample, where the run has a teacher."""
+        if self._teacher is None:
+            return batch
+        samples = [item.sample for item in batch.items]
+        temperature = self._config.rollout.temperature
+        scores = await teacher_logprobs(self._teacher, samples, temperature=temperature)
+        pairs = zip(batch.items, scores, strict=True)
+        return replace(batch, items=tuple(replace(item, teacher=s) for item, s in pairs))
+
+    def _skip(self, step: int, batch: TrainBatch, rollout_seconds: float) -> None:
+        """Records a step without a token to learn from; the weights stay as they are.
+
+        Raises Conflict when there were more of them in a row than the config allows.
+        """
+        self._skipped += 1
+        reason = (
+            f"no token to learn from: {batch.dropped} samples were dropped "
+            f"({batch.aborts} aborts, {batch.mixed} of mixed versions)"
+        )
+        self._directory.event("skipped", step=step, in_a_row=self._skipped, reason=reason)
+        if self._skipped > self._config.loop.max_skipped:
+            raise Conflict(
+                f"step {step} had {reason}, and so had all of the last {self._skipped} steps; "
+                f"loop.max_skipped allows {self._config.loop.max_skipped} in a row: look at "
+                "loop.aborted, loop.mixed and loop.max_off_policy, and at the fleet's events",
+                param="loop.max_skipped",
+            )
+        self.clock.skip()
+        same = replace(self.current, seconds=0.0, pause_seconds=0.0)
+        self.report(step_metrics(step, batch, nothing_learnt(), rollout_seconds, 0.0), same)
+
+    def _check_mismatch(self, draft: StepMetrics) -> None:
+        """Records logprobs of the current weights that differ by more than the bound.
+
+        Raises NotExact for them where exactness was demanded.
+        """
+        worst, bound = draft.more["mismatch_max"], self._exactness.bound
+        # Tokens of older weights differ by what was learnt since: they say nothing of arithmetic.
+        if draft.off_policy_max > 0 or worst <= bound:
+            return
+        self._directory.event("mismatch", step=draft.step, mismatch_max=worst, bound=bound)
+        if self._config.learner.exact:
+            raise NotExact(
+                f"exactness was demanded, and the trainer's logprobs of step {draft.step} are off "
+                f"by up to {worst:.3g} from the engine's under the same weights",
+                param="learner.exact",
+            )
+
+    def save(self, step: int, draft: StepMetrics | None) -> None:
+        """Writes the trainer's state, then the checkpoint of the step."""
+        # In this order: where the checkpoint is stable, nothing that resuming needs is missing.
+        self._directory.save_state(
+            step,
+            {
+                **self._learner.state(),
+                "step": step,
+                "versions": dict(self.clock.steps),
+                "suffix": self._publisher.suffix,
+                "metrics": None if draft is None else draft.to_json(),
+            },
+        )
+        self._learner.save(self._directory.checkpoint(step), f"step-{step}")
+
+    async def publish(self, step: int) -> Published:
+        """Has the fleet serve the checkpoint of the step; raises what `Publisher.publish` does."""
+        started = time()
+        published = await self._publisher.publish(self._directory.checkpoint(step), step)
+        self.current = published
+        self.clock.tick(published.label, step)
+        self._directory.event(
+            "update", step=step, version=published.version, started=started,
+            seconds=published.seconds, pause_seconds=published.pause_seconds,
+            workers=list(published.workers),
+        )  # fmt: skip
+        self._directory.prune(self._config.loop.keep_checkpoints)
+        return published
+
+    def report(self, draft: StepMetrics, published: Published) -> None:
+        """Completes the metrics of a step, and hands them to the run directory and the caller."""
+        metrics = replace(
+            draft,
+            version=published.version,
+            pause_seconds=published.pause_seconds,
+            time_update=published.seconds,
+            workers=published.workers,
+        )
+        self.metrics.append(metrics)
+        self._directory.metrics(metrics.to_json())
+        if self._on_step is not None:
+            self._on_step(metrics)
