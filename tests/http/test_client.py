@@ -1,4 +1,4 @@
-"""The link to a server: retries only before an answer begins, deadlines, and clean leaving."""
+"""The HTTP client: retries only before a response begins, deadlines, and clean leaving."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lockstep.tokens.errors import (
 from tests.backends.scripted import Reply, Request, events, serving, whole
 
 
-def replies(*given: Reply) -> Iterator[Reply]:
-    yield from given
+def replies(*scripted: Reply) -> Iterator[Reply]:
+    yield from scripted
     while True:
-        yield given[-1]
+        yield scripted[-1]
 
 
-def in_turn(*given: Reply):
-    turn = replies(*given)
+def in_turn(*scripted: Reply):
+    turn = replies(*scripted)
 
     def script(request: Request) -> Reply:
         return next(turn)
@@ -38,62 +38,70 @@ def in_turn(*given: Reply):
     return script
 
 
-async def test_a_reset_before_the_answer_is_retried_a_bounded_number_of_times() -> None:
+async def test_a_reset_before_the_response_is_retried_a_bounded_number_of_times() -> None:
     async with serving(in_turn(Reply(fault="reset"), Reply(fault="reset"), whole({}))) as server:
-        link = HttpClient(server.url, backoff=0.01, retries=2)
-        assert await link.post("/x", b"{}") == b"{}"
+        client = HttpClient(server.url, backoff=0.01, retries=2)
+        assert await client.post("/x", b"{}") == b"{}"
         assert len(server.requests) == 3
-        await link.close()
+        await client.close()
     async with serving(in_turn(Reply(fault="reset"))) as server:
-        link = HttpClient(server.url, backoff=0.01, retries=1)
+        client = HttpClient(server.url, backoff=0.01, retries=1)
         with pytest.raises(Unavailable, match="failed 2 times"):
-            await link.post("/x", b"{}")
+            await client.post("/x", b"{}")
         assert len(server.requests) == 2
-        await link.close()
+        await client.close()
 
 
-async def test_an_answer_that_breaks_off_is_not_asked_for_again() -> None:
+async def test_a_response_that_breaks_off_is_not_requested_again() -> None:
     async with serving(in_turn(Reply((b"{",), fault="cut"))) as server:
-        link = HttpClient(server.url, backoff=0.01)
+        client = HttpClient(server.url, backoff=0.01)
         with pytest.raises(Unavailable, match="broke off"):
-            await link.post("/x", b"{}")
+            await client.post("/x", b"{}")
         assert len(server.requests) == 1
-        await link.close()
+        await client.close()
 
 
 async def test_a_connection_dropped_after_a_500_does_not_fail_the_next_request() -> None:
     broken = whole({"error": {"message": "boom", "code": 500}}, 500, fault="goodbye")
     async with serving(in_turn(broken, whole({"ok": 1}))) as server:
-        link = HttpClient(server.url, backoff=0.01)
+        client = HttpClient(server.url, backoff=0.01)
         with pytest.raises(EngineFailure, match="boom"):
-            await link.post("/x", b"{}")
-        assert await link.post("/x", b"{}") == b'{"ok": 1}'
-        await link.close()
+            await client.post("/x", b"{}")
+        assert await client.post("/x", b"{}") == b'{"ok": 1}'
+        await client.close()
+
+
+async def test_an_exchange_gives_the_status_and_the_body_of_an_error_too() -> None:
+    async with serving(in_turn(whole({"error": "boom"}, 500), whole({"ok": 1}))) as server:
+        client = HttpClient(server.url)
+        assert await client.exchange("POST", "/x", b"{}") == (500, b'{"error": "boom"}')
+        assert await client.exchange("GET", "/x") == (200, b'{"ok": 1}')
+        await client.close()
 
 
 async def test_nobody_listening_is_unavailable() -> None:
     async with serving(in_turn(whole({}))) as server:
         url = server.url
-    link = HttpClient(url, backoff=0.01, retries=1)
+    client = HttpClient(url, backoff=0.01, retries=1)
     with pytest.raises(Unavailable):
-        await link.post("/x", b"{}")
-    await link.close()
+        await client.post("/x", b"{}")
+    await client.close()
 
 
 async def test_a_deadline_is_kept_and_the_server_sees_the_client_leave() -> None:
     async with serving(in_turn(Reply(fault="hang"))) as server:
-        link = HttpClient(server.url)
+        client = HttpClient(server.url)
         with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
-            await link.post("/x", b"{}", timeout=0.1)
+            await client.post("/x", b"{}", timeout=0.1)
         await asyncio.wait_for(server.gone.wait(), 2)
-        await link.close()
+        await client.close()
 
 
 @pytest.mark.failure_mode("F47")
 async def test_cancelling_closes_the_connection() -> None:
     async with serving(in_turn(Reply((b"{",), fault="hang"))) as server:
-        link = HttpClient(server.url)
-        task = asyncio.create_task(link.post("/x", b"{}"))
+        client = HttpClient(server.url)
+        task = asyncio.create_task(client.post("/x", b"{}"))
         while not server.requests:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
@@ -102,40 +110,40 @@ async def test_cancelling_closes_the_connection() -> None:
             await task
         await asyncio.wait_for(server.gone.wait(), 2)
         assert server.left == 1
-        await link.close()
+        await client.close()
 
 
 @pytest.mark.failure_mode("F47")
 async def test_leaving_a_stream_early_closes_the_connection() -> None:
     async with serving(in_turn(events(b"{}", done=False, fault="hang"))) as server:
-        link = HttpClient(server.url)
-        stream = link.events("/x", b"{}")
+        client = HttpClient(server.url)
+        stream = client.events("/x", b"{}")
         assert await anext(stream) == b"{}"
         await stream.aclose()
         await asyncio.wait_for(server.gone.wait(), 2)
-        await link.close()
+        await client.close()
 
 
 async def test_a_stalled_stream_meets_its_deadline_and_a_cut_one_is_unavailable() -> None:
     script = in_turn(events(b"1", done=False, fault="hang"), events(b"1", done=False, fault="cut"))
     async with serving(script) as server:
-        link = HttpClient(server.url)
+        client = HttpClient(server.url)
         with pytest.raises(DeadlineExceeded):
-            [event async for event in link.events("/x", b"{}", timeout=0.1)]
+            [event async for event in client.events("/x", b"{}", timeout=0.1)]
         with pytest.raises(Unavailable, match="broke off"):
-            [event async for event in link.events("/x", b"{}")]
-        await link.close()
+            [event async for event in client.events("/x", b"{}")]
+        await client.close()
 
 
 async def test_connections_are_kept_between_answers_and_after_streams() -> None:
     script = in_turn(whole({}), events(b"1"), whole({}), events(b"2"))
     async with serving(script) as server:
-        link = HttpClient(server.url)
+        client = HttpClient(server.url)
         for _ in range(2):
-            await link.post("/x", b"{}")
-            assert len([event async for event in link.events("/x", b"{}")]) == 1
+            await client.post("/x", b"{}")
+            assert len([event async for event in client.events("/x", b"{}")]) == 1
         assert server.connections == 1
-        await link.close()
+        await client.close()
 
 
 @pytest.mark.parametrize(("status", "body", "error"), [
@@ -151,41 +159,41 @@ async def test_error_bodies_become_typed_errors(
     status: int, body: bytes | dict, error: type[LockstepError]
 ) -> None:
     async with serving(in_turn(whole(body, status))) as server:
-        link = HttpClient(server.url)
+        client = HttpClient(server.url)
         with pytest.raises(error) as caught:
-            await link.post("/x", b"{}")
+            await client.post("/x", b"{}")
         assert type(caught.value) is error
         assert caught.value.message
         with pytest.raises(error):
-            [event async for event in link.events("/x", b"{}")]
-        await link.close()
+            [event async for event in client.events("/x", b"{}")]
+        await client.close()
 
 
 async def test_a_lockstep_server_names_the_exact_error() -> None:
     fault = {"error": {"message": "gone", "code": 409, "reason": "version_unavailable"}}
     async with serving(in_turn(whole(fault, 409))) as server:
-        link = HttpClient(server.url)
+        client = HttpClient(server.url)
         with pytest.raises(LockstepError) as caught:
-            await link.post("/x", b"{}")
+            await client.post("/x", b"{}")
         assert caught.value.code == "version_unavailable"
-        await link.close()
+        await client.close()
 
 
 async def test_a_closed_link_says_so() -> None:
-    link = HttpClient("http://127.0.0.1:1")
-    await link.close()
+    client = HttpClient("http://127.0.0.1:1")
+    await client.close()
     with pytest.raises(Unavailable, match="closed"):
-        await link.get("/x")
+        await client.get("/x")
 
 
-async def raw_server(*answers: bytes, hold: bool = False):
-    """A server that says these bytes, one answer a request, and then hangs up unless it holds."""
+async def raw_server(*responses: bytes, hold: bool = False):
+    """A server that sends these bytes, one response a request, and then hangs up unless it holds."""
     seen: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for answer in answers:
+        for response in responses:
             seen.append(await reader.readuntil(b"\r\n\r\n"))
-            writer.write(answer)
+            writer.write(response)
             await writer.drain()
         if hold:
             await reader.read()
@@ -195,23 +203,23 @@ async def raw_server(*answers: bytes, hold: bool = False):
     return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", seen
 
 
-@pytest.mark.parametrize("answer", [
+@pytest.mark.parametrize("response", [
     b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
     b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n",
     b"HTTP/1.0 200 OK\r\n\r\n{}",
     b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n{}",
 ])  # fmt: skip
-async def test_every_framing_of_an_answer_is_read(answer: bytes) -> None:
-    server, url, seen = await raw_server(answer)
+async def test_every_framing_of_a_response_is_read(response: bytes) -> None:
+    server, url, seen = await raw_server(response)
     async with server:
-        link = HttpClient(url)
-        assert await link.get("/a b?c=\u00e9") == b"{}"
+        client = HttpClient(url)
+        assert await client.get("/a b?c=\u00e9") == b"{}"
         assert seen[0].startswith(b"GET /a%20b?c=%C3%A9 HTTP/1.1\r\n")
-        await link.close()
+        await client.close()
 
 
-@pytest.mark.parametrize("answer", [
+@pytest.mark.parametrize("response", [
     b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}",
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n",
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\nnonsense\r\n",
@@ -219,54 +227,54 @@ async def test_every_framing_of_an_answer_is_read(answer: bytes) -> None:
     b"nonsense",
     b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}",
 ])  # fmt: skip
-async def test_an_answer_that_is_not_whole_is_none_and_is_not_asked_for_again(
-    answer: bytes,
+async def test_a_response_that_is_not_whole_is_none_and_is_not_requested_again(
+    response: bytes,
 ) -> None:
-    server, url, seen = await raw_server(answer)
+    server, url, seen = await raw_server(response)
     async with server:
-        link = HttpClient(url, backoff=0.01)
+        client = HttpClient(url, backoff=0.01)
         with pytest.raises(Unavailable, match="broke off"):
-            await link.get("/x")
+            await client.get("/x")
         assert len(seen) == 1
-        await link.close()
+        await client.close()
 
 
-async def test_bytes_nobody_asked_for_cost_the_connection_and_never_become_an_answer() -> None:
+async def test_bytes_without_a_request_cost_the_connection_and_never_become_a_response() -> None:
     good = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
     more = good.replace(b"{}", b"[]")
     server, url, seen = await raw_server(good + more, more, hold=True)
     async with server:
-        link = HttpClient(url)
-        for _ in range(2):  # each on a new connection, where the first answer comes again
-            assert await link.get("/x") == b"{}"
+        client = HttpClient(url)
+        for _ in range(2):  # each on a new connection, where the first response comes again
+            assert await client.get("/x") == b"{}"
         assert len(seen) == 2
-        await link.close()
+        await client.close()
 
 
 async def test_a_head_without_end_is_not_read_for_ever() -> None:
     server, url, _ = await raw_server(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 70_000, hold=True)
     async with server:
-        link = HttpClient(url, backoff=0.01)
-        with pytest.raises(Unavailable, match="the head of the answer is larger"):
-            await link.get("/x", timeout=2)
-        await link.close()
+        client = HttpClient(url, backoff=0.01)
+        with pytest.raises(Unavailable, match="the head of the response is larger"):
+            await client.get("/x", timeout=2)
+        await client.close()
 
 
 async def test_a_header_with_a_line_break_is_not_sent() -> None:
     async with serving(in_turn(whole({}))) as server:
-        link = HttpClient(server.url)
+        client = HttpClient(server.url)
         with pytest.raises(BadRequest, match="control characters"):
-            await link.post("/x", b"{}", headers={"X-Request-Id": "a\r\nx-admin: 1"})
+            await client.post("/x", b"{}", headers={"X-Request-Id": "a\r\nx-admin: 1"})
         assert not server.requests
-        await link.close()
+        await client.close()
 
 
 async def test_only_so_many_connections_are_open_at_once() -> None:
     async with serving(in_turn(whole({}))) as server:
-        link = HttpClient(server.url, connections=2)
-        await asyncio.gather(*[link.post("/x", b"{}") for _ in range(20)])
+        client = HttpClient(server.url, connections=2)
+        await asyncio.gather(*[client.post("/x", b"{}") for _ in range(20)])
         assert server.connections <= 2
-        await link.close()
+        await client.close()
 
 
 async def test_a_consumer_that_waits_makes_the_server_wait() -> None:
@@ -284,13 +292,13 @@ async def test_a_consumer_that_waits_makes_the_server_wait() -> None:
 
     server = await asyncio.start_server(flood, "127.0.0.1", 0)
     async with server:
-        link = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        stream = link.events("/x", b"{}")
+        client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        stream = client.events("/x", b"{}")
         await anext(stream)
         await asyncio.sleep(0.3)
         assert sent < 1000
         await stream.aclose()
-        await link.close()
+        await client.close()
 
 
 async def test_connections_nobody_needs_any_more_are_closed(
@@ -298,28 +306,28 @@ async def test_connections_nobody_needs_any_more_are_closed(
 ) -> None:
     monkeypatch.setattr(http, "KEEPALIVE", 0.05)
     async with serving(in_turn(whole({}))) as server:
-        link = HttpClient(server.url)
-        await asyncio.gather(*[link.post("/x", b"{}") for _ in range(5)])
+        client = HttpClient(server.url)
+        await asyncio.gather(*[client.post("/x", b"{}") for _ in range(5)])
         await asyncio.sleep(0.1)
-        await link.post("/x", b"{}")
+        await client.post("/x", b"{}")
         assert server.connections == 6
-        await link.close()
+        await client.close()
 
 
 async def test_a_request_names_one_host() -> None:
     seen: list[bytes] = []
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         seen.append(await reader.readuntil(b"\r\n\r\n"))
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
         writer.close()
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    server = await asyncio.start_server(respond, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     for host in ("workers.example", None):
-        link = HttpClient(f"http://127.0.0.1:{port}", host=host)
-        await link.get("/health")
-        await link.close()
+        client = HttpClient(f"http://127.0.0.1:{port}", host=host)
+        await client.get("/health")
+        await client.close()
     server.close()
     named, own = (head.lower().split(b"\r\n") for head in seen)
     assert [line for line in named if line.startswith(b"host:")] == [b"host: workers.example"]
@@ -334,7 +342,7 @@ from lockstep.tokens.errors import Busy
 
 async def main():
     listening = socket.create_server(("127.0.0.1", 0))
-    link = HttpClient(f"http://127.0.0.1:{listening.getsockname()[1]}", backoff=0.01)
+    client = HttpClient(f"http://127.0.0.1:{listening.getsockname()[1]}", backoff=0.01)
     soft = len(os.listdir("/proc/self/fd"))
     held = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft + 8, soft + 8))
@@ -344,7 +352,7 @@ async def main():
     except OSError:
         pass
     try:
-        await link.get("/health")
+        await client.get("/health")
     except Busy as error:
         for one in held:
             os.close(one)

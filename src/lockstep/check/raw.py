@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
+from lockstep.http.client import HttpClient
 from lockstep.protocol.common.decode_error import error_of
-from lockstep.tokens.errors import DeadlineExceeded, Unavailable
 
 SHOWN = 160
 
@@ -20,7 +19,7 @@ class Reply:
     """An answer. `fields` is empty unless its body is a JSON object."""
 
     status: int
-    body: bytes
+    body: bytes | bytearray
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -54,30 +53,19 @@ class Raw:
     def __init__(self, *, api_key: str | None = None, timeout: float = 30.0) -> None:
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout = timeout
-        self._session: aiohttp.ClientSession | None = None
 
     async def send(
         self, method: str, url: str, body: object = None, *, token: str | None = None
     ) -> Reply:
-        if self._session is None:
-            # A server may drop a connection after an error, so each request gets its own.
-            connector = aiohttp.TCPConnector(force_close=True)
-            self._session = aiohttp.ClientSession(connector=connector)
-        headers = {"Content-Type": "application/json", **self._headers}
+        headers = dict(self._headers)
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        data = None if body is None else msgspec.json.encode(body)
+        raw = b"" if body is None else msgspec.json.encode(body)
+        parts = urlsplit(url)
+        target = parts.path + (f"?{parts.query}" if parts.query else "")
+        # A server may drop a connection after an error, so each request gets its own.
+        client = HttpClient(f"{parts.scheme}://{parts.netloc}", retries=0, timeout=self._timeout)
         try:
-            async with asyncio.timeout(self._timeout):
-                async with self._session.request(
-                    method, url, data=data, headers=headers, allow_redirects=False
-                ) as response:
-                    return Reply(response.status, await response.read())
-        except TimeoutError:
-            raise DeadlineExceeded(f"{method} {url} took longer than {self._timeout:g} s") from None
-        except aiohttp.ClientError as error:
-            raise Unavailable(f"{method} {url}: {type(error).__name__}: {error}") from None
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
+            return Reply(*await client.exchange(method, target, raw, headers=headers))
+        finally:
+            await client.close()

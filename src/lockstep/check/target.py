@@ -173,7 +173,6 @@ async def open_target(subject: Subject) -> AsyncIterator[Target]:
             control=control,
         )
     finally:
-        await raw.close()
         await transport.close()
         if control is not None:
             await control.close()

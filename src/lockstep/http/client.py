@@ -1,4 +1,4 @@
-"""HTTP to one worker: kept connections, deadlines, careful retries, and typed errors only."""
+"""The HTTP client for one server: kept connections, deadlines, careful retries, typed errors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from urllib.parse import quote, urlsplit
 
 from lockstep.http.connection import Connection, Lost
 from lockstep.http.sse import EventReader
-from lockstep.protocol.common.base64_extract import ExtractedBody
-from lockstep.protocol.common.base64_stream import Base64Extractor
 from lockstep.protocol.common.decode_error import error_of
 from lockstep.tokens.errors import BadRequest, Busy, DeadlineExceeded, Unavailable
 
@@ -34,7 +32,7 @@ TARGET_CHARACTERS = "/?#[]@!$&'()*+,;=:%~"
 
 
 class Collector(Protocol[T_co]):
-    """Makes a value of a body that comes in pieces."""
+    """Makes a value of a body that arrives in chunks."""
 
     def feed(self, chunk: bytes) -> None: ...
 
@@ -55,9 +53,9 @@ class ResponseBody:
 
 
 class HttpClient:
-    """One server. Retries only what failed before a byte of the answer came, a few times.
+    """One server. Retries only what failed before a byte of the response came, a few times.
 
-    A keep-alive connection that the server has dropped is such a failure; an answer that breaks
+    A keep-alive connection that the server has dropped is such a failure; a response that breaks
     off is not: the engine has worked on it, and the caller must decide. `host` is sent as Host,
     for a URL that is one address of a name that has several; by default the URL's own.
     """
@@ -77,7 +75,7 @@ class HttpClient:
         self._timeout = timeout
         self._retries = retries
         self._backoff = backoff
-        self._slots = asyncio.Semaphore(connections)
+        self._permits = asyncio.Semaphore(connections)
         self._open: set[Connection] = set()
         self._idle: deque[tuple[Connection, float]] = deque()
         self._url = urlsplit(self.base_url)
@@ -92,9 +90,11 @@ class HttpClient:
         self._closed = False
 
     async def get(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
+        """The body of a 2xx response. Raises as `post` does."""
         return await self._whole("GET", path, None, timeout, None, ResponseBody)
 
     async def delete(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
+        """The body of a 2xx response. Raises as `post` does."""
         return await self._whole("DELETE", path, None, timeout, None, ResponseBody)
 
     async def post(
@@ -105,23 +105,49 @@ class HttpClient:
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> bytearray:
-        """The body of a 2xx answer. Raises the typed error of any other, Unavailable when the
+        """The body of a 2xx response. Raises the typed error of any other, Unavailable when the
         server cannot be reached or hangs up, DeadlineExceeded after `timeout` seconds."""
         return await self._whole(
             "POST", path, body, timeout or self._timeout, headers, ResponseBody
         )
 
-    async def post_spliced(
+    async def post_collected(
         self,
         path: str,
         body: bytes,
+        collector: Callable[[], Collector[T]],
         *,
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> ExtractedBody:
-        """The same for an answer that may hold routed experts, which are left in their pieces."""
+    ) -> T:
+        """`post` for a large response, which a collector reads while it arrives."""
         limit = timeout or self._timeout
-        return await self._whole("POST", path, body, limit, headers, Base64Extractor)
+        return await self._whole("POST", path, body, limit, headers, collector)
+
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytearray]:
+        """Status and body of any response, also of an error.
+
+        Raises Unavailable and DeadlineExceeded only.
+        """
+        limit = timeout or self._timeout
+        try:
+            async with asyncio.timeout(limit):
+                connection = await self._send(method, path, body, headers)
+                try:
+                    raw = await self._collect(connection, path, ResponseBody())
+                    return connection.status, raw
+                finally:
+                    self._release(connection)
+        except TimeoutError:
+            raise self._late(path, limit) from None
 
     async def _whole(
         self,
@@ -134,12 +160,12 @@ class HttpClient:
     ) -> T:
         try:
             async with asyncio.timeout(timeout):
-                answer = await self._send(method, path, body, headers)
+                connection = await self._send(method, path, body, headers)
                 try:
-                    await self._check(answer, path)
-                    return await self._collect(answer, path, collector())
+                    await self._check(connection, path)
+                    return await self._collect(connection, path, collector())
                 finally:
-                    self._release(answer)
+                    self._release(connection)
         except TimeoutError:
             raise self._late(path, timeout) from None
 
@@ -151,7 +177,7 @@ class HttpClient:
         timeout: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[bytes, None]:
-        """The data of each event of a streamed answer, up to `[DONE]` or the end."""
+        """The data of each event of a streamed response, up to `[DONE]` or the end."""
         batches = self.event_batches(path, body, timeout=timeout, headers=headers)
         async with aclosing(batches):
             async for batch in batches:
@@ -169,55 +195,55 @@ class HttpClient:
         """`events`, with those together that the network brought together."""
         limit = timeout or self._timeout
         deadline = asyncio.get_running_loop().time() + limit
-        answer: Connection | None = None
+        connection: Connection | None = None
         reader = EventReader()
         try:
             async with asyncio.timeout_at(deadline):
-                answer = await self._send("POST", path, body, headers)
-                await self._check(answer, path)
+                connection = await self._send("POST", path, body, headers)
+                await self._check(connection, path)
             while not reader.done:
-                if batch := [event for piece in answer.take() for event in reader.feed(piece)]:
+                if batch := [event for piece in connection.take() for event in reader.feed(piece)]:
                     yield batch
-                elif answer.ended:
+                elif connection.ended:
                     return
                 else:
                     # Only the wait has a deadline: a slow consumer is not the server's fault.
                     async with asyncio.timeout_at(deadline):
-                        await self._news(answer, path)
+                        await self._news(connection, path)
             # The end after [DONE] is read too, so that the connection can be kept; a server that
-            # does not end costs the connection, not the answer.
-            if not answer.ended:
+            # does not end costs the connection, not the response.
+            if not connection.ended:
                 with suppress(TimeoutError, Lost):
                     async with asyncio.timeout(LINGER):
-                        await answer.news()
+                        await connection.news()
         except TimeoutError:
             raise self._late(path, limit) from None
         finally:
-            if answer is not None:
-                self._release(answer)
+            if connection is not None:
+                self._release(connection)
 
     async def _send(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None
     ) -> Connection:
-        """The connection on which the head of an answer has come."""
+        """The connection on which the head of a response has come."""
         url = self.base_url + path
         head = self._head(method, path, body, headers)
         for attempt in range(self._retries + 1):
             try:
-                answer = await self._connection()
+                connection = await self._connection()
                 try:
-                    answer.send(head, body)
-                    while not answer.status:
-                        await answer.news()
-                    return answer
+                    connection.send(head, body)
+                    while not connection.status:
+                        await connection.news()
+                    return connection
                 except BaseException as error:
-                    self._release(answer)
-                    if answer.began and isinstance(error, Lost):
+                    self._release(connection)
+                    if connection.began and isinstance(error, Lost):
                         raise self._broken(path, error) from None
                     raise
             except (Lost, OSError) as error:
                 if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
-                    # Nobody else is to blame, and nobody is to be left out for it.
+                    # Nobody else is to blame, and no worker is to be ejected for it.
                     raise Busy(
                         f"{method} {url} was not sent: this process has no file descriptor left; "
                         "raise its limit of open files (ulimit -n)",
@@ -225,7 +251,7 @@ class HttpClient:
                     ) from None
                 if attempt == self._retries:
                     raise Unavailable(
-                        f"{method} {url} failed {attempt + 1} times before an answer came, "
+                        f"{method} {url} failed {attempt + 1} times before a response came, "
                         f"last with {type(error).__name__}: {error}"
                     ) from None
             await asyncio.sleep(self._backoff * 2**attempt * random.uniform(0.5, 1.5))
@@ -255,7 +281,7 @@ class HttpClient:
         """A connection that nobody uses, kept or new. Raises OSError when none can be had."""
         if self._closed:
             raise Unavailable(f"the transport to {self.base_url} is closed")
-        await self._slots.acquire()
+        await self._permits.acquire()
         try:
             since = monotonic() - KEEPALIVE
             while self._idle and self._idle[0][1] < since:
@@ -267,7 +293,7 @@ class HttpClient:
                 self._drop(kept)
             return await self._connect()
         except BaseException:
-            self._slots.release()
+            self._permits.release()
             raise
 
     async def _connect(self) -> Connection:
@@ -289,34 +315,34 @@ class HttpClient:
         self._open.add(connection)
         return connection
 
-    def _release(self, answer: Connection) -> None:
-        """Keeps the connection after a whole answer; closes it when the answer was left early."""
-        if answer.reusable and not self._closed:
-            self._idle.append((answer, monotonic()))
+    def _release(self, connection: Connection) -> None:
+        """Keeps the connection after a whole response, and closes it after an unfinished one."""
+        if connection.reusable and not self._closed:
+            self._idle.append((connection, monotonic()))
         else:
-            self._drop(answer)
-        self._slots.release()
+            self._drop(connection)
+        self._permits.release()
 
     def _drop(self, connection: Connection) -> None:
         self._open.discard(connection)
         connection.close()
 
-    async def _check(self, answer: Connection, path: str) -> None:
-        """Raises the typed error of an answer that is not 2xx."""
-        if not 200 <= answer.status < 300:
-            raise error_of(answer.status, await self._collect(answer, path, ResponseBody()))
+    async def _check(self, connection: Connection, path: str) -> None:
+        """Raises the typed error of a response that is not 2xx."""
+        if not 200 <= connection.status < 300:
+            raise error_of(connection.status, await self._collect(connection, path, ResponseBody()))
 
-    async def _collect(self, answer: Connection, path: str, collector: Collector[T]) -> T:
+    async def _collect(self, connection: Connection, path: str, collector: Collector[T]) -> T:
         while True:
-            for piece in answer.take():
+            for piece in connection.take():
                 collector.feed(piece)
-            if answer.ended:
+            if connection.ended:
                 return collector.finish()
-            await self._news(answer, path)
+            await self._news(connection, path)
 
-    async def _news(self, answer: Connection, path: str) -> None:
+    async def _news(self, connection: Connection, path: str) -> None:
         try:
-            await answer.news()
+            await connection.news()
         except Lost as error:
             raise self._broken(path, error) from None
 
@@ -331,6 +357,6 @@ class HttpClient:
 
     def _broken(self, path: str, error: Exception) -> Unavailable:
         return Unavailable(
-            f"{self.base_url}{path} broke off in the middle of its answer ({error}); it is not "
+            f"{self.base_url}{path} broke off in the middle of its response ({error}); it is not "
             "retried, as the engine had begun"
         )

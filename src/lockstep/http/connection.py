@@ -1,4 +1,4 @@
-"""One kept-alive HTTP/1.1 connection to a server: one request at a time, its answer as it comes."""
+"""One kept-alive HTTP/1.1 connection: a request at a time, its response as it arrives."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import httptools
 
 HEAD_LIMIT = 64 << 10
 HELD = 1 << 18
-"""Bytes of an answer that may wait here before reading pauses: what one read of a socket brings."""
+"""Bytes of a response that wait here before reading pauses: what one read of a socket gives."""
 
 
 class Lost(Exception):
-    """The connection ended, or made no sense, before the answer did."""
+    """The connection ended, or made no sense, before the response did."""
 
 
 class Connection(asyncio.Protocol):
-    """Sends a request, then tells how far its answer is.
+    """Sends a request, then tells how far its response is.
 
-    `began` turns true with the first byte of the answer, `status` is its status once the head is
-    there and 0 before, `ended` turns true with its last byte. The body is taken as it comes;
+    `began` turns true with the first byte of the response, `status` is its status once the head is
+    there and 0 before, `ended` turns true with its last byte. The body is taken as it arrives;
     what nobody takes makes the server wait.
     """
 
@@ -36,7 +36,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether another request may be sent: all was said on both sides, and nobody hung up."""
+        """Whether another request may be sent: the last one is over, and nobody hung up."""
         return (
             self.ended
             and self._kept
@@ -46,12 +46,13 @@ class Connection(asyncio.Protocol):
         )
 
     def send(self, head: bytes, body: bytes | None) -> None:
+        """Writes a request; the connection must be `reusable`."""
         self.began, self.status, self.ended = False, 0, False
         self._head, self._sized = 0, False
         self._transport.writelines((head, body) if body else (head,))
 
     async def news(self) -> None:
-        """Returns when more has come: the head, a piece of the body, the end. Raises Lost."""
+        """Returns when more has arrived: the head, a piece of the body, the end. Raises Lost."""
         if self._lost is not None:
             raise Lost(self._lost)
         self._waiter = self._loop.create_future()
@@ -80,7 +81,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.ended:
-            self._fail("the server spoke without being asked")
+            self._fail("the server sent something without a request")
             return
         self.began = True
         try:
@@ -92,7 +93,7 @@ class Connection(asyncio.Protocol):
         if not self.status:
             self._head += len(data)
             if self._head > HEAD_LIMIT:
-                self._fail(f"the head of the answer is larger than {HEAD_LIMIT} bytes")
+                self._fail(f"the head of the response is larger than {HEAD_LIMIT} bytes")
         elif self._held > HELD and not self._paused and self._lost is None:
             self._paused = True
             self._transport.pause_reading()
@@ -105,14 +106,14 @@ class Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.ended:
-            self._kept = False  # more came than was asked for
+            self._kept = False  # more came than was requested
 
     def on_header(self, name: bytes, value: bytes) -> None:
         field = name.lower()
         if field in (b"content-length", b"transfer-encoding"):
             self._sized = True
         elif field == b"content-encoding" and value.lower() != b"identity":
-            self._fail(f"the answer has content-encoding {value!r}, which was not accepted")
+            self._fail(f"the response has content-encoding {value!r}, which was not accepted")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -126,7 +127,7 @@ class Connection(asyncio.Protocol):
             self._held += len(piece)
 
     def on_message_complete(self) -> None:
-        if self.status:  # the head of the real answer follows one that only informs
+        if self.status:  # an informational head (1xx) comes before the real one
             self.ended = True
 
     def _fail(self, why: str) -> None:

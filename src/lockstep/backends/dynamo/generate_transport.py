@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.repeated_choices import gather
 from lockstep.backends.transport import ModelCard, TransportName
+from lockstep.protocol.common.base64_extract import Base64Extractor
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
 from lockstep.protocol.vllm.decode_generate import decode_generate
@@ -49,7 +50,7 @@ class DynamoGenerateTransport(HttpTransport):
         self, request: GenerateRequest, index: int, card: ModelCard | None
     ) -> Completion:
         body = encode_dynamo_generate(request, mode=self._mode)
-        response = await self._http.post_spliced(
-            ROUTE, body, timeout=request.timeout, headers=request.headers
+        response = await self._http.post_collected(
+            ROUTE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
         )
         return decode_generate(response, self._reading(request, card, index))[0]

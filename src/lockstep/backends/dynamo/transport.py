@@ -15,6 +15,7 @@ from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.repeated_choices import gather, merge
 from lockstep.backends.transport import ModelCard, TransportName
 from lockstep.http.client import HttpClient
+from lockstep.protocol.common.base64_extract import Base64Extractor
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta, decode_response
 from lockstep.protocol.dynamo.decode_chat import DynamoStreamDecoder, decode_dynamo
@@ -98,8 +99,8 @@ class DynamoTransport(HttpTransport):
     ) -> Completion:
         body = encode_dynamo(request, mode=self._mode)
         try:
-            response = await self._http.post_spliced(
-                ROUTE, body, timeout=request.timeout, headers=_headers(request)
+            response = await self._http.post_collected(
+                ROUTE, body, Base64Extractor, timeout=request.timeout, headers=_headers(request)
             )
         except (BadRequest, UnknownModel):
             await self._check_there()

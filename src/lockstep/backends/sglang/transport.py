@@ -11,6 +11,7 @@ from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.repeated_choices import gather, merge
 from lockstep.backends.transport import ModelCard, TransportName
 from lockstep.http.client import HttpClient
+from lockstep.protocol.common.base64_extract import Base64Extractor
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
 from lockstep.protocol.sglang.generate import (
@@ -82,8 +83,8 @@ class SglangTransport(HttpTransport):
         self, request: GenerateRequest, index: int, card: ModelCard | None
     ) -> Completion:
         body = self._encode(request, card, stream=False)
-        response = await self._http.post_spliced(
-            ROUTE, body, timeout=request.timeout, headers=request.headers
+        response = await self._http.post_collected(
+            ROUTE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
         )
         return decode_sglang(response, self._reading(request, card, index), self._layout)
 

@@ -10,6 +10,7 @@ import msgspec
 from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.transport import ModelCard, Relay, TransportName
 from lockstep.http.client import HttpClient
+from lockstep.protocol.common.base64_extract import Base64Extractor
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import Reading, StreamDelta
 from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
@@ -49,8 +50,8 @@ class VllmTransport(HttpTransport):
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         body, reading = await self._prepare(request, stream=False)
-        response = await self._http.post_spliced(
-            ROUTE, body, timeout=request.timeout, headers=request.headers
+        response = await self._http.post_collected(
+            ROUTE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
         )
         return decode_generate(response, reading)
 

@@ -1,9 +1,8 @@
-"""Takes the base64 of routed experts out of a JSON body before anybody decodes the JSON.
+"""Takes the base64 of routed experts out of a JSON body before the JSON is decoded.
 
-Megabytes of base64 would otherwise be copied, checked as UTF-8 and made into a str. The scanner
-only trusts what valid JSON guarantees: an unescaped quote opens or closes a string, so the bytes
-`"routed_experts"` with an unescaped first quote are that whole string, never a part of another;
-followed by a colon, it is a key.
+Megabytes of base64 would otherwise be copied, checked as UTF-8 and made into a str.
+`extract_base64` does it to a body that is there, `Base64Extractor` to one that still arrives. What
+is not recognised stays in the JSON, and is decoded with it: slower, and just as right.
 """
 
 from __future__ import annotations
@@ -19,6 +18,14 @@ SPACE = b" \t\r\n"
 STRUCTURE = re.compile(rb'["{}\[\]]')
 MARK = ":"
 """Starts the text that stands where a value was; base64 has no colon, so the two never mix up."""
+LOOK_BACK = 4096
+"""How far before new bytes the key may stand: its object holds a shape and a dtype, not more."""
+OPEN = re.compile(
+    rb'"routed_experts"\s*:\s*'
+    rb'(?:\{(?:[^"{}\[\]]|"[^"\\]*"|\[[^\[\]"]*\])*?"data"\s*:\s*)?'
+    rb'"([A-Za-z0-9+/=]*)\Z'
+)
+"""A body that ends inside the base64 of a `routed_experts` value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class ExtractedBody:
 def extract_base64(body: Body | ExtractedBody, most: int = 1) -> ExtractedBody:
     """The body without the base64 of its routed experts. Never raises: bad JSON stays as it is.
 
-    The search ends after `most` keys, so that it need not read all of an answer that has no more;
+    The search ends after `most` keys, so that it need not read all of a body that has no more;
     a value it did not reach is still right, only decoded with the rest.
     """
     if isinstance(body, ExtractedBody):
@@ -79,15 +86,69 @@ def extract_base64(body: Body | ExtractedBody, most: int = 1) -> ExtractedBody:
     return ExtractedBody(b"".join(pieces), values)
 
 
+class Base64Extractor:
+    """`extract_base64` for a body that arrives in chunks: large values are never put together.
+
+    A base64 string that is longer than one chunk stays in the chunks that brought it.
+    """
+
+    def __init__(self) -> None:
+        self._json = bytearray()
+        self._values: list[Base64Text] = []
+        self._open: list[bytes] | None = None
+
+    def feed(self, chunk: bytes) -> None:
+        if self._open is None:
+            before = len(self._json)
+            self._json += chunk
+            self._look(max(before - LOOK_BACK, 0))
+            return
+        end = chunk.find(b'"')
+        if chunk.find(b"\\", 0, len(chunk) if end == -1 else end) != -1:
+            self._restore()
+            self._json += chunk
+        elif end == -1:
+            self._open.append(chunk)
+        else:
+            self._open.append(chunk[:end])
+            self._json += f"{MARK}{len(self._values)}".encode()
+            self._values.append(Base64Text(tuple(map(memoryview, self._open))))
+            self._open = None
+            self.feed(chunk[end:])
+
+    def finish(self) -> ExtractedBody:
+        self._restore()
+        return ExtractedBody(self._json, tuple(self._values))
+
+    def _look(self, start: int) -> None:
+        """Opens a value when the JSON so far ends inside one."""
+        at = self._json.rfind(NEEDLE, start) - 1
+        if at < 0 or self._json[at - 1 : at] == b"\\" or self._json[at : at + len(KEY)] != KEY:
+            return
+        if (match := OPEN.match(self._json, at)) is not None:
+            text = match.start(1)
+            del match  # it holds the buffer, which could not shrink
+            self._open = [bytes(self._json[text:])]
+            del self._json[text:]
+
+    def _restore(self) -> None:
+        """Puts an unfinished value back into the JSON: it was cut off, or no plain base64."""
+        for piece in self._open or ():
+            self._json += piece
+        self._open = None
+
+
 def find_values(body: Body, most: int) -> list[tuple[int, int]]:
     """[start, end) of the base64 string under each `routed_experts` key, in document order."""
+    # Only what valid JSON guarantees is trusted: an unescaped quote opens or closes a string, so
+    # the needle after an unescaped quote is that whole string; followed by a colon, it is a key.
     spans: list[tuple[int, int]] = []
     at = keys = 0
-    while keys < most and (found := body.find(NEEDLE, at) - 1) >= 0:
-        at = found + 1 + len(NEEDLE)
-        if body[found : found + len(KEY)] != KEY or body[found - 1 : found] == b"\\":
+    while keys < most and (quote := body.find(NEEDLE, at) - 1) >= 0:
+        at = quote + 1 + len(NEEDLE)
+        if body[quote : quote + len(KEY)] != KEY or body[quote - 1 : quote] == b"\\":
             continue
-        at = found + len(KEY)
+        at = quote + len(KEY)
         colon = _skip_space(body, at)
         if body[colon : colon + 1] != b":":
             continue
@@ -111,11 +172,11 @@ def _data_of_object(body: Body, brace: int) -> tuple[tuple[int, int] | None, int
     """The span of the string under the object's own "data" key, and where to go on searching."""
     depth = 0
     at = brace
-    while (found := STRUCTURE.search(body, at)) is not None:
-        at = found.end()
-        if found[0] in (b"{", b"["):
+    while (match := STRUCTURE.search(body, at)) is not None:
+        at = match.end()
+        if match[0] in (b"{", b"["):
             depth += 1
-        elif found[0] in (b"}", b"]"):
+        elif match[0] in (b"}", b"]"):
             depth -= 1
             if depth == 0:
                 return None, at
@@ -123,7 +184,7 @@ def _data_of_object(body: Body, brace: int) -> tuple[tuple[int, int] | None, int
             end = _string_end(body, at)
             if end == -1:
                 return None, len(body)
-            key, at = body[found.start() : end + 1], end + 1
+            key, at = body[match.start() : end + 1], end + 1
             colon = _skip_space(body, at)
             if depth == 1 and key == b'"data"' and body[colon : colon + 1] == b":":
                 value = _skip_space(body, colon + 1)

@@ -12,13 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from lockstep.engine import Engine
+from lockstep.http.client import HttpClient
 from lockstep.http.server import run, say_ready, stop_event
 from lockstep.models import bundled
 from lockstep.protocol.dynamo import environment as dynamo_env
-from lockstep.tokens.errors import BadRequest, EngineFailure, UnsupportedField
+from lockstep.tokens.errors import BadRequest, EngineFailure, Unavailable, UnsupportedField
 from lockstep.worker.dynamo.routes import engine_routes
 from lockstep.worker.serve import WorkerOptions, drain
 from lockstep.worker.system import SystemPlane
@@ -177,7 +176,7 @@ class _Models:
         self._adapters.add(name)
 
     async def remove(self, name: str) -> None:
-        """Raises EngineFailure; then the name is still listed, and answered with 404."""
+        """Raises EngineFailure; then the name is still listed, and requests for it get 404."""
         from dynamo.llm import unregister_model
 
         self._adapters.discard(name)
@@ -197,19 +196,22 @@ class _Models:
 
 async def _until_ready(system_url: str) -> None:
     """Returns when the runtime says that both endpoints listen. Raises EngineFailure if late."""
-    said = "nothing"
+    health = "nothing"
+    client = HttpClient(system_url, retries=0)
     try:
-        async with asyncio.timeout(READY_SECONDS), aiohttp.ClientSession() as session:
+        async with asyncio.timeout(READY_SECONDS):
             while True:
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with session.get(f"{system_url}/health") as answer:
-                        said = await answer.text()
-                        states = json.loads(said).get("endpoints", {})
-                        if [states.get(n) for n in ("generate", "rl")] == ["ready", "ready"]:
-                            return
+                with contextlib.suppress(Unavailable):
+                    _, body = await client.exchange("GET", "/health")
+                    health = body.decode()
+                    states = json.loads(health).get("endpoints", {})
+                    if [states.get(n) for n in ("generate", "rl")] == ["ready", "ready"]:
+                        return
                 await asyncio.sleep(0.05)
     except TimeoutError:
         raise EngineFailure(
             f"Dynamo's endpoints were not ready after {READY_SECONDS:g} s: {system_url}/health "
-            f"says {said}"
+            f"says {health}"
         ) from None
+    finally:
+        await client.close()
