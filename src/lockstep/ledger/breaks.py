@@ -1,4 +1,8 @@
-"""The choices at a prefix break, an error or a new branch, and the default of each caller."""
+"""What happens at a prefix break, and the default of each caller; nowhere else is one written.
+
+"strict" raises PrefixBreak and leaves the conversation as it was; "fork" goes on in a new branch,
+whose turns are a sample of their own. A break is recorded with its cause either way.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ from lockstep.tokens.errors import BadRequest
 Breaks = Literal["strict", "fork"]
 BREAKS: tuple[Breaks, ...] = get_args(Breaks)
 CLIENT_BREAKS: Breaks = "strict"
-"""Of `policy.chat`: who writes the conversation can mend what broke it, if told at once."""
+"""`policy.chat`: the caller wrote the conversation and can mend it, if told at once."""
 GATEWAY_BREAKS: Breaks = "fork"
-"""Of a session at a gateway: an agent that nobody will rewrite goes on, and each branch is kept."""
+"""Sessions of a gateway: an agent that nobody will rewrite must not stop; no branch is lost."""
 TRAINER_BREAKS: Breaks = "fork"
-"""Of rollouts: one broken conversation must not end a run; its branches are learnt from."""
+"""Rollouts of a trainer: one broken conversation must not end a run; every branch is trained."""
 
 
 def check_breaks(value: str, param: str = "breaks") -> Breaks:
