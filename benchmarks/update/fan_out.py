@@ -15,8 +15,8 @@ import uvloop
 from tests.simulator.pool import SimulatedPool
 from tests.simulator.workers import (
     FIRST,
-    AheadAdmin,
     SimulatedWorker,
+    StagedProbeAdmin,
     contents,
     score,
     write_checkpoint,
@@ -79,7 +79,7 @@ async def update(directory: Path, count: int, seed: int) -> tuple[float, float, 
     pool = SimulatedPool(processes={worker.name: worker for worker in workers})
     async with Fleet(pool) as fleet:
         for worker in workers:
-            admin = AheadAdmin(worker)
+            admin = StagedProbeAdmin(worker)
             await fleet.add(admin.url, admin, worker_id=worker.name)
         for worker in workers:
             worker.latency = partial(latency, worker)

@@ -19,7 +19,7 @@ import pytest
 from lockstep.backends.dynamo.transport import pinned
 from lockstep.backends.registry import open_transport
 from lockstep.engine.probe import write_probe
-from lockstep.fleet.dynamo_members import following
+from lockstep.fleet.dynamo_follower import following
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.fleet.routing.affinity import Affinity

@@ -21,12 +21,12 @@ class FakeWorker:
     def __init__(self, name: str) -> None:
         self.name = name
         self.port = 0
-        self.asked = 0
+        self.requests = 0
         self.health: dict[str, object] = {"status": "ok"}
         self.healthy = True
         self.models = [{"id": "m", "owned_by": "lockstep", "max_model_len": 100}]
         self.aborted = 0
-        self.behave: Behaviour = self.answer
+        self.behave: Behaviour = self.respond
         self.begun = asyncio.Event()
         self.gate = asyncio.Event()
         self.left = asyncio.Event()
@@ -64,11 +64,11 @@ class FakeWorker:
         return web.json_response({"status": "aborted", "aborted": self.aborted})
 
     async def _work(self, request: web.Request) -> web.StreamResponse:
-        self.asked += 1
+        self.requests += 1
         self.begun.set()
         return await self.behave(request)
 
-    async def answer(self, _: web.Request) -> web.Response:
+    async def respond(self, _: web.Request) -> web.Response:
         return web.Response(text=self.name)
 
     async def held(self, _: web.Request) -> web.Response:
@@ -133,7 +133,7 @@ async def fleet(count: int, **options: float) -> AsyncIterator[tuple[Pool, list[
 
 
 async def work(worker: Worker) -> str:
-    """The call of most tests: which worker answered."""
+    """The call of most tests: the name of the worker that got it."""
     return (await worker.client.post(WORK, b"{}")).decode()
 
 

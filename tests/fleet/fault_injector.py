@@ -100,9 +100,9 @@ class Injector:
                 await asyncio.sleep(fault.seconds)
                 return await self._forward(request, target)
             case "hook" if fault.hook is not None:
-                answer = await self._forward(request, target)
+                response = await self._forward(request, target)
                 await fault.hook()
-                return answer
+                return response
             case "swallow":
                 await self._forward(request, target)
             case "hang":
@@ -127,12 +127,12 @@ class Injector:
         self.worker.process.wait(10)
 
     async def _corrupted(self, request: web.Request, target: str) -> web.Response:
-        answer = await self._forward(request, target)
-        assert isinstance(answer, web.Response)
-        assert isinstance(answer.body, bytes)
-        body = json.loads(answer.body)
+        response = await self._forward(request, target)
+        assert isinstance(response, web.Response)
+        assert isinstance(response.body, bytes)
+        body = json.loads(response.body)
         if "logprobs" not in body:
-            return web.Response(body=answer.body[:-3], content_type="application/json")
+            return web.Response(body=response.body[:-3], content_type="application/json")
         body["logprobs"][-1][-1] -= 0.01
         return web.json_response(body)
 
@@ -143,21 +143,21 @@ class Injector:
         try:
             async with self._session.request(
                 request.method, target + request.path_qs, data=body, headers=headers
-            ) as answer:
-                if "event-stream" in answer.headers.get("content-type", ""):
-                    return await self._relay(request, answer)
-                raw = await answer.read()
-                kind = answer.headers.get("content-type", "").partition(";")[0]
-                return web.Response(body=raw, status=answer.status, content_type=kind)
+            ) as response:
+                if "event-stream" in response.headers.get("content-type", ""):
+                    return await self._relay(request, response)
+                raw = await response.read()
+                kind = response.headers.get("content-type", "").partition(";")[0]
+                return web.Response(body=raw, status=response.status, content_type=kind)
         except aiohttp.ClientError:
             if request.transport is not None:
                 request.transport.abort()
             return web.Response(status=502)
 
     @staticmethod
-    async def _relay(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    async def _relay(request: web.Request, response: aiohttp.ClientResponse) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        async for chunk in answer.content.iter_any():
+        async for chunk in response.content.iter_any():
             await response.write(chunk)
         return response

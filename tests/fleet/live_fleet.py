@@ -1,4 +1,4 @@
-"""Three real workers behind fault injectors, and what each checkpoint must answer."""
+"""Three real workers behind fault injectors, and the scores of each checkpoint."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Checkpoints:
         return cls(paths, scores)
 
     def held(self, scores: list[list[float]]) -> str | None:
-        """The label of the only checkpoint that answers like this."""
-        found = [name for name, known in self.scores.items() if _near(known, scores)]
-        return found[0] if len(found) == 1 else None
+        """The label of the only checkpoint that scores like this."""
+        labels = [name for name, known in self.scores.items() if _near(known, scores)]
+        return labels[0] if len(labels) == 1 else None
 
 
 @dataclass
@@ -138,15 +138,15 @@ class Live:
         return [int(one.id[1:]) for one in self.pool.workers if one.state == "serving"]
 
     async def check(self) -> str:
-        """All that serve hold one checkpoint, by their answers, and it is the one on the label."""
+        """All that serve hold one checkpoint, by their scores, and it is the one on the label."""
         label = self.fleet.desired.version
         assert label is not None
         for index in self.serving():
             worker = self.workers.processes[index]
-            status, said = await worker.control("probe", token_ids=[list(s) for s in SEQUENCES])
-            assert status == 200, said
-            assert (index, self.checkpoints.held(said["logprobs"])) == (index, label)
-            assert said["version"] == label
+            status, body = await worker.control("probe", token_ids=[list(s) for s in SEQUENCES])
+            assert status == 200, body
+            assert (index, self.checkpoints.held(body["logprobs"])) == (index, label)
+            assert body["version"] == label
             _, view = await worker.control("liveness_probe")
             paused = self.fleet.desired.paused is not None
             assert (index, view["state"] != "running") == (index, paused)

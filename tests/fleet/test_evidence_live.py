@@ -56,12 +56,12 @@ class Rig:
     first: Path
     next: Path
     tiny: Path
-    room: Path
+    directory: Path
     old: Tensors
     new: Tensors
 
     def wrong(self, fault: Fault) -> Path:
-        path = self.room / fault.replace(" ", "-")
+        path = self.directory / fault.replace(" ", "-")
         if not path.exists():
             written(fault, self.source, path, self.old, self.new)
         return path
@@ -87,42 +87,42 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     torch.set_num_threads(1)
     source = bundled("tiny-moe")
     assert source is not None
-    dtype, room = getattr(torch, request.param), tmp_path_factory.mktemp(request.param)
+    dtype, directory = getattr(torch, request.param), tmp_path_factory.mktemp(request.param)
     old = {name: t.to(dtype) for name, t in checkpoints.tensors_of(source).items()}
     new = stepped(old, STEP)
-    first = checkpoints.save(source, room / "first", old)
+    first = checkpoints.save(source, directory / "first", old)
 
     def trained(tensors: Tensors, name: str) -> Path:
-        path = checkpoints.save(source, room / f"plain-{name}", tensors)
+        path = checkpoints.save(source, directory / f"plain-{name}", tensors)
         model = AutoModelForCausalLM.from_pretrained(first, dtype=dtype)
         remember(model)
         model.load_state_dict(AutoModelForCausalLM.from_pretrained(path, dtype=dtype).state_dict())
-        return save_checkpoint(model, room / name)
+        return save_checkpoint(model, directory / name)
 
     paths = trained(new, "next"), trained(stepped(old, TINY_STEP), "tiny")
     worker = WorkerProcess(
         "--dtype", request.param, "--arithmetic", "close", "--max-model-len", "512",
         model="tiny-moe",
     )  # fmt: skip
-    yield Rig(worker, source, first, *paths, room, old, new)
+    yield Rig(worker, source, first, *paths, directory, old, new)
     worker.stop(9)
 
 
 def evidence(fleet: Fleet) -> Any:
-    found = fleet.operations.latest(1)[0].workers["w0"].evidence
-    assert found is not None
-    return found
+    decision = fleet.operations.latest(1)[0].workers["w0"].evidence
+    assert decision is not None
+    return decision
 
 
 @pytest.mark.failure_mode("F48")
 async def test_the_right_weights_are_proved_without_a_number_from_the_user(rig: Rig) -> None:
     async with rig.fleet() as (fleet, _):
         operation = await fleet.update_weights(str(rig.next), version="next")
-        found = evidence(fleet)
-        assert (found.decided_by, found.digest) == ("scores", "match")
-        assert found.max_difference <= found.bound
-        assert operation.workers["w0"].evidence == found
-        # And back: a checkpoint without a probe is proved by the workers' own answers.
+        decision = evidence(fleet)
+        assert (decision.decided_by, decision.digest) == ("scores", "match")
+        assert decision.max_difference <= decision.bound
+        assert operation.workers["w0"].evidence == decision
+        # And back: a checkpoint without a probe is proved by the workers' own scores.
         await fleet.update_weights(str(rig.first), version="back")
         assert (evidence(fleet).decided_by, evidence(fleet).digest) == ("majority", "match")
 
@@ -135,9 +135,9 @@ async def test_a_tiny_step_is_proved_by_what_the_worker_read(rig: Rig) -> None:
             await fleet.update_weights(str(rig.tiny), version="tiny")
         admin.reads = None
         await fleet.update_weights(str(rig.tiny), version="tiny")
-        found = evidence(fleet)
-        assert found.digest == "match"
-        assert found.decided_by in ("scores", "digest")
+        decision = evidence(fleet)
+        assert decision.digest == "match"
+        assert decision.decided_by in ("scores", "digest")
 
 
 @pytest.mark.failure_mode("F48")

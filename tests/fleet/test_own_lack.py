@@ -30,15 +30,15 @@ async def main(url):
                     held.append(os.dup(0))
             except OSError:
                 await asyncio.sleep(0.1)
-        asked = False
+        busy = False
         try:
             await pool.run(Affinity.of([1]), lambda worker: worker.transport.models())
         except Busy:
-            asked = True
+            busy = True
         state = worker.state
         for one in held:
             os.close(one)
-        print(asked, state)
+        print(busy, state)
 
 with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
     runner.run(main(sys.argv[1]))

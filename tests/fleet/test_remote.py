@@ -40,21 +40,21 @@ async def remote(directory: Path, count: int = 3) -> AsyncIterator[tuple[Simulat
 
 async def test_changes_return_the_operation_that_the_fleet_recorded(tmp_path: Path) -> None:
     async with remote(tmp_path) as (fleet, client):
-        done = [
+        operations = [
             await client.update_weights(fleet.checkpoint("a"), key="k"),
             await client.pause(lease_seconds=60),
             await client.flush(),
             await client.resume(),
         ]
-        for operation in done:
+        for operation in operations:
             assert isinstance(operation, Operation)
             assert operation == await fleet.fleet.operations.get(operation.id)
             assert operation == await client.operation(operation.id)
             assert {result.status for result in operation.workers.values()} == {"ok"}
-        assert (done[0].version, done[0].key) == ("a", "k")
-        assert done[0].pause_seconds is not None
+        assert (operations[0].version, operations[0].key) == ("a", "k")
+        assert operations[0].pause_seconds is not None
         again = await client.update_weights(fleet.checkpoint("a"), key="k")
-        assert again == done[0]
+        assert again == operations[0]
 
 
 @pytest.mark.failure_mode("F24")

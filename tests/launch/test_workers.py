@@ -31,12 +31,12 @@ def alive(pid: int) -> bool:
     return True
 
 
-async def generate(pool: Pool, route: Affinity, ask: GenerateRequest) -> Completion:
+async def generate(pool: Pool, affinity: Affinity, request: GenerateRequest) -> Completion:
     async def call(worker: Worker) -> Completion:
-        (answer,) = await worker.transport.generate(ask)
-        return answer
+        (completion,) = await worker.transport.generate(request)
+        return completion
 
-    return await pool.run(route, call)
+    return await pool.run(affinity, call)
 
 
 @pytest.mark.failure_mode("F35")
@@ -56,36 +56,36 @@ async def test_a_worker_killed_under_load_comes_back_and_no_request_is_lost() ->
         victim = fleet.children[0]
         before = (victim.url, victim.system_url, victim.pid)
         enough = asyncio.Event()
-        done: list[tuple[GenerateRequest, Completion]] = []
+        pairs: list[tuple[GenerateRequest, Completion]] = []
 
         async def conversation(number: int) -> None:
-            """One request after the other, until the victim has come back and answered again."""
+            """One request after the other, until the victim has come back and generates again."""
             turn = 0
             while not enough.is_set():
                 turn += 1
                 prompt = [5 + number, 6, 7, 8 + turn % 50]
                 sampling = Sampling(max_tokens=24, seed=turn, ignore_eos=True)
-                ask = GenerateRequest(prompt_ids=prompt, sampling=sampling)
+                request = GenerateRequest(prompt_ids=prompt, sampling=sampling)
 
-                answer = await generate(pool, Affinity(session=f"s{number}"), ask)
-                assert len(answer.token_ids) == 24
-                done.append((ask, answer))
+                completion = await generate(pool, Affinity(session=f"s{number}"), request)
+                assert len(completion.token_ids) == 24
+                pairs.append((request, completion))
 
         tasks = [asyncio.create_task(conversation(number)) for number in range(8)]
-        await until(lambda: {answer.worker for _, answer in done} == {"w0", "w1"}, 30)
+        await until(lambda: {completion.worker for _, completion in pairs} == {"w0", "w1"}, 30)
         assert victim.pid is not None
         os.kill(victim.pid, signal.SIGKILL)
         await until(lambda: pool.workers[0].state == "down", 10)
         await until(lambda: bool(restarted), 60)
         await pool.wait_ready(2, 30)
-        seen = len(done)
-        await until(lambda: any(answer.worker == "w0" for _, answer in done[seen:]), 30)
+        seen = len(pairs)
+        await until(lambda: any(completion.worker == "w0" for _, completion in pairs[seen:]), 30)
         enough.set()
         await asyncio.gather(*tasks)  # raises what any request raised
 
-        for ask, answer in done[:: len(done) // 10]:
-            again = await generate(pool, Affinity(worker="w0"), ask)
-            assert (again.token_ids, again.logprobs) == (answer.token_ids, answer.logprobs)
+        for request, completion in pairs[:: len(pairs) // 10]:
+            again = await generate(pool, Affinity(worker="w0"), request)
+            assert (again.token_ids, again.logprobs) == (completion.token_ids, completion.logprobs)
         assert restarted == [victim]
         assert (victim.url, victim.system_url) == before[:2]
         assert victim.pid != before[2]

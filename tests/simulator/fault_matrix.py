@@ -26,10 +26,10 @@ from lockstep.tokens.errors import LockstepError
 from tests.simulator.pool import SimulatedPool
 from tests.simulator.workers import (
     FIRST,
-    AheadAdmin,
     Kind,
     SimulatedAdmin,
     SimulatedWorker,
+    StagedProbeAdmin,
     contents,
     score,
     write_checkpoint,
@@ -39,7 +39,7 @@ BUDGET = PhaseBudgets(stage=0.4, pause=0.4, commit=0.4, prove=0.4, resume=0.4)
 PHASES = {
     "ask": ("probe", 1),
     "stage": ("stage", 1),
-    "ahead": ("probe staged", 1),
+    "prove staged": ("probe staged", 1),
     "quiesce": ("pause", 1),
     "commit": ("commit", 1),
     "prove": ("probe", 2),
@@ -53,8 +53,8 @@ NEW = "step_1"
 class Trial:
     """One update under one fault: with a trainer's probe or without, in a paused fleet or not.
 
-    `mute` workers answer no probe while they are paused; those that prove `ahead` answer one of
-    what they have staged. No driver is of both kinds.
+    `mute` workers take no probe while they are paused; those of `probes_staged` take one of what
+    they have staged. No driver is of both kinds.
     """
 
     phase: str
@@ -62,7 +62,7 @@ class Trial:
     probe: bool
     paused: bool
     mute: bool
-    ahead: bool
+    probes_staged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,16 @@ class Outcome:
 
 def trials() -> Iterator[Trial]:
     for phase, kind in product(PHASES, get_args(Kind)):
-        for probe, paused, mute, ahead in product((True, False), repeat=4):
+        for probe, paused, mute, probes_staged in product((True, False), repeat=4):
             # Where a dialect has no order of pauses and resumes, as vLLM's, nobody can tell one
             # that arrives late from a new one.
             unordered = mute and kind == "late" and phase in ("quiesce", "resume")
-            if (ahead or phase != "ahead") and not (mute and ahead) and not unordered:
-                yield Trial(phase, kind, probe, paused, mute, ahead)
+            if (
+                (probes_staged or phase != "prove staged")
+                and not (mute and probes_staged)
+                and not unordered
+            ):
+                yield Trial(phase, kind, probe, paused, mute, probes_staged)
 
 
 def wrong_with(
@@ -96,8 +100,8 @@ def wrong_with(
 ) -> list[str]:
     """What is wrong with the workers that get traffic; `meaning` maps labels to weights.
 
-    A worker that was started anew a moment ago answers under its old label until the pool looks at
-    it. That label is true, and refused as not accepted: it counts only once all is `settled`.
+    A worker that was started anew a moment ago generates under its old label until the pool looks
+    at it. That label is true, and refused as not accepted: it counts only once all is `settled`.
     """
     problems = []
     desired = fleet.desired
@@ -130,7 +134,7 @@ async def attempt(trial: Trial, directory: Path, meaning: dict[str, str]) -> Out
     pool = SimulatedPool(processes={worker.name: worker for worker in workers})
     async with Fleet(pool, budget=BUDGET) as fleet:
         for worker in workers:
-            driver = AheadAdmin if trial.ahead else SimulatedAdmin
+            driver = StagedProbeAdmin if trial.probes_staged else SimulatedAdmin
             admin = driver(worker, probes_while_paused=not trial.mute)
             await fleet.add(admin.url, admin, worker_id=worker.name)
         if trial.paused:

@@ -14,9 +14,9 @@ from tests.simulator.fault_matrix import wrong_with
 from tests.simulator.pool import SimulatedPool
 from tests.simulator.workers import (
     FIRST,
-    AheadAdmin,
     SimulatedAdmin,
     SimulatedWorker,
+    StagedProbeAdmin,
     contents,
     write_checkpoint,
 )
@@ -43,9 +43,11 @@ class Simulation:
     async def update(self, version: str, **options: Any) -> Any:
         return await self.fleet.update_weights(self.checkpoint(version), version=version, **options)
 
-    async def add(self, worker: SimulatedWorker, *, mute: bool = False, ahead: bool = True) -> None:
+    async def add(
+        self, worker: SimulatedWorker, *, mute: bool = False, probes_staged: bool = True
+    ) -> None:
         self.pool.processes[worker.name] = worker
-        driver = AheadAdmin if ahead and not mute else SimulatedAdmin
+        driver = StagedProbeAdmin if probes_staged and not mute else SimulatedAdmin
         admin = driver(worker, probes_while_paused=not mute)
         await self.fleet.add(admin.url, admin, worker_id=worker.name)
 
@@ -61,9 +63,14 @@ class Simulation:
 
 @asynccontextmanager
 async def simulated(
-    directory: Path, count: int = 3, *, mute: bool = False, ahead: bool = True, **options: Any
+    directory: Path,
+    count: int = 3,
+    *,
+    mute: bool = False,
+    probes_staged: bool = True,
+    **options: Any,
 ) -> AsyncIterator[Simulation]:
-    """`mute` workers answer no probe while they are paused; `ahead` those of what is staged."""
+    """`mute` workers take no probe while they are paused; `probes_staged`: of staged ones too."""
     first = contents(write_checkpoint(directory / FIRST, 0))
     workers = [SimulatedWorker(f"w{index}", first) for index in range(count)]
     pool = SimulatedPool()
@@ -71,5 +78,5 @@ async def simulated(
     async with Fleet(pool, options.pop("store", None), **options) as fleet:
         made = Simulation(fleet, pool, workers, directory, {FIRST: first})
         for worker in workers:
-            await made.add(worker, mute=mute, ahead=ahead)
+            await made.add(worker, mute=mute, probes_staged=probes_staged)
         yield made

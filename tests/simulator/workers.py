@@ -1,4 +1,4 @@
-"""Workers without a model: what they answer depends on the weights they hold, and they can fail."""
+"""Workers without a model: their scores depend on the weights they hold, and they can fail."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class SimulatedWorker:
 
     def commit(self, version: str) -> None:
         if self.staged is None or self.staged.version != version:
-            raise Conflict(f"commit of {version!r} was asked, but {self.staged} is staged")
+            raise Conflict(f"commit of {version!r} was requested, but {self.staged} is staged")
         self.previous = self.version, self.weights
         self.version, self.weights = self.staged.version, self.staged.weights
         self.serves = None
@@ -240,7 +240,7 @@ class SimulatedAdmin:
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> list[list[float]]:
         if self.worker.paused and not self.probes_while_paused:
-            raise Conflict("a paused worker answers no probe")
+            raise Conflict("a paused worker takes no probe")
         return await self._call("probe", lambda: self.worker.probe(token_ids, adapter))
 
     async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
@@ -289,9 +289,9 @@ class SimulatedAdmin:
             case "hang" | "hang after":
                 await asyncio.Event().wait()
             case "error":
-                raise EngineFailure("it answered 200, with status error")
+                raise EngineFailure("it returned 200, with status error")
             case "null":
-                raise ContractError("it answered null")
+                raise ContractError("it returned null")
             case "kill" | "kill after":
                 worker.kill()
             case "restart" | "restart after":
@@ -314,7 +314,7 @@ class SimulatedAdmin:
             return
 
     def _corrupted(self, method: str, result: T) -> T:
-        """The call seems to have worked; what it left or said is wrong."""
+        """The call seems to have worked; what it left or returned is wrong."""
         worker = self.worker
         if method == "stage" and worker.staged is not None:
             worker.staged = Staged(worker.staged.version, "half of it")
@@ -325,14 +325,14 @@ class SimulatedAdmin:
         elif method == "probe":
             return cast(T, _off(cast(list[list[float]], result)))
         elif method == "probe staged":
-            said = cast(StagedScores, result)
-            return cast(T, replace(said, logprobs=_off(said.logprobs)))
+            scores = cast(StagedScores, result)
+            return cast(T, replace(scores, logprobs=_off(scores.logprobs)))
         else:
-            raise ContractError("its answer cannot be read")
+            raise ContractError("its response cannot be read")
         return result
 
 
-class AheadAdmin(SimulatedAdmin):
+class StagedProbeAdmin(SimulatedAdmin):
     """Controls a worker that scores what it has staged and commits just that, as Lockstep's can."""
 
     async def probe_staged(self, token_ids: Sequence[Sequence[int]]) -> StagedScores:

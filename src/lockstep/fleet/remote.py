@@ -1,4 +1,4 @@
-"""A fleet through its control plane: the same operations for a trainer in another process."""
+"""Controls a fleet in another process, through its control plane."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RemoteFleet:
                 "names the file when it is ready)",
                 param="token",
             )
-        self._link = HttpClient(url, api_key=token, timeout=timeout, retries=0)
+        self._client = HttpClient(url, api_key=token, timeout=timeout, retries=0)
 
     async def __aenter__(self) -> RemoteFleet:
         return self
@@ -50,11 +50,11 @@ class RemoteFleet:
         await self.close()
 
     async def close(self) -> None:
-        await self._link.close()
+        await self._client.close()
 
     async def state(self) -> dict[str, Any]:
-        """Everything the fleet knows of itself."""
-        return self._read(await self._link.get("/v1/rl/state"))
+        """Versions, workers and last operations: what `lockstep state` shows."""
+        return self._decode(await self._client.get("/v1/rl/state"))
 
     async def pause(
         self,
@@ -67,6 +67,7 @@ class RemoteFleet:
         return await self._change("pause", key, mode=mode, lease_seconds=lease_seconds)
 
     async def resume(self, *, key: str | None = None) -> Operation:
+        """Lets every worker generate again."""
         return await self._change("resume", key)
 
     async def flush(self, *, key: str | None = None) -> Operation:
@@ -97,11 +98,12 @@ class RemoteFleet:
         )
 
     async def unload_adapter(self, name: str, *, key: str | None = None) -> Operation:
+        """Stops serving an adapter on all workers."""
         return await self._change("unload_lora_adapter", key, lora_name=name)
 
     async def operation(self, operation_id: str) -> Operation:
         """The record of an operation by its id. Raises NotFound."""
-        body = await self._link.get(f"/v1/rl/operations/{quote(operation_id)}")
+        body = await self._client.get(f"/v1/rl/operations/{quote(operation_id)}")
         return msgspec.json.decode(body, type=Operation)
 
     async def add_worker(self, url: str, **options: Any) -> dict[str, Any]:
@@ -111,31 +113,32 @@ class RemoteFleet:
     async def drain(self, worker_id: str, *, drain_seconds: float = 30.0) -> dict[str, Any]:
         """Gives a worker nothing new, waits for what it has, and forgets it."""
         path = f"/v1/rl/workers/{quote(worker_id)}?drain_seconds={drain_seconds}"
-        return self._read(await self._link.delete(path, timeout=drain_seconds + 30))
+        return self._decode(await self._client.delete(path, timeout=drain_seconds + 30))
 
     async def samples(self, session: str, *, train_aborted: bool = False) -> list[Sample]:
         """The samples of a session, one for every branch."""
         flag = "true" if train_aborted else "false"
         path = f"/v1/rl/sessions/{quote(session)}?train_aborted={flag}"
-        body = self._read(await self._link.get(path, timeout=60.0))
+        body = self._decode(await self._client.get(path, timeout=60.0))
         return [Sample.from_json(msgspec.json.encode(each)) for each in body["samples"]]
 
     async def end_session(self, session: str) -> None:
-        await self._link.delete(f"/v1/rl/sessions/{quote(session)}")
+        """Forgets a session and its samples."""
+        await self._client.delete(f"/v1/rl/sessions/{quote(session)}")
 
     async def _change(self, route: str, key: str | None = None, **body: Any) -> Operation:
-        answer = await self._post(route, key, **body)
-        return msgspec.convert(answer["operation"], Operation)
+        response = await self._post(route, key, **body)
+        return msgspec.convert(response["operation"], Operation)
 
     async def _post(self, route: str, key: str | None = None, **body: Any) -> dict[str, Any]:
         sent = {name: value for name, value in body.items() if value is not None}
         headers = {} if key is None else {"Idempotency-Key": key}
-        answer = await self._link.post(
+        response = await self._client.post(
             f"/v1/rl/{route}", msgspec.json.encode(sent), headers=headers
         )
-        return self._read(answer)
+        return self._decode(response)
 
     @staticmethod
-    def _read(body: bytes | bytearray) -> dict[str, Any]:
-        read: dict[str, Any] = msgspec.json.decode(body)
-        return read
+    def _decode(body: bytes | bytearray) -> dict[str, Any]:
+        fields: dict[str, Any] = msgspec.json.decode(body)
+        return fields

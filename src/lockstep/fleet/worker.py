@@ -42,7 +42,7 @@ TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
 joining: added, not reached yet. down: it cannot be reached, or a request failed on it. syncing: it
 is given the fleet's weights and adapters. proving: it shows that it holds them. quarantined: it
 failed to hold or to prove what it should. draining: it is being removed, for good. A worker without
-a control side passes syncing and proving once it is healthy and has a model: it has no more to show.
+a control side passes syncing and proving once it is healthy and has a model: it can show no more.
 """
 
 

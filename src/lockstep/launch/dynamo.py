@@ -107,7 +107,7 @@ class LocalDynamo:
             clean = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
             clean.pop("LOCKSTEP_API_KEYS", None)
             self._environ = dynamo_env.complete(clean, store)
-            # Left in turn: the workers end their requests while the frontend still answers.
+            # Left in turn: the workers end their requests while the frontend still runs.
             await stack.enter_async_context(self._frontend)
             await self._frontend.ready()
             await stack.enter_async_context(self._workers)

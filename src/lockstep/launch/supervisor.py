@@ -138,7 +138,7 @@ class Supervisor:
         """A URL on a port that stays free.
 
         On Linux a port that is bound but not listened on can still be listened on by the child,
-        and is given to nobody else while the child is being restarted.
+        and is taken by nobody else while the child is being restarted.
         """
         return url_of(self._sockets.enter_context(listen("127.0.0.1", port)))
 

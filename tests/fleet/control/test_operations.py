@@ -22,10 +22,10 @@ from tests.simulator.workers import write_checkpoint
 @pytest.mark.failure_mode("F22")
 async def test_over_no_workers_every_operation_fails_with_503(tmp_path: Path) -> None:
     adapter = str(write_checkpoint(tmp_path / "adapter", 5))
-    async with simulated(tmp_path, 0) as found:
-        fleet = found.fleet
+    async with simulated(tmp_path, 0) as simulation:
+        fleet = simulation.fleet
         calls = [
-            fleet.update_weights(found.checkpoint("a")),
+            fleet.update_weights(simulation.checkpoint("a")),
             fleet.update_weights(source=Source(shared="block"), version="a"),
             fleet.pause(),
             fleet.resume(),
@@ -59,8 +59,8 @@ async def test_over_workers_of_which_none_serves_it_fails_as_well(tmp_path: Path
 async def test_two_callers_with_one_key_share_one_operation(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         calls = [fleet.fleet.flush(key="k") for _ in range(8)]
-        done = await asyncio.gather(*calls)
-        assert len({operation.id for operation in done}) == 1
+        operations = await asyncio.gather(*calls)
+        assert len({operation.id for operation in operations}) == 1
         assert fleet.workers[0].calls["flush"] == 1
 
 
@@ -86,9 +86,9 @@ async def test_what_a_killed_gateway_left_running_is_shown_as_lost_and_can_be_ru
     store = StateStore(str(tmp_path / "state.sqlite"))
     store.record(Operation("1", "flush_cache", {}, "k", started=1.0))
     async with simulated(tmp_path, store=store) as fleet:
-        found = await fleet.fleet.operations.get("1")
-        assert found is not None
-        assert (found.status, found.error) == ("lost", "the gateway ended before it did")
+        recorded = await fleet.fleet.operations.get("1")
+        assert recorded is not None
+        assert (recorded.status, recorded.error) == ("lost", "the gateway ended before it did")
         again = await fleet.fleet.flush(key="k")
         assert (again.id != "1", again.status) == (True, "done")
         assert (await fleet.fleet.flush(key="k")).id == again.id
@@ -218,8 +218,8 @@ async def test_the_first_worker_is_not_believed_more_than_the_others(tmp_path: P
     path = str(write_checkpoint(tmp_path / "one", 31))
     async with simulated(tmp_path) as fleet:
         fleet.workers[0].strike("probe", "corrupt")
-        done = await fleet.fleet.load_adapter("x", path)
-        assert {n: r.status for n, r in done.workers.items()} == {
+        operation = await fleet.fleet.load_adapter("x", path)
+        assert {n: r.status for n, r in operation.workers.items()} == {
             "w0": "quarantined", "w1": "ok", "w2": "ok"
         }  # fmt: skip
         await fleet.pool.look()

@@ -36,7 +36,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.directory = Path(self.folder.name)
         self.started = 0
         self.label = 0
-        self.asked: dict[str, str] = {}
+        self.versions: dict[str, str] = {}
         self.applied: dict[str, str] = {}
         self.open()
 
@@ -106,22 +106,22 @@ class FleetMachine(RuleBasedStateMachine):
     def update(self, mode: Any) -> None:
         self.label += 1
         version = f"v{self.label}"
-        self.asked[f"key of {version}"] = version
+        self.versions[f"key of {version}"] = version
         self.again(version, mode)
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.versions)
     @rule(data=st.data(), mode=st.just("keep"))
     def retry(self, data: st.DataObject, mode: Any) -> None:
-        self.again(data.draw(st.sampled_from(sorted(self.asked.values()))), mode)
+        self.again(data.draw(st.sampled_from(sorted(self.versions.values()))), mode)
 
     def again(self, version: str, mode: Any) -> None:
         commits = [worker.calls["commit"] for worker in self.sim.workers]
-        done = self.attempt(self.sim.update(version, mode=mode, key=f"key of {version}"))
-        if done is not None and version in self.applied:
-            assert done.id == self.applied[version]
+        operation = self.attempt(self.sim.update(version, mode=mode, key=f"key of {version}"))
+        if operation is not None and version in self.applied:
+            assert operation.id == self.applied[version]
             assert commits == [worker.calls["commit"] for worker in self.sim.workers]
-        elif done is not None:
-            self.applied[version] = done.id
+        elif operation is not None:
+            self.applied[version] = operation.id
             assert self.sim.fleet.desired.version == version
 
     @rule(mode=st.sampled_from(["keep", "wait", "abort"]))

@@ -1,4 +1,4 @@
-"""Slots are never lost, never given twice, and go to those who wait in the order they came."""
+"""Slots are never lost, never granted twice, and go to those who wait in turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.fleet.routing.admission import AdmissionLimiter
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.tokens.errors import BadRequest, Busy, Unavailable
 
-STEPS = st.lists(st.tuples(st.sampled_from(["ask", "end", "cancel", "run"]), st.integers(0, 9)))
+STEPS = st.lists(st.tuples(st.sampled_from(["take", "end", "cancel", "run"]), st.integers(0, 9)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -42,7 +42,7 @@ def test_whatever_is_cancelled_when_no_slot_is_lost_or_given_twice(
         live: list[tuple[asyncio.Task[None], asyncio.Event]] = []
         tasks = []
         for what, at in steps:
-            if what == "ask":
+            if what == "take":
                 leave = asyncio.Event()
                 live.append((asyncio.create_task(request(leave)), leave))
                 tasks.append(live[-1][0])
@@ -121,6 +121,6 @@ def test_the_hint_reaches_the_client_as_retry_after() -> None:
         raise Busy("full", retry_after=2.4)
 
     app = Starlette(routes=[Route("/", refuse)], exception_handlers=EXCEPTION_HANDLERS)
-    answer = TestClient(app).get("/")
-    assert answer.status_code == 429
-    assert answer.headers["retry-after"] == "3"
+    response = TestClient(app).get("/")
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "3"

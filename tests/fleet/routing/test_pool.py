@@ -44,12 +44,12 @@ ROUTE = Affinity(session="a conversation")
 
 async def test_a_session_stays_on_its_worker_and_sessions_spread() -> None:
     async with fleet(3) as (pool, _):
-        answers = [
+        names = [
             {await pool.run(Affinity(session=f"s{index}"), work) for _ in range(3)}
             for index in range(30)
         ]
-    assert all(len(answer) == 1 for answer in answers)
-    assert set.union(*answers) == {"w0", "w1", "w2"}
+    assert all(len(name) == 1 for name in names)
+    assert set.union(*names) == {"w0", "w1", "w2"}
 
 
 async def test_a_hot_session_spills_over_when_its_worker_is_loaded() -> None:
@@ -89,7 +89,7 @@ async def test_a_pin_to_a_worker_that_does_not_exist_or_serve_is_told() -> None:
             await pool.run(Affinity(worker="w0"), work)
         with pytest.raises(Unavailable, match="names worker 'w0', which is down") as second:
             await pool.run(Affinity(worker="w0"), work)
-        assert fakes[1].asked == 0
+        assert fakes[1].requests == 0
     assert first.value.retry_after is not None
     assert second.value.retry_after is not None
 
@@ -140,9 +140,9 @@ async def test_a_request_whose_worker_fails_is_answered_by_another(how: str) -> 
             }[how]
         assert await pool.run(ROUTE, work) == other.name
         assert state(pool, home) == "down"
-        asked = home.asked
+        requests = home.requests
         assert [await pool.run(ROUTE, work) for _ in range(3)] == [other.name] * 3
-        assert home.asked == asked
+        assert home.requests == requests
         assert pool.in_flight == 0
 
 
@@ -153,7 +153,7 @@ async def test_a_worker_that_dies_with_requests_on_it_loses_none() -> None:
         for fake in fakes:
             fake.behave = fake.held
         tasks = [asyncio.create_task(pool.run(ROUTE, work)) for _ in range(8)]
-        await until(lambda: home.asked + other.asked == 8)
+        await until(lambda: home.requests + other.requests == 8)
         await home.die()
         other.gate.set()
         assert await asyncio.gather(*tasks) == [other.name] * 8
@@ -166,7 +166,7 @@ async def test_no_worker_is_asked_twice_and_not_all_of_a_large_fleet() -> None:
             fake.behave = fake.states(503)
         with pytest.raises(Unavailable, match="says 503") as refused:
             await pool.run(ROUTE, work)
-        assert sorted(fake.asked for fake in fakes) == [0, 0, 1, 1, 1, 1]
+        assert sorted(fake.requests for fake in fakes) == [0, 0, 1, 1, 1, 1]
     assert refused.value.retry_after is not None
 
 
@@ -178,7 +178,7 @@ async def test_what_the_caller_did_wrong_is_not_tried_elsewhere(status: int) -> 
         with pytest.raises(LockstepError, match=f"says {status}") as refused:
             await pool.run(ROUTE, work)
         assert refused.value.status == {422: 400}.get(status, status)
-        assert sum(fake.asked for fake in fakes) == 1
+        assert sum(fake.requests for fake in fakes) == 1
         assert {worker.state for worker in pool.workers} == {"serving"}
 
 
@@ -198,10 +198,10 @@ async def test_a_request_that_breaks_engines_is_not_given_to_a_third() -> None:
             fake.behave = fake.states(500)
         with pytest.raises(EngineFailure):
             await pool.run(ROUTE, work)
-        assert sum(fake.asked for fake in fakes) == 2
+        assert sum(fake.requests for fake in fakes) == 2
         with pytest.raises(EngineFailure):  # where it was pinned to, it stays
             await pool.run(replace(ROUTE, worker=fakes[0].name), work)
-        assert sum(fake.asked for fake in fakes) == 3
+        assert sum(fake.requests for fake in fakes) == 3
 
 
 async def test_an_engine_that_breaks_after_a_part_was_delivered_is_the_answer() -> None:
@@ -298,7 +298,7 @@ async def test_a_stream_that_fails_after_its_first_item_is_an_error() -> None:
         await home.die()
         with pytest.raises(Unavailable, match="part of the response was delivered"):
             await anext(items)
-        assert other.asked == 0
+        assert other.requests == 0
         assert state(pool, home) == "down"
         assert pool.in_flight == 0
 
@@ -320,7 +320,7 @@ async def test_requests_beyond_the_limit_wait_their_turn() -> None:
     async with fleet(1, max_in_flight=2) as (pool, fakes):
         fakes[0].behave = fakes[0].held
         tasks = [asyncio.create_task(pool.run(ROUTE, work)) for _ in range(5)]
-        await until(lambda: fakes[0].asked == 2 and pool.waiting == 3)
+        await until(lambda: fakes[0].requests == 2 and pool.waiting == 3)
         assert pool.in_flight == 2
         fakes[0].gate.set()
         assert await asyncio.gather(*tasks) == ["w0"] * 5
@@ -357,7 +357,7 @@ async def test_cancelling_a_request_frees_its_slot_and_stops_the_worker() -> Non
     async with fleet(1, max_in_flight=1) as (pool, fakes):
         fakes[0].behave = fakes[0].held
         first, second = (asyncio.create_task(pool.run(ROUTE, work)) for _ in range(2))
-        await until(lambda: pool.waiting == 1 and fakes[0].asked == 1)
+        await until(lambda: pool.waiting == 1 and fakes[0].requests == 1)
         first.cancel()
         await asyncio.wait_for(fakes[0].left.wait(), 10)
         fakes[0].gate.set()
@@ -427,7 +427,7 @@ async def test_a_worker_is_removed_after_its_requests() -> None:
         home, other = home_of(pool, fakes, ROUTE)
         home.behave = home.held
         running = asyncio.create_task(pool.run(ROUTE, work))
-        await until(lambda: home.asked == 1)
+        await until(lambda: home.requests == 1)
         removal = asyncio.create_task(pool.remove(home.name))
         await until(lambda: state(pool, home) == "draining")
         assert await pool.run(ROUTE, work) == other.name
@@ -445,7 +445,7 @@ async def test_a_removal_does_not_wait_for_ever_and_loses_no_request() -> None:
         home, other = home_of(pool, fakes, ROUTE)
         home.behave = home.held
         running = asyncio.create_task(pool.run(ROUTE, work))
-        await until(lambda: home.asked == 1)
+        await until(lambda: home.requests == 1)
         await pool.remove(home.name, drain_seconds=0.01)
         assert await running == other.name
 

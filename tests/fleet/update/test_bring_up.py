@@ -56,7 +56,7 @@ async def test_a_commit_that_was_undone_everywhere_else_is_undone_on_who_returns
     tmp_path: Path,
 ) -> None:
     """There is no checkpoint of the first weights: what it committed it can only take back."""
-    async with simulated(tmp_path, ahead=False) as fleet:
+    async with simulated(tmp_path, probes_staged=False) as fleet:
         fleet.workers[0].strike("commit", "swallow")
         fleet.workers[1].strike("probe", "corrupt", 2)
         with pytest.raises(Exception, match="was undone"):

@@ -18,8 +18,8 @@ from tests.fleet.live_fleet import FIRST, SEQUENCES, Checkpoints, Workers, live,
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Workers]:
-    with running(3) as found:
-        yield found
+    with running(3) as workers:
+        yield workers
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +80,9 @@ async def test_a_worker_killed_in_mid_update_is_named_and_comes_back_to_what_was
 ) -> None:
     async with live(workers, made) as fleet:
         fleet.injectors[1].strike(method, kind)
-        done = await fleet.update("a")
-        assert done.workers["w1"].status == "quarantined"
-        assert done.workers["w1"].error
+        operation = await fleet.update("a")
+        assert operation.workers["w1"].status == "quarantined"
+        assert operation.workers["w1"].error
         assert 1 not in fleet.serving()
         assert await fleet.check() == "a"
         assert await fleet.healed() == "a"
@@ -95,9 +95,9 @@ async def test_one_worker_that_hangs_in_pause_is_left_out_in_time_and_no_other_s
     async with live(workers, made) as fleet:
         fleet.injectors[2].strike("pause_generation", "hang", count=99)
         async with asyncio.timeout(20):
-            done = await fleet.update("a", mode="abort")
-        assert done.workers["w2"].status == "quarantined"
-        assert done.pause_seconds is not None
+            operation = await fleet.update("a", mode="abort")
+        assert operation.workers["w2"].status == "quarantined"
+        assert operation.pause_seconds is not None
         assert sorted(fleet.serving()) == [0, 1]
         assert await fleet.check() == "a"  # which says that they are not paused
         assert await fleet.healed() == "a"
@@ -116,9 +116,9 @@ async def test_a_worker_that_takes_the_weights_and_is_silently_wrong_is_caught_a
             )
 
         fleet.injectors[0].strike("commit", "hook", hook=other_weights)
-        done = await fleet.update("a")
-        assert done.workers["w0"].status == "quarantined"
-        assert "as proved was asked" in (done.workers["w0"].error or "")
+        operation = await fleet.update("a")
+        assert operation.workers["w0"].status == "quarantined"
+        assert "as proved was asked" in (operation.workers["w0"].error or "")
         assert 0 not in fleet.serving()
         assert await fleet.check() == "a"
         assert await fleet.healed() == "a"
@@ -136,8 +136,8 @@ async def test_without_a_probe_the_one_that_answers_otherwise_is_the_one_left_ou
             )
 
         fleet.injectors[0].strike("commit", "hook", hook=other_weights)
-        done = await fleet.update("c")
-        assert {n: r.status for n, r in done.workers.items()} == {
+        operation = await fleet.update("c")
+        assert {n: r.status for n, r in operation.workers.items()} == {
             "w0": "quarantined", "w1": "ok", "w2": "ok"
         }  # fmt: skip
         assert await fleet.check() == "c"

@@ -76,18 +76,18 @@ def case(
     assert source is not None
     dtype = getattr(torch, trainer)
     scale = scale or (STEP if trainer == worker else LARGE_STEP)
-    room = directory / f"{model}-{trainer}-{worker}-{scale}"
+    folder = directory / f"{model}-{trainer}-{worker}-{scale}"
     old = {name: t.to(dtype) for name, t in checkpoints.tensors_of(source).items()}
     new = stepped(old, scale)
     paths = [
-        checkpoints.save(source, room / "old", old),
-        checkpoints.save(source, room / "new", new),
+        checkpoints.save(source, folder / "old", old),
+        checkpoints.save(source, folder / "new", new),
     ]
     mine = AutoModelForCausalLM.from_pretrained(paths[0], dtype=dtype).eval()
     remember(mine)
     moved = AutoModelForCausalLM.from_pretrained(paths[1], dtype=dtype)
     mine.load_state_dict(moved.state_dict())
-    reference = reference_of(write_probe(mine, room))
+    reference = reference_of(write_probe(mine, folder))
     assert reference is not None
     options = EngineOptions(max_model_len=512, max_seqs=1, arithmetic="close", dtype=worker)
     core = Core(source, options)
@@ -102,16 +102,16 @@ def case(
 def test_the_right_weights_are_believed_by_their_scores_alone(
     model: str, trainer: str, worker: str, directory: Path
 ) -> None:
-    found = case(model, trainer, worker, directory)
-    assert found.reference.tolerance is None
-    verdict = found.judged(found.scores({}))
+    trial = case(model, trainer, worker, directory)
+    assert trial.reference.tolerance is None
+    verdict = trial.judged(trial.scores({}))
     assert verdict.error is None
     assert verdict.evidence.decided_by == "scores"
     assert verdict.evidence.digest == "unknown"
     # Also with its digest, when nothing is known of how it followed before.
-    alone = msgspec.structs.replace(found.reference, previous=None)
-    witness = Witness(before=found.before, dtype=worker)
-    assert judge(found.scores({}), alone, replace(witness, contents="match")).error is None
+    alone = msgspec.structs.replace(trial.reference, previous=None)
+    witness = Witness(before=trial.before, dtype=worker)
+    assert judge(trial.scores({}), alone, replace(witness, contents="match")).error is None
 
 
 @pytest.mark.failure_mode("F48")
@@ -121,9 +121,9 @@ def test_the_right_weights_are_believed_by_their_scores_alone(
 def test_large_faults_are_caught_by_scores_even_when_the_digest_matches(
     model: str, trainer: str, worker: str, fault: Fault, directory: Path
 ) -> None:
-    found = case(model, trainer, worker, directory)
-    scores = found.scores(replaced(fault, found.old, found.new))
-    verdict = found.judged(scores, contents="match")
+    trial = case(model, trainer, worker, directory)
+    scores = trial.scores(replaced(fault, trial.old, trial.new))
+    verdict = trial.judged(scores, contents="match")
     assert verdict.error is not None, verdict
 
 
@@ -133,9 +133,9 @@ def test_large_faults_are_caught_by_scores_even_when_the_digest_matches(
 def test_in_float32_every_fault_is_caught_by_scores(
     model: str, fault: Fault, directory: Path
 ) -> None:
-    found = case(model, "float32", "float32", directory)
-    scores = found.scores(replaced(fault, found.old, found.new))
-    assert found.judged(scores, contents="match").error is not None
+    trial = case(model, "float32", "float32", directory)
+    scores = trial.scores(replaced(fault, trial.old, trial.new))
+    assert trial.judged(scores, contents="match").error is not None
 
 
 @pytest.mark.failure_mode("F48")
@@ -144,10 +144,10 @@ def test_in_float32_every_fault_is_caught_by_scores(
 def test_what_was_misread_is_caught_by_its_digest_whatever_the_scores_say(
     trainer: str, worker: str, fault: Fault, directory: Path
 ) -> None:
-    found = case("tiny-moe", trainer, worker, directory)
-    scores = found.scores(replaced(fault, found.old, found.new))
-    assert found.judged(scores, contents="mismatch").error is not None
-    right = found.judged(found.scores({}), contents="mismatch")
+    trial = case("tiny-moe", trainer, worker, directory)
+    scores = trial.scores(replaced(fault, trial.old, trial.new))
+    assert trial.judged(scores, contents="mismatch").error is not None
+    right = trial.judged(trial.scores({}), contents="mismatch")
     assert right.error is not None
     assert right.evidence.decided_by == "digest"
 
@@ -156,15 +156,15 @@ def test_what_was_misread_is_caught_by_its_digest_whatever_the_scores_say(
 def test_a_step_within_the_noise_is_believed_by_its_digest_and_by_nothing_less(
     directory: Path,
 ) -> None:
-    found = case("tiny", "float32", "bfloat16", directory, 1e-4)
-    verdict = found.judged(found.scores({}), contents="match")
+    trial = case("tiny", "float32", "bfloat16", directory, 1e-4)
+    verdict = trial.judged(trial.scores({}), contents="match")
     assert verdict.error is None
     assert verdict.evidence.decided_by == "digest"
-    unknown = found.judged(found.scores({}))
+    unknown = trial.judged(trial.scores({}))
     assert unknown.error is not None
     assert "nothing tells the new weights from the old" in unknown.error.message
     # A worker that kept the old ones says as much, and cannot tell that digest.
-    kept = found.judged(found.before, contents="mismatch")
+    kept = trial.judged(trial.before, contents="mismatch")
     assert kept.error is not None
 
 

@@ -106,9 +106,9 @@ def corruption(rng: random.Random, trial: Trial) -> tuple[str, Tensors]:
 @pytest.mark.failure_mode("F28")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_right_weights_pass_with_no_difference_at_all(name: str, directory: Path) -> None:
-    found = trial(name, directory)
-    assert found.probe.tolerance == 0.0
-    assert found.verdict({}) == Verdict(True, 0.0)
+    tried = trial(name, directory)
+    assert tried.probe.tolerance == 0.0
+    assert tried.verdict({}) == Verdict(True, 0.0)
 
 
 @pytest.mark.failure_mode("F28")
@@ -116,9 +116,9 @@ def test_one_wrong_tensor_is_caught_in_every_case_of_200(directory: Path) -> Non
     rng = random.Random(5)
     missed = []
     for case in range(200):
-        found = trial(MODELS[case % len(MODELS)], directory)
-        what, wrong = corruption(rng, found)
-        verdict = found.verdict(wrong)
+        tried = trial(MODELS[case % len(MODELS)], directory)
+        what, wrong = corruption(rng, tried)
+        verdict = tried.verdict(wrong)
         if verdict.passed or not verdict.max_difference > 0.0 or verdict.where is None:
             missed.append((MODELS[case % len(MODELS)], what, verdict))
     assert not missed
@@ -127,16 +127,16 @@ def test_one_wrong_tensor_is_caught_in_every_case_of_200(directory: Path) -> Non
 @pytest.mark.failure_mode("F28")
 @pytest.mark.parametrize("name", MODELS)
 def test_every_tensor_of_the_model_is_seen_by_the_probe(name: str, directory: Path) -> None:
-    found = trial(name, directory)
-    blind = [name for name in sorted(found.new) if found.verdict({name: found.old[name]}).passed]
+    tried = trial(name, directory)
+    blind = [name for name in sorted(tried.new) if tried.verdict({name: tried.old[name]}).passed]
     assert not blind
 
 
 @pytest.mark.failure_mode("F28")
 def test_a_trainer_adds_sequences_until_every_expert_takes_part(directory: Path) -> None:
-    found = trial("tiny-moe", directory)
+    tried = trial("tiny-moe", directory)
     model = checkpoints.trainer(directory / "tiny-moe-new")
     assert len(covering(model, [[1, 2, 3]])) > 1
     probe = write_probe(model, directory, sequences=covering(model, [[1, 2, 3]]))
-    narrow = replace(found, probe=probe)
-    assert not [name for name in found.new if narrow.verdict({name: found.old[name]}).passed]
+    narrow = replace(tried, probe=probe)
+    assert not [name for name in tried.new if narrow.verdict({name: tried.old[name]}).passed]

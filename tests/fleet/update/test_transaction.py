@@ -46,11 +46,11 @@ async def test_when_most_workers_fail_the_others_go_back_too(tmp_path: Path, met
 
 
 @pytest.mark.failure_mode("F28")
-@pytest.mark.parametrize(("struck", "ahead"), [("stage", True), ("commit", False)])
+@pytest.mark.parametrize(("struck", "probes_staged"), [("stage", True), ("commit", False)])
 async def test_two_workers_that_differ_prove_nothing_without_a_probe(
-    tmp_path: Path, struck: str, ahead: bool
+    tmp_path: Path, struck: str, probes_staged: bool
 ) -> None:
-    async with simulated(tmp_path, 2, ahead=ahead) as fleet:
+    async with simulated(tmp_path, 2, probes_staged=probes_staged) as fleet:
         fleet.workers[0].strike(struck, "corrupt")
         with pytest.raises(LockstepError, match="most workers must agree"):
             await fleet.update("a")
@@ -84,8 +84,8 @@ async def test_a_swap_that_went_wrong_is_noticed_although_the_staged_weights_wer
 ) -> None:
     async with simulated(tmp_path) as fleet:
         fleet.workers[0].strike("commit", "corrupt")
-        done = await fleet.update("a")
-        assert {n: r.status for n, r in done.workers.items()} == {
+        operation = await fleet.update("a")
+        assert {n: r.status for n, r in operation.workers.items()} == {
             "w0": "quarantined", "w1": "ok", "w2": "ok"
         }  # fmt: skip
         fleet.check()
@@ -97,7 +97,7 @@ async def test_what_was_proved_while_staged_is_only_swapped_in_the_pause(tmp_pat
             worker.calls.clear()
         await fleet.update("a")
         for worker in fleet.workers:
-            # One probe of what was live before; nothing is asked between commit and resume.
+            # One probe of what was live before; none between commit and resume.
             assert worker.calls == {
                 "probe": 1, "stage": 1, "probe staged": 1, "pause": 1, "commit": 1, "resume": 1
             }  # fmt: skip
@@ -113,11 +113,11 @@ async def test_weights_that_were_not_the_proved_ones_are_not_committed(
     """Between proof and commit somebody stages others under the same label, or it starts anew."""
     async with simulated(tmp_path) as fleet:
         fleet.workers[0].strike(phase, kind)
-        done = await fleet.update("a")
-        assert {n: r.status for n, r in done.workers.items()} == {
+        operation = await fleet.update("a")
+        assert {n: r.status for n, r in operation.workers.items()} == {
             "w0": "quarantined", "w1": "ok", "w2": "ok"
         }  # fmt: skip
-        assert done.workers["w0"].phase == "commit"
+        assert operation.workers["w0"].phase == "commit"
         assert fleet.workers[0].weights == fleet.meaning[FIRST]
         fleet.check()
         await fleet.pool.look()
@@ -131,8 +131,11 @@ async def test_a_worker_that_was_started_anew_after_the_commit_does_not_go_on(
 ) -> None:
     async with simulated(tmp_path) as fleet:
         fleet.workers[0].strike("resume", "restart before")
-        done = await fleet.update("a")
-        assert (done.workers["w0"].status, done.workers["w0"].phase) == ("quarantined", "resume")
+        operation = await fleet.update("a")
+        assert (operation.workers["w0"].status, operation.workers["w0"].phase) == (
+            "quarantined",
+            "resume",
+        )
         fleet.check()
 
 
@@ -155,7 +158,7 @@ async def test_a_worker_that_keeps_its_old_weights_does_not_prove_the_new_label(
 ) -> None:
     async with simulated(tmp_path, 1) as fleet:
         fleet.checkpoint("a", seed=0)  # the very weights that are served
-        with pytest.raises(LockstepError, match="differ from the one before"):
+        with pytest.raises(LockstepError, match="differ from the ones before"):
             await fleet.update("a")
         assert fleet.fleet.desired.version == FIRST
 
@@ -267,8 +270,8 @@ async def test_a_worker_removed_in_mid_update_does_not_stop_it(tmp_path: Path, p
         while not fleet.workers[1].struck:
             await asyncio.sleep(0)
         await fleet.fleet.remove("w1")
-        done = await update
-        assert done.status == "done"
+        operation = await update
+        assert operation.status == "done"
         assert sorted(fleet.serving()) == ["w0", "w2"]
         fleet.check()
 
@@ -297,8 +300,8 @@ async def test_a_driver_with_a_bug_hurts_its_own_worker_only(tmp_path: Path) -> 
             raise ZeroDivisionError
 
         fleet.fleet.worker("w1").admin.commit_proved = broken  # type: ignore[attr-defined]
-        done = await fleet.update("a")
-        assert done.workers["w1"].status == "quarantined"
+        operation = await fleet.update("a")
+        assert operation.workers["w1"].status == "quarantined"
         assert sorted(fleet.serving()) == ["w0", "w2"]
         fleet.check()
 
@@ -311,8 +314,8 @@ async def test_workers_that_answer_only_when_they_run_are_held_back_until_they_d
         if paused:
             await fleet.fleet.pause("keep")
         fleet.workers[0].strike("probe", "corrupt", 1 if paused else 2)
-        done = await fleet.update("a")
-        assert done.workers["w0"].status == "quarantined"
+        operation = await fleet.update("a")
+        assert operation.workers["w0"].status == "quarantined"
         fleet.check()
         await fleet.pool.look()
         assert len(fleet.serving()) == 3  # nobody is held back for ever
@@ -323,7 +326,7 @@ async def test_workers_that_answer_only_when_they_run_are_held_back_until_they_d
 async def test_who_could_not_say_before_what_it_held_is_not_believed_to_hold_it_again(
     tmp_path: Path,
 ) -> None:
-    async with simulated(tmp_path, ahead=False) as fleet:
+    async with simulated(tmp_path, probes_staged=False) as fleet:
         fleet.workers[0].strike("probe", "drop")
         for worker in fleet.workers[1:]:
             worker.strike("commit", "corrupt")

@@ -32,7 +32,7 @@ class DynamoWorkers:
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
         """The workers that Dynamo's discovery lists are in the fleet while the block runs."""
         from lockstep.backends.dynamo.discovery import DynamoDiscovery
-        from lockstep.fleet.dynamo_members import following
+        from lockstep.fleet.dynamo_follower import following
 
         show(f"Looking for the workers of {self.frontend}")
         discovery = DynamoDiscovery(self.frontend)

@@ -1,4 +1,4 @@
-"""What the fleet should be: version, adapters, pause; and the record of what was done to it.
+"""The desired state of a fleet (version, adapters, pause), and the record of its operations.
 
 Kept in SQLite, so that it survives the gateway: whoever starts next brings every worker to it.
 """
@@ -29,7 +29,7 @@ class Closeness(msgspec.Struct, frozen=True):
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """What a worker must answer to be believed: sequences, and their logprobs under the weights.
+    """What a worker must reproduce to be proved: sequences, and their logprobs under the weights.
 
     A tolerance of None says that it is measured. `previous` are the logprobs under the weights
     before (an empty row where unknown), `dtype` is the type that the model computed in,
@@ -45,7 +45,7 @@ class Reference(msgspec.Struct, frozen=True):
 
 
 class AdapterSpec(msgspec.Struct, frozen=True):
-    """An adapter that every worker must hold, and what it must answer under it.
+    """An adapter that every worker must hold, and what it must reproduce under it.
 
     `label` identifies its contents; it starts with `version` where the caller named one.
     """
@@ -60,7 +60,7 @@ class Desired(msgspec.Struct, frozen=True):
     """The state that every serving worker is in. `checkpoint` is None for weights it started with.
 
     `lease_until` (Unix time) is when a pause ends by itself. `agreed` lists the versions in the
-    order in which the fleet agreed on them, `digests` what identifies their contents, where known.
+    order in which the fleet accepted them, `digests` what identifies their contents, where known.
     """
 
     version: str | None = None
@@ -85,7 +85,7 @@ class Desired(msgspec.Struct, frozen=True):
             version=version,
             checkpoint=checkpoint,
             reference=reference,
-            # What adapters answer depends on the weights under them: it has to be asked anew.
+            # The scores of adapters depend on the weights under them: they have to be taken anew.
             adapters={
                 name: msgspec.structs.replace(spec, reference=None)
                 for name, spec in self.adapters.items()

@@ -1,4 +1,4 @@
-"""Every change of the fleet is an operation: one at a time, recorded, and done once per key."""
+"""Runs changes of the fleet one at a time, records them, and runs each key only once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Operations:
         store.cut_off()
         self._store = store
         self.lock = asyncio.Lock()
-        self._asking = asyncio.Lock()
+        self._starting = asyncio.Lock()
         self._running: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
 
     @property
@@ -48,28 +48,28 @@ class Operations:
     async def run(
         self, kind: str, request: Mapping[str, str | None], work: Work, *, key: str | None = None
     ) -> Operation:
-        """Does the work, or gives the outcome of the one with the same key.
+        """Runs the work, or gives the outcome of the operation with the same key.
 
         Raises the error that stopped it, with the operation as its `operation`; Conflict for a
         key that meant another request, Busy when too many wait.
         """
-        async with self._asking:  # or two of one key would both find that there is none
+        async with self._starting:  # or two of one key would both see none
             operation = None if key is None else await self._known(kind, dict(request), key)
             if operation is None:
                 operation = self._begin(kind, dict(request), work, key)
         return await self._outcome(operation)
 
     async def _known(self, kind: str, request: dict[str, str | None], key: str) -> Operation | None:
-        found = next((one for one in self.running if one.key == key), None)
-        found = found or await asyncio.to_thread(self._store.by_key, key)
-        if found is not None and (found.kind, found.request) != (kind, request):
+        known = next((operation for operation in self.running if operation.key == key), None)
+        known = known or await asyncio.to_thread(self._store.by_key, key)
+        if known is not None and (known.kind, known.request) != (kind, request):
             raise Conflict(
-                f"the idempotency key {key!r} was used for {found.kind} with {found.request}: a "
+                f"the idempotency key {key!r} was used for {known.kind} with {known.request}: a "
                 "new request needs a new key",
                 param="Idempotency-Key",
             )
         # One that was cut off by the end of its process has no outcome to give: it runs again.
-        return None if found is None or found.status == "lost" else found
+        return None if known is None or known.status == "lost" else known
 
     def _begin(
         self, kind: str, request: dict[str, str | None], work: Work, key: str | None

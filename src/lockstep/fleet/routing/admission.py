@@ -1,4 +1,4 @@
-"""How many requests may run at once, and how the others wait: in order, few, and not for long."""
+"""Bounds how many requests run at once; a few more wait in line, and not for long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides which worker gets a request."""
+"""The key by which a request is routed: its session, or the first tokens of its prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Affinity:
         adapter: str | None = None,
         worker: str | None = None,
     ) -> Affinity:
-        """The route of a prompt. Requests that could share a cached prefix get the same one."""
+        """The affinity of a prompt: the same for requests that could share a cached prefix."""
         if session is not None:
             return cls(session=session, worker=worker)
         named = f"{adapter}\0{salt}\0".encode()
@@ -51,7 +51,7 @@ class Affinity:
 
 
 def _whole_blocks(prompt_ids: Sequence[int]) -> bytes:
-    """The blocks that a prompt starts with, as text; all of it when it has no whole block."""
+    """The whole blocks that a prompt starts with, as JSON; all of it when it has none."""
     if isinstance(prompt_ids, LazyIds):
         leading = prompt_ids.leading_json(MOST)
         if leading is not None:

@@ -1,4 +1,4 @@
-"""Picks the worker of a key: a rendezvous hash gives affinity, load is a bound on it."""
+"""Picks the worker of a key by rendezvous hashing, bounded by the load of the workers."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def bring_up(worker: Worker, desired: Desired, adopt: Adopt) -> Desired:
         if spec.reference is not None:
             await _prove_adapter(worker, spec.reference, name)
     worker.version = desired.version
-    # The pause comes last, for workers that answer no probe in it: nothing is routed here anyway.
+    # The pause comes last, for workers that take no probe in it: nothing is routed here anyway.
     if desired.paused is not None:
         await worker.control.pause(desired.paused)
     else:

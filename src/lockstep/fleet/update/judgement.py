@@ -6,8 +6,9 @@ Three questions, and the worker must pass them all:
 2. Closeness. Its logprobs must be the trainer's: bit for bit where the probe says 0, within the
    tolerance where it gives one. Else mean and top (the largest; of 16-bit types the 99 % quantile,
    as a token near the edge of an expert's routing may be off by whole nats) of the differences are
-   bounded by the worker's own agreement on the weights before: MEAN and TOP times as much, and a
-   share SLACK of the step itself, as other weights round otherwise. Without that, by UNKNOWN.
+   bounded by how closely the worker followed on the weights before: MEAN and TOP times as much,
+   and a share SLACK of the step itself, as other weights round otherwise. Without that, by
+   UNKNOWN.
 3. New or old. Its logprobs must be at least twice as near to the new weights' as to the old ones',
    by DEVIATIONS standard errors of the paired differences over the whole probe. Where old and new
    are closer to each other than APART times its noise, logprobs cannot tell: contents must.

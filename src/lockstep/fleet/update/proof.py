@@ -187,7 +187,7 @@ class Proof:
             return _misread(self._tensors, held)
         evidence = Evidence(decided_by="majority", digest=matches)
         if self._reference is None:
-            why = "most workers must agree on a new answer, and it differ from the one before"
+            why = "most workers must agree on new scores, which must differ from the ones before"
             return Judgement(evidence, UNLIKE, Disproved(why))
         if self._probe is not None:
             witness = Witness(
@@ -203,7 +203,7 @@ class Proof:
             evidence.decided_by = "digest"
             if matches != "match":
                 error = Disproved(
-                    "its answer does not differ from the one before, and it tells no digest of "
+                    "its scores do not differ from the ones before, and it tells no digest of "
                     "what it read: nothing tells the new weights from the old"
                 )
         return Judgement(evidence, UNLIKE, error)
@@ -219,7 +219,7 @@ class Proof:
         for worker, logprobs in scores.items():
             before = self._before.get(worker)
             if before is None:
-                failed[worker] = Disproved("what it answered before is not known")
+                failed[worker] = Disproved("its scores before the update are not known")
             elif (error := differs(logprobs, Reference(self._sequences, before, CLOSE))) is None:
                 good.append(worker)
             else:

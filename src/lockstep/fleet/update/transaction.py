@@ -170,26 +170,27 @@ class Transaction:
         return committed
 
     def _mode_for(self, worker: Worker) -> PauseMode:
-        """Frozen requests would go on unproved on a worker that must run to answer a probe."""
+        """How to pause this worker. One that must run for its probe would go on with the requests
+        that `keep` froze, on weights that are not proved: it ends them first."""
         if self._mode == "keep" and not worker.control.probes_while_paused:
             return "wait"
         return self._mode
 
     async def _let_probe(self, workers: list[Worker]) -> None:
-        """Resumes, without traffic, those that answer no probe while they are paused."""
-        mute = [worker for worker in workers if not worker.control.probes_while_paused]
-        for worker in mute:
+        """Resumes, without traffic, those that take no probe while they are paused."""
+        unprobed = [worker for worker in workers if not worker.control.probes_while_paused]
+        for worker in unprobed:
             self._hold(worker, True)
 
         async def resume(worker: Worker) -> None:
             await worker.control.resume()
 
-        await each("resume", mute, resume, self._budget.resume, self._operation)
+        await each("resume", unprobed, resume, self._budget.resume, self._operation)
 
     async def _resume(
         self, workers: list[Worker], go_on: Callable[[Worker], Awaitable[None]]
     ) -> None:
-        """Resumes all; or, in a fleet that is paused, pauses those again that had to answer."""
+        """Resumes all; or, in a fleet that is paused, pauses those again that took a probe."""
 
         async def resume(worker: Worker) -> None:
             if self._paused_before is None:

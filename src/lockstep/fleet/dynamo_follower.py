@@ -1,7 +1,7 @@
-"""Keeps a fleet in step with a Dynamo deployment: its workers join and leave as discovery says.
+"""Follows a Dynamo deployment: its workers join and leave the fleet as discovery lists them.
 
-Data goes through the frontend, but each request to the worker that the fleet chose for it: left to
-itself, the frontend would also ask workers that hold no proved weights.
+Requests go through the frontend, each pinned to the worker that the fleet chose for it: left to
+itself, the frontend would also use workers that hold no proved weights.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ async def following(
             "only `dynamo` can do; leave it out",
             param="transport",
         )
-    found = await until_ready(discovery, 1, seconds=wait_seconds)
+    first = await until_ready(discovery, 1, seconds=wait_seconds)
     follower = _Follower(fleet, token, options)
-    await follower.apply(WorkerChange(found, found, frozenset()))
+    await follower.apply(WorkerChange(first, first, frozenset()))
     await fleet.pool.wait_ready(1, wait_seconds)
     task = asyncio.create_task(follower.run(discovery, look_seconds), name="follow Dynamo")
     try:
@@ -84,28 +84,28 @@ class _Follower:
     async def apply(self, change: WorkerChange) -> None:
         """Lets those go that are gone, and takes in those that came; one that fails is logged, and
         tried again when discovery tells something new about it."""
-        ready = {one.id: one for one in change.now if one.ready}
+        ready = {worker.id: worker for worker in change.now if worker.ready}
         for name, known in list(self._joined.items()):
             if ready.get(name) != known:
                 del self._joined[name]
                 await self._leave(name)
-        new = [one for name, one in ready.items() if name not in self._joined]
+        new = [worker for name, worker in ready.items() if name not in self._joined]
         await asyncio.gather(*map(self._join, new))
 
-    async def _join(self, found: DiscoveredWorker) -> None:
-        url = pinned(found.data_url or "", found.id)
-        admin = FrontendProbeAdmin(found, token=self._token)
+    async def _join(self, worker: DiscoveredWorker) -> None:
+        url = pinned(worker.data_url or "", worker.id)
+        admin = FrontendProbeAdmin(worker, token=self._token)
         try:
-            await self._fleet.add(url, admin, worker_id=found.id, **self._options)
+            await self._fleet.add(url, admin, worker_id=worker.id, **self._options)
         except LockstepError as error:
-            log.warning("worker %s could not join: %s", found.id, error.message)
+            log.warning("worker %s could not join: %s", worker.id, error.message)
             await admin.close()
         else:
-            self._joined[found.id] = found
+            self._joined[worker.id] = worker
 
     async def _leave(self, name: str) -> None:
         log.warning("worker %s has left the deployment", name)
-        # An operation that is under way counts on its members, and deals with those that die.
+        # An operation that is under way counts on its workers, and deals with those that die.
         async with self._fleet.operations.lock:
             with suppress(NotFound):  # an operator may have removed it
                 await self._fleet.remove(name, drain_seconds=LEAVE_SECONDS)
