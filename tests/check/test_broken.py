@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from lockstep.check import Finding, Subject, chosen_rows, open_target, run_rows
+from lockstep.check import CheckOptions, Finding, chosen_rows, open_target, run_rows
 from tests.check.broken import Fault, broken, per_choice, values_of
 from tests.processes import TOKEN, WorkerProcess
 
 
-async def ask(subject: Subject, *rows: str) -> dict[str, Finding]:
-    async with open_target(subject) as target:
-        chosen = chosen_rows(rows, mutate=subject.mutate)
+async def ask(options: CheckOptions, *rows: str) -> dict[str, Finding]:
+    async with open_target(options) as target:
+        chosen = chosen_rows(rows, mutate=options.mutate)
         return {one.id: one async for one in run_rows(target, chosen)}
 
 
@@ -144,7 +144,7 @@ FAULTS = {
 async def test_a_broken_data_row_fails(worker: WorkerProcess, name: str) -> None:
     fault, row, said = FAULTS[name]
     async with broken(worker.url, fault) as url:
-        found = (await ask(Subject(url=url, transport="vllm"), row))[row]
+        found = (await ask(CheckOptions(url=url, transport="vllm"), row))[row]
     assert found.verdict == "fail", found
     assert said in found.evidence
 
@@ -152,7 +152,7 @@ async def test_a_broken_data_row_fails(worker: WorkerProcess, name: str) -> None
 async def test_the_proxy_itself_breaks_nothing(worker: WorkerProcess) -> None:
     async with broken(worker.url, Fault()) as url:
         found = await ask(
-            Subject(url=url, transport="vllm"), *{row for _, row, _ in FAULTS.values()}
+            CheckOptions(url=url, transport="vllm"), *{row for _, row, _ in FAULTS.values()}
         )
     assert [one for one in found.values() if one.verdict != "pass"] == []
 
@@ -191,10 +191,10 @@ CONTROL_FAULTS = {
 async def test_a_broken_admin_row_fails(worker: WorkerProcess, checkpoint: Path, name: str) -> None:
     fault, row, said = CONTROL_FAULTS[name]
     async with broken(worker.system_url, fault) as admin:
-        subject = Subject(
+        options = CheckOptions(
             url=worker.url, admin=admin, token=TOKEN, mutate=True, checkpoint=checkpoint
         )
-        found = (await ask(subject, row))[row]
+        found = (await ask(options, row))[row]
     assert found.verdict == "fail", found
     assert said in found.evidence
     # Whatever a row found, it leaves the server running under its own weights.
@@ -204,7 +204,7 @@ async def test_a_broken_admin_row_fails(worker: WorkerProcess, checkpoint: Path,
 
 async def test_a_server_that_dies_makes_errors_not_a_crash(worker: WorkerProcess) -> None:
     async with broken(worker.url, Fault(dies=True)) as url:
-        found = await ask(Subject(url=url, transport="vllm", seconds=5), "tokens.*", "input.*")
+        found = await ask(CheckOptions(url=url, transport="vllm", seconds=5), "tokens.*", "input.*")
     assert {one.verdict for one in found.values()} == {"error"}
     assert len(found) == 14
 
@@ -213,7 +213,7 @@ async def test_a_server_that_hangs_is_left_in_time(worker: WorkerProcess) -> Non
     status, _ = await worker.control("pause_generation", mode="keep")
     assert status == 200
     try:
-        found = await ask(Subject(url=worker.url, seconds=1), "tokens.finish", "scores.seed")
+        found = await ask(CheckOptions(url=worker.url, seconds=1), "tokens.finish", "scores.seed")
     finally:
         await worker.control("resume_generation")
     assert {one.verdict for one in found.values()} == {"error"}

@@ -89,7 +89,7 @@ def test_markdown_and_the_table_hold_every_row(worker: WorkerProcess) -> None:
     written = run(worker.url, "--markdown", "--only", "input.*")
     assert written.exit_code == 0
     lines = written.stdout.splitlines()
-    assert lines[0] == "| row | asks | verdict | evidence | law |"
+    assert lines[0] == "| row | checks that | verdict | evidence | law |"
     assert len([line for line in lines if line.startswith("| `input.")]) == 7
     shown = run(worker.url, "--only", "input.*").stdout
     assert "input.overlong" in shown

@@ -1,16 +1,16 @@
-"""The conformance kit: asks any server whether it keeps the RL contract, row by row."""
+"""The conformance kit: checks, row by row, whether any server keeps the contract of RL training."""
 
 from lockstep.check.report import Report
 from lockstep.check.row import CheckRow, Finding, RowGroup, Verdict
 from lockstep.check.run import chosen_rows, run_rows
-from lockstep.check.target import Subject, Target, open_target
+from lockstep.check.target import CheckOptions, Target, open_target
 
 __all__ = [
+    "CheckOptions",
     "CheckRow",
     "Finding",
     "Report",
     "RowGroup",
-    "Subject",
     "Target",
     "Verdict",
     "chosen_rows",

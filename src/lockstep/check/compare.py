@@ -1,4 +1,4 @@
-"""Two answers that must be the same: how far they are apart, and in which words to say it."""
+"""Comparisons of completions and scores that must be the same, with the evidence in words."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from lockstep.check.outcome import require
 from lockstep.tokens import Completion
 
 
-def apart(one: Sequence[float], other: Sequence[float]) -> float:
+def difference(one: Sequence[float], other: Sequence[float]) -> float:
     """The largest difference of two rows of numbers; infinite when their lengths differ."""
     if len(one) != len(other):
         return float("inf")
     return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0)
 
 
-def all_apart(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+def largest_difference(one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
     """The largest difference over several rows."""
     if len(one) != len(other):
         return float("inf")
-    return max((apart(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+    return max((difference(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
 
 
-def shown(difference: float) -> str:
-    """A difference as evidence says it."""
-    return "bit for bit" if difference == 0 else f"max difference {difference:.2g}"
+def describe(off: float) -> str:
+    """A difference in the words of the evidence."""
+    return "bit for bit" if off == 0 else f"max difference {off:.2g}"
 
 
-def same(one: Completion, other: Completion, tolerance: float, what: str) -> str:
+def require_same(one: Completion, other: Completion, tolerance: float, what: str) -> str:
     """The evidence that two completions are one. Raises Broken, naming where they part."""
     pairs = zip(one.token_ids, other.token_ids, strict=False)
     lengths = (len(one.token_ids), len(other.token_ids))
     at = next((at for at, (a, b) in enumerate(pairs) if a != b), min(lengths))
     if one.token_ids != other.token_ids:
-        before = apart(one.logprobs[:at], other.logprobs[:at])
-        ends = [f"{done.token_ids[at : at + 3]}..." for done in (one, other)]
+        before = difference(one.logprobs[:at], other.logprobs[:at])
+        ends = [f"{completion.token_ids[at : at + 3]}..." for completion in (one, other)]
         require(
             False,
             f"{what}: {lengths[0]} and {lengths[1]} ids that part at token {at} ({ends[0]} and "
-            f"{ends[1]}); logprobs before that: {shown(before)}",
+            f"{ends[1]}); logprobs before that: {describe(before)}",
         )
-    off = apart(one.logprobs, other.logprobs)
+    off = difference(one.logprobs, other.logprobs)
     require(
         off <= tolerance,
         f"{what}: the same {lengths[0]} ids, but logprobs differ by up to {off:.2g} "
         f"(tolerance {tolerance:g})",
     )
     require(one.finish == other.finish, f"{what}: finish {one.finish!r} and {other.finish!r}")
-    return f"{what}: the same {lengths[0]} ids, logprobs {shown(off)}"
+    return f"{what}: the same {lengths[0]} ids, logprobs {describe(off)}"

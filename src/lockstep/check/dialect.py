@@ -1,4 +1,4 @@
-"""How each dialect spells a bare request, for questions that a transport would refuse to send."""
+"""How each dialect encodes a raw request, for those that a transport would refuse to send."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RawDialect:
-    """A route; the body for some ids; and where an answer echoes its prompt and holds its ids."""
+    """A route; the body for some ids; and where a response has the prompt's ids and its own."""
 
     route: str
-    spell: Callable[[str | None, Any, int, int], Body]
+    encode: Callable[[str | None, Any, int, int], Body]
     echo: Callable[[Body], list[int] | None]
     ids: Callable[[Body], list[list[int]]]
     usage: Callable[[Body], int | None]
@@ -27,7 +27,7 @@ class RawDialect:
     """Whether the transport never sends n > 1 in one request, though the route may take it."""
 
     def body(self, model: str | None, ids: Any, *, max_tokens: int = 1, n: int = 1) -> Body:
-        body = self.spell(model, ids, max_tokens, n)
+        body = self.encode(model, ids, max_tokens, n)
         return {key: value for key, value in body.items() if value is not None}
 
 
@@ -61,39 +61,39 @@ def _sglang(model: str | None, ids: Any, max_tokens: int, n: int) -> Body:
     return {"input_ids": ids, "sampling_params": params, "return_logprob": True}
 
 
-def engine_data(answer: Body) -> Body:
-    """What a worker behind Dynamo says itself; empty in other dialects."""
-    return dict((answer.get("nvext") or {}).get("engine_data") or {})
+def engine_data(response: Body) -> Body:
+    """The worker's own fields in a response of Dynamo's frontend; empty in other dialects."""
+    return dict((response.get("nvext") or {}).get("engine_data") or {})
 
 
-def _dynamo_ids(answer: Body) -> list[list[int]]:
-    ids = engine_data(answer).get("completion_token_ids")
+def _dynamo_ids(response: Body) -> list[list[int]]:
+    ids = engine_data(response).get("completion_token_ids")
     return [] if ids is None else [ids]
 
 
-def _choice_ids(answer: Body) -> list[list[int]]:
-    return [one["token_ids"] for one in answer.get("choices", ()) if "token_ids" in one]
+def _choice_ids(response: Body) -> list[list[int]]:
+    return [one["token_ids"] for one in response.get("choices", ()) if "token_ids" in one]
 
 
-def _used(answer: Body) -> int | None:
-    count = (answer.get("usage") or {}).get("prompt_tokens")
+def _used(response: Body) -> int | None:
+    count = (response.get("usage") or {}).get("prompt_tokens")
     return count if isinstance(count, int) else None
 
 
-def _sglang_used(answer: Body) -> int | None:
-    count = (answer.get("meta_info") or {}).get("prompt_tokens")
+def _sglang_used(response: Body) -> int | None:
+    count = (response.get("meta_info") or {}).get("prompt_tokens")
     return count if isinstance(count, int) else None
 
 
 GENERATE = "/inference/v1/generate"
 DIALECTS: dict[TransportName, RawDialect] = {
     "vllm": RawDialect(
-        GENERATE, _generate, lambda answer: answer.get("prompt_token_ids"), _choice_ids, _used
+        GENERATE, _generate, lambda response: response.get("prompt_token_ids"), _choice_ids, _used
     ),
     "dynamo": RawDialect(
         "/v1/chat/completions",
         _dynamo,
-        lambda answer: engine_data(answer).get("prompt_token_ids"),
+        lambda response: engine_data(response).get("prompt_token_ids"),
         _dynamo_ids,
         _used,
         chat_ids_option={"nvext": {"extra_fields": ["prompt_token_ids"]}},
@@ -106,7 +106,7 @@ DIALECTS: dict[TransportName, RawDialect] = {
         "/generate",
         _sglang,
         lambda _: None,
-        lambda answer: [answer["output_ids"]] if "output_ids" in answer else [],
+        lambda response: [response["output_ids"]] if "output_ids" in response else [],
         _sglang_used,
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A generation in flight: how far it is, so that something can happen to it in the middle."""
+"""A generation in flight whose progress is known, so that a row can act in the middle of it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LOOK = 0.002
 class InFlight:
     """Follows one streamed request; `tokens` are those that came so far."""
 
-    def __init__(self, target: Target, ask: GenerateRequest) -> None:
+    def __init__(self, target: Target, request: GenerateRequest) -> None:
         self.tokens: list[int] = []
         self._target = target
-        self._ask = ask
+        self._request = request
         self.task = asyncio.create_task(self._follow())
 
     async def begun(self, tokens: int = BEGUN) -> int:
@@ -34,9 +34,9 @@ class InFlight:
         while len(self.tokens) < tokens and not self.task.done():
             await asyncio.sleep(LOOK)
         if self.task.done():
-            done = await self.task
+            completion = await self.task
             raise NotApplicable(
-                f"all {len(done.token_ids)} tokens had come before anything could be done to it"
+                f"all its {len(completion.token_ids)} tokens came before anything could happen"
             )
         return len(self.tokens)
 
@@ -44,22 +44,22 @@ class InFlight:
         return await self.task
 
     async def _follow(self) -> Completion:
-        found: list[Completion] = []
-        async with aclosing(self._target.transport.stream(self._ask)) as items:
+        completions: list[Completion] = []
+        async with aclosing(self._target.transport.stream(self._request)) as items:
             async for item in items:
                 if isinstance(item, StreamDelta):
                     self.tokens += item.token_ids
                 else:
-                    found.append(item)
-        if len(found) != 1:
-            raise Broken(f"a stream of one choice ended with {len(found)} completions")
-        return found[0]
+                    completions.append(item)
+        if len(completions) != 1:
+            raise Broken(f"a stream of one choice ended with {len(completions)} completions")
+        return completions[0]
 
 
 @asynccontextmanager
-async def in_flight(target: Target, ask: GenerateRequest) -> AsyncIterator[InFlight]:
+async def in_flight(target: Target, request: GenerateRequest) -> AsyncIterator[InFlight]:
     """A request that is cancelled at the end of the block if it still runs."""
-    running = InFlight(target, ask)
+    running = InFlight(target, request)
     try:
         yield running
     finally:

@@ -1,4 +1,4 @@
-"""How a row ends when it does not pass: the contract is broken, or it cannot be asked here."""
+"""How a row ends when it does not pass: the contract is broken, or the row does not apply."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class Broken(Exception):
 
 
 class NotApplicable(Exception):
-    """The question makes no sense for this server; the text says why."""
+    """The row makes no sense for this server; the text says why."""
 
 
 def require(kept: bool, evidence: str) -> None:

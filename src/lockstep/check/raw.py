@@ -1,4 +1,4 @@
-"""Requests that no careful client would send: as they are, answered with their HTTP status."""
+"""Raw HTTP requests that no careful client would send, and their responses as they come."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = 160
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer. `fields` is empty unless its body is a JSON object."""
+    """A response. `fields` is empty unless its body is a JSON object."""
 
     status: int
     body: bytes | bytearray
@@ -24,10 +24,10 @@ class Reply:
     @property
     def fields(self) -> dict[str, Any]:
         try:
-            found = msgspec.json.decode(self.body)
+            fields = msgspec.json.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return fields if isinstance(fields, dict) else {}
 
     @property
     def refused(self) -> bool:
@@ -38,7 +38,7 @@ class Reply:
         """Whether the server has no such route."""
         return self.status in (404, 405, 501)
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """The status, and the message of an error."""
         if self.status < 300:
             return str(self.status)

@@ -1,4 +1,4 @@
-"""What a check found, as one JSON object or as a Markdown table."""
+"""The report of a check, as one JSON object or as a Markdown table."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Report:
 
     @property
     def kept(self) -> bool:
-        """Whether the contract is kept: no row failed, and none could not be asked."""
+        """Whether the contract is kept: no row failed, and all of them could be run."""
         return all(one.verdict in ("pass", "n.a.") for one in self.findings)
 
     @property
     def counts(self) -> dict[str, int]:
-        found = Counter[str](one.verdict for one in self.findings)
-        return {verdict: found[verdict] for verdict in VERDICTS}
+        counts = Counter[str](one.verdict for one in self.findings)
+        return {verdict: counts[verdict] for verdict in VERDICTS}
 
     def summary(self) -> str:
-        said = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
+        counts = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
         more = f"; {self.held_back} rows change the server: --mutate" if self.held_back else ""
-        return f"{said}{more}"
+        return f"{counts}{more}"
 
     def json(self) -> dict[str, Any]:
         return {
@@ -50,7 +50,7 @@ class Report:
         }
 
     def markdown(self) -> str:
-        lines = ["| row | asks | verdict | evidence | law |", "|---|---|---|---|---|"]
+        lines = ["| row | checks that | verdict | evidence | law |", "|---|---|---|---|---|"]
         for one in self.findings:
             verdict = one.verdict if one.verdict in ("pass", "n.a.") else f"**{one.verdict}**"
             cells = (f"`{one.id}`", one.title, verdict, one.evidence, one.law)

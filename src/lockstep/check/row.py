@@ -1,4 +1,4 @@
-"""A row: one question to a server, which law it asks about, and what was found."""
+"""A row: one check of a server, the rules of the contract that it covers, and its finding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one row found. `evidence` says what was sent, what came, and the numbers."""
+    """The finding of one row. `evidence` says what was sent, what came, and the numbers."""
 
     id: str
     title: str
@@ -42,9 +42,9 @@ class Finding:
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows that ask about one thing; a module makes one and adds its functions to it.
+    """Rows about one subject; a module makes a group and adds its functions to it.
 
-    `mutates` marks rows that change the server: they are only asked with --mutate.
+    `mutates` marks rows that change the server: they only run with --mutate.
     """
 
     name: str

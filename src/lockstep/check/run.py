@@ -1,4 +1,4 @@
-"""Asks the rows one after the other: each bounded in time, none able to stop the others."""
+"""Runs the rows one after the other: each bounded in time, none able to stop the others."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from time import monotonic
 
 from lockstep.check.outcome import Broken, NotApplicable
 from lockstep.check.row import CheckRow, Finding, RowGroup, Verdict
-from lockstep.check.rows import adapters as rows_adapters
-from lockstep.check.rows import auth as rows_guard
-from lockstep.check.rows import control as rows_control
-from lockstep.check.rows import crowd as rows_crowd
-from lockstep.check.rows import experts as rows_experts
-from lockstep.check.rows import input as rows_input
-from lockstep.check.rows import scores as rows_scores
-from lockstep.check.rows import text as rows_text
-from lockstep.check.rows import tokens as rows_tokens
-from lockstep.check.rows import versions as rows_versions
-from lockstep.check.rows import weights as rows_weights
+from lockstep.check.rows import (
+    adapters,
+    auth,
+    control,
+    crowd,
+    experts,
+    scores,
+    text,
+    tokens,
+    versions,
+    weights,
+)
+from lockstep.check.rows import input as input_rows
 from lockstep.check.target import Target
 from lockstep.tokens.errors import (
     BadRequest,
@@ -29,25 +31,18 @@ from lockstep.tokens.errors import (
     UnsupportedField,
 )
 
-GROUPS: tuple[RowGroup, ...] = (
-    rows_tokens.GROUP,
-    rows_scores.GROUP,
-    rows_versions.GROUP,
-    rows_input.GROUP,
-    rows_text.GROUP,
-    rows_experts.GROUP,
-    rows_control.GROUP,
-    rows_weights.GROUP,
-    rows_adapters.GROUP,
-    rows_guard.GROUP,
-    rows_crowd.GROUP,
-)
+GROUPS: tuple[RowGroup, ...] = tuple(
+    module.GROUP
+    for module in (
+        tokens, scores, versions, input_rows, text, experts, control, weights, adapters, auth, crowd
+    )
+)  # fmt: skip
 """In the order of the table. A new group is a module like these, and a line here. What a server
 may die of comes last."""
 
 
 def chosen_rows(patterns: Sequence[str] = (), *, mutate: bool = False) -> list[CheckRow]:
-    """The rows to ask; `patterns` are of their ids. Raises BadRequest for one that fits none."""
+    """The rows to run; `patterns` are of their ids. Raises BadRequest for one that fits none."""
     known = [row for group in GROUPS for row in group.rows]
     for pattern in patterns:
         if not any(fnmatch(row.id, pattern) for row in known):
@@ -64,14 +59,14 @@ def chosen_rows(patterns: Sequence[str] = (), *, mutate: bool = False) -> list[C
 
 
 async def run_rows(target: Target, rows: Sequence[CheckRow]) -> AsyncIterator[Finding]:
-    """What each row found, as it is found."""
+    """The finding of each row, as it comes."""
     for row in rows:
         yield await run_row(target, row)
 
 
 async def run_row(target: Target, row: CheckRow) -> Finding:
     began = monotonic()
-    limit = row.seconds * target.subject.seconds / 60.0
+    limit = row.seconds * target.options.seconds / 60.0
     try:
         async with asyncio.timeout(limit):
             verdict, evidence = await _judge(target, row)
@@ -93,8 +88,8 @@ async def _judge(target: Target, row: CheckRow) -> tuple[Verdict, str]:
     except DeadlineExceeded as error:
         return "error", error.message
     except LockstepError as error:
-        # A good request that was refused breaks the contract; a server in trouble is no answer.
+        # A good request that was refused breaks the contract; a server in trouble proves nothing.
         return "fail" if error.status < 500 else "error", f"{error.code}: {error.message}"
     except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
-        # Answers of any shape end here: a row must not take the rest of the table with it.
+        # Responses of any shape end here: a row must not take the rest of the table with it.
         return "error", f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""The server under question: how to ask it, what is known of it, and what may be done to it."""
+"""The server under check: how it is reached, what is known of it, and what rows may do to it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from uuid import uuid4
 
 from lockstep.backends import ModelCard, Transport, TransportName, open_transport
 from lockstep.backends.admin import Admin
-from lockstep.check.administer import open_any_admin
+from lockstep.backends.dynamo.discovery import DynamoDiscovery
+from lockstep.backends.registry import open_admin
 from lockstep.check.dialect import DIALECTS, RawDialect
 from lockstep.check.outcome import Broken, NotApplicable
 from lockstep.check.raw import Raw, Reply
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sampling
-from lockstep.tokens.errors import BadRequest, UnknownModel
+from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable, UnknownModel
 
 IDS = range(10, 250)
 """Ids of test prompts: in every vocabulary, and in no order that a tokenizer would write."""
@@ -29,8 +30,8 @@ LONG = 800
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What to ask, as the command line says it."""
+class CheckOptions:
+    """The server to check and how, as the command line says it."""
 
     url: str
     model: str | None = None
@@ -48,9 +49,9 @@ class Subject:
 
 @dataclass(slots=True, kw_only=True)
 class Target:
-    """Everything a row needs. Rows ask through it and never open anything themselves."""
+    """Everything a row needs. Rows send through it and never open anything themselves."""
 
-    subject: Subject
+    options: CheckOptions
     transport: Transport
     raw: Raw
     card: ModelCard
@@ -63,7 +64,7 @@ class Target:
 
     @property
     def tolerance(self) -> float:
-        return self.subject.tolerance
+        return self.options.tolerance
 
     @property
     def dialect(self) -> RawDialect:
@@ -82,18 +83,18 @@ class Target:
 
     @property
     def checkpoint(self) -> Path:
-        if self.subject.checkpoint is None:
+        if self.options.checkpoint is None:
             raise NotApplicable("no checkpoint was given (--checkpoint)")
-        return self.subject.checkpoint
+        return self.options.checkpoint
 
     def prompt(self, length: int = 24, seed: int = 0) -> list[int]:
-        """Ids that no text has, so that a server which takes a way through text is found out."""
+        """Ids that no text has: they do not survive a server that turns them into text."""
         rng = random.Random(seed)
         return [rng.choice(IDS) for _ in range(min(length, (self.card.max_model_len or 64) // 2))]
 
-    # Asking
+    # Requests
 
-    def ask(
+    def request(
         self,
         ids: list[int],
         *,
@@ -103,7 +104,7 @@ class Target:
         experts_start: int | None = None,
         **sampling: Any,
     ) -> GenerateRequest:
-        """Greedy unless said otherwise, and never ended by an EOS."""
+        """A request; greedy unless `sampling` says otherwise, and never ended by an EOS."""
         how = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True} | sampling
         return GenerateRequest(
             prompt_ids=ids,
@@ -112,25 +113,25 @@ class Target:
             cache_salt=cache_salt,
             request_id=request_id,
             experts_start=experts_start,
-            timeout=self.subject.seconds,
+            timeout=self.options.seconds,
         )
 
     async def one(self, ids: list[int], **how: Any) -> Completion:
-        """One completion; `how` is that of `ask`."""
-        (done,) = await self.transport.generate(self.ask(ids, **how))
-        return done
+        """One completion; `how` is that of `request`."""
+        (completion,) = await self.transport.generate(self.request(ids, **how))
+        return completion
 
     async def score(self, ids: Sequence[int], *, model: str | None = None) -> list[float]:
         """Logprobs of every token after the first, computed anew: under a salt of their own."""
-        done = await self.one(
+        completion = await self.one(
             list(ids), model=model, cache_salt=uuid4().hex, max_tokens=1, prompt_logprobs=0
         )
-        if done.prompt_logprobs is None:
+        if completion.prompt_logprobs is None:
             raise Broken(f"prompt logprobs were asked for {len(ids)} ids, and none came")
-        missing = [at for at, one in enumerate(done.prompt_logprobs) if at and one is None]
+        missing = [at for at, one in enumerate(completion.prompt_logprobs) if at and one is None]
         if missing:
             raise Broken(f"no logprob came for the prompt tokens at {missing[:5]}")
-        return [one.logprob for one in done.prompt_logprobs[1:] if one is not None]
+        return [one.logprob for one in completion.prompt_logprobs[1:] if one is not None]
 
     async def scores(
         self, sequences: Sequence[Sequence[int]], *, model: str | None = None
@@ -148,34 +149,59 @@ class Target:
 
 
 @asynccontextmanager
-async def open_target(subject: Subject) -> AsyncIterator[Target]:
+async def open_target(options: CheckOptions) -> AsyncIterator[Target]:
     """The server, reached and recognised. Raises BadRequest, Unavailable or UnknownModel."""
-    if subject.mutate and subject.admin is None:
+    if options.mutate and options.admin is None:
         raise BadRequest("--mutate needs the admin URL: give --admin", param="admin")
-    renderer = None if subject.tokenizer is None else Renderer.load(subject.tokenizer)
-    raw = Raw(api_key=subject.api_key, timeout=subject.seconds)
+    renderer = None if options.tokenizer is None else Renderer.load(options.tokenizer)
+    raw = Raw(api_key=options.api_key, timeout=options.seconds)
     transport = await open_transport(
-        subject.url, subject.transport, api_key=subject.api_key, timeout=subject.seconds
+        options.url, options.transport, api_key=options.api_key, timeout=options.seconds
     )
     control: Admin | None = None
     try:
         cards = await transport.models()
-        if subject.mutate and subject.admin is not None:
-            control = await open_any_admin(subject.admin, subject.token)
+        if options.mutate and options.admin is not None:
+            control = await _open_admin(options.admin, options.token)
         yield Target(
-            subject=subject,
+            options=options,
             transport=transport,
             raw=raw,
-            card=_choose(cards, subject.model),
+            card=_choose(cards, options.model),
             cards=cards,
             renderer=renderer,
-            config=_config(subject),
+            config=_config(options),
             control=control,
         )
     finally:
         await transport.close()
         if control is not None:
             await control.close()
+
+
+async def _open_admin(url: str, token: str | None) -> Admin:
+    """The driver for a worker's admin URL, or for the one worker behind a Dynamo discovery URL.
+
+    Raises BadRequest when there are several workers: the kit changes one server at a time.
+    """
+    discovery = DynamoDiscovery(url, url=url)
+    try:
+        workers = await discovery.find()
+    except LockstepError:
+        # Not Dynamo's discovery: a worker, or nothing, which the next error says better.
+        return await open_admin(url, token)
+    finally:
+        await discovery.close()
+    ready = [worker for worker in workers if worker.ready and worker.admin_url]
+    if not ready:
+        raise Unavailable(f"{url} lists no worker with an admin URL")
+    if len(ready) > 1:
+        raise BadRequest(
+            f"{url} lists {len(ready)} workers: requests are not pinned, so a row could not tell "
+            "which one answered; check a deployment of one",
+            param="admin",
+        )
+    return await open_admin(ready[0].admin_url or "", token, "dynamo", routes=ready[0].routes)
 
 
 def _choose(cards: list[ModelCard], model: str | None) -> ModelCard:
@@ -189,9 +215,9 @@ def _choose(cards: list[ModelCard], model: str | None) -> ModelCard:
     raise BadRequest(f"name the model with --model: served are {served}", param="model")
 
 
-def _config(subject: Subject) -> dict[str, Any]:
-    """The model's config.json, where a directory that was given holds one."""
-    for directory in (subject.tokenizer, subject.checkpoint):
+def _config(options: CheckOptions) -> dict[str, Any]:
+    """The model's config.json, where the tokenizer's or the checkpoint's directory has one."""
+    for directory in (options.tokenizer, options.checkpoint):
         path = None if directory is None else directory / "config.json"
         if path is not None and path.is_file():
             return dict(json.loads(path.read_text()))

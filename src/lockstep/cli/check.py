@@ -24,7 +24,7 @@ from lockstep.settings import Settings, read_token
 from lockstep.tokens.errors import BadRequest, LockstepError
 
 if TYPE_CHECKING:
-    from lockstep.check import CheckRow, Finding, Report, Subject
+    from lockstep.check import CheckOptions, CheckRow, Finding, Report
 
 COLOURS = {"pass": "green", "fail": "bold red", "n.a.": "dim", "error": "yellow"}
 _mutation_option = partial(typer.Option, rich_help_panel="Checks that change the server")
@@ -99,7 +99,7 @@ def check(
     ] = None,
 ) -> None:
     """Check that a server keeps the contract RL training needs, and show the evidence."""
-    from lockstep.check import Subject, chosen_rows
+    from lockstep.check import CheckOptions, chosen_rows
     from lockstep.check.target import transport_named
 
     if as_json and as_markdown:
@@ -108,7 +108,7 @@ def check(
     checkpoint_dir = _directory(checkpoint, "checkpoint")
     adapters = tuple(_existing(path, "adapter") for path in adapter or ())
     rows = chosen_rows(only or (), mutate=mutate)
-    subject = Subject(
+    options = CheckOptions(
         url=url,
         model=model,
         transport=transport_named(transport),
@@ -125,7 +125,7 @@ def check(
     quiet = as_json or as_markdown
     try:
         report = asyncio.run(
-            _check(subject, rows, len(chosen_rows(only or (), mutate=True)), quiet)
+            _check(options, rows, len(chosen_rows(only or (), mutate=True)), quiet)
         )
     except LockstepError as error:
         if error.status in (400, 401, 403, 404):
@@ -141,12 +141,12 @@ def check(
     raise typer.Exit(0 if report.kept else 1)
 
 
-async def _check(subject: Subject, rows: list[CheckRow], all_rows: int, quiet: bool) -> Report:
+async def _check(options: CheckOptions, rows: list[CheckRow], all_rows: int, quiet: bool) -> Report:
     from lockstep.check import Report, open_target, run_rows
 
     console = Console(stderr=True, quiet=quiet)
     findings: list[Finding] = []
-    async with open_target(subject) as target:
+    async with open_target(options) as target:
         with console.status("checking") as status:
             async for finding in run_rows(target, rows):
                 findings.append(finding)

@@ -1,4 +1,4 @@
-"""LoRA adapters, asked with --mutate: loaded, swapped, and gone when they are unloaded."""
+"""LoRA adapters (--mutate): loaded, swapped, and gone when they are unloaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from uuid import uuid4
 
-from lockstep.check.compare import all_apart, shown
+from lockstep.check.compare import describe, largest_difference
 from lockstep.check.outcome import NotApplicable, require
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
@@ -20,9 +20,9 @@ SEEN_WITHIN = 20.0
 
 
 def paths(target: Target) -> tuple[Path, ...]:
-    if not target.subject.adapters:
+    if not target.options.adapters:
         raise NotApplicable("no adapter was given (--adapter)")
-    return tuple(path.absolute() for path in target.subject.adapters)
+    return tuple(path.absolute() for path in target.options.adapters)
 
 
 @asynccontextmanager
@@ -63,11 +63,13 @@ async def load(target: Target) -> str:
     async with loaded(target) as name:
         own = await target.scores(sequences(target), model=name)
         still = await target.scores(sequences(target))
-    moved, kept = all_apart(base, own), all_apart(base, still)
-    said = f"its scores are up to {moved:.2g} from the base model's; those are kept {shown(kept)}"
-    require(moved > target.tolerance, f"{said}: the base model answers in its place")
-    require(kept <= target.tolerance, said)
-    return said
+    moved, kept = largest_difference(base, own), largest_difference(base, still)
+    evidence = (
+        f"its scores are up to {moved:.2g} from the base model's; those are kept {describe(kept)}"
+    )
+    require(moved > target.tolerance, f"{evidence}: the base model answers in its place")
+    require(kept <= target.tolerance, evidence)
+    return evidence
 
 
 @GROUP.row("swap", "an adapter can be swapped under its name", "F29 F30", seconds=180)
@@ -78,32 +80,32 @@ async def swap(target: Target) -> str:
         await target.one(target.prompt(300), model=name)
         await target.admin.load_adapter(name, second)
         after = await target.scores(sequences(target), model=name)
-        moved = all_apart(before, after)
+        moved = largest_difference(before, after)
         if first == second:
-            said = f"the same path again: {shown(moved)} (two adapters show more)"
-            require(moved <= target.tolerance, said)
-            return said
+            evidence = f"the same path again: {describe(moved)} (two adapters show more)"
+            require(moved <= target.tolerance, evidence)
+            return evidence
         warm = await target.one(target.prompt(300), model=name)
         fresh = await target.one(target.prompt(300), model=name, cache_salt=uuid4().hex)
-        stale = all_apart([warm.logprobs], [fresh.logprobs])
+        stale = largest_difference([warm.logprobs], [fresh.logprobs])
         await target.admin.load_adapter(name, first)
-        back = all_apart(before, await target.scores(sequences(target), model=name))
-    said = (
+        back = largest_difference(before, await target.scores(sequences(target), model=name))
+    evidence = (
         f"A to B: scores moved by up to {moved:.2g}, a prefix cached under A against a new one "
-        f"{shown(stale)}; back to A {shown(back)}"
+        f"{describe(stale)}; back to A {describe(back)}"
     )
-    require(moved > target.tolerance >= max(back, stale), said)
-    return said
+    require(moved > target.tolerance >= max(back, stale), evidence)
+    return evidence
 
 
 @GROUP.row("unload", "an unloaded adapter is gone: 404, never the base model", "F31", seconds=180)
 async def unload(target: Target) -> str:
     async with loaded(target) as name:
         with_it = await target.send_ids(target.prompt(), model=name)
-        require(with_it.status == 200, f"while loaded: {with_it.said()}")
+        require(with_it.status == 200, f"while loaded: {with_it.describe()}")
         await target.admin.unload_adapter(name)
         took = await listed(target, name, there=False)
         reply = await target.send_ids(target.prompt(), model=name)
-    said = f"while loaded 200; after unload {reply.said()}, not listed after {took:.1f} s"
-    require(reply.status == 404, said)
-    return said
+    evidence = f"while loaded 200; after unload {reply.describe()}, not listed after {took:.1f} s"
+    require(reply.status == 404, evidence)
+    return evidence

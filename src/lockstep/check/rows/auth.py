@@ -1,4 +1,4 @@
-"""Who may change the server, asked with --mutate: a token, a POST, a listener of its own."""
+"""Who may change the server (--mutate): a token, a POST, a listener of its own."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def resume_route(target: Target) -> str:
 
 @GROUP.row("token", "admin routes need a token", "L7 F42")
 async def token(target: Target) -> str:
-    path, said = resume_route(target), []
-    for what, given in (("no token", None), ("a wrong token", "not-the-admin-token")):
-        reply = await target.raw.send("POST", target.admin.url + path, {}, token=given)
-        require(reply.status in (401, 403), f"POST {path} with {what}: {reply.said()}")
-        said.append(f"{what}: {reply.status}")
-    return f"POST {path}: {', '.join(said)}"
+    path, evidence = resume_route(target), []
+    for what, wrong in (("no token", None), ("a wrong token", "not-the-admin-token")):
+        reply = await target.raw.send("POST", target.admin.url + path, {}, token=wrong)
+        require(reply.status in (401, 403), f"POST {path} with {what}: {reply.describe()}")
+        evidence.append(f"{what}: {reply.status}")
+    return f"POST {path}: {', '.join(evidence)}"
 
 
 @GROUP.row("get", "GET never changes anything", "L7 F42")
@@ -37,19 +37,21 @@ async def get(target: Target) -> str:
     path = ROUTES[target.admin.name][0]
     url = target.admin.url + path
     try:
-        reply = await target.raw.send("GET", url, token=target.subject.token)
+        reply = await target.raw.send("GET", url, token=target.options.token)
         paused = (await target.admin.view()).paused
-        require(not paused, f"GET {path}: {reply.said()}, and the server is paused")
-        require(reply.status >= 400, f"GET {path}: {reply.said()}")
+        require(not paused, f"GET {path}: {reply.describe()}, and the server is paused")
+        require(reply.status >= 400, f"GET {path}: {reply.describe()}")
     finally:
         await target.admin.resume()
-    return f"GET {path}: {reply.said()}"
+    return f"GET {path}: {reply.describe()}"
 
 
 @GROUP.row("listener", "admin routes are not on the data port", "L7")
 async def listener(target: Target) -> str:
     path = resume_route(target)
     where = target.transport.base_url
-    reply = await target.raw.send("POST", where + path, {}, token=target.subject.token)
-    require(reply.status in (401, 403, 404, 405), f"POST {path} on the data port: {reply.said()}")
-    return f"POST {path} on the data port: {reply.said()}"
+    reply = await target.raw.send("POST", where + path, {}, token=target.options.token)
+    require(
+        reply.status in (401, 403, 404, 405), f"POST {path} on the data port: {reply.describe()}"
+    )
+    return f"POST {path} on the data port: {reply.describe()}"

@@ -1,4 +1,4 @@
-"""Pauses, asked with --mutate: what happens to the generation in flight, and to new requests."""
+"""Pauses (--mutate): what happens to the generation in flight, and to new requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from lockstep.backends.admin import PauseMode
-from lockstep.check.compare import same
+from lockstep.check.compare import require_same
 from lockstep.check.inflight import in_flight
 from lockstep.check.outcome import require
 from lockstep.check.row import RowGroup
@@ -40,74 +40,78 @@ async def queues(target: Target) -> asyncio.Task[str]:
 
 async def _new(target: Target) -> str:
     reply = await target.send_ids(target.prompt(seed=21))
-    return reply.said()
+    return reply.describe()
 
 
 async def answered(task: asyncio.Task[str]) -> None:
-    said = await task
-    require(said == "200", f"the request that waited was answered {said} after resume")
+    status = await task
+    require(status == "200", f"the request that waited was answered {status} after resume")
 
 
 @GROUP.row("keep", "pause keep: frozen in mid-generation, then continued exactly", "L6 F43",
            seconds=180)  # fmt: skip
 async def keep(target: Target) -> str:
-    ask = target.ask(target.prompt(seed=22), max_tokens=target.long)
-    (whole,) = await target.transport.generate(ask)
-    async with in_flight(target, ask) as running:
+    request = target.request(target.prompt(seed=22), max_tokens=target.long)
+    (whole,) = await target.transport.generate(request)
+    async with in_flight(target, request) as running:
         await running.begun()
         async with paused(target, "keep"):
             await asyncio.sleep(SETTLE)
             before = len(running.tokens)
             await asyncio.sleep(STILL)
             after = len(running.tokens)
-        done = await running.end()
+        completion = await running.end()
     require(after == before, f"{after - before} tokens came in {STILL} s of a pause")
     require(before < target.long, f"all {before} tokens had come before the pause: nothing froze")
-    said = same(whole, done, target.tolerance, "with and without a pause")
-    return f"frozen at {before} of {target.long} tokens; {said}"
+    evidence = require_same(whole, completion, target.tolerance, "with and without a pause")
+    return f"frozen at {before} of {target.long} tokens; {evidence}"
 
 
 @GROUP.row("wait", "pause wait: what is in flight runs to its end", "L6", seconds=180)
 async def wait(target: Target) -> str:
-    ask = target.ask(target.prompt(seed=23), max_tokens=target.long)
-    async with in_flight(target, ask) as running:
+    request = target.request(target.prompt(seed=23), max_tokens=target.long)
+    async with in_flight(target, request) as running:
         seen = await running.begun()
         async with paused(target, "wait"):
             await asyncio.sleep(SETTLE)
             ended = running.task.done()
-        done = await running.end()
-    said = f"paused at {seen} of {target.long} tokens: {len(done.token_ids)} came, {done.finish!r}"
-    require(ended, f"{said}; but pause returned before it had ended")
-    require(len(done.token_ids) == target.long and done.finish == "length", said)
-    return f"{said}, before pause returned"
+        completion = await running.end()
+    count, finish = len(completion.token_ids), completion.finish
+    evidence = f"paused at {seen} of {target.long} tokens: {count} came, {finish!r}"
+    require(ended, f"{evidence}; but pause returned before it had ended")
+    require(count == target.long and finish == "length", evidence)
+    return f"{evidence}, before pause returned"
 
 
 @GROUP.row("abort", "pause abort: in flight ends as abort, with its tokens", "L6 F12", seconds=180)
 async def abort(target: Target) -> str:
-    ask = target.ask(target.prompt(seed=24), max_tokens=target.long)
-    (whole,) = await target.transport.generate(ask)
-    async with in_flight(target, ask) as running:
+    request = target.request(target.prompt(seed=24), max_tokens=target.long)
+    (whole,) = await target.transport.generate(request)
+    async with in_flight(target, request) as running:
         seen = await running.begun()
         async with paused(target, "abort"):
             # Before resume: a pause that only froze the request would let it end well later.
             await asyncio.wait((running.task,), timeout=STILL * 10)
             ended = running.task.done()
         require(ended, f"the request in flight had not ended {STILL * 10:g} s after pause abort")
-        done = await running.end()
-    kept = len(done.token_ids)
-    said = f"paused at {seen} of {target.long} tokens: {kept} kept, finish {done.finish!r}"
-    require(done.finish == "abort" and seen <= kept < target.long, said)
-    require(done.token_ids == whole.token_ids[:kept], f"{said}; they are not those of the whole")
-    return f"{said}, the first of the whole answer"
+        completion = await running.end()
+    kept = len(completion.token_ids)
+    evidence = (
+        f"paused at {seen} of {target.long} tokens: {kept} kept, finish {completion.finish!r}"
+    )
+    require(completion.finish == "abort" and seen <= kept < target.long, evidence)
+    require(
+        completion.token_ids == whole.token_ids[:kept],
+        f"{evidence}; they are not those of the whole",
+    )
+    return f"{evidence}, the first of the whole answer"
 
 
 @GROUP.row("queue", "while paused, new requests wait and are answered later", "L6", seconds=120)
 async def queue(target: Target) -> str:
-    said = []
     modes: tuple[PauseMode, ...] = ("keep", "wait", "abort")
     for mode in modes:
         async with paused(target, mode):
             task = await queues(target)
         await answered(task)
-        said.append(mode)
-    return f"{', '.join(said)}: a new request waited {STILL} s, and was answered after resume"
+    return f"{', '.join(modes)}: a new request waited {STILL} s, and was answered after resume"

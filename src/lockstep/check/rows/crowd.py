@@ -1,10 +1,10 @@
-"""Many at once: what some servers die of, and so asked at the very end."""
+"""Many requests at once: the last row, as some servers die of it."""
 
 from __future__ import annotations
 
 import asyncio
 
-from lockstep.check.compare import all_apart, shown
+from lockstep.check.compare import describe, largest_difference
 from lockstep.check.outcome import require
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
@@ -17,10 +17,10 @@ async def scores(target: Target) -> str:
     prompts = [target.prompt(length, seed=length) for length in (9, 24, 40, 77, 130, 200)]
     alone = await target.scores(prompts)
     together = list(await asyncio.gather(*(target.score(ids) for ids in prompts)))
-    off = all_apart(alone, together)
+    off = largest_difference(alone, together)
     count = sum(map(len, alone))
-    said = f"{count} tokens of {len(prompts)} prompts, alone and at once: {shown(off)}"
-    require(off <= target.tolerance, f"{said} (tolerance {target.tolerance:g})")
+    evidence = f"{count} tokens of {len(prompts)} prompts, alone and at once: {describe(off)}"
+    require(off <= target.tolerance, f"{evidence} (tolerance {target.tolerance:g})")
     health = await target.send_ids(target.prompt())
-    require(health.status == 200, f"{said}; after that a good request: {health.said()}")
-    return said
+    require(health.status == 200, f"{evidence}; after that a good request: {health.describe()}")
+    return evidence

@@ -1,4 +1,4 @@
-"""Routed experts: a row for every forwarded token, from where they were asked for."""
+"""Routed experts: a row for every forwarded token, from the position that was requested."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ async def routed(target: Target, start: int) -> Completion:
     """A completion with its experts. Raises NotApplicable for a model that has none."""
     count = next((target.config[name] for name in COUNTS if target.config.get(name)), 0)
     try:
-        done = await target.one(target.prompt(), max_tokens=8, experts_start=start)
+        completion = await target.one(target.prompt(), max_tokens=8, experts_start=start)
     except (BadRequest, BadExperts) as error:
-        # A server without them says so, or answers without; anything else is a broken answer.
+        # A server without them says so, or leaves them out; anything else is a broken response.
         if count or "none" not in error.message:
             raise
         raise NotApplicable(error.message) from None
-    if done.experts is not None:
-        return done
+    if completion.experts is not None:
+        return completion
     if count:
         raise Broken(f"the model has {count} experts; they were asked for, and none came")
     raise NotApplicable("asked for, and none came; no config says that the model has experts")
@@ -31,12 +31,14 @@ async def routed(target: Target, start: int) -> Completion:
 
 @GROUP.row("rows", "routed experts have a row for every token but the last", "F38")
 async def rows(target: Target) -> str:
-    done = await routed(target, 0)
-    shape = done.experts.shape if done.experts else (0, 0, 0)
-    total = len(done.prompt_ids) + len(done.token_ids)
-    said = f"{total} tokens: shape {shape}, {done.experts.dtype if done.experts else ''}"
-    require(shape[0] == total - 1, said)
-    return said
+    completion = await routed(target, 0)
+    shape = completion.experts.shape if completion.experts else (0, 0, 0)
+    total = len(completion.prompt_ids) + len(completion.token_ids)
+    evidence = (
+        f"{total} tokens: shape {shape}, {completion.experts.dtype if completion.experts else ''}"
+    )
+    require(shape[0] == total - 1, evidence)
+    return evidence
 
 
 @GROUP.row("start", "routed experts start where they were asked for", "F38")
@@ -45,7 +47,7 @@ async def start(target: Target) -> str:
     if whole.experts is None or part.experts is None:
         raise NotApplicable("no routed experts came")
     first, second = whole.experts.numpy(), part.experts.numpy()
-    said = f"from 0: {first.shape[0]} rows; from {part.experts.start}: {second.shape[0]} rows"
-    require(part.experts.start == 10, f"{said}; asked for from 10")
-    require(bool((first[10:] == second).all()), f"{said}; and they differ")
-    return f"{said}, the same as the last of the whole"
+    evidence = f"from 0: {first.shape[0]} rows; from {part.experts.start}: {second.shape[0]} rows"
+    require(part.experts.start == 10, f"{evidence}; asked for from 10")
+    require(bool((first[10:] == second).all()), f"{evidence}; and they differ")
+    return f"{evidence}, the same as the last of the whole"

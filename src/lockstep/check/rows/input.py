@@ -17,10 +17,12 @@ BEYOND = 2**31 - 1
 async def refuses(target: Target, what: str, ids: Any, **fields: Any) -> str:
     """The evidence that a request is refused, and that the next good one is not."""
     reply = await target.send_ids(ids, **fields)
-    require(reply.refused, f"{what}: answered {reply.said()}{_sampled(target, reply)}")
+    require(reply.refused, f"{what}: answered {reply.describe()}{_sampled(target, reply)}")
     good = await target.send_ids(target.prompt())
-    require(good.status == 200, f"{what}: {reply.said()}; after that a good one: {good.said()}")
-    return f"{what}: {reply.said()}"
+    require(
+        good.status == 200, f"{what}: {reply.describe()}; after that a good one: {good.describe()}"
+    )
+    return f"{what}: {reply.describe()}"
 
 
 def _sampled(target: Target, reply: Reply) -> str:
@@ -46,9 +48,9 @@ async def vocabulary(target: Target) -> str:
 
 @GROUP.row("float", "an id that is no integer is refused", "F18")
 async def fraction(target: Target) -> str:
-    said = await refuses(target, "id 12.5", [*target.prompt(4), 12.5])
+    evidence = await refuses(target, "id 12.5", [*target.prompt(4), 12.5])
     whole = await target.send_ids([*target.prompt(4), 12.0])
-    return f"{said}; 12.0 {'too' if whole.refused else 'is read as 12'}"
+    return f"{evidence}; 12.0 {'too' if whole.refused else 'is read as 12'}"
 
 
 @GROUP.row("unknown", "a field that nobody knows is refused", "L0")
@@ -68,5 +70,5 @@ async def overlong(target: Target) -> str:
 @GROUP.row("model", "a request for an unknown model is refused", "F31")
 async def model(target: Target) -> str:
     reply = await target.send_ids(target.prompt(), model="no-such-model-is-served")
-    require(reply.status == 404, f"an unknown model: expected 404, answered {reply.said()}")
-    return f"an unknown model: {reply.said()}"
+    require(reply.status == 404, f"an unknown model: expected 404, answered {reply.describe()}")
+    return f"an unknown model: {reply.describe()}"

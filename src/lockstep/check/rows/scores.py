@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lockstep.check.compare import apart, same, shown
+from lockstep.check.compare import describe, difference, require_same
 from lockstep.check.dialect import engine_data
 from lockstep.check.outcome import require
 from lockstep.check.row import RowGroup
@@ -16,8 +16,8 @@ GROUP = RowGroup("scores")
 @GROUP.row("prompt", "a prompt token's logprob is its own", "F46")
 async def prompt(target: Target) -> str:
     ids = target.prompt()
-    done = await target.one(ids, max_tokens=1, prompt_logprobs=2)
-    entries = done.prompt_logprobs
+    completion = await target.one(ids, max_tokens=1, prompt_logprobs=2)
+    entries = completion.prompt_logprobs
     require(entries is not None, f"prompt_logprobs 2 was asked for {len(ids)} ids, none came")
     entries = entries or []
     named = [entry.token_id for entry in entries if entry is not None]
@@ -36,12 +36,12 @@ async def prompt(target: Target) -> str:
 @GROUP.row("again", "scoring sampled tokens gives the logprobs they came with", "L1 F44 F46")
 async def again(target: Target) -> str:
     ids = target.prompt(seed=4)
-    done = await target.one(ids, temperature=1.0, seed=5, max_tokens=32)
-    scored = (await target.score([*ids, *done.token_ids]))[len(ids) - 1 :]
-    off = apart(done.logprobs, scored)
-    said = f"32 tokens sampled at temperature 1, then scored as a prompt: {shown(off)}"
-    require(off <= target.tolerance, f"{said} (tolerance {target.tolerance:g})")
-    return said
+    completion = await target.one(ids, temperature=1.0, seed=5, max_tokens=32)
+    scored = (await target.score([*ids, *completion.token_ids]))[len(ids) - 1 :]
+    off = difference(completion.logprobs, scored)
+    evidence = f"32 tokens sampled at temperature 1, then scored as a prompt: {describe(off)}"
+    require(off <= target.tolerance, f"{evidence} (tolerance {target.tolerance:g})")
+    return evidence
 
 
 @GROUP.row("seed", "the same seed gives the same tokens", "L1")
@@ -50,9 +50,9 @@ async def seed(target: Target) -> str:
     one, two, other = [
         await target.one(ids, temperature=1.0, seed=number, max_tokens=24) for number in (9, 9, 10)
     ]
-    said = same(one, two, target.tolerance, "seed 9 twice")
-    require(one.token_ids != other.token_ids, f"{said}; but seed 10 gives them too")
-    return f"{said}; seed 10 gives others"
+    evidence = require_same(one, two, target.tolerance, "seed 9 twice")
+    require(one.token_ids != other.token_ids, f"{evidence}; but seed 10 gives them too")
+    return f"{evidence}; seed 10 gives others"
 
 
 @GROUP.row("batch", "a request's answer does not depend on its neighbours", "L1")
@@ -64,7 +64,7 @@ async def batch(target: Target) -> str:
         for length in (5, 17, 29, 43, 61, 87, 113)
     ]
     crowded, *_ = await asyncio.gather(target.one(target.prompt(seed=7), **how), *neighbours)
-    return same(alone, crowded, target.tolerance, "alone and among 7 others")
+    return require_same(alone, crowded, target.tolerance, "alone and among 7 others")
 
 
 @GROUP.row("salt", "a cache salt is accepted and changes nothing", "F03")
@@ -72,8 +72,10 @@ async def salt(target: Target) -> str:
     ids = target.prompt(160, seed=8)
     bare = await target.one(ids)
     salted = [await target.one(ids, cache_salt=name) for name in ("check-a", "check-b")]
-    said = [same(bare, one, target.tolerance, "with and without salt") for one in salted]
-    return f"{len(ids)} ids, two salts; {said[-1]}"
+    evidence = [
+        require_same(bare, one, target.tolerance, "with and without salt") for one in salted
+    ]
+    return f"{len(ids)} ids, two salts; {evidence[-1]}"
 
 
 @GROUP.row("mode", "raw or processed: the logprobs' mode is known", "F16")
@@ -83,17 +85,17 @@ async def mode(target: Target) -> str:
         await target.one(ids, temperature=heat, seed=1, max_tokens=1, logprobs=3)
         for heat in (1.0, 2.0)
     ]
-    tops = [{one.token_id: one.logprob for one in (done.top_logprobs or [()])[0]}
-            for done in (warm, hot)]  # fmt: skip
+    tops = [{one.token_id: one.logprob for one in (completion.top_logprobs or [()])[0]}
+            for completion in (warm, hot)]  # fmt: skip
     common = sorted(tops[0].keys() & tops[1].keys())
     require(bool(common), "the most likely tokens at temperature 1 and 2 have none in common")
     token = common[0]
     values = [top[token] for top in tops]
     measured = "raw" if abs(values[0] - values[1]) <= target.tolerance else "processed"
-    said = (
+    evidence = (
         f"token {token} has {values[0]:.4f} at temperature 1 and {values[1]:.4f} at 2: {measured}"
     )
-    answer = (await target.send_ids(ids)).fields
-    stated = answer.get("logprob_mode") or engine_data(answer).get("logprob_mode")
-    require(stated in (None, measured), f"{said}, but the server says {stated}")
-    return f"{said}, as the server says" if stated else f"{said}; the server does not say"
+    response = (await target.send_ids(ids)).fields
+    stated = response.get("logprob_mode") or engine_data(response).get("logprob_mode")
+    require(stated in (None, measured), f"{evidence}, but the server says {stated}")
+    return f"{evidence}, as the server says" if stated else f"{evidence}; the server does not say"

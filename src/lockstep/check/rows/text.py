@@ -53,7 +53,7 @@ async def tokenize(target: Target) -> str:
         reply = there(await target.post("/tokenize", body), "/tokenize")
         ours = renderer_of(target).encode(text)
         theirs = reply.fields.get("tokens")
-        require(theirs == ours, f"{text!r}: {reply.said()}, {parted(theirs, ours)}")
+        require(theirs == ours, f"{text!r}: {reply.describe()}, {parted(theirs, ours)}")
         count += len(ours)
     return f"{len(TEXTS)} texts, {count} ids, all the same"
 
@@ -64,7 +64,7 @@ async def template(target: Target) -> str:
     reply = there(await target.post("/tokenize", body), "/tokenize")
     ours = renderer_of(target).render(CHAT)
     theirs = reply.fields.get("tokens")
-    require(theirs == ours, f"{len(CHAT)} messages: {reply.said()}, {parted(theirs, ours)}")
+    require(theirs == ours, f"{len(CHAT)} messages: {reply.describe()}, {parted(theirs, ours)}")
     return f"{len(CHAT)} messages: {len(ours)} ids, all the same"
 
 
@@ -76,7 +76,7 @@ async def chat(target: Target) -> str:
     ours = renderer_of(target).render(CHAT)
     nested = reply.fields.get("nvext") or {}
     theirs = nested.get("prompt_token_ids") or reply.fields.get("prompt_token_ids")
-    require(theirs == ours, f"{len(CHAT)} messages: {reply.said()}, {parted(theirs, ours)}")
+    require(theirs == ours, f"{len(CHAT)} messages: {reply.describe()}, {parted(theirs, ours)}")
     return f"{len(CHAT)} messages: the prompt has the same {len(ours)} ids"
 
 
@@ -85,5 +85,5 @@ async def detokenize(target: Target) -> str:
     body = {"model": target.card.id, "tokens": [999_999_999]}
     reply = there(await target.post("/detokenize", body), "/detokenize")
     text = reply.fields.get("prompt")
-    require(reply.refused, f"id 999999999: {reply.said()}, text {text!r}")
-    return f"id 999999999: {reply.said()}"
+    require(reply.refused, f"id 999999999: {reply.describe()}, text {text!r}")
+    return f"id 999999999: {reply.describe()}"

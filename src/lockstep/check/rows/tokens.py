@@ -6,7 +6,7 @@ from contextlib import aclosing
 from uuid import uuid4
 
 from lockstep.backends import StreamDelta
-from lockstep.check.compare import same
+from lockstep.check.compare import require_same
 from lockstep.check.inflight import in_flight
 from lockstep.check.outcome import Broken, NotApplicable, require
 from lockstep.check.row import RowGroup
@@ -20,32 +20,39 @@ GROUP = RowGroup("tokens")
 async def prompt(target: Target) -> str:
     ids = target.prompt()
     reply = await target.send_ids(ids)
-    require(reply.status == 200, f"{len(ids)} ids were sent, the answer is {reply.said()}")
-    said = []
+    require(reply.status == 200, f"{len(ids)} ids were sent, the answer is {reply.describe()}")
+    evidence = []
     if (echoed := target.dialect.echo(reply.fields)) is not None:
         require(echoed == ids, f"sent {ids[:6]}..., echoed {echoed[:6]}... ({len(echoed)} ids)")
-        said.append("echoed the same")
+        evidence.append("echoed the same")
     if (used := target.dialect.usage(reply.fields)) is not None:
         require(used == len(ids), f"{len(ids)} ids were sent, usage counts {used} prompt tokens")
-        said.append(f"usage counts {used}")
+        evidence.append(f"usage counts {used}")
     other = [*ids[:-1], ids[-1] + 1]
     one = await target.one(ids, temperature=1.0, seed=1, max_tokens=1, logprobs=5)
     two = await target.one(other, temperature=1.0, seed=1, max_tokens=1, logprobs=5)
     require(one.top_logprobs != two.top_logprobs, "another last id gives the same distribution")
-    said.append("another last id gives another distribution")
-    return f"{len(ids)} ids that no text has: {', '.join(said)}"
+    evidence.append("another last id gives another distribution")
+    return f"{len(ids)} ids that no text has: {', '.join(evidence)}"
 
 
 @GROUP.row(
     "aligned", "one finite logprob for each sampled id, from one record", "L1 F05 F06 F07 F15"
 )
 async def aligned(target: Target) -> str:
-    done = await target.one(target.prompt(), temperature=1.0, seed=7, max_tokens=24, logprobs=2)
-    require(len(done.token_ids) == 24, f"24 tokens were asked for, {len(done.token_ids)} came")
-    positive = [value for value in done.logprobs if value > 0]
+    completion = await target.one(
+        target.prompt(), temperature=1.0, seed=7, max_tokens=24, logprobs=2
+    )
+    require(
+        len(completion.token_ids) == 24,
+        f"24 tokens were asked for, {len(completion.token_ids)} came",
+    )
+    positive = [value for value in completion.logprobs if value > 0]
     require(not positive, f"{len(positive)} logprobs are above 0, such as {positive[:1]}")
-    for at, (token, value) in enumerate(zip(done.token_ids, done.logprobs, strict=True)):
-        for other in (done.top_logprobs or [()] * 24)[at]:
+    for at, (token, value) in enumerate(
+        zip(completion.token_ids, completion.logprobs, strict=True)
+    ):
+        for other in (completion.top_logprobs or [()] * 24)[at]:
             if other.token_id == token:
                 require(
                     abs(other.logprob - value) <= target.tolerance,
@@ -53,17 +60,19 @@ async def aligned(target: Target) -> str:
                     f"{other.logprob}",
                 )
     return (
-        f"24 ids, 24 logprobs from {min(done.logprobs):.3f} to {max(done.logprobs):.3f}, each "
-        "beside its own id"
+        f"24 ids, 24 logprobs from {min(completion.logprobs):.3f} to "
+        f"{max(completion.logprobs):.3f}, each beside its own id"
     )
 
 
 @GROUP.row("finish", "every answer says why it ended", "L6 F13")
 async def finish(target: Target) -> str:
-    done = await target.one(target.prompt(), max_tokens=5)
-    said = f"max_tokens 5 gave {len(done.token_ids)} tokens and finish {done.finish!r}"
-    require(done.finish == "length" and len(done.token_ids) == 5, said)
-    return said
+    completion = await target.one(target.prompt(), max_tokens=5)
+    evidence = (
+        f"max_tokens 5 gave {len(completion.token_ids)} tokens and finish {completion.finish!r}"
+    )
+    require(completion.finish == "length" and len(completion.token_ids) == 5, evidence)
+    return evidence
 
 
 @GROUP.row("stop", "stop ids end the answer and are in it", "L1 L6")
@@ -73,15 +82,15 @@ async def stop(target: Target) -> str:
     ids = free.token_ids
     fresh = [at for at, token in enumerate(ids) if at and token not in ids[:at]]
     at = fresh[0] if fresh else 0
-    done = await target.one(
+    completion = await target.one(
         target.prompt(), max_tokens=16, stop_token_ids=(ids[at],), ignore_eos=False
     )
-    said = (
-        f"stop id {ids[at]}, greedily the {at + 1}. of {len(ids)}: {len(done.token_ids)} "
-        f"tokens came, finish {done.finish!r}, stop token {done.stop_token}"
+    evidence = (
+        f"stop id {ids[at]}, greedily the {at + 1}. of {len(ids)}: {len(completion.token_ids)} "
+        f"tokens came, finish {completion.finish!r}, stop token {completion.stop_token}"
     )
-    require(done.token_ids == ids[: at + 1] and done.finish == "stop", said)
-    return f"{said}, included"
+    require(completion.token_ids == ids[: at + 1] and completion.finish == "stop", evidence)
+    return f"{evidence}, included"
 
 
 @GROUP.row("abort", "an aborted generation says abort and keeps its tokens", "L6 F12 F45")
@@ -89,59 +98,60 @@ async def abort(target: Target) -> str:
     if not target.transport.aborts_by_id:
         raise NotApplicable("this dialect has no way to abort by id; see control.abort")
     name = uuid4().hex
-    ask = target.ask(target.prompt(), max_tokens=target.long, request_id=name)
-    async with in_flight(target, ask) as running:
+    request = target.request(target.prompt(), max_tokens=target.long, request_id=name)
+    async with in_flight(target, request) as running:
         seen = await running.begun()
         stopped = await target.transport.abort(name)
-        done = await running.end()
+        completion = await running.end()
     told = "not told" if stopped is None else str(stopped)
-    said = (
-        f"aborted after {seen} of {target.long} tokens: finish {done.finish!r} with "
-        f"{len(done.token_ids)} tokens and logprobs; stopped: {told}"
+    evidence = (
+        f"aborted after {seen} of {target.long} tokens: finish {completion.finish!r} with "
+        f"{len(completion.token_ids)} tokens and logprobs; stopped: {told}"
     )
-    if done.finish == "length" and len(done.token_ids) == target.long:
-        raise Broken(f"{said}; the abort stopped nothing")
-    require(done.finish == "abort" and len(done.token_ids) >= seen, said)
-    return said
+    if completion.finish == "length" and len(completion.token_ids) == target.long:
+        raise Broken(f"{evidence}; the abort stopped nothing")
+    require(completion.finish == "abort" and len(completion.token_ids) >= seen, evidence)
+    return evidence
 
 
 @GROUP.row("choices", "n choices are distinct and each is whole", "F11")
 async def choices(target: Target) -> str:
-    ids, said = target.prompt(), ""
+    ids, evidence = target.prompt(), ""
     if target.dialect.splits_choices:
-        # The transport asks this dialect n times; whether the server can do it is asked here.
+        # Our transport sends n requests in this dialect: the server's own n is checked here.
         body = target.dialect.body(target.card.id, ids, max_tokens=8, n=4)
         reply = await target.post(target.dialect.route, body)
         if not reply.refused:
-            found = target.dialect.ids(reply.fields) if reply.status == 200 else []
+            rows = target.dialect.ids(reply.fields) if reply.status == 200 else []
             require(
-                len(found) == 4, f"n=4 answered {reply.said()}, with ids of {len(found)} choices"
+                len(rows) == 4, f"n=4 answered {reply.describe()}, with ids of {len(rows)} choices"
             )
-            said = "n=4 in one request answered whole; "
+            evidence = "n=4 in one request answered whole; "
         else:
-            said = f"n=4 in one request is refused with {reply.status}; "
-    done = await target.transport.generate(
-        target.ask(ids, temperature=1.0, seed=3, n=4, max_tokens=16)
+            evidence = f"n=4 in one request is refused with {reply.status}; "
+    completions = await target.transport.generate(
+        target.request(ids, temperature=1.0, seed=3, n=4, max_tokens=16)
     )
-    distinct = len({tuple(one.token_ids) for one in done})
-    lengths = [len(one.token_ids) for one in done]
-    said += f"4 choices: {distinct} distinct, lengths {lengths}, indices {[d.index for d in done]}"
-    require(distinct > 1 and lengths == [16] * 4, said)
-    return said
+    distinct = len({tuple(one.token_ids) for one in completions})
+    lengths = [len(one.token_ids) for one in completions]
+    indices = [one.index for one in completions]
+    evidence += f"4 choices: {distinct} distinct, lengths {lengths}, indices {indices}"
+    require(distinct > 1 and lengths == [16] * 4, evidence)
+    return evidence
 
 
 @GROUP.row("stream", "a streamed answer equals the whole one", "L1 F44")
 async def stream(target: Target) -> str:
-    said = []
-    asks = {
-        "greedy": target.ask(target.prompt(seed=2)),
-        "seeded": target.ask(target.prompt(seed=2), temperature=1.0, seed=11),
+    evidence = []
+    requests = {
+        "greedy": target.request(target.prompt(seed=2)),
+        "seeded": target.request(target.prompt(seed=2), temperature=1.0, seed=11),
     }
-    for what, ask in asks.items():
-        (whole,) = await target.transport.generate(ask)
+    for what, request in requests.items():
+        (whole,) = await target.transport.generate(request)
         deltas: list[StreamDelta] = []
         streamed: list[Completion] = []
-        async with aclosing(target.transport.stream(ask)) as items:
+        async with aclosing(target.transport.stream(request)) as items:
             async for item in items:
                 if isinstance(item, StreamDelta):
                     deltas.append(item)
@@ -154,5 +164,7 @@ async def stream(target: Target) -> str:
             f"{what}: the events brought {len(came)} ids, the end {len(streamed[0].token_ids)}",
         )
         events = sum(1 for delta in deltas if delta.token_ids)
-        said.append(same(whole, streamed[0], target.tolerance, what) + f" in {events} events")
-    return "; ".join(said)
+        evidence.append(
+            require_same(whole, streamed[0], target.tolerance, what) + f" in {events} events"
+        )
+    return "; ".join(evidence)

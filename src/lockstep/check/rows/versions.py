@@ -12,29 +12,31 @@ from lockstep.tokens import Completion
 GROUP = RowGroup("versions")
 
 
-def spans(done: Completion) -> str:
+def spans(completion: Completion) -> str:
     """The version spans as evidence says them."""
-    return ", ".join(f"{span.version!r} [{span.start}, {span.end})" for span in done.versions)
+    return ", ".join(f"{span.version!r} [{span.start}, {span.end})" for span in completion.versions)
 
 
 @GROUP.row("every", "every token says which weights it was sampled with", "L3")
 async def every(target: Target) -> str:
     whole = await target.one(target.prompt(), max_tokens=12)
-    async with in_flight(target, target.ask(target.prompt(), max_tokens=12)) as running:
+    async with in_flight(target, target.request(target.prompt(), max_tokens=12)) as running:
         streamed = await running.end()
-    for what, done in (("whole", whole), ("streamed", streamed)):
-        known = all(span.version not in (UNKNOWN_VERSION, "") for span in done.versions)
-        require(known, f"the {what} answer tells no version for its {len(done.token_ids)} tokens")
+    for what, completion in (("whole", whole), ("streamed", streamed)):
+        known = all(span.version not in (UNKNOWN_VERSION, "") for span in completion.versions)
+        require(
+            known, f"the {what} answer tells no version for its {len(completion.token_ids)} tokens"
+        )
     cards = await target.transport.models()
     card = next((one for one in cards if one.id == target.card.id), target.card)
-    said = f"whole {spans(whole)}; streamed {spans(streamed)}"
+    evidence = f"whole {spans(whole)}; streamed {spans(streamed)}"
     if card.weight_version is not None:
         require(
             {span.version for span in whole.versions} == {card.weight_version},
-            f"{said}; but /v1/models says {card.weight_version!r}",
+            f"{evidence}; but /v1/models says {card.weight_version!r}",
         )
-        said += f"; /v1/models says {card.weight_version!r}"
-    return said
+        evidence += f"; /v1/models says {card.weight_version!r}"
+    return evidence
 
 
 @GROUP.row("demand", "a request may demand a version, and is held to it", "L3 F43")
@@ -43,10 +45,10 @@ async def demand(target: Target) -> str:
     reply = await target.send_ids(ids, weight_version="no-such-version")
     if reply.status == 200:
         require(False, "weight_version 'no-such-version' was demanded, and ignored: 200")
-    require(reply.refused, f"weight_version 'no-such-version': {reply.said()}")
+    require(reply.refused, f"weight_version 'no-such-version': {reply.describe()}")
     now = (await target.one(ids, max_tokens=1)).versions[-1].version
     right = await target.send_ids(ids, weight_version=now)
     if right.refused:
-        raise NotApplicable(f"the field is not known here, and it says so: {right.said()}")
-    require(right.status == 200, f"the version served, {now!r}: {right.said()}")
-    return f"'no-such-version': {reply.said()}; {now!r}: 200"
+        raise NotApplicable(f"the field is not known here, and it says so: {right.describe()}")
+    require(right.status == 200, f"the version served, {now!r}: {right.describe()}")
+    return f"'no-such-version': {reply.describe()}; {now!r}: 200"
