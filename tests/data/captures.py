@@ -1,4 +1,4 @@
-"""Reads the recorded requests and answers of real servers that lie beside this file."""
+"""Reads the recorded requests and responses of real servers that lie beside this file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ WIRE = Path(__file__).parent / "wire"
 
 @dataclass(frozen=True)
 class Capture:
-    """One exchange: what was asked, the status, and the raw body that came back."""
+    """One exchange: the body sent, the status, and the raw body that came back."""
 
     name: str
     path: str
-    asked: Any
+    sent: Any
     status: int
     body: bytes
 
@@ -27,26 +27,30 @@ class Capture:
     def streamed(self) -> bool:
         return self.body.startswith(b"data:")
 
-    def ask(self) -> GenerateRequest:
-        """The ask that leads to this request, as far as an answer is read with it."""
-        asked = self.asked if isinstance(self.asked, dict) else {}
-        nvext = asked.get("nvext") or {}
-        ids = asked.get("token_ids") or nvext.get("token_data")
+    def request(self) -> GenerateRequest:
+        """The value that is encoded as this request, as far as a response is read with it."""
+        sent = self.sent if isinstance(self.sent, dict) else {}
+        nvext = sent.get("nvext") or {}
+        ids = sent.get("token_ids") or nvext.get("token_data")
         ids = ids if isinstance(ids, list) and ids and all(type(i) is int for i in ids) else [1]
-        params = asked.get("sampling_params") or asked
+        params = sent.get("sampling_params") or sent
         logprobs = params.get("logprobs")
         named = bool(params.get("return_tokens_as_token_ids"))
         top = params.get("top_logprobs", 0) * named if logprobs is True else logprobs or 0
         # vLLM counts the sampled token among those it lists.
-        top = max(top - 1, 0) if "sampling_params" in asked else top
-        wanted = params.get("prompt_logprobs")
+        top = max(top - 1, 0) if "sampling_params" in sent else top
+        prompt_logprobs = params.get("prompt_logprobs")
         extra = nvext.get("extra_fields") or []
-        if wanted is None and "prompt_logprobs" in extra and b'"prompt_logprobs": [' in self.body:
-            wanted = 0
+        if (
+            prompt_logprobs is None
+            and "prompt_logprobs" in extra
+            and b'"prompt_logprobs": [' in self.body
+        ):
+            prompt_logprobs = 0
         sampling = Sampling(
-            n=1 if "nvext" in asked else min(params.get("n", 1), 8),
+            n=1 if "nvext" in sent else min(params.get("n", 1), 8),
             logprobs=min(max(top, 0), 20),
-            prompt_logprobs=wanted,
+            prompt_logprobs=prompt_logprobs,
             temperature=max(params.get("temperature", 1.0), 0.0),
             stop_token_ids=tuple(params.get("stop_token_ids") or ()),
         )
@@ -56,19 +60,19 @@ class Capture:
 
 
 def load(server: str, name: str) -> Capture:
-    found = json.loads((WIRE / server / f"{name}.json").read_text())
-    request = found["request"]
-    answer = found["response"] if server == "dynamo" else found
-    body = answer["body"] if server == "dynamo" else answer["response"]
+    capture = json.loads((WIRE / server / f"{name}.json").read_text())
+    request = capture["request"]
+    response = capture["response"] if server == "dynamo" else capture
+    body = response["body"] if server == "dynamo" else response["response"]
     raw = body if isinstance(body, str) else json.dumps(body)
-    return Capture(name, request["path"], request.get("body"), answer["status"], raw.encode())
+    return Capture(name, request["path"], request.get("body"), response["status"], raw.encode())
 
 
 def names(server: str, path: str) -> list[str]:
     """The captures of one route, except lists of several exchanges."""
-    found = []
+    stems = []
     for file in sorted((WIRE / server).glob("*.json")):
         content = json.loads(file.read_text())
         if isinstance(content, dict) and content["request"]["path"] == path:
-            found.append(file.stem)
-    return found
+            stems.append(file.stem)
+    return stems

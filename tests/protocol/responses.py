@@ -1,4 +1,4 @@
-"""Small answers of each dialect, to be broken by tests in one place at a time."""
+"""Small responses of each dialect, to be broken by tests in one place at a time."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def generate_choice(index: int = 0, *, form: str = "vllm", **changes: Any) -> di
     return choice | changes
 
 
-def generate_answer(*choices: dict[str, Any], **fields: Any) -> bytes:
+def generate_body(*choices: dict[str, Any], **fields: Any) -> bytes:
     body = {"request_id": "r", "choices": list(choices) or [generate_choice()], **fields}
     return json.dumps(body).encode()
 
 
-def dynamo_answer(engine: dict[str, Any] | None = None, **changes: Any) -> bytes:
+def dynamo_body(engine: dict[str, Any] | None = None, **changes: Any) -> bytes:
     data = {"completion_token_ids": list(IDS), "completion_logprobs": list(LOGPROBS)}
     nvext = {"engine_data": data | (engine or {})} | changes.pop("nvext", {})
     choice = {"index": 0, "finish_reason": "stop", "logprobs": None} | changes
     return json.dumps({"id": "c", "choices": [choice], "nvext": nvext}).encode()
 
 
-def sglang_answer(**changes: Any) -> bytes:
+def sglang_body(**changes: Any) -> bytes:
     meta = {
         "id": "s",
         "finish_reason": {"type": "stop", "matched": 12},

@@ -40,7 +40,7 @@ EXPERTS = st.one_of(
             "dtype": TRICKY,
             "extra": st.dictionaries(TRICKY, TRICKY, max_size=2),
         },
-    ).flatmap(lambda found: st.permutations(list(found.items())).map(dict)),
+    ).flatmap(lambda fields: st.permutations(list(fields.items())).map(dict)),
 )
 VALUES = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), TRICKY),
@@ -56,23 +56,23 @@ FORMS = st.sampled_from(
 )
 
 
-def restored(value: Any, spliced: Any) -> Any:
+def restored(value: Any, extracted: Any) -> Any:
     """The decoded body with each mark under a routed_experts key put back to what it stands for."""
     if isinstance(value, list):
-        return [restored(one, spliced) for one in value]
+        return [restored(one, extracted) for one in value]
     if not isinstance(value, dict):
         return value
     result = {}
     for key, inner in value.items():
         if key == "routed_experts" and isinstance(inner, str):
-            result[key] = bytes(spliced.text(inner)).decode()
+            result[key] = bytes(extracted.text(inner)).decode()
         elif key == "routed_experts" and isinstance(inner, dict):
-            kept = restored(inner, spliced)
+            kept = restored(inner, extracted)
             if isinstance(inner.get("data"), str):
-                kept["data"] = bytes(spliced.text(inner["data"])).decode()
+                kept["data"] = bytes(extracted.text(inner["data"])).decode()
             result[key] = kept
         else:
-            result[key] = restored(inner, spliced)
+            result[key] = restored(inner, extracted)
     return result
 
 
@@ -85,24 +85,24 @@ def has_mark(value: Any) -> bool:
 @given(value=VALUES, form=FORMS, most=st.integers(0, 6))
 def test_nothing_is_lost_or_mixed_up(value: Any, form: dict[str, Any], most: int) -> None:
     body = json.dumps(value, **form).encode()
-    spliced = extract_base64(bytearray(body), most)
-    decoded = json.loads(bytes(spliced.json))
+    extracted = extract_base64(bytearray(body), most)
+    decoded = json.loads(bytes(extracted.json))
     if not has_mark(value):
-        assert restored(decoded, spliced) == value
+        assert restored(decoded, extracted) == value
 
 
 @settings(max_examples=400, deadline=None)
 @given(value=VALUES, form=FORMS, cuts=st.lists(st.integers(1, 30), min_size=1, max_size=8))
 def test_a_body_in_pieces_says_the_same(value: Any, form: dict[str, Any], cuts: list[int]) -> None:
     body = json.dumps(value, **form).encode()
-    splicer, at = Base64Extractor(), 0
+    extractor, at = Base64Extractor(), 0
     while at < len(body):
         size = cuts[at % len(cuts)]
-        splicer.feed(body[at : at + size])
+        extractor.feed(body[at : at + size])
         at += size
-    spliced = splicer.finish()
+    extracted = extractor.finish()
     if not has_mark(value):
-        assert restored(json.loads(bytes(spliced.json)), spliced) == value
+        assert restored(json.loads(bytes(extracted.json)), extracted) == value
 
 
 @pytest.mark.parametrize("field", ['"%s"', '{"shape":[1,2,3],"data":"%s","dtype":"uint8"}'])
@@ -110,14 +110,14 @@ def test_a_body_in_pieces_says_the_same(value: Any, form: dict[str, Any], cuts: 
 def test_long_base64_stays_in_the_pieces_in_which_it_came(field: str, size: int) -> None:
     text = "QUJD" * 100
     body = ('{"a":1,"routed_experts":' + field % text + ',"b":[2]}').encode()
-    splicer = Base64Extractor()
+    extractor = Base64Extractor()
     for at in range(0, len(body), size):
-        splicer.feed(body[at : at + size])
-    spliced = splicer.finish()
-    (value,) = spliced.values
+        extractor.feed(body[at : at + size])
+    extracted = extractor.finish()
+    (value,) = extracted.values
     assert bytes(value) == text.encode()
     assert (len(value), value.start(6), value.end(2)) == (400, b"QUJDQU", b"JD")
-    assert len(spliced.json) < 100
+    assert len(extracted.json) < 100
 
 
 @settings(max_examples=200, deadline=None)
@@ -130,9 +130,9 @@ def test_broken_json_is_left_to_the_decoder(body: bytes) -> None:
 def test_the_text_inside_strings_is_not_taken_for_a_key() -> None:
     text = 'he said "routed_experts":{"data":"QUJD"} and left'
     body = json.dumps({"text": text, "routed_experts": {"data": "WFla"}}).encode()
-    spliced = extract_base64(body, 4)
-    assert [bytes(value) for value in spliced.values] == [b"WFla"]
-    assert json.loads(bytes(spliced.json))["text"] == text
+    extracted = extract_base64(body, 4)
+    assert [bytes(value) for value in extracted.values] == [b"WFla"]
+    assert json.loads(bytes(extracted.json))["text"] == text
 
 
 @pytest.mark.failure_mode("F38")
@@ -148,6 +148,9 @@ def test_the_bytes_are_not_copied() -> None:
 
 
 def test_escaped_base64_is_decoded_as_json() -> None:
-    spliced = extract_base64(b'{"routed_experts":{"data":"QU\\/D"}}')
-    assert spliced.values == ()
-    assert bytes(spliced.text(json.loads(bytes(spliced.json))["routed_experts"]["data"])) == b"QU/D"
+    extracted = extract_base64(b'{"routed_experts":{"data":"QU\\/D"}}')
+    assert extracted.values == ()
+    assert (
+        bytes(extracted.text(json.loads(bytes(extracted.json))["routed_experts"]["data"]))
+        == b"QU/D"
+    )

@@ -1,4 +1,4 @@
-"""Every recorded answer of a real server becomes completions, or the right error."""
+"""Every recorded response of a real server becomes completions, or the right error."""
 
 from __future__ import annotations
 
@@ -75,18 +75,18 @@ REFUSED: dict[tuple[str, str], type[LockstepError]] = {
 
 
 def expected_error(server: str, capture: Capture) -> type[LockstepError]:
-    """What is not listed above was asked without logprobs or ids, or refused with a 400."""
+    """What is not listed above was requested without logprobs or ids, or refused with a 400."""
     listed = REFUSED.get((server, capture.name))
     if listed is not None:
         return listed
     if capture.status == 400:
         return errors.BadRequest
-    asked_ids = "completion_token_ids" in str(capture.asked) or capture.path == GENERATE
-    return errors.BadLogprob if asked_ids else errors.MissingTokenIds
+    has_ids = "completion_token_ids" in str(capture.sent) or capture.path == GENERATE
+    return errors.BadLogprob if has_ids else errors.MissingTokenIds
 
 
 def read(capture: Capture) -> list[Completion]:
-    reading = Reading(capture.ask())
+    reading = Reading(capture.request())
     if capture.status != 200:
         raise error_of(capture.status, capture.body)
     if capture.streamed:
@@ -108,12 +108,14 @@ EVERY = [
 
 
 @pytest.mark.parametrize(("server", "name"), EVERY)
-def test_a_recorded_answer_is_read_or_refused_for_its_reason(server: str, name: str) -> None:
+def test_a_recorded_response_is_read_or_refused_for_its_reason(server: str, name: str) -> None:
     capture = load(server, name)
     if (shape := COMPLETE.get((server, name))) is not None:
         completions = read(capture)
-        assert [(len(done.token_ids), done.finish) for done in completions] == shape
-        assert [done.index for done in completions] == list(range(len(shape)))
+        assert [
+            (len(completion.token_ids), completion.finish) for completion in completions
+        ] == shape
+        assert [completion.index for completion in completions] == list(range(len(shape)))
         return
     with pytest.raises(LockstepError) as caught:
         read(capture)
@@ -123,25 +125,27 @@ def test_a_recorded_answer_is_read_or_refused_for_its_reason(server: str, name: 
 def test_vllm_numbers_are_kept_to_the_last_bit() -> None:
     capture = load("vllm", "gen_greedy_logprobs1")
     choice = json.loads(capture.body)["choices"][0]
-    (done,) = read(capture)
-    assert done.token_ids == choice["token_ids"]
-    assert done.logprobs == [entry["logprob"] for entry in choice["logprobs"]["content"]]
-    assert done.ranks == [1, 1, 1]
-    assert [(span.version, span.start, span.end) for span in done.versions] == [("default", 0, 3)]
+    (completion,) = read(capture)
+    assert completion.token_ids == choice["token_ids"]
+    assert completion.logprobs == [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    assert completion.ranks == [1, 1, 1]
+    assert [(span.version, span.start, span.end) for span in completion.versions] == [
+        ("default", 0, 3)
+    ]
 
 
 def test_alternatives_are_the_most_likely_and_the_sampled_one_only_by_rank() -> None:
-    (done,) = read(load("vllm", "gen_logprobs3_sampled"))
-    assert done.top_logprobs is not None
-    assert [[one.rank for one in top] for top in done.top_logprobs] == [[1, 2], [1, 2]]
-    assert done.token_ids[0] not in [one.token_id for one in done.top_logprobs[0]]
+    (completion,) = read(load("vllm", "gen_logprobs3_sampled"))
+    assert completion.top_logprobs is not None
+    assert [[one.rank for one in top] for top in completion.top_logprobs] == [[1, 2], [1, 2]]
+    assert completion.token_ids[0] not in [one.token_id for one in completion.top_logprobs[0]]
 
 
 def test_engine_data_wins_over_the_float32_echo_of_the_frontend() -> None:
-    (done,) = read(load("dynamo", "special_precision"))
-    assert done.logprobs == [-0.12345678901234566]
-    assert done.prompt_logprobs is not None
-    assert done.prompt_logprobs[1].logprob == -0.12345678901234566
+    (completion,) = read(load("dynamo", "special_precision"))
+    assert completion.logprobs == [-0.12345678901234566]
+    assert completion.prompt_logprobs is not None
+    assert completion.prompt_logprobs[1].logprob == -0.12345678901234566
 
 
 @pytest.mark.failure_mode("F12")
@@ -149,17 +153,17 @@ def test_engine_data_wins_over_the_float32_echo_of_the_frontend() -> None:
 def test_an_abort_keeps_its_partial_tokens_and_says_so(name: str) -> None:
     for exchange in json.loads((WIRE / "vllm" / f"{name}.json").read_text()):
         body = json.dumps(exchange["response"]).encode()
-        ask = load("vllm", "gen_greedy_logprobs1").ask()
+        request = load("vllm", "gen_greedy_logprobs1").request()
         count = len(exchange["response"]["choices"])
-        ask = replace(ask, sampling=replace(ask.sampling, n=count))
-        for done in decode_generate(body, Reading(ask)):
-            assert done.finish == "abort"
-            assert not done.complete
-            assert len(done.token_ids) == len(done.logprobs) > 0
+        request = replace(request, sampling=replace(request.sampling, n=count))
+        for completion in decode_generate(body, Reading(request)):
+            assert completion.finish == "abort"
+            assert not completion.complete
+            assert len(completion.token_ids) == len(completion.logprobs) > 0
 
 
 def test_experts_in_engine_data_belong_to_the_completion() -> None:
-    (done,) = read(load("dynamo", "chat_td_engine_data"))
-    assert done.experts is not None
-    assert done.experts.shape == (12, 2, 2)
-    assert done.experts.numpy()[0].tolist() == [[0, 1], [2, 3]]
+    (completion,) = read(load("dynamo", "chat_td_engine_data"))
+    assert completion.experts is not None
+    assert completion.experts.shape == (12, 2, 2)
+    assert completion.experts.numpy()[0].tolist() == [[0, 1], [2, 3]]

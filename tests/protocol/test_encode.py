@@ -24,7 +24,7 @@ PROMPT = [5, 6, 7]
 STOP = Sampling(stop_token_ids=(9,))
 
 
-def ask(**fields: Any) -> GenerateRequest:
+def request(**fields: Any) -> GenerateRequest:
     return GenerateRequest(prompt_ids=PROMPT, sampling=fields.pop("sampling", STOP), **fields)
 
 
@@ -57,7 +57,7 @@ def places(value: Any, wanted: Any, path: str = "") -> list[str]:
     ("dynamo-generate", ".cache_salt"), ("sglang", ".extra_key"),
 ])  # fmt: skip
 def test_the_salt_is_sent_once_in_its_place(dialect: str, place: str) -> None:
-    assert places(encode(dialect, ask(cache_salt="pepper")), "pepper") == [place]
+    assert places(encode(dialect, request(cache_salt="pepper")), "pepper") == [place]
 
 
 @pytest.mark.failure_mode("F04")
@@ -66,7 +66,7 @@ def test_the_salt_is_sent_once_in_its_place(dialect: str, place: str) -> None:
     ("dynamo", ".nvext.agent_hints.priority", -1), ("sglang", ".priority", -1),
 ])  # fmt: skip
 def test_the_priority_is_sent_once_with_its_sign(dialect: str, place: str, sign: int) -> None:
-    body = encode(dialect, ask(priority=-77))
+    body = encode(dialect, request(priority=-77))
     assert places(body, sign * -77) == [place]
     assert places(body, sign * 77) == []
 
@@ -74,20 +74,20 @@ def test_the_priority_is_sent_once_with_its_sign(dialect: str, place: str, sign:
 @pytest.mark.failure_mode("F03")
 @pytest.mark.failure_mode("F04")
 def test_a_callers_nvext_is_merged_and_never_sent_twice() -> None:
-    given = {
+    nvext = {
         "cache_salt": "pepper",
         "agent_hints": {"priority": 3, "osl": 10},
         "extra_fields": ["timing", "engine_data"],
         "backend_instance_id": 14158359886483287760,
     }
-    nvext = encode("dynamo", ask(nvext=given, cache_salt="pepper", priority=-3))["nvext"]
-    assert nvext["cache_salt"] == "pepper"
-    assert nvext["agent_hints"] == {"priority": 3, "osl": 10}
-    assert nvext["backend_instance_id"] == 14158359886483287760
-    assert nvext["extra_fields"] == ["engine_data", "completion_token_ids", "worker_id", "timing"]
+    sent = encode("dynamo", request(nvext=nvext, cache_salt="pepper", priority=-3))["nvext"]
+    assert sent["cache_salt"] == "pepper"
+    assert sent["agent_hints"] == {"priority": 3, "osl": 10}
+    assert sent["backend_instance_id"] == 14158359886483287760
+    assert sent["extra_fields"] == ["engine_data", "completion_token_ids", "worker_id", "timing"]
     for clash in ({"cache_salt": "salt"}, {"agent_hints": {"priority": 4}}):
         with pytest.raises(BadRequest, match="one place"):
-            encode("dynamo", ask(nvext=clash, cache_salt="pepper", priority=-3))
+            encode("dynamo", request(nvext=clash, cache_salt="pepper", priority=-3))
 
 
 @pytest.mark.parametrize(("nvext", "named"), [
@@ -95,29 +95,29 @@ def test_a_callers_nvext_is_merged_and_never_sent_twice() -> None:
 ])  # fmt: skip
 def test_nvext_that_dynamo_would_not_take_is_refused_by_name(nvext: Any, named: str) -> None:
     with pytest.raises(UnknownField, match=named):
-        encode("dynamo", ask(nvext=nvext))
+        encode("dynamo", request(nvext=nvext))
 
 
 @pytest.mark.failure_mode("F10")
 def test_dynamo_gets_the_ids_beside_one_placeholder() -> None:
     sampling = Sampling(max_tokens=4, logprobs=3, prompt_logprobs=0, stop_token_ids=(9,), top_k=5)
-    body = encode("dynamo", ask(sampling=sampling))
+    body = encode("dynamo", request(sampling=sampling))
     assert body["nvext"]["token_data"] == PROMPT
     assert body["messages"] == [{"role": "user", "content": PLACEHOLDER}]
     assert body["max_completion_tokens"] == 4
     assert (body["logprobs"], body["top_logprobs"], body["prompt_logprobs"]) == (True, 3, 0)
     assert (body["stop_token_ids"], body["top_k"]) == ([9], 5)
     assert "prompt_logprobs" in body["nvext"]["extra_fields"]
-    assert encode("dynamo", ask())["logprobs"] is True
-    assert encode("dynamo", ask())["top_k"] == -1
+    assert encode("dynamo", request())["logprobs"] is True
+    assert encode("dynamo", request())["top_k"] == -1
 
 
 @pytest.mark.failure_mode("F14")
 @pytest.mark.parametrize("dialect", ["dynamo", "dynamo-generate"])
 def test_stop_strings_are_refused_where_they_would_lose_data(dialect: str) -> None:
     with pytest.raises(UnsupportedField, match="stop_token_ids"):
-        encode(dialect, ask(stop=("END",)))
-    assert encode("vllm", ask(stop=("END",)))["sampling_params"]["stop"] == ["END"]
+        encode(dialect, request(stop=("END",)))
+    assert encode("vllm", request(stop=("END",)))["sampling_params"]["stop"] == ["END"]
 
 
 @pytest.mark.parametrize(("dialect", "fields", "param"), [
@@ -134,7 +134,7 @@ def test_what_a_server_would_ignore_is_refused_by_name(
     dialect: str, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
-        encode(dialect, ask(**fields))
+        encode(dialect, request(**fields))
     assert caught.value.param == param
     assert param in caught.value.message
 
@@ -142,32 +142,34 @@ def test_what_a_server_would_ignore_is_refused_by_name(
 @pytest.mark.parametrize("dialect", ["dynamo", "dynamo-generate", "sglang"])
 def test_multimodal_says_which_transport_can(dialect: str) -> None:
     with pytest.raises(NotImplementedError, match="vllm"):
-        encode(dialect, ask(features={"mm_hashes": {}}))
+        encode(dialect, request(features={"mm_hashes": {}}))
 
 
-def test_lockstep_reads_exactly_what_was_asked() -> None:
+def test_lockstep_reads_exactly_what_was_requested() -> None:
     sampling = Sampling(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, max_tokens=5, min_tokens=2,
         stop_token_ids=(9,), ignore_eos=True, n=2, allowed_token_ids=(1, 2),
         logit_bias={4: -1.5}, logprobs=3, prompt_logprobs=1, logprob_mode="processed",
     )  # fmt: skip
-    one = ask(sampling=sampling, weight_version="v3", min_weight_version="v2", experts_start=1,
+    one = request(sampling=sampling, weight_version="v3", min_weight_version="v2", experts_start=1,
               model="m", request_id="r")  # fmt: skip
-    request = decode_request(encode_lockstep(one, stream=True))
-    assert request.sampling() == sampling
-    assert (request.weight_version, request.min_weight_version) == ("v3", "v2")
-    assert (request.experts_start, request.stream) == (1, True)
-    assert (request.model, request.request_id, request.token_ids) == ("m", "r", PROMPT)
+    body = decode_request(encode_lockstep(one, stream=True))
+    assert body.sampling() == sampling
+    assert (body.weight_version, body.min_weight_version) == ("v3", "v2")
+    assert (body.experts_start, body.stream) == (1, True)
+    assert (body.model, body.request_id, body.token_ids) == ("m", "r", PROMPT)
 
 
 def test_plain_vllm_is_sent_no_field_it_would_not_know() -> None:
-    body = encode("vllm", ask(experts_start=0, sampling=Sampling(logprobs=2, logprob_mode="raw")))
+    body = encode(
+        "vllm", request(experts_start=0, sampling=Sampling(logprobs=2, logprob_mode="raw"))
+    )
     assert not {"return_routed_experts", "weight_version"} & body.keys()
     params = body["sampling_params"]
     assert "logprob_mode" not in params
     assert params["routed_experts_prompt_start"] == 0
     assert params["logprobs"] == 3, "vLLM counts the sampled token among them"
-    assert encode("vllm", ask())["sampling_params"]["logprobs"] == 0
+    assert encode("vllm", request())["sampling_params"]["logprobs"] == 0
 
 
 @pytest.mark.failure_mode("F18")
@@ -186,14 +188,14 @@ def test_bad_ids_never_leave_the_client(ids: list[Any], named: str) -> None:
     {"cache_salt": ""}, {"experts_start": 4}, {"experts_start": -1}, {"timeout": 0},
     {"priority": 2**63},
 ])  # fmt: skip
-def test_an_ask_that_makes_no_sense_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_a_request_that_makes_no_sense_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as caught:
-        ask(**fields)
+        request(**fields)
     assert caught.value.param == next(iter(fields))
 
 
-def test_n_asks_differ_in_seed_and_id() -> None:
-    several = ask(sampling=Sampling(n=3, seed=7), request_id="r")
+def test_n_requests_differ_in_seed_and_id() -> None:
+    several = request(sampling=Sampling(n=3, seed=7), request_id="r")
     alone = [several.alone(index) for index in range(3)]
     assert [(one.sampling.n, one.sampling.seed) for one in alone] == [(1, 7), (1, 8), (1, 9)]
     assert [one.request_id for one in alone] == ["r-0", "r-1", "r-2"]
@@ -201,4 +203,4 @@ def test_n_asks_differ_in_seed_and_id() -> None:
 
 def test_sglang_experts_need_their_layout() -> None:
     with pytest.raises(BadRequest, match="experts_layout"):
-        check_layout(ask(experts_start=0), None)
+        check_layout(request(experts_start=0), None)

@@ -80,13 +80,13 @@ def test_every_class_of_the_package_has_a_code_of_its_own() -> None:
 
 async def test_over_http_every_error_comes_back_as_it_was_raised() -> None:
     async with raising() as url:
-        link = HttpClient(url, retries=0)
+        client = HttpClient(url, retries=0)
         for code, kind in BY_CODE.items():
             body = msgspec.json.encode({"version": code})
             with pytest.raises(LockstepError) as failed:
-                await link.post("/v1/rl/update_weights", body)
+                await client.post("/v1/rl/update_weights", body)
             assert fields(failed.value) == fields(example(kind))
-        await link.close()
+        await client.close()
 
 
 async def test_a_remote_fleet_raises_what_the_fleet_raised_with_the_record_of_each_worker() -> None:
@@ -101,16 +101,16 @@ async def test_a_remote_fleet_raises_what_the_fleet_raised_with_the_record_of_ea
 
 async def test_an_error_in_the_middle_of_a_stream_comes_back_too() -> None:
     async with raising() as url:
-        link = HttpClient(url, retries=0)
+        client = HttpClient(url, retries=0)
         for code, kind in BY_CODE.items():
             body = msgspec.json.encode({"version": code})
-            answer = bytes(await link.post("/stream", body))
-            event = answer.split(b"\n\n")[1].removeprefix(b"data: ")
+            response = bytes(await client.post("/stream", body))
+            event = response.split(b"\n\n")[1].removeprefix(b"data: ")
             with pytest.raises(kind) as failed:
                 raise_stated(msgspec.json.decode(event, type=dict[str, msgspec.Raw])["error"])
             # The record of an operation is not part of a stream: no operation streams.
             assert fields(failed.value) == fields(example(kind)) | {"operation": None}
-        await link.close()
+        await client.close()
 
 
 def test_other_words_keep_every_field() -> None:

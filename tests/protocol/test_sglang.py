@@ -1,4 +1,4 @@
-"""SGLang's answers: ids and logprobs from meta_info, under the same contract."""
+"""SGLang's responses: ids and logprobs from meta_info, under the same contract."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lockstep.tokens.errors import (
     MissingFinish,
     MissingTokenIds,
 )
-from tests.protocol.responses import IDS, LOGPROBS, reading, sglang_answer
+from tests.protocol.responses import IDS, LOGPROBS, reading, sglang_body
 
 INT32 = base64.b64encode(np.arange(16, dtype="<i4").tobytes()).decode()
 
 
 def test_ids_logprobs_version_and_stop_come_from_meta_info() -> None:
-    done = decode_sglang(sglang_answer(), reading())
-    assert (done.token_ids, done.logprobs) == (IDS, LOGPROBS)
-    assert (done.finish, done.stop_token) == ("stop", 12)
-    assert done.versions[0].version == "v1"
+    completion = decode_sglang(sglang_body(), reading())
+    assert (completion.token_ids, completion.logprobs) == (IDS, LOGPROBS)
+    assert (completion.finish, completion.stop_token) == ("stop", 12)
+    assert completion.versions[0].version == "v1"
 
 
 def test_a_trimmed_stop_token_is_still_a_sampled_one() -> None:
-    assert decode_sglang(sglang_answer(output_ids=[11]), reading()).token_ids == IDS
+    assert decode_sglang(sglang_body(output_ids=[11]), reading()).token_ids == IDS
 
 
 @pytest.mark.parametrize(("changes", "error"), [
@@ -46,46 +46,48 @@ def test_a_trimmed_stop_token_is_still_a_sampled_one() -> None:
 ])  # fmt: skip
 def test_a_broken_answer_is_refused(changes: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
-        decode_sglang(sglang_answer(**changes), reading())
+        decode_sglang(sglang_body(**changes), reading())
 
 
 def test_an_abort_keeps_its_tokens() -> None:
-    done = decode_sglang(sglang_answer(finish_reason={"type": "abort"}), reading())
-    assert (done.finish, done.token_ids) == ("abort", IDS)
+    completion = decode_sglang(sglang_body(finish_reason={"type": "abort"}), reading())
+    assert (completion.finish, completion.token_ids) == ("abort", IDS)
 
 
 def test_prompt_logprobs_name_the_prompt() -> None:
-    ask = reading(sampling={"prompt_logprobs": 1})
+    context = reading(sampling={"prompt_logprobs": 1})
     entries = [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]]
     tops = [None, [[-0.1, 9, None]], [[-0.2, 7, None]]]
-    body = sglang_answer(input_token_logprobs=entries, input_top_logprobs=tops)
-    first, second, third = decode_sglang(body, ask).prompt_logprobs or []
+    body = sglang_body(input_token_logprobs=entries, input_top_logprobs=tops)
+    first, second, third = decode_sglang(body, context).prompt_logprobs or []
     assert first is None
     assert (second.token_id, second.logprob, second.top[0].token_id) == (6, -1.0, 9)
     assert third.logprob == -2.0
     with pytest.raises(Misaligned, match="position 1"):
-        decode_sglang(sglang_answer(input_token_logprobs=[entries[0], entries[2], entries[1]]), ask)
+        decode_sglang(
+            sglang_body(input_token_logprobs=[entries[0], entries[2], entries[1]]), context
+        )
 
 
 @pytest.mark.failure_mode("F38")
 def test_bare_experts_get_the_layout_of_the_model() -> None:
-    body = sglang_answer(routed_experts=INT32)
-    done = decode_sglang(body, reading(experts_start=2), (2, 2))
-    assert done.experts is not None
-    assert (done.experts.shape, done.experts.start) == ((2, 2, 2), 2)
-    assert done.experts.numpy().flatten().tolist() == list(range(8, 16))
+    body = sglang_body(routed_experts=INT32)
+    completion = decode_sglang(body, reading(experts_start=2), (2, 2))
+    assert completion.experts is not None
+    assert (completion.experts.shape, completion.experts.start) == ((2, 2, 2), 2)
+    assert completion.experts.numpy().flatten().tolist() == list(range(8, 16))
     with pytest.raises(BadExperts):
         decode_sglang(body, reading(experts_start=0), (3, 1))
 
 
 def test_cumulative_events_end_in_the_whole_answer() -> None:
     stream = SglangStreamDecoder(reading())
-    one = sglang_answer(
+    one = sglang_body(
         finish_reason=None, completion_tokens=1, output_ids=[11],
         output_token_logprobs=[[-0.5, 11, None]],
     )  # fmt: skip
-    deltas = stream.feed(one) + stream.feed(sglang_answer())
+    deltas = stream.feed(one) + stream.feed(sglang_body())
     assert [delta.token_ids for delta in deltas] == [[11], [12]]
-    assert stream.finish() == [decode_sglang(sglang_answer(), reading())]
+    assert stream.finish() == [decode_sglang(sglang_body(), reading())]
     with pytest.raises(Misaligned, match="cumulative"):
         stream.feed(one)

@@ -26,7 +26,7 @@ DECODER = msgspec.json.Decoder(Body)
 
 
 @pytest.mark.parametrize(
-    ("body", "kind", "param", "said"),
+    ("body", "kind", "param", "words"),
     [
         (b'{"ids": [1, 2.5]}', errors.BadRequest, "ids[1]", "2.5"),
         (b'{"ids": ["x"]}', errors.BadRequest, "ids[0]", '"x"'),
@@ -41,12 +41,12 @@ DECODER = msgspec.json.Decoder(Body)
     ],
 )
 def test_an_error_names_field_and_value(
-    body: bytes, kind: type[errors.BadRequest], param: str, said: str
+    body: bytes, kind: type[errors.BadRequest], param: str, words: str
 ) -> None:
     with pytest.raises(kind) as caught:
         decode(DECODER, body)
     assert caught.value.param == param
-    assert said in caught.value.message
+    assert words in caught.value.message
 
 
 @given(st.binary(max_size=200))

@@ -26,7 +26,7 @@ class ChatPrompt:
 
 async def prompt_of(chat: ChatRequest, renderer: Renderer, session: Session | None) -> ChatPrompt:
     """The prompt of a request. Raises BadRequest, and PrefixBreak where a session is strict."""
-    sent = chat.given_prompt()
+    sent = chat.prompt_ids()
     if sent is not None:
         # Messages beside ids are a placeholder that some clients must send.
         field, ids = sent

@@ -162,5 +162,5 @@ def _shape(
         experts=bool(chat.return_routed_experts),
         prompt_logprobs=chat.prompt_logprobs is not None,
         stop_token_ids=frozenset(chat.stop_token_ids or ()),
-        wanted=chat.extension.wanted,
+        extra_fields=chat.extension.requested_fields,
     )

@@ -149,12 +149,12 @@ class ChatStream:
             chunk.system_fingerprint = wire.fingerprint(completion)
             if shape.prompt_logprobs and index == 0:
                 chunk.prompt_logprobs = wire.prompt_entries(shape, completion.prompt_logprobs)
-            if shape.wanted:
+            if shape.extra_fields:
                 timing = self._turn.timing(self._first_at)
                 chunk.nvext = wire.extension(
                     shape, completion, new_ids, worker=self._worker, timing=timing
                 )
-        elif "completion_token_ids" in shape.wanted:
+        elif "completion_token_ids" in shape.extra_fields:
             chunk.nvext = NvextResponse(completion_token_ids=new_ids)
         return chunk
 

@@ -226,7 +226,7 @@ def _check(
         worker.accepted.check(decode_generate(response, reading), since, worker.id)
         return
     bare = decode_response(BARE, response)
-    check_indices((choice.index for choice in bare.choices), reading.ask.sampling.n)
+    check_indices((choice.index for choice in bare.choices), reading.request.sampling.n)
     for choice in bare.choices:
         ids_of(choice.token_ids, f"choice {choice.index} of the response")
         finish_of(choice.finish_reason)

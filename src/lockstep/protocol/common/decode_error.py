@@ -38,11 +38,11 @@ TOO_LONG = re.compile(
 BAD_ID = re.compile(r"[Tt]oken id \S+ is out of vocabulary|token_ids must not contain negative")
 SHOWN = 500
 NO_ERROR = msgspec.Raw()
-"""What the `error` field of an answer holds when there is none."""
+"""What the `error` field of a response holds when there is none."""
 
 
 def error_of(status: int, body: bytes | bytearray) -> LockstepError:
-    """The typed error for an HTTP answer with `status`; keeps the server's own message.
+    """The typed error for an HTTP response with `status`; keeps the server's own message.
 
     What a Lockstep server wrote (`error_body`) comes back as the class it was there, with its
     fields.
@@ -64,7 +64,7 @@ def stated_error(
         return None
     own = {name: text for name in kind.fields if (text := _text(fields, name)) is not None}
     if len(own) < len(kind.fields):
-        return None  # not all of it was written: its status says what can be said
+        return None  # not all of it was written: its status has to do
     after = fields.get("retry_after")
     return kind(
         message,
@@ -88,7 +88,7 @@ def _text(fields: Mapping[str, Any], name: str) -> str | None:
 
 
 def raise_stated(error: msgspec.Raw) -> None:
-    """Raises the error that an answer or event with HTTP status 200 states, if it states one."""
+    """Raises the error that a response or event with HTTP status 200 states, if it states one."""
     body = bytes(error)
     if body in (b"", b"null"):
         return
@@ -111,10 +111,10 @@ def _kind(status: int, message: str) -> type[LockstepError]:
 
 def _object(body: bytes | bytearray) -> dict[str, Any]:
     try:
-        found = msgspec.json.decode(body)
+        fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _fields(whole: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Token ids that stay JSON until somebody looks at them.
 
 Most ids of a prompt only pass through a gateway: they come as JSON and leave as JSON. Signatures
-that may be given such ids say `Sequence[int]`; who needs a list, or JSON, asks for it here.
+that take such ids say `Sequence[int]`; `as_list` and `as_json` give the other forms.
 """
 
 from __future__ import annotations

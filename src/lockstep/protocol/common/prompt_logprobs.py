@@ -12,7 +12,7 @@ from lockstep.tokens.errors import BadLogprob, Misaligned
 
 
 class PromptEntry(msgspec.Struct, gc=False):
-    """What is said of one token at one place of the prompt."""
+    """The logprob of one token at one place of the prompt."""
 
     logprob: float | None = None
     rank: int | None = None

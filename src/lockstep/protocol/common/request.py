@@ -1,4 +1,4 @@
-"""One question to an engine, whatever its dialect; checked when made, before it is sent."""
+"""One request to an engine, whatever its dialect; checked when made, before it is sent."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class GenerateRequest:
     """Token ids in, with how to sample. Raises BadTokenId or BadRequest that names the field.
 
     `priority` has vLLM's sign everywhere: lower is sooner; each dialect turns it into its own.
-    `experts_start` asks for routed experts from that position on; None does not ask for them.
+    `experts_start` requests routed experts from that position on; None requests none.
     `weight_version` demands one version, `min_weight_version` a floor. `stop` are stop strings,
     `nvext` is merged into Dynamo's extension, `features` carries vLLM's multimodal payload.
     `timeout` is in seconds over the whole call. `allow_nonfinite` keeps NaN and sentinel logprobs
-    on the completion, instead of refusing the answer.
+    on the completion, instead of refusing the response.
     """
 
     prompt_ids: Sequence[int]
@@ -68,7 +68,7 @@ class GenerateRequest:
             raise BadRequest(f"timeout is {self.timeout}: expected seconds > 0", param="timeout")
 
     def alone(self, index: int) -> GenerateRequest:
-        """This ask for choice `index` only, for dialects that are asked n times.
+        """This request for choice `index` only, for servers that give one choice per request.
 
         Seeds differ per choice, as vLLM's do, or all n choices would be the same.
         """
@@ -105,7 +105,7 @@ def check_prompt(ids: Sequence[int]) -> None:
 
 
 def _only_digits(ids: list[int]) -> bool:
-    """Whether the ids are plain integers, told from their JSON: cheaper than a look at each."""
+    """Whether the ids are plain integers; their JSON shows it cheaper than a look at each."""
     try:
         return not msgspec.json.encode(ids)[1:-1].translate(None, b"0123456789,")
     except (TypeError, OverflowError, msgspec.MsgspecError):

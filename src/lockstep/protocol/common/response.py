@@ -1,4 +1,4 @@
-"""What the answers of all dialects share: strict decoding, logprob entries, finish reasons."""
+"""What the responses of all dialects share: strict decoding, logprob entries, finish reasons."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ FINISH: dict[str, Finish] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a reader must know beside the answer: the ask, and what the server does not repeat."""
+    """What a decoder must know beside the response: the request, and what no server repeats."""
 
-    ask: GenerateRequest
+    request: GenerateRequest
     logprob_mode: LogprobMode = "raw"
     version: str = UNKNOWN_VERSION
     worker: str | None = None
@@ -81,33 +81,33 @@ class LogprobEntry(BareLogprobEntry, gc=False):
 
 
 class RankedLogprobEntry(LogprobEntry, gc=False):
-    """The same with its alternatives, for callers who asked for them; others need not pay."""
+    """The same with its alternatives, for callers who requested them; others need not pay."""
 
     top_logprobs: list[TopLogprob] | None = None
 
 
 def decode_response(decoder: msgspec.json.Decoder[T], body: bytes | bytearray) -> T:
-    """The typed answer. Raises ContractError when it is not JSON or of another shape."""
+    """The typed response. Raises ContractError when it is not JSON or of another shape."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise ContractError(f"the answer has an unexpected shape: {error}") from None
+        raise ContractError(f"the response has an unexpected shape: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         # Some servers write NaN, which is no JSON: read it the slow way, so that the error can
         # name the position, and callers who opted in can keep it.
         if NONFINITE.search(body) is None:
-            raise ContractError(f"the answer is not JSON: {error}") from None
+            raise ContractError(f"the response is not JSON: {error}") from None
     try:
         return msgspec.convert(json.loads(bytes(body)), decoder.type)
     except (ValueError, msgspec.ValidationError) as error:
-        raise ContractError(f"the answer is not JSON of the expected shape: {error}") from None
+        raise ContractError(f"the response is not JSON of the expected shape: {error}") from None
 
 
 def ids_of(token_ids: list[int] | None, where: str) -> list[int]:
     """The ids, which may be empty but not absent. Raises MissingTokenIds."""
     if token_ids is None:
         raise MissingTokenIds(
-            f"{where} has no token ids: they are never made from text; ask a server that "
+            f"{where} has no token ids: they are never made from text; use a server that "
             "returns the ids it sampled"
         )
     return token_ids
@@ -125,7 +125,7 @@ def logprobs_of(
     if content is None:
         if not token_ids:
             return []
-        raise BadLogprob(f"the answer has {len(token_ids)} token ids but no logprobs")
+        raise BadLogprob(f"the response has {len(token_ids)} token ids but no logprobs")
     if len(content) != len(token_ids):
         raise Misaligned(f"{len(token_ids)} token ids but {len(content)} logprobs")
     try:
@@ -214,15 +214,15 @@ def ranks_of(content: Sequence[BareLogprobEntry | None] | None) -> list[int] | N
 
 
 def tops_of(
-    content: Sequence[BareLogprobEntry | None] | None, asked: int
+    content: Sequence[BareLogprobEntry | None] | None, top: int
 ) -> list[tuple[Ranked, ...]] | None:
-    """The `asked` most likely tokens at each position, or None when none were asked for."""
-    if not asked or content is None:
+    """The `top` most likely tokens at each position, or None when `top` is 0."""
+    if not top or content is None:
         return None
     result = []
     for at, entry in enumerate(content):
         listed = entry.top_logprobs if isinstance(entry, RankedLogprobEntry) else None
-        result.append(most_likely((_ranked(one, at) for one in listed or ()), asked))
+        result.append(most_likely((_ranked(one, at) for one in listed or ()), top))
     return result
 
 
@@ -244,7 +244,7 @@ def finish_of(reason: str | None) -> Finish:
         raise EngineFailure(f"the engine ended the generation with {reason!r}")
     if reason not in FINISH:
         raise MissingFinish(
-            f"the answer ends with finish reason {reason!r}, expected one of {', '.join(FINISH)}"
+            f"the response ends with finish reason {reason!r}, expected one of {', '.join(FINISH)}"
         )
     return FINISH[reason]
 
@@ -252,7 +252,7 @@ def finish_of(reason: str | None) -> Finish:
 def spans_of(
     spans: Sequence[VersionSpan] | None, version: str, tokens: int
 ) -> tuple[VersionSpan, ...]:
-    """The server's spans, or one span of `version` over all tokens where it told none."""
+    """The server's spans, or one span of `version` over all tokens where it has none."""
     if not tokens:
         return ()
     if spans is None:
@@ -261,29 +261,31 @@ def spans_of(
 
 
 def stop_token_of(
-    named: object, finish: Finish, ids: list[int], ask: GenerateRequest
+    named: object, finish: Finish, ids: list[int], request: GenerateRequest
 ) -> int | None:
     """The token that ended the turn: the one the server names, else a stop id that came last."""
     if isinstance(named, int):
         return named
-    ended = finish == "stop" and bool(ids) and ids[-1] in ask.sampling.stop_token_ids
+    ended = finish == "stop" and bool(ids) and ids[-1] in request.sampling.stop_token_ids
     return ids[-1] if ended else None
 
 
 def check_indices(indices: Iterable[int], n: int) -> None:
     """Raises ContractError unless each of the choices 0..n-1 came exactly once."""
-    came = sorted(indices)
-    if came != list(range(n)):
-        raise ContractError(f"{n} choices were asked for, but the answer has choices {came}")
+    present_indices = sorted(indices)
+    if present_indices != list(range(n)):
+        raise ContractError(
+            f"{n} choices were requested, but the response has choices {present_indices}"
+        )
 
 
-def check_echo(asked: Sequence[int], echoed: list[int] | None) -> None:
+def check_echo(prompt_ids: Sequence[int], echoed: list[int] | None) -> None:
     """Raises Misaligned when the server says it used another prompt than the ids it was sent."""
-    if echoed is None or asked == echoed:
+    if echoed is None or prompt_ids == echoed:
         return
-    pairs = zip(asked, echoed, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(echoed)))
+    pairs = zip(prompt_ids, echoed, strict=False)
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt_ids), len(echoed)))
     raise Misaligned(
-        f"the server used another prompt: {len(asked)} ids were sent, it reports {len(echoed)}, "
-        f"and they differ from position {at} on"
+        f"the server used another prompt: {len(prompt_ids)} ids were sent, it reports "
+        f"{len(echoed)}, and they differ from position {at} on"
     )

@@ -1,4 +1,4 @@
-"""Routed experts as answers carry them: every form becomes one value, decoded when it is used."""
+"""Routed experts as responses carry them: every form becomes one value, decoded when it is used."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class EncodedExperts(RoutedExperts):
         if self._raw is None:
             raw = memoryview(decode_base64(self._text.whole() if self._text else b""))[self._skip :]
             object.__setattr__(self, "_raw", raw)
-            object.__setattr__(self, "_text", None)  # lets go of the answer's body
+            object.__setattr__(self, "_text", None)  # lets go of the response's body
         return self._raw or b""
 
     def from_row(self, start: int) -> RoutedExperts:
@@ -102,29 +102,29 @@ class EncodedExperts(RoutedExperts):
 
 
 def read_experts(
-    field: ExpertsField, spliced: ExtractedBody, *, total: int, asked: int | None
+    field: ExpertsField, extracted: ExtractedBody, *, total: int, first_row: int | None
 ) -> RoutedExperts | None:
-    """The experts of a sequence of `total` tokens, trimmed to start at `asked` when that is given.
+    """The experts of a sequence of `total` tokens, from `first_row` on (None: all rows).
 
-    Raises BadExperts when they were asked for and did not come, when rows are missing or too many,
+    Raises BadExperts when they were requested and did not come, when rows are missing or too many,
     or when shape, dtype and size do not fit together.
     """
     if field is None:
-        if asked is not None:
+        if first_row is not None:
             raise BadExperts(
-                "routed experts were asked for, but the answer has none: the server must be "
+                "routed experts were requested, but the response has none: the server must be "
                 "started with its option to return them"
             )
         return None
     if isinstance(field, str):
-        experts = from_npy(spliced.text(field), total=total, asked=asked)
+        experts = from_npy(extracted.text(field), total=total, first_row=first_row)
     else:
         shape = three(field.shape)
-        experts = EncodedExperts(spliced.text(field.data), shape, field.dtype, field.start)
-    return trim(experts, total=total, asked=asked)
+        experts = EncodedExperts(extracted.text(field.data), shape, field.dtype, field.start)
+    return trim(experts, total=total, first_row=first_row)
 
 
-def from_npy(text: Base64Text, *, total: int, asked: int | None) -> RoutedExperts:
+def from_npy(text: Base64Text, *, total: int, first_row: int | None) -> RoutedExperts:
     """vLLM's base64 of an .npy file. It does not say where it starts: the number of rows does."""
     head = decode_base64(text.start(4 * ((NPY_HEADER_LIMIT + 12) // 3)), prefix=True)
     if head[:6] != NPY_MAGIC:
@@ -144,15 +144,17 @@ def from_npy(text: Base64Text, *, total: int, asked: int | None) -> RoutedExpert
             "routed experts are not a little-endian array in C order: "
             f"fortran_order={columns}, descr={header['descr']!r}"
         )
-    trimmed = asked is not None and shape[0] == max(total - 1 - asked, 0)
-    start = asked if trimmed and asked is not None else 0
+    trimmed = first_row is not None and shape[0] == max(total - 1 - first_row, 0)
+    start = first_row if trimmed and first_row is not None else 0
     return EncodedExperts(text, shape, dtype.name, start, skip=skip)
 
 
-def trim(experts: RoutedExperts, *, total: int, asked: int | None) -> RoutedExperts:
-    """Checks the rows, and drops those before `asked` unless the server has done so already."""
+def trim(experts: RoutedExperts, *, total: int, first_row: int | None) -> RoutedExperts:
+    """Checks the rows, and drops those before `first_row` that the server has not dropped."""
     experts.check_covers(total)
-    return experts if asked is None or asked == experts.start else experts.from_row(asked)
+    return (
+        experts if first_row is None or first_row == experts.start else experts.from_row(first_row)
+    )
 
 
 def three(shape: Any) -> tuple[int, int, int]:

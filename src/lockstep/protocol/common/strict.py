@@ -30,8 +30,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 def explain(message: str, body: bytes) -> BadRequest:
     """The typed error for a msgspec validation message about `body`."""
-    found = PATH.search(message)
-    path = found["path"].removeprefix("$").removeprefix(".") if found else ""
+    match = PATH.search(message)
+    path = match["path"].removeprefix("$").removeprefix(".") if match else ""
     expected = PATH.sub("", message)
     if unknown := UNKNOWN.search(message):
         field = f"{path}.{unknown['name']}".lstrip(".")

@@ -1,4 +1,4 @@
-"""The control plane's bodies: what may be asked of a fleet, and in which words prime-rl asks it."""
+"""The request bodies of the control plane, with the names that prime-rl uses."""
 
 from __future__ import annotations
 

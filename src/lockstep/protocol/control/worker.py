@@ -155,7 +155,7 @@ class FromGroup(_Body):
 
 
 class LoadLora(_Body):
-    """Version spans name the contents by a hash of them, after `version` where one is given."""
+    """Version spans name the contents by a hash of them, after `version` where there is one."""
 
     lora_name: str
     lora_path: str
@@ -171,7 +171,7 @@ class Commit(_Body):
     """With `weight_version`, refuses to commit anything else than that staged version.
 
     With `proved` (the `proof` of a probe of what is staged), refuses to commit anything else than
-    the very weights that probe was scored on: a label can be given twice.
+    the very weights that probe was scored on: two sets of weights can have one label.
     """
 
     weight_version: str | None = None

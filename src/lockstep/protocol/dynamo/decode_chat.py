@@ -1,8 +1,8 @@
-"""Answers in Dynamo's chat dialect: token data in `nvext`, of which engine_data is the best source.
+"""Reads responses in Dynamo's chat dialect: token data in `nvext`, best of all engine_data.
 
-What the engine said in engine_data wins over what the frontend echoes in the chat answer. The
+The engine's own record in engine_data wins over what the frontend echoes in the chat response. The
 frontend turns an engine's `abort` into `stop`; engine_data.finish_reason, or a stop without any
-of the stop tokens that were asked for, gives it away.
+of the stop tokens that were requested, gives it away.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class DynamoExtension(msgspec.Struct):
 
 
 class DynamoResponse(msgspec.Struct):
-    """Both the whole answer and one streamed event."""
+    """Both the whole response and one streamed event."""
 
     id: str | None = None
     choices: list[DynamoChoice] = []
@@ -92,12 +92,12 @@ DECODER = msgspec.json.Decoder(DynamoResponse)
 
 
 def decode_dynamo(body: bytes | bytearray | ExtractedBody, reading: Reading) -> Completion:
-    """The completion of a whole answer to an ask for one choice.
+    """The completion of a whole response to a request for one choice.
 
-    Raises a ContractError that names the position wherever the answer breaks the token contract.
+    Raises a ContractError that names the position wherever the response breaks the token contract.
     """
-    spliced = extract_base64(body, most=2)
-    return _completion(_decode(spliced), spliced, reading)
+    extracted = extract_base64(body, most=2)
+    return _completion(_decode(extracted), extracted, reading)
 
 
 class DynamoStreamDecoder:
@@ -106,12 +106,12 @@ class DynamoStreamDecoder:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._whole = DynamoResponse(nvext=DynamoExtension())
-        self._spliced = ExtractedBody(b"", ())
+        self._extracted = ExtractedBody(b"", ())
 
     def feed(self, event: bytes | bytearray) -> list[StreamDelta]:
         """The tokens that this event brought. Raises what the server states as an error."""
-        spliced = extract_base64(event, most=2)
-        chunk = _decode(spliced)
+        extracted = extract_base64(event, most=2)
+        chunk = _decode(extracted)
         whole, extension = self._whole, self._whole.nvext or DynamoExtension()
         whole.id = chunk.id or whole.id
         whole.prompt_logprobs = chunk.prompt_logprobs or whole.prompt_logprobs
@@ -121,8 +121,8 @@ class DynamoStreamDecoder:
             for field in DynamoExtension.__struct_fields__:
                 if (value := getattr(chunk.nvext, field)) is not None:
                     setattr(extension, field, value)
-            if spliced.values:
-                self._spliced = spliced
+            if extracted.values:
+                self._extracted = extracted
         if ids is not None:
             if extension.completion_token_ids is None:
                 extension.completion_token_ids = []
@@ -150,56 +150,58 @@ class DynamoStreamDecoder:
         """The completion. Raises MissingFinish when the stream ended before the choice did."""
         if not self._whole.choices or self._whole.choices[0].finish_reason is None:
             raise MissingFinish("the stream ended without a finish reason")
-        return [_completion(self._whole, self._spliced, self._reading)]
+        return [_completion(self._whole, self._extracted, self._reading)]
 
 
-def _decode(spliced: ExtractedBody) -> DynamoResponse:
-    answer = decode_response(DECODER, spliced.json)
-    raise_stated(answer.error)
-    return answer
+def _decode(extracted: ExtractedBody) -> DynamoResponse:
+    response = decode_response(DECODER, extracted.json)
+    raise_stated(response.error)
+    return response
 
 
-def _completion(answer: DynamoResponse, spliced: ExtractedBody, reading: Reading) -> Completion:
-    ask = reading.ask
-    check_indices((choice.index for choice in answer.choices), 1)
-    choice = answer.choices[0]
-    extension = answer.nvext or DynamoExtension()
+def _completion(response: DynamoResponse, extracted: ExtractedBody, reading: Reading) -> Completion:
+    request = reading.request
+    check_indices((choice.index for choice in response.choices), 1)
+    choice = response.choices[0]
+    extension = response.nvext or DynamoExtension()
     engine = extension.engine_data or DynamoEngineData()
     stated = finish_of(choice.finish_reason)
     ids = _first(engine.completion_token_ids, extension.completion_token_ids)
-    ids = ids_of(ids, "nvext of the answer")
+    ids = ids_of(ids, "nvext of the response")
     content = None if choice.logprobs is None else choice.logprobs.content
-    check_echo(ask.prompt_ids, _first(engine.prompt_token_ids, extension.prompt_token_ids))
-    finish = finish_of(engine.finish_reason) if engine.finish_reason else _doubted(stated, ids, ask)
+    check_echo(request.prompt_ids, _first(engine.prompt_token_ids, extension.prompt_token_ids))
+    finish = (
+        finish_of(engine.finish_reason) if engine.finish_reason else _doubted(stated, ids, request)
+    )
     version = reading.version if engine.weight_version is None else str(engine.weight_version)
     mode = engine.logprob_mode or reading.logprob_mode
     if mode not in ("raw", "processed"):
         raise ContractError(f"engine_data.logprob_mode is {mode!r}, expected raw or processed")
-    prompt = _first(engine.prompt_logprobs, extension.prompt_logprobs, answer.prompt_logprobs)
+    prompt = _first(engine.prompt_logprobs, extension.prompt_logprobs, response.prompt_logprobs)
     worker = extension.worker_id.decode_worker_id if extension.worker_id else None
     return Completion(
         token_ids=ids,
-        logprobs=_logprobs(ids, engine, content, ask),
-        prompt_ids=ask.prompt_ids,
+        logprobs=_logprobs(ids, engine, content, request),
+        prompt_ids=request.prompt_ids,
         finish=finish,
         versions=spans_of(engine.weight_versions, version, len(ids)),
         logprob_mode=mode,
         # What Dynamo forwards has 32 bits: the engine knows what it sampled with.
-        temperature=_first(engine.temperature, ask.sampling.temperature),
+        temperature=_first(engine.temperature, request.sampling.temperature),
         index=reading.index,
-        request_id=ask.request_id or answer.id or "",
-        stop_token=stop_token_of(engine.stop_reason, finish, ids, ask),
-        top_logprobs=tops_of(content, ask.sampling.logprobs),
+        request_id=request.request_id or response.id or "",
+        stop_token=stop_token_of(engine.stop_reason, finish, ids, request),
+        top_logprobs=tops_of(content, request.sampling.logprobs),
         prompt_logprobs=prompt_of(prompt, reading),
         worker=reading.worker if worker is None else str(worker),
         adapter=engine.adapter or reading.adapter,
         experts=read_experts(
             _first(engine.routed_experts, extension.routed_experts),
-            spliced,
-            total=len(ask.prompt_ids) + len(ids),
-            asked=ask.experts_start,
+            extracted,
+            total=len(request.prompt_ids) + len(ids),
+            first_row=request.experts_start,
         ),
-        allow_nonfinite=ask.allow_nonfinite,
+        allow_nonfinite=request.allow_nonfinite,
     )
 
 
@@ -207,23 +209,23 @@ def _logprobs(
     ids: list[int],
     engine: DynamoEngineData,
     content: list[RankedLogprobEntry | None] | None,
-    ask: GenerateRequest,
+    request: GenerateRequest,
 ) -> list[float]:
     """The engine's own float64 numbers, else the frontend's float32 echo of them."""
     values = engine.completion_logprobs
     if values is None:
-        return logprobs_of(ids, content, nulls=ask.allow_nonfinite)
+        return logprobs_of(ids, content, nulls=request.allow_nonfinite)
     if len(values) != len(ids):
         raise Misaligned(f"{len(ids)} token ids but {len(values)} logprobs")
     if content:
         # The frontend may cut its echo at an EOS; as far as it goes it must name the same ids.
         check_named(ids[: len(content)], present(content)[: len(ids)])
-    return numbers(values, nulls=ask.allow_nonfinite)
+    return numbers(values, nulls=request.allow_nonfinite)
 
 
-def _doubted(stated: Finish, ids: list[int], ask: GenerateRequest) -> Finish:
-    """`stop` only counts with one of the asked stop tokens at the end: else it hides an abort."""
-    stops = ask.sampling.stop_token_ids
+def _doubted(stated: Finish, ids: list[int], request: GenerateRequest) -> Finish:
+    """`stop` only counts with a requested stop token at the end: else it hides an abort."""
+    stops = request.sampling.stop_token_ids
     hidden = stated == "stop" and stops and (not ids or ids[-1] not in stops)
     return "abort" if hidden else stated
 

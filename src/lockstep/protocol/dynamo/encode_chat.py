@@ -165,9 +165,9 @@ def extra_fields(request: GenerateRequest, nvext: Mapping[str, Any]) -> list[str
 
     Raises UnknownField for a name that Dynamo would ignore.
     """
-    wanted = ["engine_data", "completion_token_ids", "worker_id"]
+    fields = ["engine_data", "completion_token_ids", "worker_id"]
     if request.sampling.prompt_logprobs is not None:
-        wanted.append("prompt_logprobs")
+        fields.append("prompt_logprobs")
     extra = list(nvext.get("extra_fields") or ())
     if unknown := [name for name in extra if name not in EXTRA_FIELDS]:
         raise UnknownField(
@@ -175,7 +175,7 @@ def extra_fields(request: GenerateRequest, nvext: Mapping[str, Any]) -> list[str
             f"{', '.join(EXTRA_FIELDS)}",
             param="nvext.extra_fields",
         )
-    return list(dict.fromkeys(wanted + extra))
+    return list(dict.fromkeys(fields + extra))
 
 
 def _same(field: str, theirs: Any, ours: Any) -> Any:

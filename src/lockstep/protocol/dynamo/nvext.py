@@ -1,4 +1,4 @@
-"""Dynamo's extension of chat requests, `nvext`: what a caller may ask, and what is answered there.
+"""Dynamo's extension of chat requests, `nvext`: its fields in requests and responses.
 
 Every key of Dynamo 1.6 is known. One that cannot be honoured here is accepted at its neutral value
 and refused by name otherwise; Dynamo itself ignores some of them without a word.
@@ -29,7 +29,7 @@ EXTRA_FIELDS = (
     "timing",
 )
 ONE_CHOICE = frozenset({"engine_data", "completion_token_ids", "routed_experts", "worker_id"})
-"""Fields that Dynamo's shape has room for once only: with n > 1 the others would be lost."""
+"""Fields that Dynamo's response has once only: with n > 1 those of other choices would be lost."""
 
 
 class AgentHints(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -64,16 +64,16 @@ class NvExt(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     use_raw_prompt: bool | None = None
 
     @property
-    def wanted(self) -> frozenset[str]:
-        """The extra fields to answer."""
+    def requested_fields(self) -> frozenset[str]:
+        """The extra fields to return."""
         return frozenset(self.extra_fields or ())
 
     @property
     def pinned(self) -> str | None:
         """The worker that must serve this, by its id."""
-        given = self.backend_instance_id
-        given = self.decode_worker_id if given is None else given
-        return None if given is None else str(given)
+        worker = self.backend_instance_id
+        worker = self.decode_worker_id if worker is None else worker
+        return None if worker is None else str(worker)
 
     @property
     def priority(self) -> int | None:
@@ -96,25 +96,25 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def check_nvext(asked: NvExt, n: int) -> None:
+def check_nvext(nvext: NvExt, n: int) -> None:
     """Raises BadRequest, UnknownField or UnsupportedField that names the key."""
-    refuse_unless_neutral(asked, NEUTRAL, "nvext.")
-    if asked.agent_hints is not None:
+    refuse_unless_neutral(nvext, NEUTRAL, "nvext.")
+    if nvext.agent_hints is not None:
         refuse_unless_neutral(
-            asked.agent_hints, {"speculative_prefill": (False,)}, "nvext.agent_hints."
+            nvext.agent_hints, {"speculative_prefill": (False,)}, "nvext.agent_hints."
         )
-    if unknown := sorted(asked.wanted - set(EXTRA_FIELDS)):
+    if unknown := sorted(nvext.requested_fields - set(EXTRA_FIELDS)):
         raise UnknownField(
             f"nvext.extra_fields has {unknown[0]!r}: expected some of {', '.join(EXTRA_FIELDS)}",
             param="nvext.extra_fields",
         )
-    if n > 1 and (lost := sorted(asked.wanted & ONE_CHOICE)):
+    if n > 1 and (lost := sorted(nvext.requested_fields & ONE_CHOICE)):
         raise BadRequest(
-            f"nvext.extra_fields has {lost[0]!r}, which has room for one choice, but n is {n}: "
-            "ask with n=1, or use return_token_ids, which is per choice",
+            f"nvext.extra_fields has {lost[0]!r}, which holds one choice, but n is {n}: "
+            "send n=1, or use return_token_ids, which is per choice",
             param="nvext.extra_fields",
         )
-    both = (asked.backend_instance_id, asked.decode_worker_id)
+    both = (nvext.backend_instance_id, nvext.decode_worker_id)
     if None not in both and both[0] != both[1]:
         raise BadRequest(
             f"nvext.backend_instance_id is {both[0]!r}, but nvext.decode_worker_id is {both[1]!r}: "
@@ -124,7 +124,7 @@ def check_nvext(asked: NvExt, n: int) -> None:
 
 
 class EngineData(msgspec.Struct, kw_only=True):
-    """What the engine said, whole and in its own precision."""
+    """The engine's own record, whole and in its own precision."""
 
     prompt_token_ids: list[int]
     completion_token_ids: list[int]
@@ -137,17 +137,17 @@ class EngineData(msgspec.Struct, kw_only=True):
     adapter: str | None
 
     @classmethod
-    def of(cls, done: Completion) -> EngineData:
+    def of(cls, completion: Completion) -> EngineData:
         return cls(
-            prompt_token_ids=as_list(done.prompt_ids),
-            completion_token_ids=done.token_ids,
-            completion_logprobs=done.logprobs,
+            prompt_token_ids=as_list(completion.prompt_ids),
+            completion_token_ids=completion.token_ids,
+            completion_logprobs=completion.logprobs,
             finished=True,
-            finish_reason=done.finish,
-            weight_version=done.versions[-1].version if done.versions else None,
-            weight_versions=done.versions,
-            logprob_mode=done.logprob_mode,
-            adapter=done.adapter,
+            finish_reason=completion.finish,
+            weight_version=completion.versions[-1].version if completion.versions else None,
+            weight_versions=completion.versions,
+            logprob_mode=completion.logprob_mode,
+            adapter=completion.adapter,
         )
 
 
@@ -165,7 +165,7 @@ class Timing(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class NvextResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The answer's extension: what was asked for with extra_fields, and nothing else."""
+    """The response's extension: what was requested with extra_fields, and nothing else."""
 
     worker_id: WorkerId | None = None
     completion_token_ids: list[int] | None = None

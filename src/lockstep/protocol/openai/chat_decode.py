@@ -71,91 +71,92 @@ DECODER = msgspec.json.Decoder(ChatRequest)
 
 def decode_chat(body: bytes) -> ChatRequest:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
-    asked = decode(DECODER, body)
-    refuse_unless_neutral(asked, NEUTRAL)
-    if asked.nvext is not None:
-        check_nvext(asked.nvext, asked.choices)
-    _check_request_id(asked)
-    _check_stream(asked)
-    _check_stop(asked)
-    _check_lengths_and_logprobs(asked)
-    _check_messages(asked)
-    _check_tools(asked)
-    _check_prompt(asked)
-    _check_places(asked)
-    return asked
+    request = decode(DECODER, body)
+    refuse_unless_neutral(request, NEUTRAL)
+    if request.nvext is not None:
+        check_nvext(request.nvext, request.choices)
+    _check_request_id(request)
+    _check_stream(request)
+    _check_stop(request)
+    _check_lengths_and_logprobs(request)
+    _check_messages(request)
+    _check_tools(request)
+    _check_prompt(request)
+    _check_places(request)
+    return request
 
 
-def _check_places(asked: ChatRequest) -> None:
+def _check_places(request: ChatRequest) -> None:
     """A value may come in vLLM's place or in Dynamo's; in both only if they say the same."""
-    salt, hints = asked.extension.cache_salt, asked.extension.agent_hints
-    if asked.cache_salt is not None and salt is not None and salt != asked.cache_salt:
+    salt, hints = request.extension.cache_salt, request.extension.agent_hints
+    if request.cache_salt is not None and salt is not None and salt != request.cache_salt:
         raise BadRequest(
-            f"nvext.cache_salt is {salt!r}, but cache_salt is {asked.cache_salt!r}: give it in one "
-            "place",
+            f"nvext.cache_salt is {salt!r}, but cache_salt is {request.cache_salt!r}: give it in "
+            "one place",
             param="nvext.cache_salt",
         )
-    theirs = None if hints is None else hints.priority
-    if asked.priority is not None and theirs is not None and theirs != -asked.priority:
+    hinted = None if hints is None else hints.priority
+    if request.priority is not None and hinted is not None and hinted != -request.priority:
         raise BadRequest(
-            f"nvext.agent_hints.priority is {theirs} (higher is sooner), but priority is "
-            f"{asked.priority} (lower is sooner): give it in one place",
+            f"nvext.agent_hints.priority is {hinted} (higher is sooner), but priority is "
+            f"{request.priority} (lower is sooner): give it in one place",
             param="nvext.agent_hints.priority",
         )
 
 
-def _check_request_id(asked: ChatRequest) -> None:
-    given = asked.request_id
-    if given is not None and not REQUEST_ID.fullmatch(given):
+def _check_request_id(request: ChatRequest) -> None:
+    request_id = request.request_id
+    if request_id is not None and not REQUEST_ID.fullmatch(request_id):
         # It goes into headers, where a line break would end one.
         raise BadRequest(
-            f"request_id is {given!r}: expected 1 to 256 printable ASCII characters without spaces",
+            f"request_id is {request_id!r}: expected 1 to 256 printable ASCII characters without "
+            "spaces",
             param="request_id",
         )
 
 
-def _check_stream(asked: ChatRequest) -> None:
-    if asked.stream_options is None:
+def _check_stream(request: ChatRequest) -> None:
+    if request.stream_options is None:
         return
-    if not asked.stream:
+    if not request.stream:
         raise BadRequest(
-            "stream_options is given, but stream is not true: set it too", param="stream_options"
+            "stream_options is set, but stream is not true: set it too", param="stream_options"
         )
-    refuse_unless_neutral(asked.stream_options, NEUTRAL_STREAM, "stream_options.")
+    refuse_unless_neutral(request.stream_options, NEUTRAL_STREAM, "stream_options.")
 
 
-def _check_stop(asked: ChatRequest) -> None:
-    if asked.stop not in (None, "", []):
+def _check_stop(request: ChatRequest) -> None:
+    if request.stop not in (None, "", []):
         raise UnsupportedField(
-            f"stop is {asked.stop!r}: text cannot end a turn token-exactly here; name the ids of "
+            f"stop is {request.stop!r}: text cannot end a turn token-exactly here; name the ids of "
             "the tokens to stop at in stop_token_ids",
             param="stop",
         )
 
 
-def _check_lengths_and_logprobs(asked: ChatRequest) -> None:
-    both = (asked.max_tokens, asked.max_completion_tokens)
+def _check_lengths_and_logprobs(request: ChatRequest) -> None:
+    both = (request.max_tokens, request.max_completion_tokens)
     if None not in both and both[0] != both[1]:
         raise BadRequest(
             f"max_tokens is {both[0]}, but max_completion_tokens is {both[1]}: give one of them",
             param="max_tokens",
         )
     for field in ("max_completion_tokens", "max_tokens"):
-        if (value := getattr(asked, field)) is not None and value < 1:
+        if (value := getattr(request, field)) is not None and value < 1:
             raise BadRequest(f"{field} is {value}: expected at least 1", param=field)
-    top = asked.top_logprobs
+    top = request.top_logprobs
     if top is not None and not 0 <= top <= MAX_LOGPROBS:
         raise BadRequest(
             f"top_logprobs is {top}: expected 0 to {MAX_LOGPROBS}", param="top_logprobs"
         )
-    if top and not asked.logprobs:
+    if top and not request.logprobs:
         raise BadRequest(
             f"top_logprobs is {top}, but logprobs is not true: set it too", param="top_logprobs"
         )
 
 
-def _check_messages(asked: ChatRequest) -> None:
-    for at, message in enumerate(asked.messages):
+def _check_messages(request: ChatRequest) -> None:
+    for at, message in enumerate(request.messages):
         if message.keys() == BARE and type(message["role"]) is type(message["content"]) is str:
             continue  # most messages of a long history, all of which comes with every turn
         for key, (kinds, expected) in MESSAGE_KINDS.items():
@@ -167,8 +168,8 @@ def _check_messages(asked: ChatRequest) -> None:
                 )
 
 
-def _check_tools(asked: ChatRequest) -> None:
-    for at, tool in enumerate(asked.tools or ()):
+def _check_tools(request: ChatRequest) -> None:
+    for at, tool in enumerate(request.tools or ()):
         function = tool.get("function")
         if tool.get("type") != "function":
             raise UnsupportedField(
@@ -180,13 +181,13 @@ def _check_tools(asked: ChatRequest) -> None:
                 f"tools[{at}].function has no name: expected an object with `name`",
                 param=f"tools[{at}].function",
             )
-    if asked.tool_choice not in (None, "auto", "none"):
+    if request.tool_choice not in (None, "auto", "none"):
         raise UnsupportedField(
-            f"tool_choice is {msgspec.json.encode(asked.tool_choice).decode()}: this engine cannot "
-            "force a tool call, only 'auto' and 'none' can be promised",
+            f"tool_choice is {msgspec.json.encode(request.tool_choice).decode()}: this engine "
+            "cannot force a tool call, only 'auto' and 'none' can be promised",
             param="tool_choice",
         )
-    if asked.parallel_tool_calls is False and asked.calls_tools:
+    if request.parallel_tool_calls is False and request.calls_tools:
         raise UnsupportedField(
             "parallel_tool_calls is false: this engine cannot hold the model to one call; leave it "
             "out, and carry out the first call only",
@@ -194,25 +195,25 @@ def _check_tools(asked: ChatRequest) -> None:
         )
 
 
-def _check_prompt(asked: ChatRequest) -> None:
-    if asked.continues and asked.add_generation_prompt is not False:
+def _check_prompt(request: ChatRequest) -> None:
+    if request.continues and request.add_generation_prompt is not False:
         raise BadRequest(
             "continue_final_message needs add_generation_prompt=false: either the last message "
             "goes on, or a new one is opened",
             param="continue_final_message",
         )
     ids = {
-        "tokens": asked.tokens,
-        "nvext.token_data": asked.extension.token_data,
-        "required_prefix_token_ids": asked.required_prefix_token_ids,
+        "tokens": request.tokens,
+        "nvext.token_data": request.extension.token_data,
+        "required_prefix_token_ids": request.required_prefix_token_ids,
     }
-    given = {field: value for field, value in ids.items() if value is not None}
-    for field, value in given.items():
+    prompts = {field: value for field, value in ids.items() if value is not None}
+    for field, value in prompts.items():
         check_ids(value, PLACES, field)
-    if len(given) > 1:
+    if len(prompts) > 1:
         raise BadRequest(
-            f"the prompt is given twice, in {' and in '.join(given)}: send one of them",
-            param=next(iter(given)),
+            f"the prompt is there twice, in {' and in '.join(prompts)}: send one of them",
+            param=next(iter(prompts)),
         )
-    if not asked.messages and asked.given_prompt() is None:
+    if not request.messages and request.prompt_ids() is None:
         raise BadRequest("messages is empty: expected at least one message", param="messages")

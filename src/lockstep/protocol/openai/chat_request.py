@@ -15,7 +15,7 @@ from lockstep.tokens import Sampling
 
 NOTHING = NvExt()
 SHOWS_PROMPT = frozenset({"prompt_token_ids", "prompt_logprobs", "engine_data"})
-"""What can be wanted under nvext that holds the prompt."""
+"""Fields of nvext that hold the prompt."""
 
 
 class ChatStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -30,7 +30,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     """The request body: OpenAI's fields, vLLM's, NeMo's, ours; last, those refused unless neutral.
 
     `user`, `metadata`, `store`, `service_tier`, `safety_identifier` and the prompt_cache_* fields
-    have no effect on the answer and need none.
+    have no effect on the response and need none.
     """
 
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
@@ -113,7 +113,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     @property
     def calls_tools(self) -> bool:
-        """Whether tool calls are read out of the answer; otherwise they are text like any other."""
+        """Whether tool calls are parsed out of the completion; otherwise they stay text."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -126,26 +126,26 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     @property
     def rank(self) -> int:
-        """The priority from whichever place it was given in, in vLLM's sign: lower is sooner."""
-        given = self.extension.priority if self.priority is None else self.priority
-        return 0 if given is None else given
+        """The priority from either place, in vLLM's sign: lower is sooner."""
+        priority = self.extension.priority if self.priority is None else self.priority
+        return 0 if priority is None else priority
 
     @property
     def experts_start(self) -> int | None:
-        """The first row of routed experts to return, or None when they were not asked for."""
-        wanted = self.return_routed_experts or "routed_experts" in self.extension.wanted
-        return (self.routed_experts_prompt_start or 0) if wanted else None
+        """The first row of routed experts to return, or None when they were not requested."""
+        returned = self.return_routed_experts or "routed_experts" in self.extension.requested_fields
+        return (self.routed_experts_prompt_start or 0) if returned else None
 
     @property
     def shows_prompt(self) -> bool:
-        """Whether the answer says something of each id of the prompt."""
+        """Whether the response says something of each id of the prompt."""
         if self.return_token_ids or self.return_token_id_information:
             return True
         return self.prompt_logprobs is not None or not SHOWS_PROMPT.isdisjoint(
-            self.extension.wanted
+            self.extension.requested_fields
         )
 
-    def given_prompt(self) -> tuple[str, list[int]] | None:
+    def prompt_ids(self) -> tuple[str, list[int]] | None:
         """The field that brings the whole prompt as ids, and the ids; None for messages."""
         if self.tokens is not None:
             return "tokens", self.tokens
@@ -161,7 +161,7 @@ class ChatRequest(SamplingFields, kw_only=True):
         own = tuple(self.stop_token_ids or ())
         limit = self.max_completion_tokens
         prompt_logprobs = self.prompt_logprobs
-        if prompt_logprobs is None and "prompt_logprobs" in self.extension.wanted:
+        if prompt_logprobs is None and "prompt_logprobs" in self.extension.requested_fields:
             prompt_logprobs = 0
         return read_sampling(
             self,

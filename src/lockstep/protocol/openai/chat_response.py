@@ -1,4 +1,4 @@
-"""OpenAI's chat dialect, POST /v1/chat/completions: answers, whole and streamed.
+"""OpenAI's chat dialect, POST /v1/chat/completions: responses, whole and streamed.
 
 Ids and logprobs are those of the engine, all of them, whatever was parsed out of the text. Each
 logprob entry also carries its `token_id`; a token's string is lossless, and its bytes are exact.
@@ -96,7 +96,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
 
 class ChatCompletionBody(msgspec.Struct, kw_only=True):
-    """The whole answer, or one streamed chunk of it."""
+    """The whole response, or one streamed chunk of it."""
 
     id: str
     object: str
@@ -113,7 +113,7 @@ class ChatCompletionBody(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatResponseShape:
-    """What an answer has to show, as its request asked."""
+    """What a response has to show, as its request says."""
 
     id: str
     model: str
@@ -128,7 +128,7 @@ class ChatResponseShape:
     experts: bool = False
     prompt_logprobs: bool = False
     stop_token_ids: frozenset[int] = frozenset()
-    wanted: frozenset[str] = frozenset()
+    extra_fields: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,21 +160,21 @@ def entries(
     return ChatLogprobs(content)
 
 
-def message_of(shape: ChatResponseShape, said: ChatReply) -> AssistantMessage:
-    """The whole message. Its content is null beside tool calls when nothing else was said."""
-    given, done = said.message, said.completion
-    reasoning = given.get("reasoning_content") if shape.reasoning else None
-    calls = given.get("tool_calls")
+def message_of(shape: ChatResponseShape, reply: ChatReply) -> AssistantMessage:
+    """The whole message. Its content is null beside tool calls when there is nothing else."""
+    parsed, completion = reply.message, reply.completion
+    reasoning = parsed.get("reasoning_content") if shape.reasoning else None
+    calls = parsed.get("tool_calls")
     message = AssistantMessage(
         role="assistant",
-        content=given["content"] or (None if calls else ""),
+        content=parsed["content"] or (None if calls else ""),
         refusal=None,
         reasoning=reasoning,
         reasoning_content=reasoning,
     )
     if calls:
         message.tool_calls = list(calls)
-    return _with_ids(message, shape, done)
+    return _with_ids(message, shape, completion)
 
 
 def chat_response(
@@ -184,16 +184,16 @@ def chat_response(
     worker: str | None,
     timing: Timing | None,
 ) -> bytes:
-    """The whole answer for the choices of one request, in order of their index."""
+    """The whole response for the choices of one request, in order of their index."""
     first = choices[0].completion
     body = ChatCompletionBody(
         id=shape.id,
         object="chat.completion",
         created=shape.created,
         model=shape.model,
-        choices=[_choice(shape, said) for said in choices],
+        choices=[_choice(shape, reply) for reply in choices],
         usage=usage_of(
-            len(first.prompt_ids), sum(len(said.completion.token_ids) for said in choices)
+            len(first.prompt_ids), sum(len(reply.completion.token_ids) for reply in choices)
         ),
         system_fingerprint=fingerprint(first),
         service_tier=None,
@@ -202,44 +202,50 @@ def chat_response(
         ),
         prompt_token_ids=as_list(first.prompt_ids) if shape.token_ids else None,
     )
-    if shape.wanted:
+    if shape.extra_fields:
         body.nvext = extension(shape, first, first.token_ids, worker=worker, timing=timing)
     return msgspec.json.encode(body)
 
 
 def extension(
     shape: ChatResponseShape,
-    done: Completion,
+    completion: Completion,
     new_ids: list[int],
     *,
     worker: str | None,
     timing: Timing | None,
 ) -> NvextResponse:
-    """What was asked for under nvext; `new_ids` are those since the chunk before."""
-    wanted = shape.wanted
+    """What was requested under nvext; `new_ids` are those since the chunk before."""
+    fields = shape.extra_fields
     return NvextResponse(
-        worker_id=worker_id(worker) if "worker_id" in wanted else None,
-        completion_token_ids=new_ids if "completion_token_ids" in wanted else None,
-        prompt_token_ids=as_list(done.prompt_ids) if "prompt_token_ids" in wanted else None,
+        worker_id=worker_id(worker) if "worker_id" in fields else None,
+        completion_token_ids=new_ids if "completion_token_ids" in fields else None,
+        prompt_token_ids=as_list(completion.prompt_ids) if "prompt_token_ids" in fields else None,
         prompt_logprobs=(
-            prompt_entries(shape, done.prompt_logprobs) if "prompt_logprobs" in wanted else None
+            prompt_entries(shape, completion.prompt_logprobs)
+            if "prompt_logprobs" in fields
+            else None
         ),
-        timing=timing if "timing" in wanted else None,
-        routed_experts=(experts_field(done.experts, "raw") if "routed_experts" in wanted else None),
-        engine_data=EngineData.of(done) if "engine_data" in wanted else None,
+        timing=timing if "timing" in fields else None,
+        routed_experts=(
+            experts_field(completion.experts, "raw") if "routed_experts" in fields else None
+        ),
+        engine_data=EngineData.of(completion) if "engine_data" in fields else None,
     )
 
 
-def ending(shape: ChatResponseShape, choice: ChatChoice, said: ChatReply) -> None:
+def ending(shape: ChatResponseShape, choice: ChatChoice, reply: ChatReply) -> None:
     """Puts on a choice what is known when it has ended."""
-    done = said.completion
-    choice.finish_reason = said.finish
-    choice.stop_reason = done.stop_token if done.stop_token in shape.stop_token_ids else None
-    choice.weight_versions = done.versions
+    completion = reply.completion
+    choice.finish_reason = reply.finish
+    choice.stop_reason = (
+        completion.stop_token if completion.stop_token in shape.stop_token_ids else None
+    )
+    choice.weight_versions = completion.versions
     if shape.experts:
-        choice.routed_experts = experts_field(done.experts, "raw")
+        choice.routed_experts = experts_field(completion.experts, "raw")
     if choice.delta is not UNSET:
-        _with_ids(choice.delta, shape, done)
+        _with_ids(choice.delta, shape, completion)
 
 
 def prompt_entries(
@@ -249,34 +255,34 @@ def prompt_entries(
     return encode_prompt_logprobs(prompt, lambda token: shape.spelling.piece(token).text)
 
 
-def fingerprint(done: Completion) -> str | None:
-    """Names the weights that made the answer; null when there is no token to name them by."""
-    return f"lockstep-{done.versions[-1].version}" if done.versions else None
+def fingerprint(completion: Completion) -> str | None:
+    """Names the weights that made the response; null when there is no token to name them by."""
+    return f"lockstep-{completion.versions[-1].version}" if completion.versions else None
 
 
-def _choice(shape: ChatResponseShape, said: ChatReply) -> ChatChoice:
-    done = said.completion
+def _choice(shape: ChatResponseShape, reply: ChatReply) -> ChatChoice:
+    completion = reply.completion
     choice = ChatChoice(
-        index=done.index,
-        message=message_of(shape, said),
+        index=completion.index,
+        message=message_of(shape, reply),
         logprobs=(
-            entries(shape, done.token_ids, done.logprobs, done.top_logprobs)
+            entries(shape, completion.token_ids, completion.logprobs, completion.top_logprobs)
             if shape.logprobs
             else None
         ),
-        token_ids=done.token_ids if shape.token_ids else None,
+        token_ids=completion.token_ids if shape.token_ids else None,
     )
-    ending(shape, choice, said)
+    ending(shape, choice, reply)
     return choice
 
 
 def _with_ids(
-    message: AssistantMessage, shape: ChatResponseShape, done: Completion
+    message: AssistantMessage, shape: ChatResponseShape, completion: Completion
 ) -> AssistantMessage:
     if shape.ids_on_message:
-        message.prompt_token_ids = as_list(done.prompt_ids)
-        message.generation_token_ids = done.token_ids
-        message.generation_log_probs = done.logprobs
+        message.prompt_token_ids = as_list(completion.prompt_ids)
+        message.generation_token_ids = completion.token_ids
+        message.generation_log_probs = completion.logprobs
     return message
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's legacy dialect, POST /v1/completions, with vLLM's extras: requests and answers."""
+"""OpenAI's legacy dialect, POST /v1/completions, with vLLM's extras: requests and responses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def scores(self) -> bool:
-        """Whether only the prompt is asked about: nothing that was sampled is returned."""
+        """Whether only the prompt is scored: nothing that was sampled is returned."""
         return self.max_tokens == 0
 
     @property
@@ -95,9 +95,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def prompt_tops(self) -> int | None:
-        """Alternatives to ask for beside prompt tokens; None when their logprobs are not needed."""
-        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
-        return max((each for each in wanted if each is not None), default=None)
+        """Alternatives to request beside prompt tokens; None when no logprobs are needed."""
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
 
     @property
     def experts_start(self) -> int | None:
@@ -107,30 +107,30 @@ class CompletionRequest(SamplingFields, kw_only=True):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or ids. Raises BadRequest or BadTokenId that names the first
         one that does not fit."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        kinds = {type(each) for each in given}
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        kinds = {type(each) for each in prompt}
         if kinds == {int}:
-            ids: list[int] = given  # type: ignore[assignment]
+            ids: list[int] = prompt  # type: ignore[assignment]
             check_ids(ids, PLACES, "prompt")
             return [ids]
         if len(kinds) > 1:
-            kind = type(given[0])
-            at = next(at for at, each in enumerate(given) if type(each) is not kind)
+            kind = type(prompt[0])
+            at = next(at for at, each in enumerate(prompt) if type(each) is not kind)
             raise BadRequest(
-                f"prompt[{at}] is a {type(given[at]).__name__}, but prompt[0] a {kind.__name__}: "
+                f"prompt[{at}] is a {type(prompt[at]).__name__}, but prompt[0] a {kind.__name__}: "
                 "prompts of one request are all texts, or all lists of ids",
                 param=f"prompt[{at}]",
             )
-        if not 1 <= len(given) <= MAX_PROMPTS:
+        if not 1 <= len(prompt) <= MAX_PROMPTS:
             raise BadTokenId(
-                f"prompt has {len(given)} entries: expected 1 to {MAX_PROMPTS}", param="prompt"
+                f"prompt has {len(prompt)} entries: expected 1 to {MAX_PROMPTS}", param="prompt"
             )
-        for at, each in enumerate(given):
+        for at, each in enumerate(prompt):
             if isinstance(each, list):
                 check_ids(each, PLACES, f"prompt[{at}]")
-        return list(given)  # type: ignore[arg-type]
+        return list(prompt)  # type: ignore[arg-type]
 
     def sampling(self) -> Sampling:
         """The options as a value. Raises BadRequest that names the field."""
@@ -178,7 +178,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
-    """The answer, or one chunk of it. Choices of prompt p start at index p * n."""
+    """The response, or one chunk of it. Choices of prompt p start at index p * n."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -195,42 +195,42 @@ DECODER = msgspec.json.Decoder(CompletionRequest)
 
 def decode_completion(body: bytes) -> CompletionRequest:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
-    asked = decode(DECODER, body)
-    refuse_unless_neutral(asked, NEUTRAL)
-    if asked.stop not in (None, "", []):
+    request = decode(DECODER, body)
+    refuse_unless_neutral(request, NEUTRAL)
+    if request.stop not in (None, "", []):
         raise UnsupportedField(
-            f"stop is {asked.stop!r}: text cannot end a turn token-exactly here; name the ids of "
+            f"stop is {request.stop!r}: text cannot end a turn token-exactly here; name the ids of "
             "the tokens to stop at in stop_token_ids",
             param="stop",
         )
-    if asked.best_of not in (None, asked.choices):
+    if request.best_of not in (None, request.choices):
         raise UnsupportedField(
-            f"best_of is {asked.best_of}, but n is {asked.choices}: choices are not ranked here; "
-            "ask for all of them with n",
+            f"best_of is {request.best_of}, but n is {request.choices}: choices are not ranked "
+            "here; get all of them with n",
             param="best_of",
         )
     for field in ("logprobs", "prompt_logprobs"):
-        value = getattr(asked, field)
+        value = getattr(request, field)
         if value is not None and not 0 <= value <= MAX_LOGPROBS:
             raise BadRequest(f"{field} is {value}: expected 0 to {MAX_LOGPROBS}", param=field)
-    _check_scoring(asked)
-    return asked
+    _check_scoring(request)
+    return request
 
 
-def _check_scoring(asked: CompletionRequest) -> None:
-    if not asked.scores:
+def _check_scoring(request: CompletionRequest) -> None:
+    if not request.scores:
         return
-    if not asked.echo:
+    if not request.echo:
         raise BadRequest(
-            "max_tokens is 0: that asks for nothing, unless echo is true to score the prompt",
+            "max_tokens is 0: that requests nothing, unless echo is true to score the prompt",
             param="max_tokens",
         )
     neutral = {"n": 1, "min_tokens": 0, "return_routed_experts": False,
                "routed_experts_prompt_start": None}  # fmt: skip
     for field, allowed in neutral.items():
-        if getattr(asked, field) not in (None, allowed):
+        if getattr(request, field) not in (None, allowed):
             raise BadRequest(
-                f"{field} is {getattr(asked, field)}, but max_tokens 0 only scores the prompt: "
+                f"{field} is {getattr(request, field)}, but max_tokens 0 only scores the prompt: "
                 f"leave {field} out",
                 param=field,
             )

@@ -1,7 +1,7 @@
-"""SGLang's native dialect, POST /generate: asks, and answers whole and streamed.
+"""SGLang's native dialect, POST /generate: requests, and responses whole and streamed.
 
 Ids and logprobs both come from meta_info, where each entry is [logprob, id, text]. Streamed
-events are cumulative: the last one is the whole answer.
+events are cumulative: the last one is the whole response.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ NAMES: Mapping[str, str | None] = {
 
 
 def encode_sglang(
-    ask: GenerateRequest,
+    request: GenerateRequest,
     *,
     mode: LogprobMode,
     max_new_tokens: int,
@@ -75,13 +75,13 @@ def encode_sglang(
 
     Raises UnsupportedField for what SGLang cannot do: versions, allowed_token_ids, other modes.
     """
-    sampling = ask.sampling
-    refuse_versions(ask, "SGLang")
-    refuse_mode(ask, mode)
-    if sampling.allowed_token_ids is not None or sampling.n != 1 or ask.stop:
-        field = "n" if sampling.n != 1 else "stop" if ask.stop else "allowed_token_ids"
+    sampling = request.sampling
+    refuse_versions(request, "SGLang")
+    refuse_mode(request, mode)
+    if sampling.allowed_token_ids is not None or sampling.n != 1 or request.stop:
+        field = "n" if sampling.n != 1 else "stop" if request.stop else "allowed_token_ids"
         raise UnsupportedField(f"{field} is not supported by the SGLang transport", param=field)
-    if ask.features is not None:
+    if request.features is not None:
         raise NotImplementedError("multimodal prompts need the `vllm` transport, not `sglang`")
     params = write_sampling(sampling, NAMES)
     params |= {
@@ -91,7 +91,7 @@ def encode_sglang(
         "skip_special_tokens": False,
     }
     body: dict[str, Any] = {
-        "input_ids": as_list(ask.prompt_ids),
+        "input_ids": as_list(request.prompt_ids),
         "sampling_params": params,
         "return_logprob": True,
         "logprob_start_len": -1 if sampling.prompt_logprobs is None else 0,
@@ -99,20 +99,20 @@ def encode_sglang(
         "stream": stream,
     }
     optional = {
-        "rid": ask.request_id,
+        "rid": request.request_id,
         "lora_path": adapter,
-        "extra_key": ask.cache_salt,  # SGLang's name for what isolates prefix-cache entries
-        "priority": -ask.priority or None,  # higher is sooner there
-        "return_routed_experts": None if ask.experts_start is None else True,
-        "routed_experts_start_len": ask.experts_start or None,
+        "extra_key": request.cache_salt,  # SGLang's name for what isolates prefix-cache entries
+        "priority": -request.priority or None,  # higher is sooner there
+        "return_routed_experts": None if request.experts_start is None else True,
+        "routed_experts_start_len": request.experts_start or None,
     }
     body |= {name: value for name, value in optional.items() if value is not None}
     return ENCODER.encode(body)
 
 
-def check_layout(ask: GenerateRequest, layout: Layout | None) -> None:
-    """Raises BadRequest when experts are asked for but their shape is not known."""
-    if ask.experts_start is not None and layout is None:
+def check_layout(request: GenerateRequest, layout: Layout | None) -> None:
+    """Raises BadRequest when experts are requested but their shape is not known."""
+    if request.experts_start is not None and layout is None:
         raise BadRequest(
             "routed experts from SGLang come without a shape: tell the transport "
             "experts_layout=(layers, top_k) of the model",
@@ -154,41 +154,41 @@ DECODER = msgspec.json.Decoder(SglangResponse)
 def decode_sglang(
     body: bytes | bytearray | ExtractedBody, reading: Reading, layout: Layout | None = None
 ) -> Completion:
-    """The completion of a whole answer, or of a stream's last event, to an ask for one choice."""
-    spliced = extract_base64(body)
-    answer = decode_response(DECODER, spliced.json)
-    raise_stated(answer.error)
-    ask, meta = reading.ask, answer.meta_info or Meta()
+    """The completion in a whole response for one choice, or in the last event of a stream."""
+    extracted = extract_base64(body)
+    response = decode_response(DECODER, extracted.json)
+    raise_stated(response.error)
+    request, meta = reading.request, response.meta_info or Meta()
     reason = meta.finish_reason
     kind = reason.type if isinstance(reason, FinishReason) else reason
     if isinstance(reason, FinishReason) and reason.status_code is not None:
         raise error_of(reason.status_code, ENCODER.encode({"message": reason.message}))
     finish = finish_of(kind)
-    ids, logprobs = sampled(answer, ask, stopped=finish == "stop")
+    ids, logprobs = sampled(response, request, stopped=finish == "stop")
     version = reading.version if meta.weight_version is None else str(meta.weight_version)
     named = reason.matched if isinstance(reason, FinishReason) else None
     return Completion(
         token_ids=ids,
         logprobs=logprobs,
-        prompt_ids=ask.prompt_ids,
+        prompt_ids=request.prompt_ids,
         finish=finish,
         versions=spans_of(None, version, len(ids)),
         logprob_mode=reading.logprob_mode,
-        temperature=ask.sampling.temperature,
+        temperature=request.sampling.temperature,
         index=reading.index,
-        request_id=ask.request_id or meta.id or "",
-        stop_token=stop_token_of(named, finish, ids, ask),
-        top_logprobs=_tops(meta.output_top_logprobs, ask.sampling.logprobs),
-        prompt_logprobs=_prompt(meta, ask),
+        request_id=request.request_id or meta.id or "",
+        stop_token=stop_token_of(named, finish, ids, request),
+        top_logprobs=_tops(meta.output_top_logprobs, request.sampling.logprobs),
+        prompt_logprobs=_prompt(meta, request),
         worker=reading.worker,
         adapter=reading.adapter,
-        experts=_experts(meta.routed_experts, spliced, layout, ask, len(ids)),
-        allow_nonfinite=ask.allow_nonfinite,
+        experts=_experts(meta.routed_experts, extracted, layout, request, len(ids)),
+        allow_nonfinite=request.allow_nonfinite,
     )
 
 
 class SglangStreamDecoder:
-    """Follows a stream of cumulative events; the last one is read as the whole answer."""
+    """Follows a stream of cumulative events; the last one is read as the whole response."""
 
     def __init__(self, reading: Reading, layout: Layout | None = None) -> None:
         self._reading, self._layout = reading, layout
@@ -196,9 +196,9 @@ class SglangStreamDecoder:
         self._last: bytes | bytearray = b""
 
     def feed(self, event: bytes | bytearray) -> list[StreamDelta]:
-        answer = decode_response(DECODER, extract_base64(event).json)
-        raise_stated(answer.error)
-        ids, logprobs = sampled(answer, self._reading.ask, stopped=True)
+        response = decode_response(DECODER, extract_base64(event).json)
+        raise_stated(response.error)
+        ids, logprobs = sampled(response, self._reading.request, stopped=True)
         if len(ids) < self._seen:
             raise Misaligned(
                 f"a streamed event has {len(ids)} tokens after one with {self._seen}: expected "
@@ -215,19 +215,19 @@ class SglangStreamDecoder:
 
 
 def sampled(
-    answer: SglangResponse, ask: GenerateRequest, *, stopped: bool
+    response: SglangResponse, request: GenerateRequest, *, stopped: bool
 ) -> tuple[list[int], list[float]]:
-    """Ids and logprobs from meta_info, checked against the ids at the top level of the answer."""
-    meta = answer.meta_info or Meta()
-    entries, echo = meta.output_token_logprobs, answer.output_ids
+    """Ids and logprobs from meta_info, checked against the ids at the top level of the response."""
+    meta = response.meta_info or Meta()
+    entries, echo = meta.output_token_logprobs, response.output_ids
     if entries is None:
         if echo == [] or (echo is None and meta.completion_tokens == 0):
             return [], []
         if echo is None:
             raise MissingTokenIds("meta_info has no output_token_logprobs, and there are no ids")
-        raise BadLogprob(f"the answer has {len(echo)} token ids but no logprobs")
+        raise BadLogprob(f"the response has {len(echo)} token ids but no logprobs")
     for at, entry in enumerate(entries):
-        if entry is None or (entry[0] is None and not ask.allow_nonfinite):
+        if entry is None or (entry[0] is None and not request.allow_nonfinite):
             raise BadLogprob(f"logprob at position {at} is null")
     pairs = [entry for entry in entries if entry is not None]
     ids = [entry[1] for entry in pairs]
@@ -240,62 +240,62 @@ def sampled(
 
 
 def _tops(
-    listed: list[list[LogprobItem] | None] | None, asked: int
+    listed: list[list[LogprobItem] | None] | None, top: int
 ) -> list[tuple[Ranked, ...]] | None:
-    if not asked or listed is None:
+    if not top or listed is None:
         return None
-    return [_ranked(items or [], asked) for items in listed]
+    return [_ranked(items or [], top) for items in listed]
 
 
-def _ranked(items: list[LogprobItem], asked: int) -> tuple[Ranked, ...]:
+def _ranked(items: list[LogprobItem], top: int) -> tuple[Ranked, ...]:
     known = [Ranked(token, value) for value, token, _ in items if value is not None]
-    known.sort(key=lambda one: -one.logprob)
-    return tuple(Ranked(one.token_id, one.logprob, at) for at, one in enumerate(known[:asked], 1))
+    known.sort(key=lambda each: -each.logprob)
+    return tuple(Ranked(each.token_id, each.logprob, at) for at, each in enumerate(known[:top], 1))
 
 
-def _prompt(meta: Meta, ask: GenerateRequest) -> list[PromptLogprob | None] | None:
-    top = ask.sampling.prompt_logprobs
+def _prompt(meta: Meta, request: GenerateRequest) -> list[PromptLogprob | None] | None:
+    top = request.sampling.prompt_logprobs
     if top is None:
         return None
     entries = meta.input_token_logprobs
-    if entries is None or len(entries) != len(ask.prompt_ids):
+    if entries is None or len(entries) != len(request.prompt_ids):
         count = 0 if entries is None else len(entries)
-        raise Misaligned(f"{len(ask.prompt_ids)} prompt ids but {count} prompt logprobs")
+        raise Misaligned(f"{len(request.prompt_ids)} prompt ids but {count} prompt logprobs")
     result: list[PromptLogprob | None] = [None]
     for at in range(1, len(entries)):
         value, token = (entries[at] or (None, None))[:2]
-        if token is not None and token != ask.prompt_ids[at]:
+        if token is not None and token != request.prompt_ids[at]:
             raise Misaligned(
                 f"the prompt logprob at position {at} names token {token}, but the id there is "
-                f"{ask.prompt_ids[at]}"
+                f"{request.prompt_ids[at]}"
             )
-        if value is None or not (ask.allow_nonfinite or usable(value)):
+        if value is None or not (request.allow_nonfinite or usable(value)):
             raise BadLogprob(f"prompt logprob at position {at} is {value}, expected a number")
         listed = meta.input_top_logprobs
         others = _ranked((listed[at] if listed and at < len(listed) else None) or [], top)
-        result.append(PromptLogprob(ask.prompt_ids[at], value, None, others if top else ()))
+        result.append(PromptLogprob(request.prompt_ids[at], value, None, others if top else ()))
     return result
 
 
 def _experts(
     field: str | None,
-    spliced: ExtractedBody,
+    extracted: ExtractedBody,
     layout: Layout | None,
-    ask: GenerateRequest,
+    request: GenerateRequest,
     tokens: int,
 ) -> RoutedExperts | None:
-    if ask.experts_start is None or layout is None:
+    if request.experts_start is None or layout is None:
         return None
     if field is None:
         raise BadExperts(
-            "routed experts were asked for, but the answer has none: start the server with "
+            "routed experts were requested, but the response has none: start the server with "
             "--enable-return-routed-experts"
         )
-    text = spliced.text(field)
+    text = extracted.text(field)
     rows, rest = divmod(decoded_size(text), layout[0] * layout[1] * ITEM)
     if rest:
         raise BadExperts(f"routed experts do not divide into rows of (layers, top_k) {layout}")
-    total = len(ask.prompt_ids) + tokens
-    start = ask.experts_start if rows == max(total - 1 - ask.experts_start, 0) else 0
+    total = len(request.prompt_ids) + tokens
+    start = request.experts_start if rows == max(total - 1 - request.experts_start, 0) else 0
     experts = EncodedExperts(text, (rows, *layout), "int32", start)
-    return trim(experts, total=total, asked=ask.experts_start)
+    return trim(experts, total=total, first_row=request.experts_start)

@@ -1,4 +1,4 @@
-"""Answers in vLLM's token-in/token-out dialect, whole and streamed, as completions.
+"""Reads responses in vLLM's token-in/token-out dialect, whole and streamed, as completions.
 
 Read alike: vLLM 0.32's entries (`token_id`, weight_versions, base64 .npy experts), prime-rl's and
 Dynamo's (`"token": "token_id:N"`, experts as an object), and Lockstep's own, which has all of it.
@@ -65,7 +65,7 @@ class VllmChoice(msgspec.Struct, Generic[E]):
 
 
 class VllmResponse(msgspec.Struct, Generic[E]):
-    """Both the whole answer and one streamed event: a chunk is an answer with less in it."""
+    """Both the whole response and one streamed event: a chunk is a response with less in it."""
 
     request_id: str | None = None
     prompt_token_ids: list[int] | None = None
@@ -82,7 +82,7 @@ AnyLogprobs = (
     VllmLogprobs[BareLogprobEntry] | VllmLogprobs[LogprobEntry] | VllmLogprobs[RankedLogprobEntry]
 )
 AnyChoice = VllmChoice[BareLogprobEntry] | VllmChoice[LogprobEntry] | VllmChoice[RankedLogprobEntry]
-AnyAnswer = (
+AnyResponse = (
     VllmResponse[BareLogprobEntry] | VllmResponse[LogprobEntry] | VllmResponse[RankedLogprobEntry]
 )
 LEAN = msgspec.json.Decoder(VllmResponse[BareLogprobEntry])
@@ -90,27 +90,27 @@ PLAIN = msgspec.json.Decoder(VllmResponse[LogprobEntry])
 RANKED = msgspec.json.Decoder(VllmResponse[RankedLogprobEntry])
 Tokens = tuple[int, list[int], list[float]]
 """The index of a choice, new ids of it, and their logprobs."""
-UNSPLICED = ExtractedBody(b"", ())
+NOTHING_EXTRACTED = ExtractedBody(b"", ())
 ONCE = ("request_id", "prompt_token_ids", "prompt_logprobs", "logprob_mode", "temperature",
         "worker", "adapter")  # fmt: skip
 
 
 def decode_generate(body: bytes | bytearray | ExtractedBody, reading: Reading) -> list[Completion]:
-    """The completions of a whole answer, in order of their index.
+    """The completions of a whole response, in order of their index.
 
-    Raises a ContractError that names the position wherever the answer breaks the token contract,
+    Raises a ContractError that names the position wherever the response breaks the token contract,
     and the typed error that the server states in a body with `error`.
     """
-    spliced = extract_base64(body, most=reading.ask.sampling.n)
-    return _completions(_decode(spliced, reading), spliced, reading)
+    extracted = extract_base64(body, most=reading.request.sampling.n)
+    return _completions(_decode(extracted, reading), extracted, reading)
 
 
 class GenerateStreamDecoder:
-    """Collects the events of one stream; the completions are those of the whole answer."""
+    """Collects the events of one stream; the completions are those of the whole response."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._whole: AnyAnswer = VllmResponse[LogprobEntry]()
+        self._whole: AnyResponse = VllmResponse[LogprobEntry]()
         self._choices: dict[int, AnyChoice] = {}
         self._values: list[Base64Text] = []
 
@@ -119,7 +119,7 @@ class GenerateStreamDecoder:
         return list(self.deltas([event]))
 
     def deltas(self, events: Sequence[bytes | bytearray]) -> Iterator[StreamDelta]:
-        """The same for events that came together; each is checked before its tokens are given."""
+        """The same for events that came together; each is checked before it is yielded."""
         for tokens in self.collect(events):
             for index, ids, values in tokens:
                 # Copies: what a choice collects must not grow in a delta that somebody keeps.
@@ -130,22 +130,22 @@ class GenerateStreamDecoder:
 
         For those who need no copies: the lists are still to grow.
         """
-        for chunk, spliced in _decode_all(events, self._reading):
+        for chunk, extracted in _decode_all(events, self._reading):
             for field in ONCE:
                 if (value := getattr(chunk, field)) is not None:
                     setattr(self._whole, field, value)
-            yield [self._add(choice, spliced) for choice in chunk.choices]
+            yield [self._add(choice, extracted) for choice in chunk.choices]
 
-    def _add(self, new: AnyChoice, spliced: ExtractedBody) -> Tokens:
+    def _add(self, new: AnyChoice, extracted: ExtractedBody) -> Tokens:
         index = new.index
         ids = new.token_ids
         if ids is None:
             ids = ids_of(ids, f"a streamed event of choice {index}")
-        values = _values(new, ids, nulls=self._reading.ask.allow_nonfinite)
+        values = _values(new, ids, nulls=self._reading.request.allow_nonfinite)
         if isinstance(new.routed_experts, str):
-            new.routed_experts = self._keep(new.routed_experts, spliced)
+            new.routed_experts = self._keep(new.routed_experts, extracted)
         elif new.routed_experts is not None:
-            new.routed_experts.data = self._keep(new.routed_experts.data, spliced)
+            new.routed_experts.data = self._keep(new.routed_experts.data, extracted)
         old = self._choices.get(index)
         if old is None:
             self._choices[index] = new
@@ -168,66 +168,66 @@ class GenerateStreamDecoder:
             old.routed_experts = new.routed_experts
         return index, ids, values
 
-    def _keep(self, field: str, spliced: ExtractedBody) -> str:
-        self._values.append(spliced.text(field))
+    def _keep(self, field: str, extracted: ExtractedBody) -> str:
+        self._values.append(extracted.text(field))
         return f":{len(self._values) - 1}"
 
     def finish(self) -> list[Completion]:
         """The completions. Raises MissingFinish when the stream ended before every choice did."""
-        n = self._reading.ask.sampling.n
+        n = self._reading.request.sampling.n
         for index in range(n):
             if index not in self._choices or self._choices[index].finish_reason is None:
                 raise MissingFinish(f"the stream ended before choice {index} of {n} had finished")
         self._whole.choices = list(self._choices.values())  # type: ignore[assignment]
-        spliced = ExtractedBody(b"", tuple(self._values))
-        return _completions(self._whole, spliced, self._reading)
+        extracted = ExtractedBody(b"", tuple(self._values))
+        return _completions(self._whole, extracted, self._reading)
 
 
 def _decode_all(
     events: Sequence[bytes | bytearray], reading: Reading
-) -> Iterator[tuple[AnyAnswer, ExtractedBody]]:
+) -> Iterator[tuple[AnyResponse, ExtractedBody]]:
     """Each event decoded; all in one go where that works, which is several times cheaper."""
-    answers = _decode_lines(events, reading) if len(events) > 1 else None
-    if answers is None:
+    responses = _decode_lines(events, reading) if len(events) > 1 else None
+    if responses is None:
         for event in events:
-            spliced = extract_base64(event)
-            yield _decode(spliced, reading), spliced
+            extracted = extract_base64(event)
+            yield _decode(extracted, reading), extracted
         return
-    for answer in answers:
-        raise_stated(answer.error)
-        yield answer, UNSPLICED
+    for response in responses:
+        raise_stated(response.error)
+        yield response, NOTHING_EXTRACTED
 
 
 def _decode_lines(
     events: Sequence[bytes | bytearray], reading: Reading
-) -> Sequence[AnyAnswer] | None:
+) -> Sequence[AnyResponse] | None:
     """All events at once, or None when one of them needs a closer look."""
     lines = b"\n".join(events)
     if NEEDLE in lines:
         return None
     decoder: msgspec.json.Decoder[Any] = LEAN if b'"token_id"' in lines else PLAIN
-    if reading.ask.sampling.logprobs:
+    if reading.request.sampling.logprobs:
         decoder = RANKED
     try:
-        answers: list[Any] = decoder.decode_lines(lines)
+        responses: list[Any] = decoder.decode_lines(lines)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    if len(answers) != len(events) or (decoder is LEAN and not all(map(_by_id, answers))):
+    if len(responses) != len(events) or (decoder is LEAN and not all(map(_by_id, responses))):
         return None
-    return answers
+    return responses
 
 
-def _decode(spliced: ExtractedBody, reading: Reading) -> AnyAnswer:
-    body = spliced.json
-    answer: AnyAnswer
-    if reading.ask.sampling.logprobs:
-        answer = decode_response(RANKED, body)
-    elif b'"token_id"' in body and _by_id(answer := decode_response(LEAN, body)):
+def _decode(extracted: ExtractedBody, reading: Reading) -> AnyResponse:
+    body = extracted.json
+    response: AnyResponse
+    if reading.request.sampling.logprobs:
+        response = decode_response(RANKED, body)
+    elif b'"token_id"' in body and _by_id(response := decode_response(LEAN, body)):
         pass
     else:
-        answer = decode_response(PLAIN, body)
-    raise_stated(answer.error)
-    return answer
+        response = decode_response(PLAIN, body)
+    raise_stated(response.error)
+    return response
 
 
 def _extend(known: AnyLogprobs, new: AnyLogprobs) -> None:
@@ -247,9 +247,9 @@ def _joined(known: list[T] | None, new: list[T]) -> list[T]:
     return known
 
 
-def _by_id(answer: VllmResponse[BareLogprobEntry]) -> bool:
+def _by_id(response: VllmResponse[BareLogprobEntry]) -> bool:
     """Whether the entries do name their tokens by id, as far as the first of each choice shows."""
-    for choice in answer.choices:
+    for choice in response.choices:
         if choice.logprobs is not None and choice.logprobs.content:
             first = choice.logprobs.content[0]
             if first is not None and first.token_id is None:
@@ -257,81 +257,87 @@ def _by_id(answer: VllmResponse[BareLogprobEntry]) -> bool:
     return True
 
 
-def _completions(answer: AnyAnswer, spliced: ExtractedBody, reading: Reading) -> list[Completion]:
-    ask = reading.ask
-    check_indices((choice.index for choice in answer.choices), ask.sampling.n)
-    check_echo(ask.prompt_ids, answer.prompt_token_ids)
-    prompt = prompt_of(answer.prompt_logprobs, reading)
-    done = [_completion(choice, answer, prompt, spliced, reading) for choice in answer.choices]
-    return sorted(done, key=lambda completion: completion.index)
+def _completions(
+    response: AnyResponse, extracted: ExtractedBody, reading: Reading
+) -> list[Completion]:
+    request = reading.request
+    check_indices((choice.index for choice in response.choices), request.sampling.n)
+    check_echo(request.prompt_ids, response.prompt_token_ids)
+    prompt = prompt_of(response.prompt_logprobs, reading)
+    completions = [
+        _completion(choice, response, prompt, extracted, reading) for choice in response.choices
+    ]
+    return sorted(completions, key=lambda completion: completion.index)
 
 
 def _completion(
     choice: AnyChoice,
-    answer: AnyAnswer,
+    response: AnyResponse,
     prompt: list[PromptLogprob | None] | None,
-    spliced: ExtractedBody,
+    extracted: ExtractedBody,
     reading: Reading,
 ) -> Completion:
-    ask = reading.ask
-    ids = ids_of(choice.token_ids, f"choice {choice.index} of the answer")
+    request = reading.request
+    ids = ids_of(choice.token_ids, f"choice {choice.index} of the response")
     content = None if choice.logprobs is None else choice.logprobs.content
     finish = finish_of(choice.finish_reason)
-    mode = answer.logprob_mode or reading.logprob_mode
-    if ask.sampling.logprob_mode not in (None, mode):
+    mode = response.logprob_mode or reading.logprob_mode
+    if request.sampling.logprob_mode not in (None, mode):
         raise ContractError(
-            f"{ask.sampling.logprob_mode!r} logprobs were asked for, but {mode!r} ones came"
+            f"{request.sampling.logprob_mode!r} logprobs were requested, but {mode!r} ones came"
         )
     return Completion(
         token_ids=ids,
-        logprobs=_values(choice, ids, nulls=ask.allow_nonfinite),
-        prompt_ids=ask.prompt_ids,
+        logprobs=_values(choice, ids, nulls=request.allow_nonfinite),
+        prompt_ids=request.prompt_ids,
         finish=finish,
         versions=spans_of(choice.weight_versions, reading.version, len(ids)),
         logprob_mode=mode,
         temperature=(
-            ask.sampling.temperature if answer.temperature is None else answer.temperature
+            request.sampling.temperature if response.temperature is None else response.temperature
         ),
         index=choice.index + reading.index,
-        request_id=ask.request_id or answer.request_id or "",
-        stop_token=stop_token_of(choice.stop_reason, finish, ids, ask),
-        top_logprobs=tops_of(content, ask.sampling.logprobs),
+        request_id=request.request_id or response.request_id or "",
+        stop_token=stop_token_of(choice.stop_reason, finish, ids, request),
+        top_logprobs=tops_of(content, request.sampling.logprobs),
         ranks=ranks_of(content) or (choice.logprobs.ranks if choice.logprobs else None) or None,
         prompt_logprobs=prompt,
-        worker=answer.worker or reading.worker,
-        adapter=answer.adapter or reading.adapter,
-        experts=_experts(choice, spliced, ask, len(ids)),
-        allow_nonfinite=ask.allow_nonfinite,
+        worker=response.worker or reading.worker,
+        adapter=response.adapter or reading.adapter,
+        experts=_experts(choice, extracted, request, len(ids)),
+        allow_nonfinite=request.allow_nonfinite,
     )
 
 
 def _experts(
-    choice: AnyChoice, spliced: ExtractedBody, ask: GenerateRequest, sampled: int
+    choice: AnyChoice, extracted: ExtractedBody, request: GenerateRequest, sampled: int
 ) -> RoutedExperts | None:
-    if choice.routed_experts is None and ask.experts_start is None:
+    if choice.routed_experts is None and request.experts_start is None:
         return None
-    total = len(ask.prompt_ids) + sampled
-    return read_experts(choice.routed_experts, spliced, total=total, asked=ask.experts_start)
+    total = len(request.prompt_ids) + sampled
+    return read_experts(
+        choice.routed_experts, extracted, total=total, first_row=request.experts_start
+    )
 
 
 def _values(choice: AnyChoice, ids: list[int], *, nulls: bool) -> list[float]:
     """The logprobs of a choice in either form. Raises Misaligned or BadLogprob."""
-    found = choice.logprobs
-    if found is None or found.values is None:
-        return logprobs_of(ids, None if found is None else found.content, nulls=nulls)
-    if len(found.values) != len(ids):
-        raise Misaligned(f"{len(ids)} token ids but {len(found.values)} logprobs")
-    return numbers(found.values, nulls=nulls)
+    logprobs = choice.logprobs
+    if logprobs is None or logprobs.values is None:
+        return logprobs_of(ids, None if logprobs is None else logprobs.content, nulls=nulls)
+    if len(logprobs.values) != len(ids):
+        raise Misaligned(f"{len(ids)} token ids but {len(logprobs.values)} logprobs")
+    return numbers(logprobs.values, nulls=nulls)
 
 
 def prompt_of(field: PromptField | None, reading: Reading) -> list[PromptLogprob | None] | None:
-    """The prompt logprobs, if they were asked for. Raises BadLogprob when they did not come."""
-    ask = reading.ask
-    top = ask.sampling.prompt_logprobs
+    """The prompt logprobs, if they were requested. Raises BadLogprob when they did not come."""
+    request = reading.request
+    top = request.sampling.prompt_logprobs
     if top is None:
         return None
     if field is None:
-        raise BadLogprob("prompt logprobs were asked for, but the answer has none")
+        raise BadLogprob("prompt logprobs were requested, but the response has none")
     return decode_prompt_logprobs(
-        ask.prompt_ids, field, top=top, allow_nonfinite=ask.allow_nonfinite
+        request.prompt_ids, field, top=top, allow_nonfinite=request.allow_nonfinite
     )

@@ -54,7 +54,7 @@ def encode_dynamo_generate(request: GenerateRequest, *, mode: LogprobMode) -> by
     """The body for Dynamo's own /inference/v1/generate: one choice, no stream.
 
     Dynamo sends no EOS ids to the worker on this route, so a request that relies on them would
-    run to its length: BadRequest unless stop_token_ids are given or ignore_eos is meant.
+    run to its length: BadRequest without stop_token_ids and without ignore_eos.
     """
     refuse_versions(request, "Dynamo")
     refuse_mode(request, mode)
@@ -107,10 +107,10 @@ def refuse_versions(request: GenerateRequest, server: str) -> None:
 
 def refuse_mode(request: GenerateRequest, mode: LogprobMode) -> None:
     """Raises UnsupportedField when the request wants another logprob mode than the server has."""
-    wanted = request.sampling.logprob_mode
-    if wanted is not None and wanted != mode:
+    requested = request.sampling.logprob_mode
+    if requested is not None and requested != mode:
         raise UnsupportedField(
-            f"logprob_mode is {wanted!r}, but this server computes {mode!r} logprobs and cannot "
+            f"logprob_mode is {requested!r}, but this server computes {mode!r} logprobs and cannot "
             "change that per request: restart it with the other mode, or tell the transport "
             "which one it has",
             param="logprob_mode",

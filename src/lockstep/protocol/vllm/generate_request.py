@@ -21,8 +21,7 @@ from lockstep.tokens.versions import check_label
 
 
 class SamplingParams(SamplingFields, kw_only=True):
-    """vLLM's SamplingParams. The first four fields of the block only shape how the server answers;
-    the last block is refused unless neutral."""
+    """vLLM's SamplingParams. The last block is refused unless neutral."""
 
     n: int = 1
     logprobs: int | None = None
@@ -64,7 +63,7 @@ NEUTRAL_REQUEST: Mapping[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What an answer holds and how: `flat` logprobs are bare numbers, `npy` is vLLM's string."""
+    """What a response holds and how: `flat` logprobs are bare numbers, `npy` is vLLM's string."""
 
     logprobs: Literal["entries", "flat"] | None = "entries"
     prompt_ids: bool = False
@@ -78,7 +77,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """A request body without its ids. The last block is Lockstep's own: versions demanded, experts
-    asked for."""
+    requested."""
 
     sampling_params: SamplingParams
     request_id: str | None = None
@@ -106,13 +105,13 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
 
     @property
     def experts_start(self) -> int | None:
-        """The first row of routed experts to return, or None when they were not asked for."""
+        """The first row of routed experts to return, or None when they were not requested."""
         start = self.sampling_params.routed_experts_prompt_start
         return 0 if start is None and self.return_routed_experts else start
 
     @property
     def form(self) -> Form:
-        """How the answer is to be written."""
+        """How the response is to be written."""
         return Form(
             logprobs=None if self.sampling_params.logprobs is None else self.logprobs_format,
             prompt_ids=bool(self.return_token_ids),

@@ -1,7 +1,7 @@
-"""vLLM's token-in/token-out dialect, POST /inference/v1/generate: answers, whole and streamed.
+"""vLLM's token-in/token-out dialect, POST /inference/v1/generate: responses, whole and streamed.
 
 Each logprob entry carries both spellings of its token, `"token": "token_id:N"` and `"token_id": N`.
-`top_logprobs` starts with the sampled token, followed by the most likely others. Who asks for
+`top_logprobs` starts with the sampled token, followed by the most likely others. A request for
 `logprobs_format: "flat"` gets bare numbers instead.
 """
 
@@ -76,7 +76,7 @@ class GenerateUsage(msgspec.Struct):
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """The unary answer. The last block is Lockstep's own: how the numbers were made, by whom."""
+    """The unary response. The last block is Lockstep's own: how the numbers were made, by whom."""
 
     request_id: str
     model: str
@@ -159,15 +159,21 @@ def experts_field(experts: RoutedExperts | None, form: str) -> ExpertsField | st
     return ExpertsField(data, experts.shape, experts.dtype, experts.start)
 
 
-def choice_of(done: Completion, form: Form) -> GenerateChoice:
+def choice_of(completion: Completion, form: Form) -> GenerateChoice:
     return GenerateChoice(
-        index=done.index,
-        finish_reason=done.finish,
-        stop_reason=done.stop_token,
-        token_ids=done.token_ids,
-        routed_experts=experts_field(done.experts, form.experts),
-        weight_versions=done.versions,
-        logprobs=logprobs_field(form, done.token_ids, done.logprobs, done.ranks, done.top_logprobs),
+        index=completion.index,
+        finish_reason=completion.finish,
+        stop_reason=completion.stop_token,
+        token_ids=completion.token_ids,
+        routed_experts=experts_field(completion.experts, form.experts),
+        weight_versions=completion.versions,
+        logprobs=logprobs_field(
+            form,
+            completion.token_ids,
+            completion.logprobs,
+            completion.ranks,
+            completion.top_logprobs,
+        ),
     )
 
 
@@ -188,16 +194,18 @@ def generate_response(
     created: int,
     form: Form,
 ) -> bytes:
-    """The whole answer for the choices of one request, in order of their index."""
+    """The whole response for the choices of one request, in order of their index."""
     first = completions[0]
     body = GenerateResponse(
         request_id=request_id,
         model=model,
         created=created,
-        usage=usage_of(len(first.prompt_ids), sum(len(done.token_ids) for done in completions)),
+        usage=usage_of(
+            len(first.prompt_ids), sum(len(completion.token_ids) for completion in completions)
+        ),
         prompt_logprobs=encode_prompt_logprobs(first.prompt_logprobs),
         prompt_token_ids=as_list(first.prompt_ids) if form.prompt_ids else None,
-        choices=[choice_of(done, form) for done in completions],
+        choices=[choice_of(completion, form) for completion in completions],
         logprob_mode=first.logprob_mode,
         temperature=first.temperature,
         worker=first.worker,
@@ -207,7 +215,7 @@ def generate_response(
 
 
 class GenerateStreamEncoder:
-    """Makes the chunks of one streamed answer, and counts what its usage must say."""
+    """Makes the chunks of one streamed response, and counts what its usage must say."""
 
     def __init__(self, request_id: str, prompt_ids: Sequence[int], form: Form) -> None:
         self._request_id = request_id
@@ -223,14 +231,14 @@ class GenerateStreamEncoder:
         logprobs: list[float],
         ranks: list[int] | None,
         tops: Sequence[tuple[Ranked, ...]] | None,
-        done: Completion | None,
+        completion: Completion | None,
     ) -> GenerateChunk:
-        """The new tokens of one choice, with its ending when `done` is its completion."""
+        """The new tokens of one choice, with its ending when `completion` is its completion."""
         self._tokens += len(token_ids)
         choice = GenerateChoice(
             index=index,
-            finish_reason=None if done is None else done.finish,
-            stop_reason=None if done is None else done.stop_token,
+            finish_reason=None if completion is None else completion.finish,
+            stop_reason=None if completion is None else completion.stop_token,
             token_ids=token_ids,
             logprobs=logprobs_field(self._form, token_ids, logprobs, ranks, tops),
         )
@@ -244,14 +252,14 @@ class GenerateStreamEncoder:
                 as_list(self._prompt_ids) if first and self._form.prompt_ids else None
             ),
         )
-        if done is not None:
-            choice.routed_experts = experts_field(done.experts, self._form.experts)
-            choice.weight_versions = done.versions
-            chunk.prompt_logprobs = encode_prompt_logprobs(done.prompt_logprobs)
-            chunk.logprob_mode = done.logprob_mode
-            chunk.temperature = done.temperature
-            chunk.worker = done.worker
-            chunk.adapter = done.adapter
+        if completion is not None:
+            choice.routed_experts = experts_field(completion.experts, self._form.experts)
+            choice.weight_versions = completion.versions
+            chunk.prompt_logprobs = encode_prompt_logprobs(completion.prompt_logprobs)
+            chunk.logprob_mode = completion.logprob_mode
+            chunk.temperature = completion.temperature
+            chunk.worker = completion.worker
+            chunk.adapter = completion.adapter
         return chunk
 
     def usage(self) -> GenerateChunk:

@@ -1,7 +1,7 @@
-"""vLLM's POST /tokenize and /detokenize: requests in two forms, and answers.
+"""vLLM's POST /tokenize and /detokenize: requests in two forms, and responses.
 
 Where vLLM lets one form win over the other, or an unknown id become an empty text, the request is
-refused here: a client that gets numbers must know which question they answer.
+refused here: a client that gets numbers must know which question they response.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     @property
     def special(self) -> bool:
         """Whether the tokenizer adds what it puts around a text."""
-        given = self.add_special_tokens
-        return self.messages is None if given is None else given
+        special = self.add_special_tokens
+        return self.messages is None if special is None else special
 
 
 class TokenizedPrompt(msgspec.Struct, kw_only=True):
-    """The answer. `token_strs` are the vocabulary's own strings, which lose nothing."""
+    """The response. `token_strs` are the vocabulary's own strings, which lose nothing."""
 
     count: int
     max_model_len: int | None
@@ -72,7 +72,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
 
 class DetokenizedText(msgspec.Struct, kw_only=True):
-    """The answer, special tokens included. Bytes that are no UTF-8 are replaced in `prompt`."""
+    """The response, special tokens included. Bytes that are no UTF-8 are replaced in `prompt`."""
 
     prompt: str
     token_bytes: list[list[int]] | msgspec.UnsetType = msgspec.UNSET
@@ -84,50 +84,50 @@ DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 def decode_tokenize(body: bytes) -> TokenizeRequest:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
-    asked = decode(TOKENIZE, body)
-    if (asked.prompt is None) == (asked.messages is None):
-        both = "both prompt and messages are" if asked.prompt is not None else "neither is"
+    request = decode(TOKENIZE, body)
+    if (request.prompt is None) == (request.messages is None):
+        both = "both prompt and messages are" if request.prompt is not None else "neither is"
         raise BadRequest(
-            f"{both} given: send prompt to encode a text, or messages to render a chat",
+            f"{both} there: send prompt to encode a text, or messages to render a chat",
             param="prompt",
         )
-    if asked.prompt is not None:
+    if request.prompt is not None:
         for field in CHAT_ONLY:
-            if getattr(asked, field) is not None:
+            if getattr(request, field) is not None:
                 raise BadRequest(
-                    f"{field} belongs to the form with messages, but prompt is given: send one",
+                    f"{field} belongs to the form with messages, but prompt is there: send one",
                     param=field,
                 )
-        return asked
-    _check_chat(asked)
-    return asked
+        return request
+    _check_chat(request)
+    return request
 
 
 def decode_detokenize(body: bytes) -> DetokenizeRequest:
     """The request in `body`. Raises BadRequest, UnknownField or BadTokenId."""
-    asked = decode(DETOKENIZE, body)
-    if asked.tokens:
-        check_ids(asked.tokens, PLACES, "tokens")
-    return asked
+    request = decode(DETOKENIZE, body)
+    if request.tokens:
+        check_ids(request.tokens, PLACES, "tokens")
+    return request
 
 
-def _check_chat(asked: TokenizeRequest) -> None:
-    refuse_unless_neutral(asked, NEUTRAL)
-    if asked.chat_template is not None:
+def _check_chat(request: TokenizeRequest) -> None:
+    refuse_unless_neutral(request, NEUTRAL)
+    if request.chat_template is not None:
         raise UnsupportedField(
             "chat_template is not taken from requests: a template is a program; serve the model "
             "with the one you want",
             param="chat_template",
         )
-    if asked.continue_final_message and asked.add_generation_prompt is not False:
+    if request.continue_final_message and request.add_generation_prompt is not False:
         raise BadRequest(
             "continue_final_message needs add_generation_prompt=false: either the last message "
             "goes on, or a new one is opened",
             param="continue_final_message",
         )
-    if asked.required_prefix_token_ids is not None:
-        check_ids(asked.required_prefix_token_ids, PLACES, "required_prefix_token_ids")
-        if asked.special:
+    if request.required_prefix_token_ids is not None:
+        check_ids(request.required_prefix_token_ids, PLACES, "required_prefix_token_ids")
+        if request.special:
             raise BadRequest(
                 "add_special_tokens does not go with required_prefix_token_ids: nothing is put "
                 "before them",
