@@ -109,9 +109,7 @@ class Fleet:
 
     def quarantine(self, worker: Worker, reason: str) -> None:
         """No traffic for it until it was brought to the desired state and proved again."""
-        if not worker.leaving:
-            log.warning("worker %s is quarantined: %s", worker.id, reason)
-            self.pool.quarantine(worker, reason)
+        self.pool.quarantine(worker, reason)
 
     async def _bring_up(self, worker: Worker) -> None:
         """The pool's gate: leaves the worker proved, or raises what keeps it out."""

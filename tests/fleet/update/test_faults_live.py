@@ -118,7 +118,7 @@ async def test_a_worker_that_takes_the_weights_and_is_silently_wrong_is_caught_a
         fleet.injectors[0].strike("commit", "hook", hook=other_weights)
         operation = await fleet.update("a")
         assert operation.workers["w0"].status == "quarantined"
-        assert "as proved was asked" in (operation.workers["w0"].error or "")
+        assert "as proved was requested" in (operation.workers["w0"].error or "")
         assert 0 not in fleet.serving()
         assert await fleet.check() == "a"
         assert await fleet.healed() == "a"

@@ -133,8 +133,8 @@ class HealthMonitor:
         worker.failures = min(worker.failures + 1, MOST_FAILURES)
         # A quarantined worker that cannot be reached either stays so, for the reason it is.
         if (worker.state, state) != ("quarantined", "down"):
-            if worker.serves:
-                log.warning("worker %s is ejected: %s", worker.id, reason)
+            if worker.serves or state == "quarantined":
+                log.warning("worker %s is ejected and %s: %s", worker.id, state, reason)
             # While it is brought up it may be ejected as well: what is under way then is void.
             up = worker.state in ("serving", "syncing", "proving")
             worker.become(state, reason)
