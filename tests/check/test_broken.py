@@ -12,7 +12,7 @@ from tests.check.broken import Fault, broken, per_choice, values_of
 from tests.processes import TOKEN, WorkerProcess
 
 
-async def ask(options: CheckOptions, *rows: str) -> dict[str, Finding]:
+async def check(options: CheckOptions, *rows: str) -> dict[str, Finding]:
     async with open_target(options) as target:
         chosen = chosen_rows(rows, mutate=options.mutate)
         return {one.id: one async for one in run_rows(target, chosen)}
@@ -85,23 +85,23 @@ def clamped(body: dict[str, Any]) -> dict[str, Any]:
 
 FAULTS = {
     "shifted logprobs": (
-        Fault(answer=per_choice(shifted)),
+        Fault(response=per_choice(shifted)),
         "scores.again",
         "max difference",
     ),
     "logprobs missing": (
-        Fault(answer=per_choice(shortened), event=per_choice(shortened)),
+        Fault(response=per_choice(shortened), event=per_choice(shortened)),
         "tokens.aligned",
         "24 token ids but 23 logprobs",
     ),
     "abort as stop": (Fault(event=per_choice(abort_is_stop)), "tokens.abort", "finish 'stop'"),
     "no finish": (
-        Fault(answer=per_choice(without("finish_reason"))),
+        Fault(response=per_choice(without("finish_reason"))),
         "tokens.finish",
         "missing_finish",
     ),
-    "stop id cut off": (Fault(answer=per_choice(stop_cut)), "tokens.stop", "stop id"),
-    "one choice n times": (Fault(answer=first_only), "tokens.choices", "1 distinct"),
+    "stop id cut off": (Fault(response=per_choice(stop_cut)), "tokens.stop", "stop id"),
+    "one choice n times": (Fault(response=first_only), "tokens.choices", "1 distinct"),
     "stream is not unary": (
         Fault(event=per_choice(louder)),
         "tokens.stream",
@@ -117,7 +117,7 @@ FAULTS = {
         "answered 200",
     ),
     "versions missing": (
-        Fault(answer=per_choice(without("weight_versions"))),
+        Fault(response=per_choice(without("weight_versions"))),
         "versions.every",
         "tells no version",
     ),
@@ -126,15 +126,17 @@ FAULTS = {
     "mode mislabelled": (
         Fault(
             request=sampling(logprob_mode="processed"),
-            answer=lambda body: body | ({"logprob_mode": "raw"} if "logprob_mode" in body else {}),
+            response=lambda body: (
+                body | ({"logprob_mode": "raw"} if "logprob_mode" in body else {})
+            ),
         ),
         "scores.mode",
         "the server says raw",
     ),
     "prompt logprobs dropped": (
-        Fault(answer=without("prompt_logprobs")),
+        Fault(response=without("prompt_logprobs")),
         "scores.prompt",
-        "prompt logprobs were asked for",
+        "prompt logprobs were requested",
     ),
     "unknown model served": (Fault(request=without("model")), "input.model", "expected 404"),
 }
@@ -142,19 +144,19 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 async def test_a_broken_data_row_fails(worker: WorkerProcess, name: str) -> None:
-    fault, row, said = FAULTS[name]
+    fault, row, evidence = FAULTS[name]
     async with broken(worker.url, fault) as url:
-        found = (await ask(CheckOptions(url=url, transport="vllm"), row))[row]
-    assert found.verdict == "fail", found
-    assert said in found.evidence
+        finding = (await check(CheckOptions(url=url, transport="vllm"), row))[row]
+    assert finding.verdict == "fail", finding
+    assert evidence in finding.evidence
 
 
 async def test_the_proxy_itself_breaks_nothing(worker: WorkerProcess) -> None:
     async with broken(worker.url, Fault()) as url:
-        found = await ask(
+        findings = await check(
             CheckOptions(url=url, transport="vllm"), *{row for _, row, _ in FAULTS.values()}
         )
-    assert [one for one in found.values() if one.verdict != "pass"] == []
+    assert [one for one in findings.values() if one.verdict != "pass"] == []
 
 
 CONTROL_FAULTS = {
@@ -189,32 +191,36 @@ CONTROL_FAULTS = {
 
 @pytest.mark.parametrize("name", CONTROL_FAULTS)
 async def test_a_broken_admin_row_fails(worker: WorkerProcess, checkpoint: Path, name: str) -> None:
-    fault, row, said = CONTROL_FAULTS[name]
+    fault, row, evidence = CONTROL_FAULTS[name]
     async with broken(worker.system_url, fault) as admin:
         options = CheckOptions(
             url=worker.url, admin=admin, token=TOKEN, mutate=True, checkpoint=checkpoint
         )
-        found = (await ask(options, row))[row]
-    assert found.verdict == "fail", found
-    assert said in found.evidence
-    # Whatever a row found, it leaves the server running under its own weights.
-    status, answer = await worker.generate([5, 6, 7], max_tokens=1)
-    assert (status, answer["choices"][0]["weight_versions"][0]["version"]) == (200, "default")
+        finding = (await check(options, row))[row]
+    assert finding.verdict == "fail", finding
+    assert evidence in finding.evidence
+    # Whatever a row finds, it leaves the server running under its own weights.
+    status, response = await worker.generate([5, 6, 7], max_tokens=1)
+    assert (status, response["choices"][0]["weight_versions"][0]["version"]) == (200, "default")
 
 
 async def test_a_server_that_dies_makes_errors_not_a_crash(worker: WorkerProcess) -> None:
     async with broken(worker.url, Fault(dies=True)) as url:
-        found = await ask(CheckOptions(url=url, transport="vllm", seconds=5), "tokens.*", "input.*")
-    assert {one.verdict for one in found.values()} == {"error"}
-    assert len(found) == 14
+        findings = await check(
+            CheckOptions(url=url, transport="vllm", seconds=5), "tokens.*", "input.*"
+        )
+    assert {one.verdict for one in findings.values()} == {"error"}
+    assert len(findings) == 14
 
 
 async def test_a_server_that_hangs_is_left_in_time(worker: WorkerProcess) -> None:
     status, _ = await worker.control("pause_generation", mode="keep")
     assert status == 200
     try:
-        found = await ask(CheckOptions(url=worker.url, seconds=1), "tokens.finish", "scores.seed")
+        findings = await check(
+            CheckOptions(url=worker.url, seconds=1), "tokens.finish", "scores.seed"
+        )
     finally:
         await worker.control("resume_generation")
-    assert {one.verdict for one in found.values()} == {"error"}
-    assert max(one.seconds for one in found.values()) < 5
+    assert {one.verdict for one in findings.values()} == {"error"}
+    assert max(one.seconds for one in findings.values()) < 5

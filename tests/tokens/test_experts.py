@@ -51,7 +51,7 @@ def test_rows_are_trimmed_by_position_once_or_twice_alike(
     held = experts(start)
     end = start + 4
     if not start <= first <= end:
-        with pytest.raises(BadExperts, match=f"rows from {first} were asked for"):
+        with pytest.raises(BadExperts, match=f"rows from {first} were requested"):
             held.from_row(first)
         return
     cut = held.from_row(first)

@@ -1,4 +1,4 @@
-"""The shared values: what was asked, what was sampled, and what a trainer may learn from."""
+"""The shared values: how to sample, what was sampled, and what a trainer may learn from."""
 
 from lockstep.tokens import errors
 from lockstep.tokens.completion import (

@@ -5,7 +5,7 @@ LockstepError
 │   ├── UnknownField               a field nobody knows
 │   ├── UnsupportedField           a known field, at a value this server cannot honour
 │   ├── BadTokenId                 empty, negative, out of vocabulary or not an integer
-│   └── PromptTooLong              no room for one more token
+│   └── PromptTooLong              the context cannot hold one more token
 ├── Unauthorized              401  no token, or the wrong one
 ├── Forbidden                 403  a path, host or key that is not allowed here
 ├── NotFound                  404  no such route, model, session or operation
@@ -22,15 +22,15 @@ LockstepError
 │   └── WeightsLost                it holds neither the new weights nor the old ones any more
 ├── RolloutFailed             500  an environment raised while a task was played
 ├── UpdateFailed              502  an update that did not happen; its workers hold what they held
-├── ContractError             502  an answer that breaks the token contract
-│   ├── MissingTokenIds            no ids in the answer: they are never made from text
+├── ContractError             502  a response that breaks the token contract
+│   ├── MissingTokenIds            no ids in the response: they are never made from text
 │   ├── Misaligned                 ids and logprobs that do not belong together
 │   ├── BadLogprob                 null, NaN, infinite or a sentinel
-│   ├── MissingFinish              an answer that ends without saying why
+│   ├── MissingFinish              a response that ends without saying why
 │   ├── BadExperts                 routed experts whose rows, shape or dtype are off
 │   ├── BadVersions                spans that do not cover the tokens
 │   └── Disproved                  other logprobs than the claimed weights would give
-├── Unavailable               503  nobody can serve this now
+├── Unavailable               503  no server can take this now
 └── DeadlineExceeded          504  it took longer than it may
 
 An error that leaves a process comes back in the next one as the same class with the same fields:
@@ -232,7 +232,7 @@ class BadVersions(ContractError):
 
 
 class Disproved(ContractError):
-    """A worker answered other numbers than the weights it claims to hold would give."""
+    """A worker computed other logprobs than the weights it claims to hold would give."""
 
     code = "disproved"
 

@@ -1,8 +1,9 @@
-"""Which experts each token was routed to, kept as bytes until somebody asks for the array."""
+"""Which experts each token was routed to, kept as bytes until the array is needed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -28,19 +29,7 @@ class RoutedExperts:
     start: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise BadExperts(f"routed experts have dtype {self.dtype!r}, expected one of {DTYPES}")
-        if len(self.shape) != 3 or any(dim < 0 for dim in self.shape):
-            raise BadExperts(f"routed experts have shape {self.shape}, expected (rows, layers, k)")
-        if self.start < 0:
-            raise BadExperts(f"routed experts start at row {self.start}, expected 0 or more")
-        expected = int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
-        size = memoryview(self.data).nbytes
-        if size != expected:
-            raise BadExperts(
-                f"routed experts of shape {self.shape} and dtype {self.dtype} take "
-                f"{expected} bytes, but {size} came"
-            )
+        check_size(memoryview(self.data).nbytes, self.shape, self.dtype, self.start)
 
     @property
     def rows(self) -> int:
@@ -54,7 +43,7 @@ class RoutedExperts:
         """The rows from position `start` on, not copied. Raises BadExperts if not here."""
         if not self.start <= start <= self.start + self.rows:
             raise BadExperts(
-                f"rows from {start} were asked for, but rows {self.start} to "
+                f"rows from {start} were requested, but rows {self.start} to "
                 f"{self.start + self.rows} are here"
             )
         skip = start - self.start
@@ -70,3 +59,21 @@ class RoutedExperts:
                 f"a sequence of {total_tokens} tokens has {expected} routed-expert rows from "
                 f"position {self.start} on, but {self.rows} came"
             )
+
+
+def check_size(
+    size: int, shape: tuple[int, int, int], dtype: str, start: int, *, skip: int = 0
+) -> None:
+    """Raises BadExperts unless `size` bytes, `skip` of them before the first row, hold it."""
+    if dtype not in DTYPES:
+        raise BadExperts(f"routed experts have dtype {dtype!r}, expected one of {DTYPES}")
+    if len(shape) != 3 or min(shape) < 0:
+        raise BadExperts(f"routed experts have shape {shape}, expected (rows, layers, k)")
+    if start < 0:
+        raise BadExperts(f"routed experts start at row {start}, expected 0 or more")
+    expected = skip + prod(shape) * np.dtype(dtype).itemsize
+    if size != expected:
+        raise BadExperts(
+            f"routed experts of shape {shape} and dtype {dtype} take {expected} bytes, but {size} "
+            "came"
+        )

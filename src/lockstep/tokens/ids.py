@@ -1,4 +1,4 @@
-"""Token ids as they come from outside."""
+"""Checks token ids that come from outside against the vocabulary."""
 
 from __future__ import annotations
 

@@ -10,9 +10,9 @@ OperationStatus = Literal["running", "done", "failed", "lost"]
 
 @dataclass(slots=True)
 class Evidence:
-    """What a worker was believed by, or not: how far its logprobs were off and what was allowed.
+    """Why a worker was believed or not: how far its logprobs were off, and what was allowed.
 
-    `digest` says whether it told that it read the checkpoint's very contents.
+    `digest` says whether it reports the checkpoint's very contents.
     """
 
     decided_by: Literal["bits", "scores", "digest", "majority"] | None = None

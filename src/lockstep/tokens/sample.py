@@ -79,12 +79,13 @@ class Sample:
 
     def to_json(self) -> bytes:
         """One line of JSON without a line break; `from_json` gives back an equal sample."""
-        from lockstep.tokens import sample_json as line
+        from lockstep.tokens.sample_json import encode  # which needs this class
 
-        return line.encode(self)
+        return encode(self)
 
     @classmethod
     def from_json(cls, line: bytes | str) -> Sample:
+        """The sample that `to_json` wrote."""
         from lockstep.tokens.sample_json import decode
 
         return decode(line)

@@ -1,4 +1,4 @@
-"""A sample as one line of JSON."""
+"""A sample as one line of JSON, and back."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from lockstep.tokens.sampling import LogprobMode
 
 def encode(sample: Sample) -> bytes:
     """One line without a line break; `decode` gives back an equal sample."""
-    return msgspec.json.encode(Line.of(sample))
+    return msgspec.json.encode(SampleLine.of(sample))
 
 
 def decode(line: bytes | str) -> Sample:
-    return msgspec.json.decode(line, type=Line).sample()
+    """The sample of a line. Raises what `Sample` raises, and msgspec's errors for other JSON."""
+    return msgspec.json.decode(line, type=SampleLine).sample()
 
 
 class _Experts(msgspec.Struct):
@@ -28,7 +29,7 @@ class _Experts(msgspec.Struct):
     start: int
 
 
-class Line(msgspec.Struct, forbid_unknown_fields=True):
+class SampleLine(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[int]
     sampled_mask: list[bool]
     logprobs: list[float]
@@ -42,7 +43,7 @@ class Line(msgspec.Struct, forbid_unknown_fields=True):
     workers: tuple[str, ...]
 
     @classmethod
-    def of(cls, sample: Sample) -> Line:
+    def of(cls, sample: Sample) -> SampleLine:
         fields = {name: getattr(sample, name) for name in cls.__struct_fields__}
         if (experts := sample.experts) is not None:
             data = base64.b64encode(experts.data).decode()

@@ -1,6 +1,6 @@
 """Version labels: which characters they have, and how one names an adapter beside the weights.
 
-A label of weights is given by whoever makes them: 1 to 128 of the characters A-Z a-z 0-9 and
+A label of weights is chosen by whoever makes them: 1 to 128 of the characters A-Z a-z 0-9 and
 `_ . : = @ -`, the first a letter, a digit or `_`. A token that was sampled under an adapter carries
 `<weights>+<adapter>@<label of the adapter's contents>`. `+` is in none of the three parts and `@`
 not in an adapter's name, so that a joined label has one reading.
@@ -34,9 +34,9 @@ class VersionLabel:
     @classmethod
     def parse(cls, label: str) -> VersionLabel:
         """The parts. A label that does not end with an adapter's name and contents is that of
-        weights, whatever it holds: servers of another make may give any."""
-        found = JOINED.fullmatch(label)
-        return cls(label) if found is None else cls(*found.groups())
+        weights, whatever it holds: other servers may use any."""
+        match = JOINED.fullmatch(label)
+        return cls(label) if match is None else cls(*match.groups())
 
     def __str__(self) -> str:
         if self.adapter is None or self.contents is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import binascii
-import math
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ import numpy as np
 from lockstep.protocol.common.base64_extract import Base64Text, ExtractedBody
 from lockstep.tokens import RoutedExperts
 from lockstep.tokens.errors import BadExperts
-from lockstep.tokens.experts import DTYPES, Buffer
+from lockstep.tokens.experts import Buffer, check_size
 
 NPY_MAGIC = b"\x93NUMPY"
 NPY_HEADER_LIMIT = 64 * 1024
@@ -59,14 +58,7 @@ class EncodedExperts(RoutedExperts):
         put(self, "shape", shape)
         put(self, "dtype", dtype)
         put(self, "start", start)
-        check_form(shape, dtype, start)
-        expected = skip + math.prod(shape) * np.dtype(dtype).itemsize
-        size = decoded_size(text)
-        if size != expected:
-            raise BadExperts(
-                f"routed experts of shape {shape} and dtype {dtype} take {expected} bytes, "
-                f"but {size} came"
-            )
+        check_size(decoded_size(text), shape, dtype, start, skip=skip)
 
     @property
     def data(self) -> Buffer:
@@ -158,18 +150,10 @@ def trim(experts: RoutedExperts, *, total: int, first_row: int | None) -> Routed
 
 
 def three(shape: Any) -> tuple[int, int, int]:
+    """The shape as three sizes. Raises BadExperts for another number of dimensions."""
     if len(shape) != 3:
         raise BadExperts(f"routed experts have shape {tuple(shape)}, expected (rows, layers, k)")
     return int(shape[0]), int(shape[1]), int(shape[2])
-
-
-def check_form(shape: tuple[int, int, int], dtype: str, start: int) -> None:
-    if dtype not in DTYPES:
-        raise BadExperts(f"routed experts have dtype {dtype!r}, expected one of {DTYPES}")
-    if min(shape) < 0:
-        raise BadExperts(f"routed experts have shape {shape}, expected (rows, layers, k)")
-    if start < 0:
-        raise BadExperts(f"routed experts start at row {start}, expected 0 or more")
 
 
 def decoded_size(text: Base64Text) -> int:
