@@ -253,21 +253,21 @@ async def test_an_adapter_is_swapped_even_where_a_second_load_does_nothing(hotsw
 async def test_a_worker_that_advertises_the_transaction_stages() -> None:
     state = {"version": "A", "staged": None, "state": "paused", "running": 1, "waiting": 2,
              "adapter_labels": {"x": "l"}, "incarnation": "i", "weights_id": "i.1."}  # fmt: skip
-    asked: list[str] = []
+    paths: list[str] = []
 
     def script(request: Request) -> Reply:
-        asked.append(request.path)
+        paths.append(request.path)
         route, body = request.path.removeprefix("/engine/"), json.loads(request.body)
-        answer: dict[str, Any] = {"status": "ok"}
+        fields: dict[str, Any] = {"status": "ok"}
         if route == "liveness_probe":
-            answer |= state
+            fields |= state
         elif route == "stage":
-            answer["staged"] = body["weight_version"]
+            fields["staged"] = body["weight_version"]
         elif route in ("commit", "rollback"):
-            answer["version"] = body.get("weight_version", "A")
+            fields["version"] = body.get("weight_version", "A")
         elif route == "probe":
-            answer["logprobs"] = [[-1.0]]
-        return whole(answer)
+            fields["logprobs"] = [[-1.0]]
+        return whole(fields)
 
     async with serving(script) as server:
         routes = (*ROUTES, *TRANSACTION)
@@ -284,7 +284,7 @@ async def test_a_worker_that_advertises_the_transaction_stages() -> None:
             3,
             {"x": "l"},
         )
-        assert "/engine/update_weights_from_disk" not in asked
+        assert "/engine/update_weights_from_disk" not in paths
         await admin.close()
 
 

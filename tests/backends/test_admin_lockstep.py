@@ -1,4 +1,4 @@
-"""LockstepAdmin on a real worker: the transaction, three ways of sending, and lost answers."""
+"""LockstepAdmin on a real worker: the transaction, three ways of sending, and lost responses."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_the_transaction_from_a_directory(admin: LockstepAdmin, tmp_path: 
     assert await admin.probe(IDS) == before
     await admin.pause("keep", clear_cache=True)
     await admin.commit("B")
-    assert await admin.probe(IDS) != before, "a paused worker answers probes"
+    assert await admin.probe(IDS) != before, "a paused worker scores probes"
     view = await admin.view()
     assert (view.version, view.staged, view.paused) == ("B", None, True)
     assert await admin.rollback() == "default"
@@ -142,9 +142,9 @@ def free_port() -> int:
 async def test_a_broadcast_is_staged_and_not_yet_committed(admin: LockstepAdmin) -> None:
     before, sent = await admin.probe(IDS), tensors()
     for _ in range(2):  # a second trainer takes the place of one that is gone
-        how = Broadcaster("127.0.0.1", free_port(), rank=1, world_size=2, seconds=20)
+        group = Broadcaster("127.0.0.1", free_port(), rank=1, world_size=2, seconds=20)
         _, trainer = await asyncio.gather(
-            admin.join_group(how), asyncio.to_thread(Broadcast.join, how.host, how.port, 0, 2)
+            admin.join_group(group), asyncio.to_thread(Broadcast.join, group.host, group.port, 0, 2)
         )
     await asyncio.gather(
         admin.stage(Source(group="weights", tensors=specs(sent)), "sent"),
@@ -172,8 +172,8 @@ async def test_the_worker_checks_a_stage_too(worker: WorkerProcess, admin: Locks
         ({"shared_name": "x"}, "weight_version"),
         ({"shared_name": "../x", "weight_version": "X", "partial": True}, "shared_name"),
     ):
-        status, answer = await worker.control("stage", **body)
-        assert (status, answer["error"]["param"]) == (400, param)
+        status, response = await worker.control("stage", **body)
+        assert (status, response["error"]["param"]) == (400, param)
 
 
 @pytest.mark.failure_mode("F25")
@@ -278,15 +278,15 @@ async def test_auto_recognises_the_system_port_and_says_when_it_is_the_data_port
         await open_admin(worker.system_url, "another-token")
 
 
-# Lost answers
+# Lost responses
 
 
 @dataclass
 class Proxy:
     """Stands between driver and worker. `faults` maps a method to what happens, in turn.
 
-    lost: the worker does it, and its answer does not arrive. cut: nothing arrives at the worker.
-    hang: the worker does it, and the answer never ends. late: it is done, but only after `gate`.
+    lost: the worker does it, and its response does not arrive. cut: nothing arrives at the worker.
+    hang: the worker does it, and the response never ends. late: it is done, but only after `gate`.
     """
 
     target: str
@@ -332,8 +332,8 @@ class Proxy:
         async with aiohttp.ClientSession(headers=headers) as session:
             url = self.target + request.path
             kind = {"content-type": "application/json"}
-            async with session.post(url, data=request.body, headers=kind) as answer:
-                return answer.status, await answer.read()
+            async with session.post(url, data=request.body, headers=kind) as response:
+                return response.status, await response.read()
 
 
 QUICK = CallBudgets(
@@ -412,8 +412,8 @@ async def test_a_pause_or_resume_that_arrives_late_does_not_undo_a_later_one(
         await driver.resume()
         await driver.pause("keep")
         proxy.gate.set()
-        answers = await asyncio.gather(*proxy.late)
-        assert [status for status, _ in answers] == [409, 409]
+        responses = await asyncio.gather(*proxy.late)
+        assert [status for status, _ in responses] == [409, 409]
         assert (await admin.view()).paused
         await admin.resume()  # somebody else's order is their own
         assert not (await admin.view()).paused

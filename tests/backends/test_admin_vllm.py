@@ -1,4 +1,4 @@
-"""VllmAdmin and PrimeAdmin against a server that answers with what vLLM 0.32 was seen to answer."""
+"""VllmAdmin and PrimeAdmin against a server that replies with what vLLM 0.32 was seen to send."""
 
 from __future__ import annotations
 
@@ -460,8 +460,8 @@ async def test_an_adapter_is_probed_over_http_while_the_server_runs() -> None:
         admin = driver(server)
         await admin.detect_extension()
         assert await admin.probe([[1, 2]], adapter="ad") == [[-2.0]]
-        (asked,) = server.requests_to("/inference/v1/generate")
-        assert asked.json["model"] == "ad"
+        (request,) = server.requests_to("/inference/v1/generate")
+        assert request.json["model"] == "ad"
         await admin.close()
 
 

@@ -1,4 +1,4 @@
-"""Finding workers: listed, told by Dynamo, behind a name; and watching them come and go."""
+"""Finding the workers of a Dynamo deployment, and watching them come and go."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -23,16 +24,14 @@ from lockstep.tokens.errors import (
     DeadlineExceeded,
     Unavailable,
 )
+from tests.backends import scripted
 from tests.backends.scripted import Reply, Request, serving, whole
-from tests.data.captures import load
 
 QUICK = CallBudgets(quick=CallBudget(0.5, 1, tries=1))
 FRONT = "http://front:8000"
 
 
-def captured(name: str) -> Reply:
-    found = load("dynamo", name)
-    return whole(found.body, found.status)
+captured = partial(scripted.captured, "dynamo")
 
 
 def answering(*replies: Reply):
@@ -47,7 +46,7 @@ def answering(*replies: Reply):
     return script
 
 
-async def found(reply: Reply) -> dict[str, DiscoveredWorker]:
+async def discovered(reply: Reply) -> dict[str, DiscoveredWorker]:
     async with serving(answering(reply)) as server:
         discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
         try:
@@ -57,17 +56,17 @@ async def found(reply: Reply) -> dict[str, DiscoveredWorker]:
 
 
 async def test_dynamo_ids_keep_all_64_bits() -> None:
-    (one,) = (await found(captured("rl_workers"))).values()
+    (one,) = (await discovered(captured("rl_workers"))).values()
     assert one.id == "14158359886483287760"
     assert (one.admin_url, one.data_url, one.backend) == ("http://127.0.0.1:18081", FRONT, "dynamo")
     assert (one.model, one.ready, one.error) == ("own-model", True, None)
     assert "update_weights_from_disk" in one.routes
-    assert len(await found(captured("rl_workers_two"))) == 2
+    assert len(await discovered(captured("rl_workers_two"))) == 2
 
 
 @pytest.mark.failure_mode("F35")
 async def test_a_dynamo_worker_with_an_error_is_not_ready() -> None:
-    workers = await found(captured("rl_workers_after_kill9"))
+    workers = await discovered(captured("rl_workers_after_kill9"))
     dead, alive = workers["10482494335621261157"], workers["11031378106565546037"]
     assert (dead.ready, dead.admin_url) == (False, None)
     assert "TCP connection" in (dead.error or "")
@@ -75,9 +74,9 @@ async def test_a_dynamo_worker_with_an_error_is_not_ready() -> None:
 
 
 async def test_dynamo_workers_that_share_a_system_url_are_not_ready() -> None:
-    body = json.loads(load("dynamo", "rl_workers").body)
+    body = json.loads(captured("rl_workers").parts[0])
     body["workers"].append({**body["workers"][0], "instance_id": 7})
-    workers = await found(whole(body))
+    workers = await discovered(whole(body))
     assert [one.ready for one in workers.values()] == [False, False]
 
 
@@ -100,9 +99,9 @@ async def test_a_loopback_system_url_is_only_good_next_to_the_discovery() -> Non
 )
 async def test_an_answer_that_lists_nothing_it_should_is_an_error(reply: Reply) -> None:
     with pytest.raises(ContractError):
-        await found(reply)
+        await discovered(reply)
     with pytest.raises(Unavailable, match="protocol 2"):
-        await found(whole({"protocol_version": 2, "workers": []}))
+        await discovered(whole({"protocol_version": 2, "workers": []}))
 
 
 def test_the_discovery_url_comes_from_the_frontend_and_the_port_variable() -> None:

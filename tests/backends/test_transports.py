@@ -23,11 +23,11 @@ from tests.protocol.responses import (
     IDS,
     LOGPROBS,
     PROMPT,
-    dynamo_answer,
+    dynamo_body,
     entry,
-    generate_answer,
+    generate_body,
     generate_choice,
-    sglang_answer,
+    sglang_body,
 )
 
 SAMPLING = Sampling(stop_token_ids=(12,), max_tokens=4)
@@ -41,7 +41,7 @@ OWNERS = {"vllm": "vllm", "dynamo": "nvidia", "dynamo-generate": "nvidia", "sgla
 NAMES = list(ROUTES)
 
 
-def ask(**fields: Any) -> GenerateRequest:
+def request_of(**fields: Any) -> GenerateRequest:
     return GenerateRequest(prompt_ids=PROMPT, sampling=fields.pop("sampling", SAMPLING), **fields)
 
 
@@ -56,7 +56,7 @@ def dynamo_events() -> Reply:
         }
         nvext: dict[str, Any] = {"completion_token_ids": [IDS[at]]}
         if last:
-            nvext |= json.loads(dynamo_answer())["nvext"]
+            nvext |= json.loads(dynamo_body())["nvext"]
         chunks.append(json.dumps({"id": "c", "choices": [choice], "nvext": nvext}).encode())
     usage = json.dumps({"id": "c", "choices": [], "usage": {}}).encode()
     return events(*chunks, usage, pause=0.01)
@@ -71,32 +71,32 @@ def vllm_events(*, finished: bool = True) -> Reply:
             weight_versions=generate_choice()["weight_versions"] if last else None,
             logprobs={"content": [entry(IDS[at], LOGPROBS[at])]},
         )
-        chunks.append(generate_answer(chunk))
+        chunks.append(generate_body(chunk))
     return events(*chunks)
 
 
 def sglang_events() -> Reply:
-    first = sglang_answer(
+    first = sglang_body(
         finish_reason=None, completion_tokens=1, output_ids=[11],
         output_token_logprobs=[[-0.5, 11, None]],
     )  # fmt: skip
-    return events(first, sglang_answer())
+    return events(first, sglang_body())
 
 
 def script(name: str, length: int | None = 100) -> Script:
-    def answer(request: Request) -> Reply:
+    def reply_to(request: Request) -> Reply:
         if request.path == "/v1/models":
             return models(OWNERS[name], length, "ada")
         streamed = request.json.get("stream", False)
         if name == "vllm":
-            return vllm_events() if streamed else whole(generate_answer())
+            return vllm_events() if streamed else whole(generate_body())
         if name == "dynamo":
-            return dynamo_events() if streamed else whole(dynamo_answer())
+            return dynamo_events() if streamed else whole(dynamo_body())
         if name == "sglang":
-            return sglang_events() if streamed else whole(sglang_answer())
-        return whole(generate_answer())
+            return sglang_events() if streamed else whole(sglang_body())
+        return whole(generate_body())
 
-    return answer
+    return reply_to
 
 
 async def collect(
@@ -112,11 +112,19 @@ async def collect(
 async def test_whole_and_streamed_give_equal_completions(name: Any) -> None:
     async with serving(script(name)) as server:
         transport = await open_transport(server.url, name)
-        (done,) = await transport.generate(ask(request_id="r", model="m"))
-        deltas, streamed = await collect(transport, ask(request_id="r", model="m"))
-        assert streamed == [done]
-        assert (done.token_ids, done.logprobs, done.finish) == (IDS, LOGPROBS, "stop")
-        assert (done.stop_token, done.prompt_ids, done.worker) == (12, PROMPT, server.url)
+        (completion,) = await transport.generate(request_of(request_id="r", model="m"))
+        deltas, streamed = await collect(transport, request_of(request_id="r", model="m"))
+        assert streamed == [completion]
+        assert (completion.token_ids, completion.logprobs, completion.finish) == (
+            IDS,
+            LOGPROBS,
+            "stop",
+        )
+        assert (completion.stop_token, completion.prompt_ids, completion.worker) == (
+            12,
+            PROMPT,
+            server.url,
+        )
         assert [token for delta in deltas for token in delta.token_ids] == IDS
         assert [value for delta in deltas for value in delta.logprobs] == LOGPROBS
         assert {request.path for request in server.requests} == {"/v1/models", ROUTES[name]}
@@ -129,44 +137,44 @@ async def test_n_is_asked_n_times_where_one_answer_holds_one_choice(name: Any) -
     sampling = Sampling(n=3, seed=5, stop_token_ids=(12,), max_tokens=4)
     async with serving(script(name)) as server:
         transport = await open_transport(server.url, name)
-        done = await transport.generate(ask(sampling=sampling))
-        assert [one.index for one in done] == [0, 1, 2]
+        completion = await transport.generate(request_of(sampling=sampling))
+        assert [one.index for one in completion] == [0, 1, 2]
         sent = [request.json for request in server.requests_to(ROUTES[name])]
         params = [body.get("sampling_params", body) for body in sent]
         assert [one.get("n", 1) for one in params] == [1, 1, 1]
         assert {one.get("seed") or one.get("sampling_seed") for one in params} == {5, 6, 7}
-        _, streamed = await collect(transport, ask(sampling=sampling))
+        _, streamed = await collect(transport, request_of(sampling=sampling))
         assert [one.index for one in streamed] == [0, 1, 2]
         await transport.close()
 
 
 async def test_vllm_answers_n_choices_at_once() -> None:
-    def answer(request: Request) -> Reply:
+    def reply_to(request: Request) -> Reply:
         if request.path == "/v1/models":
             return models()
         assert request.json["sampling_params"]["n"] == 2
-        return whole(generate_answer(generate_choice(1), generate_choice(0)))
+        return whole(generate_body(generate_choice(1), generate_choice(0)))
 
-    async with serving(answer) as server:
+    async with serving(reply_to) as server:
         transport = await open_transport(server.url, "vllm")
-        done = await transport.generate(ask(sampling=Sampling(n=2)))
-        assert [one.index for one in done] == [0, 1]
+        completion = await transport.generate(request_of(sampling=Sampling(n=2)))
+        assert [one.index for one in completion] == [0, 1]
         await transport.close()
 
 
 @pytest.mark.parametrize("name", ["dynamo", "sglang"])
-async def test_one_failed_choice_fails_the_ask_with_its_own_error(name: Any) -> None:
+async def test_one_failed_choice_fails_the_request_with_its_own_error(name: Any) -> None:
     good = script(name)
 
-    def answer(request: Request) -> Reply:
+    def reply_to(request: Request) -> Reply:
         if request.path != "/v1/models" and len(server.requests_to(ROUTES[name])) == 2:
             return whole({"message": "no such thing", "code": 400}, 400)
         return good(request)
 
-    async with serving(answer) as server:
+    async with serving(reply_to) as server:
         transport = await open_transport(server.url, name)
         with pytest.raises(BadRequest, match="no such thing"):
-            await transport.generate(ask(sampling=Sampling(n=3, max_tokens=1)))
+            await transport.generate(request_of(sampling=Sampling(n=3, max_tokens=1)))
         await transport.close()
 
 
@@ -177,7 +185,7 @@ async def test_a_prompt_without_room_is_not_sent(name: Any) -> None:
         transport = await open_transport(server.url, name)
         for model in ("m", "ada", None):
             with pytest.raises(PromptTooLong, match=r"3 tokens .* holds 3"):
-                await transport.generate(ask(model=model))
+                await transport.generate(request_of(model=model))
         assert server.requests_to(ROUTES[name]) == []
         assert len(server.requests_to("/v1/models")) == 1
         await transport.close()
@@ -187,18 +195,18 @@ async def test_a_prompt_without_room_is_not_sent(name: Any) -> None:
 async def test_a_failed_lookup_is_not_remembered_for_ever() -> None:
     fails = [True]
 
-    def answer(request: Request) -> Reply:
+    def reply_to(request: Request) -> Reply:
         if request.path == "/v1/models":
             return whole({"error": {"message": "starting"}}, 503) if fails[0] else models(length=3)
-        return whole(generate_answer())
+        return whole(generate_body())
 
-    async with serving(answer) as server:
+    async with serving(reply_to) as server:
         transport = await open_transport(server.url, "vllm")
         transport._limits._retry_after = 0.0  # type: ignore[attr-defined]
-        assert len(await transport.generate(ask(model="m"))) == 1
+        assert len(await transport.generate(request_of(model="m"))) == 1
         fails[0] = False
         with pytest.raises(PromptTooLong):
-            await transport.generate(ask(model="m"))
+            await transport.generate(request_of(model="m"))
         await transport.close()
 
 
@@ -208,54 +216,54 @@ async def test_what_is_refused_is_refused_before_anything_is_sent() -> None:
     async with serving(script("dynamo")) as server:
         transport = await open_transport(server.url, "dynamo")
         for bad in (
-            ask(stop=("x",)),
-            ask(nvext={"foo": 1}),
-            ask(sampling=Sampling(logit_bias={1: 1.0}, n=2)),
+            request_of(stop=("x",)),
+            request_of(nvext={"foo": 1}),
+            request_of(sampling=Sampling(logit_bias={1: 1.0}, n=2)),
         ):
             with pytest.raises(BadRequest):
                 await transport.generate(bad)
         with pytest.raises(NotImplementedError, match="vllm"):
-            await transport.generate(ask(features={}))
+            await transport.generate(request_of(features={}))
         assert server.requests == []
         await transport.close()
 
 
 @pytest.mark.failure_mode("F13")
 async def test_a_half_stream_is_an_error_not_a_short_answer() -> None:
-    def answer(request: Request) -> Reply:
+    def reply_to(request: Request) -> Reply:
         return models() if request.path == "/v1/models" else vllm_events(finished=False)
 
-    async with serving(answer) as server:
+    async with serving(reply_to) as server:
         transport = await open_transport(server.url, "vllm")
         with pytest.raises(MissingFinish, match="choice 0"):
-            await collect(transport, ask())
+            await collect(transport, request_of())
         await transport.close()
 
 
 async def test_an_error_in_the_middle_of_a_recorded_stream_is_raised() -> None:
     capture = load("dynamo", "lifecycle_kill9_stream")
 
-    def answer(request: Request) -> Reply:
+    def reply_to(request: Request) -> Reply:
         return models("nvidia") if request.path == "/v1/models" else Reply(
             (capture.body[:100], capture.body[100:]), streamed=True
         )  # fmt: skip
 
-    async with serving(answer) as server:
+    async with serving(reply_to) as server:
         transport = await open_transport(server.url, "dynamo")
         with pytest.raises(Unavailable, match="temporarily unavailable"):
-            await collect(transport, ask())
+            await collect(transport, request_of())
         await transport.close()
 
 
 @pytest.mark.failure_mode("F47")
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_cancelled_ask_leaves_the_server_at_once(name: Any) -> None:
-    def answer(request: Request) -> Reply:
+    def reply_to(request: Request) -> Reply:
         return models(OWNERS[name]) if request.path == "/v1/models" else Reply(fault="hang")
 
-    async with serving(answer) as server:
+    async with serving(reply_to) as server:
         transport = await open_transport(server.url, name)
-        task = asyncio.create_task(transport.generate(ask()))
+        task = asyncio.create_task(transport.generate(request_of()))
         while not server.requests_to(ROUTES[name]):
             await asyncio.sleep(0.01)
         task.cancel()
@@ -266,18 +274,18 @@ async def test_a_cancelled_ask_leaves_the_server_at_once(name: Any) -> None:
 
 
 async def test_a_lockstep_server_is_known_by_its_card_and_held_to_a_version() -> None:
-    def answer(request: Request) -> Reply:
+    def reply_to(request: Request) -> Reply:
         if request.path == "/v1/models":
             return models("lockstep")
         if request.path.endswith("abort_requests"):
             return whole({"aborted": 2})
         assert request.json["weight_version"] == "v1"
-        return whole(generate_answer(logprob_mode="processed", worker="w7"))
+        return whole(generate_body(logprob_mode="processed", worker="w7"))
 
-    async with serving(answer) as server:
+    async with serving(reply_to) as server:
         transport = await open_transport(server.url)
-        (done,) = await transport.generate(ask(weight_version="v1", model="m"))
-        assert (done.worker, done.logprob_mode) == ("w7", "processed")
+        (completion,) = await transport.generate(request_of(weight_version="v1", model="m"))
+        assert (completion.worker, completion.logprob_mode) == ("w7", "processed")
         assert await transport.abort("r") == 2
         assert server.requests[-1].json == {"request_ids": ["generate-tokens-r"]}
         await transport.close()
@@ -286,11 +294,11 @@ async def test_a_lockstep_server_is_known_by_its_card_and_held_to_a_version() ->
 async def test_an_adapter_is_on_the_completion_and_unknown_models_stay_unknown() -> None:
     async with serving(script("sglang")) as server:
         transport = await open_transport(server.url, "sglang")
-        (done,) = await transport.generate(ask(model="ada"))
-        assert done.adapter == "ada"
+        (completion,) = await transport.generate(request_of(model="ada"))
+        assert completion.adapter == "ada"
         assert server.requests_to("/generate")[0].json["lora_path"] == "ada"
         with pytest.raises(UnknownModel, match="nope"):
-            await transport.generate(ask(model="nope"))
+            await transport.generate(request_of(model="nope"))
         await transport.close()
 
 
@@ -298,11 +306,11 @@ async def test_sglang_needs_a_length_it_can_trust() -> None:
     async with serving(script("sglang", length=None)) as server:
         transport = await open_transport(server.url, "sglang")
         with pytest.raises(BadRequest, match="max_tokens"):
-            await transport.generate(ask(sampling=Sampling()))
+            await transport.generate(request_of(sampling=Sampling()))
         await transport.close()
     async with serving(script("sglang", length=100)) as server:
         transport = await open_transport(server.url, "sglang")
-        await transport.generate(ask(sampling=Sampling()))
+        await transport.generate(request_of(sampling=Sampling()))
         assert server.requests_to("/generate")[0].json["sampling_params"]["max_new_tokens"] == 97
         await transport.close()
 
@@ -321,13 +329,13 @@ async def test_sglang_needs_a_length_it_can_trust() -> None:
 async def test_a_server_is_recognised(
     models_reply: Reply, openapi: Any, workers: Any, name: str
 ) -> None:
-    def answer(request: Request) -> Reply:
-        found = {"/openapi.json": openapi, "/v1/rl/workers": workers}.get(request.path)
+    def reply_to(request: Request) -> Reply:
+        body = {"/openapi.json": openapi, "/v1/rl/workers": workers}.get(request.path)
         if request.path == "/v1/models":
             return models_reply
-        return whole({"detail": "Not Found"}, 404) if found is None else whole(found)
+        return whole({"detail": "Not Found"}, 404) if body is None else whole(body)
 
-    async with serving(answer) as server:
+    async with serving(reply_to) as server:
         transport = await open_transport(server.url + "/v1/")
         assert transport.name == name
         await transport.close()
@@ -342,10 +350,10 @@ async def test_an_unknown_server_or_name_is_refused_with_what_was_tried() -> Non
 
 
 async def test_model_cards_carry_length_parent_and_version() -> None:
-    def answer(request: Request) -> Reply:
+    def reply_to(request: Request) -> Reply:
         return whole(load("vllm", "lora_models").body)
 
-    async with serving(answer) as server:
+    async with serving(reply_to) as server:
         transport = await open_transport(server.url, "vllm")
         base, adapter = await transport.models()
         assert (base.id, base.max_model_len, base.parent) == ("tiny", 2048, None)

@@ -23,10 +23,10 @@ IDS = [11, 29, 3, 77, 5, 140, 9]
 
 
 async def test_ids_give_completions_and_messages_give_turns(policy: lockstep.Policy) -> None:
-    (done,) = await policy.generate(IDS, max_tokens=4, ignore_eos=True)
-    assert isinstance(done, Completion)
-    assert len(done.token_ids) == 4
-    assert done.prompt_ids == IDS
+    (completion,) = await policy.generate(IDS, max_tokens=4, ignore_eos=True)
+    assert isinstance(completion, Completion)
+    assert len(completion.token_ids) == 4
+    assert completion.prompt_ids == IDS
     (turn,) = await policy.generate([{"role": "user", "content": "Reverse: 12"}])
     assert isinstance(turn, Turn)
     assert turn.text
@@ -64,11 +64,11 @@ async def test_scores_say_their_temperature_and_version(policy: lockstep.Policy)
     warm = await policy.score(IDS, temperature=2.0)
     assert warm.temperature == 2.0
     assert warm.logprobs != plain.logprobs
-    (done,) = await policy.generate(
+    (completion,) = await policy.generate(
         IDS, temperature=2.0, logprob_mode="processed", max_tokens=20, ignore_eos=True
     )
-    again = await policy.score(IDS + done.token_ids, temperature=2.0)
-    assert again.logprobs[len(IDS) :] == done.logprobs
+    again = await policy.score(IDS + completion.token_ids, temperature=2.0)
+    assert again.logprobs[len(IDS) :] == completion.logprobs
     with pytest.raises(errors.BadRequest):
         await policy.score([5])
 
@@ -103,8 +103,8 @@ async def test_map_raises_the_first_error_or_keeps_it(policy: lockstep.Policy) -
 async def test_a_version_floor_is_the_servers_to_keep(policy: lockstep.Policy) -> None:
     with pytest.raises(errors.VersionUnavailable):
         await policy.generate(IDS, min_weight_version="step-9")
-    (done,) = await policy.generate(IDS, min_weight_version="default", max_tokens=1)
-    assert done.versions[0].version == "default"
+    (completion,) = await policy.generate(IDS, min_weight_version="default", max_tokens=1)
+    assert completion.versions[0].version == "default"
 
 
 async def test_unknown_options_and_models_are_named(
@@ -125,10 +125,10 @@ async def test_the_sync_facade_works_beside_a_running_loop(worker: WorkerProcess
             turn = chat.send("Reverse: 40213")
             assert chat.send("Reverse: 12").bridged
             scores = policy.score(chat.sample().token_ids)
-            (done,) = policy.generate(IDS, max_tokens=1)
+            (completion,) = policy.generate(IDS, max_tokens=1)
             assert [card.id for card in policy.models()] == ["tiny"]
             assert len(policy.map(["Reverse: 1", "Reverse: 2"])) == 2
-            return turn.text, len(done.token_ids), scores.logprobs[0]
+            return turn.text, len(completion.token_ids), scores.logprobs[0]
 
     text, count, first = await asyncio.to_thread(use)
     assert (bool(text), count, first) == (True, 1, 0.0)

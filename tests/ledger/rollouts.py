@@ -80,8 +80,8 @@ def finish_turn(
     **more: Any,
 ) -> tuple[PromptPlan, Node, dict[str, Any]]:
     ids = ledger.renderer.encode(text)
-    answer = ledger.renderer.parse([*plan.partial, *ids], tools, prompt_ids=plan.prompt_ids)
-    message = answer.message()
+    parsed = ledger.renderer.parse([*plan.partial, *ids], tools, prompt_ids=plan.prompt_ids)
+    message = parsed.message()
     node = ledger.commit(plan, completion(plan.prompt_ids, ids, **more), message)
     messages.append(message)
     return plan, node, message
@@ -118,7 +118,7 @@ def opening(rng: random.Random, can: Format) -> list[dict[str, Any]]:
     return [*messages, {"role": "user", "content": rng.choice(EDGED)}]
 
 
-def answer(rng: random.Random, can: Format, tools: Any) -> dict[str, Any]:
+def assistant_message(rng: random.Random, can: Format, tools: Any) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": rng.choice(TEXTS)}
     if tools and rng.random() < 0.5:
         many = rng.randint(1, 2) if can.many_calls else 1

@@ -60,15 +60,15 @@ def play(renderer: Renderer, breaks: Any, turns: list[dict[str, Any]]) -> None:
         finish = "stop"
         if turn["cut"] is not None:
             ids, finish = ids[: turn["cut"]], turn["end"]
-        answer = renderer.parse([*plan.partial, *ids], tools, prompt_ids=plan.prompt_ids)
+        parsed = renderer.parse([*plan.partial, *ids], tools, prompt_ids=plan.prompt_ids)
         node = ledger.commit(
-            plan, completion(plan.prompt_ids, ids, finish=finish), answer.message()
+            plan, completion(plan.prompt_ids, ids, finish=finish), parsed.message()
         )
         if finish == "abort" and turn["continue"]:
             plan = ledger.continue_(node)
             assert plan.prompt_ids == node.ids().tolist()
             continue
-        messages = [*messages, answer.message()]
+        messages = [*messages, parsed.message()]
         messages += [{"role": role, "content": text} for role, text in turn["next"]]
         messages, tools = edited(messages, tools, turn["edit"])
         before = sum(ledger.break_counts.values())
@@ -81,9 +81,9 @@ def play(renderer: Renderer, breaks: Any, turns: list[dict[str, Any]]) -> None:
         # Turns are planned, parsed and stored on either form of the ids.
         listed, plan = plan, raw_twin(ledger, plan, messages, tools)
         for text in ("3<|im_end|>", "<think>\nHm.\n</think>\n\n3", "Hm.</think>3"):
-            said = renderer.encode(text)
-            assert renderer.parse(said, tools, prompt_ids=plan.prompt_ids) == renderer.parse(
-                said, tools, prompt_ids=listed.prompt_ids
+            ids = renderer.encode(text)
+            assert renderer.parse(ids, tools, prompt_ids=plan.prompt_ids) == renderer.parse(
+                ids, tools, prompt_ids=listed.prompt_ids
             )
         if plan.bridged:
             assert plan.parent is not None
@@ -105,22 +105,22 @@ def play(renderer: Renderer, breaks: Any, turns: list[dict[str, Any]]) -> None:
 
 def edited(messages: list[dict[str, Any]], tools: Any, edit: str) -> tuple[list[Any], Any]:
     """What clients do to a history before they send it back."""
-    said = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    assistants = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     changed = [dict(message) for message in messages]
     if edit == "reasoning":
-        for at in said:
+        for at in assistants:
             changed[at].pop("reasoning_content", None)
     elif edit == "strip":
-        for at in said:
+        for at in assistants:
             changed[at]["content"] = changed[at]["content"].strip()
     elif edit == "answer":
-        changed[said[0]]["content"] += "!"
+        changed[assistants[0]]["content"] += "!"
     elif edit == "question":
         changed[0]["content"] += "!"
     elif edit == "drop":
-        del changed[said[-1]]
+        del changed[assistants[-1]]
     elif edit == "insert":
-        changed.insert(said[0], {"role": "assistant", "content": "Inserted."})
+        changed.insert(assistants[0], {"role": "assistant", "content": "Inserted."})
     elif edit == "tools":
         tools = None if tools else TOOLS
     return changed, tools

@@ -39,23 +39,23 @@ class Said(BaseModel):
 def test_three_turns_with_a_tool_are_one_sample(renderer: Renderer) -> None:
     ledger = Ledger(renderer)
     messages: list[Any] = [{"role": "system", "content": "Calculate."}, user()]
-    said: list[int] = []
+    sampled: list[int] = []
     _, node, message = say(ledger, messages, CALL, tools=TOOLS)
-    said += node.sampled
+    sampled += node.sampled
     messages.append(
         {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
     )
     plan, node, _ = say(ledger, messages, THOUGHT, tools=TOOLS)
-    said += node.sampled
+    sampled += node.sampled
     assert plan.bridged
     messages.append(user("And 2 + 2?"))
     _, node, _ = say(ledger, messages, "4<|im_end|>", tools=TOOLS, version="2", worker="w1")
-    said += node.sampled
+    sampled += node.sampled
 
     (sample,) = ledger.samples()
     assert sample.token_ids == node.ids().tolist()
     mask = sample.sampled_mask
-    assert [token for token, on in zip(sample.token_ids, mask, strict=True) if on] == said
+    assert [token for token, on in zip(sample.token_ids, mask, strict=True) if on] == sampled
     assert all(on or value == 0.0 for on, value in zip(mask, sample.logprobs, strict=True))
     assert [span.version for span in sample.versions] == ["1", "1", "2"]
     assert sample.workers == ("w0", "w1")
@@ -256,9 +256,9 @@ def test_an_aborted_turn_goes_on_token_for_token(renderer: Renderer) -> None:
     (sample,) = ledger.samples()
     assert sample.aborts == 0
     assert [span.version for span in sample.versions] == ["1", "1", "2"]
-    said = renderer.encode("It i") + renderer.encode("s th") + renderer.encode("ree.<|im_end|>")
-    assert sample.token_ids[-len(said) :] == said
-    assert sum(sample.sampled_mask) == len(said)
+    ids = renderer.encode("It i") + renderer.encode("s th") + renderer.encode("ree.<|im_end|>")
+    assert sample.token_ids[-len(ids) :] == ids
+    assert sum(sample.sampled_mask) == len(ids)
 
     messages += [message, user("And?")]
     plan = ledger.plan(messages)
@@ -315,11 +315,11 @@ def test_bad_routed_experts_fail_the_turn_and_nothing_is_stored(
     ledger = Ledger(renderer)
     messages: list[Any] = [user()]
     ids = renderer.encode("3<|im_end|>")
-    said = {"role": "assistant", "content": "3"}
+    reply = {"role": "assistant", "content": "3"}
     plan = ledger.plan(messages)
     total = len(plan.prompt_ids) + len(ids)
-    ledger.commit(plan, completion(plan.prompt_ids, ids, experts=rows(total)), said)
-    plan = ledger.plan([*messages, said, user("And?")])
+    ledger.commit(plan, completion(plan.prompt_ids, ids, experts=rows(total)), reply)
+    plan = ledger.plan([*messages, reply, user("And?")])
     end = len(plan.prompt_ids) + len(ids)
     experts = {
         "gap": rows(end, total + 1),
@@ -328,7 +328,7 @@ def test_bad_routed_experts_fail_the_turn_and_nothing_is_stored(
     }[bad]
     before = [ledger.turn_bytes(node) for node in ledger.nodes]
     with pytest.raises(BadExperts):
-        ledger.commit(plan, completion(plan.prompt_ids, ids, experts=experts), said)
+        ledger.commit(plan, completion(plan.prompt_ids, ids, experts=experts), reply)
     assert [ledger.turn_bytes(node) for node in ledger.nodes] == before
     assert not ledger.nodes[0].children
 
@@ -349,9 +349,9 @@ def test_a_turn_of_another_session_is_refused(renderer: Renderer) -> None:
     messages: list[Any] = [user()]
     say(theirs, messages, "3<|im_end|>")
     plan = theirs.plan([*messages, user("And?")])
-    done = completion(plan.prompt_ids, [1])
+    sampled = completion(plan.prompt_ids, [1])
     with pytest.raises(Conflict, match="not of this session"):
-        ours.commit(plan, done, {"role": "assistant", "content": "x"})
+        ours.commit(plan, sampled, {"role": "assistant", "content": "x"})
 
 
 def test_nothing_new_to_ask_is_an_error(renderer: Renderer) -> None:

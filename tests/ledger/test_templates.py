@@ -49,7 +49,7 @@ def test_a_template_without_a_bridge_breaks_and_says_so(finish: str, cause: str)
 
 @pytest.mark.failure_mode("F21")
 @pytest.mark.parametrize(
-    ("said", "closed"),
+    ("text", "closed"),
     [
         ("<think>\nLet me", "</think><|im_end|>"),
         ("<think>\nHm.\n</think>\n\nIt", "<|im_end|>"),
@@ -58,11 +58,11 @@ def test_a_template_without_a_bridge_breaks_and_says_so(finish: str, cause: str)
         ("3<|endoftext|>", "<|im_end|>"),
     ],
 )
-def test_the_template_bridge_closes_what_was_left_open(said: str, closed: str) -> None:
+def test_the_template_bridge_closes_what_was_left_open(text: str, closed: str) -> None:
     renderer = renderer_of(None)
     ledger = Ledger(renderer)
     messages: list[Any] = [USER]
-    _, node, _ = say(ledger, messages, said, finish="length")
+    _, node, _ = say(ledger, messages, text, finish="length")
     plan = ledger.plan([*messages, NEXT])
     assert plan.prompt_ids[: node.end] == node.ids().tolist()
     added = renderer.decode(plan.prompt_ids[node.end :])

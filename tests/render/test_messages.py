@@ -1,4 +1,4 @@
-"""One history, given in any way, is one history; and an edit is an edit."""
+"""One history, written in any way, is one history; and an edit is an edit."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_every_spelling_but_another_order_of_keys_renders_alike(at: int, rendere
 def test_absent_is_not_edited() -> None:
     stored = read({**CALLED, "reasoning_content": "Hm."})
     without_id = {**CALLED, "tool_calls": [{"function": CALLED["tool_calls"][0]["function"]}]}
-    for given in (CALLED, without_id, {**CALLED, "annotations": []}, {**CALLED, "refusal": ""}):
-        assert same(stored, read(given))
+    for sent in (CALLED, without_id, {**CALLED, "annotations": []}, {**CALLED, "refusal": ""}):
+        assert same(stored, read(sent))
     assert same(stored, read({**CALLED, "reasoning": "Hm."}))
 
 

@@ -15,7 +15,7 @@ from lockstep.render import Renderer
 from tests.ledger.rollouts import (
     TOOLS,
     Format,
-    answer,
+    assistant_message,
     completion,
     opening,
     raw_twin,
@@ -46,7 +46,7 @@ def converse(renderer: Renderer, can: Format, rng: random.Random, seen: Counter[
     plan = ledger.plan(messages, tools)
     assert plan.prompt_ids == renderer.render(messages, tools)
     for _ in range(rng.randint(1, 4)):
-        message = answer(rng, can, tools)
+        message = assistant_message(rng, can, tools)
         new = reply(rng, message)
         after = [] if "reasoning_content" in message or rng.random() < 0.3 else new
         ids = sampled_as(renderer, plan.prompt_ids, messages, message, after, tools)
@@ -55,8 +55,8 @@ def converse(renderer: Renderer, can: Format, rng: random.Random, seen: Counter[
             ids, finish = ids[: rng.randrange(1, len(ids) + 1)], "length"
             message = renderer.parse(ids, prompt_ids=plan.prompt_ids).message()
             new = reply(rng, message)
-        done = completion(plan.prompt_ids, ids, finish=finish)
-        node = ledger.commit(plan, done, message)
+        sampled = completion(plan.prompt_ids, ids, finish=finish)
+        node = ledger.commit(plan, sampled, message)
         messages += [message, *new]
 
         before = node.ids().tolist()

@@ -1,4 +1,4 @@
-"""Choosing a family by what it writes, parsing answers, and staying off the event loop."""
+"""Choosing a family by what it writes, parsing completions, and staying off the event loop."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def test_a_template_that_moves_messages_to_the_front_has_no_bridge_for_them() ->
         "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     renderer = Renderer(tokenizer)
-    answer = [*renderer.encode("Yes."), renderer.stop_token_ids[0]]
+    parsed = [*renderer.encode("Yes."), renderer.stop_token_ids[0]]
     new = [{"role": "system", "content": "Be brief."}, *ASK]
     assert renderer.bridge == "template"
-    assert renderer.extend(renderer.render(ASK), answer, ASK, None) is not None
-    assert renderer.extend(renderer.render(ASK), answer, new, None) is None
+    assert renderer.extend(renderer.render(ASK), parsed, ASK, None) is not None
+    assert renderer.extend(renderer.render(ASK), parsed, new, None) is None
 
 
 def test_renderers_are_made_once_per_model_and_setting() -> None:
@@ -120,22 +120,22 @@ def test_a_refusing_template_is_a_bad_request(real_tokenizer: Callable[[str], Pa
 def test_finish_is_tool_calls_only_when_a_call_really_parsed(
     renderer: Renderer, text: str, status: CallStatus, finish: str
 ) -> None:
-    answer = parse(renderer, f"{text}<|im_end|>")
-    assert [call.status for call in answer.calls] == [status]
-    assert answer.finish("stop") == finish
-    assert answer.finish("length") == "length"
-    assert answer.finish("abort") == "abort"
+    parsed = parse(renderer, f"{text}<|im_end|>")
+    assert [call.status for call in parsed.calls] == [status]
+    assert parsed.finish("stop") == finish
+    assert parsed.finish("length") == "length"
+    assert parsed.finish("abort") == "abort"
 
 
 @pytest.mark.failure_mode("F19")
 def test_a_good_call_beside_a_bad_one_is_still_a_call(renderer: Renderer) -> None:
     good = '<tool_call>\n{"name": "calc", "arguments": {"sum": "1"}}\n</tool_call>'
-    answer = parse(
+    parsed = parse(
         renderer, f"<think>\nHm.\n</think>\n\nSee:\n{good}\n<tool_call>\n{{\n</tool_call>"
     )
-    assert [call.status for call in answer.calls] == [CallStatus.OK, CallStatus.INVALID_JSON]
-    assert answer.finish("stop") == "tool_calls"
-    message = answer.message()
+    assert [call.status for call in parsed.calls] == [CallStatus.OK, CallStatus.INVALID_JSON]
+    assert parsed.finish("stop") == "tool_calls"
+    message = parsed.message()
     assert message["content"] == "See:"
     assert message["reasoning_content"] == "Hm."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["calc"]
@@ -144,10 +144,10 @@ def test_a_good_call_beside_a_bad_one_is_still_a_call(renderer: Renderer) -> Non
 @pytest.mark.parametrize("arguments", ["1" * 5000, "[" * 5000])
 def test_json_that_no_reader_takes_is_a_failed_call(renderer: Renderer, arguments: str) -> None:
     text = f'<tool_call>\n{{"name": "calc", "arguments": {arguments}}}\n</tool_call>'
-    answer = parse(renderer, f"{text}<|im_end|>")
-    assert [call.status for call in answer.calls] == [CallStatus.INVALID_JSON]
-    assert answer.finish("stop") == "stop"
-    assert arguments in answer.message()["content"]
+    parsed = parse(renderer, f"{text}<|im_end|>")
+    assert [call.status for call in parsed.calls] == [CallStatus.INVALID_JSON]
+    assert parsed.finish("stop") == "stop"
+    assert arguments in parsed.message()["content"]
 
 
 def test_half_a_surrogate_pair_is_a_bad_request(renderer: Renderer) -> None:
@@ -169,9 +169,9 @@ def test_a_call_keeps_its_id_while_it_streams(renderer: Renderer) -> None:
 
 
 def test_reasoning_cut_short_is_said(renderer: Renderer) -> None:
-    answer = parse(renderer, "<think>\nI was just")
-    assert answer.reasoning == "I was just"
-    assert answer.reasoning_complete is False
+    parsed = parse(renderer, "<think>\nI was just")
+    assert parsed.reasoning == "I was just"
+    assert parsed.reasoning_complete is False
 
 
 def test_a_tokenizer_of_ones_own_needs_no_chat_template(renderer: Renderer) -> None:

@@ -43,35 +43,35 @@ def test_segments_give_the_ids_of_the_whole_text(
     name: str, real_tokenizer: Callable[[str], Path]
 ) -> None:
     backend = backend_of(name, real_tokenizer)
-    found = SegmentCache.of(backend)
-    assert found is not None
+    cache = SegmentCache.of(backend)
+    assert cache is not None
     for text in texts(backend, 400):
         whole = backend.encode(text, add_special_tokens=False).ids
-        assert found.encode(text) == whole
-        assert found.encode(text) == whole  # from what was kept
+        assert cache.encode(text) == whole
+        assert cache.encode(text) == whole  # from what was kept
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Renderer.load("tiny").tokenizer.backend_tokenizer
     monkeypatch.setattr(segments, "KEPT", 1000)
-    found = SegmentCache.of(backend)
-    assert found is not None
+    cache = SegmentCache.of(backend)
+    assert cache is not None
     for text in (str(number) * 10 for number in range(100)):
-        assert found.encode(text) == backend.encode(text, add_special_tokens=False).ids
-    assert found._size <= 1000
-    assert list(found._known)[-1] == "99" * 10
-    assert found._size == sum(len(text) + segments.PER_SEGMENT for text in found._known)
+        assert cache.encode(text) == backend.encode(text, add_special_tokens=False).ids
+    assert cache._size <= 1000
+    assert list(cache._known)[-1] == "99" * 10
+    assert cache._size == sum(len(text) + segments.PER_SEGMENT for text in cache._known)
 
 
 def test_threads_share_segments() -> None:
     backend = Renderer.load("tiny").tokenizer.backend_tokenizer
-    found = SegmentCache.of(backend)
-    assert found is not None
-    asked = texts(backend, 100)
-    wanted = [backend.encode(text, add_special_tokens=False).ids for text in asked]
+    cache = SegmentCache.of(backend)
+    assert cache is not None
+    samples = texts(backend, 100)
+    wanted = [backend.encode(text, add_special_tokens=False).ids for text in samples]
     seen: list[list[list[int]]] = []
     threads = [
-        threading.Thread(target=lambda: seen.append([found.encode(text) for text in asked]))
+        threading.Thread(target=lambda: seen.append([cache.encode(text) for text in samples]))
         for _ in range(4)
     ]
     for thread in threads:
