@@ -21,11 +21,11 @@ def worker() -> Iterator[WorkerProcess]:
 
 def check(worker: WorkerProcess, *arguments: str, **environ: str) -> tuple[int, str, str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP_", "COLUMNS"))}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "lockstep", "check", worker.url, *arguments],
         capture_output=True, text=True, timeout=120, env={**clean, **environ}, check=False,
     )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, process.stdout, process.stderr
 
 
 def test_a_bundled_tokenizer_is_named_as_everywhere(worker: WorkerProcess) -> None:

@@ -20,15 +20,17 @@ def lockstep(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str
 
 
 def test_version_prints_the_version() -> None:
-    done = lockstep("version")
-    assert done.returncode == 0
-    assert done.stdout.startswith("lockstep ")
+    process = lockstep("version")
+    assert process.returncode == 0
+    assert process.stdout.startswith("lockstep ")
 
 
 def test_help_names_every_command_without_loading_torch() -> None:
     code = "import sys, lockstep.cli; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False"]
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.split() == ["False", "False"]
     shown = lockstep("--help").stdout
     for command in (
         "demo",
@@ -45,15 +47,15 @@ def test_help_names_every_command_without_loading_torch() -> None:
 
 
 def test_mistakes_end_in_one_line_and_a_code() -> None:
-    for arguments, said in (
+    for arguments, message in (
         (("worker", "/no/such/model"), "config.json does not exist"),
         (("worker", "tiny", "--max-model-len", "1"), "max_model_len is 1"),
         (("worker", "tiny", "--kv-cache-mb", "1"), "kv_bytes"),
         (("worker", "tiny", "--arithmetic", "exact", "--dtype", "bfloat16"), "float32"),
     ):
-        done = lockstep(*arguments, COLUMNS="300")
-        assert done.returncode == 2
-        assert said in done.stderr
-        assert "Traceback" not in done.stderr
-    done = lockstep("version", LOCKSTEP_TYPO="1")
-    assert (done.returncode, "LOCKSTEP_TYPO" in done.stderr) == (2, True)
+        process = lockstep(*arguments, COLUMNS="300")
+        assert process.returncode == 2
+        assert message in process.stderr
+        assert "Traceback" not in process.stderr
+    process = lockstep("version", LOCKSTEP_TYPO="1")
+    assert (process.returncode, "LOCKSTEP_TYPO" in process.stderr) == (2, True)

@@ -41,28 +41,28 @@ Run = Callable[..., int]
 
 
 class Plane(BaseHTTPRequestHandler):
-    """A control plane that answers what the test put into `answers`, and notes what was asked."""
+    """A control plane that sends the `responses` of a test and records the requests."""
 
-    answers: ClassVar[dict[str, tuple[int, Any]]] = {}
-    asked: ClassVar[list[tuple[str, str, Any]]] = []
+    responses: ClassVar[dict[str, tuple[int, Any]]] = {}
+    requests: ClassVar[list[tuple[str, str, Any]]] = []
 
     def do_GET(self) -> None:
-        self.answer()
+        self.respond()
 
     def do_POST(self) -> None:
-        self.answer()
+        self.respond()
 
     def do_DELETE(self) -> None:
-        self.answer()
+        self.respond()
 
-    def answer(self) -> None:
+    def respond(self) -> None:
         raw = self.rfile.read(int(self.headers.get("content-length", 0)))
-        self.asked.append((self.command, self.path, json.loads(raw) if raw else None))
+        self.requests.append((self.command, self.path, json.loads(raw) if raw else None))
         if self.headers.get("authorization") != f"Bearer {TOKEN}":
             status, body = 401, error_body(401, "no", "unauthorized")
         else:
             name = self.path.partition("?")[0].removeprefix("/v1/rl/")
-            status, body = self.answers.get(name, (404, error_body(404, "no", "not_found")))
+            status, body = self.responses.get(name, (404, error_body(404, "no", "not_found")))
         out = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
@@ -76,7 +76,7 @@ class Plane(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    Plane.answers, Plane.asked = {"state": (200, STATE), "update_weights": (200, DONE)}, []
+    Plane.responses, Plane.requests = {"state": (200, STATE), "update_weights": (200, DONE)}, []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Plane)
     Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("LOCKSTEP_ADMIN_URL", f"http://127.0.0.1:{server.server_port}")
@@ -115,7 +115,7 @@ def test_an_update_says_its_version_its_pause_and_who_was_left_out(
     assert "version step_8, paused for 12 ms" in shown.out
     assert "w1: quarantined: it hung" in shown.err
     body = {"weight_dir": str(tmp_path), "version": "step_8", "mode": "keep"}
-    assert Plane.asked == [("POST", "/v1/rl/update_weights", body)]
+    assert Plane.requests == [("POST", "/v1/rl/update_weights", body)]
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_an_update_says_its_version_its_pause_and_who_was_left_out(
 def test_the_exit_code_tells_a_wrong_command_from_one_that_failed(
     run: Run, status: int, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Plane.answers["resume"] = status, error_body(status, "because of this", "a_reason")
+    Plane.responses["resume"] = status, error_body(status, "because of this", "a_reason")
     assert run("resume") == expected
     assert "because of this" in capsys.readouterr().err
 
@@ -149,7 +149,7 @@ def test_a_command_without_its_token_or_arguments_is_wrong(
     assert run("state") == 2
     monkeypatch.delenv("LOCKSTEP_ADMIN_URL")
     assert run("state") == 2
-    assert Plane.asked == []
+    assert Plane.requests == []
 
 
 def test_a_worker_takes_one_line_and_its_details_are_given_on_demand(
@@ -161,7 +161,7 @@ def test_a_worker_takes_one_line_and_its_details_are_given_on_demand(
     operation = {"kind": "update_weights", "version": "step_8", "status": "failed",
                  "error": "one hung", "pause_seconds": None,
                  "workers": {"w1": {"status": "quarantined", "error": "it hung"}}}  # fmt: skip
-    Plane.answers["state"] = 200, {**STATE, "workers": [*many, quarantined],
+    Plane.responses["state"] = 200, {**STATE, "workers": [*many, quarantined],
                                    "operations": [operation]}  # fmt: skip
     monkeypatch.setenv("COLUMNS", "80")
     assert run("state") == 0
@@ -173,8 +173,8 @@ def test_a_worker_takes_one_line_and_its_details_are_given_on_demand(
     assert "at last" not in shown
     assert run("state", "--details") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for said in (reason, "url: http://w1", "failed: one hung", "w1: quarantined: it hung"):
-        assert said in shown
+    for text in (reason, "url: http://w1", "failed: one hung", "w1: quarantined: it hung"):
+        assert text in shown
     monkeypatch.delenv("COLUMNS")
     assert run("state") == 0
     assert reason in capsys.readouterr().out  # a pipe has no edge
@@ -197,7 +197,7 @@ def test_details_say_what_a_worker_was_believed_by(
     }
     operation = {"kind": "update_weights", "version": "step_8", "status": "failed",
                  "error": None, "pause_seconds": None, "workers": workers}  # fmt: skip
-    Plane.answers["state"] = 200, {**STATE, "operations": [operation]}
+    Plane.responses["state"] = 200, {**STATE, "operations": [operation]}
     assert run("state", "--details") == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "w0: ok (decided by bits, logprobs off by up to 0, allowed 0, digest match)" in lines
@@ -262,12 +262,12 @@ def test_several_gateways_are_listed_with_how_to_choose(
     other = "http://127.0.0.1:9"
     with registered(entry(nothing_said, token_file, 1)), registered(entry(other, None, 2)):
         assert run("pause") == 2
-        said = capsys.readouterr().err
+        text = capsys.readouterr().err
         for url in (nothing_said, other):
-            assert f"--url {url}  serves tiny" in said
-        assert "state in /kept" in said
+            assert f"--url {url}  serves tiny" in text
+        assert "state in /kept" in text
         assert run("state", "--url", nothing_said) == 0
-    assert [path for _, path, _ in Plane.asked] == ["/v1/rl/state"]
+    assert [path for _, path, _ in Plane.requests] == ["/v1/rl/state"]
 
 
 def test_a_gateway_that_was_killed_is_found_no_more(nothing_said: str, tmp_path: Path) -> None:
@@ -288,4 +288,4 @@ def test_a_gateway_that_was_killed_is_found_no_more(nothing_said: str, tmp_path:
 
 def test_bundled_weights_are_named_as_everywhere(run: Run) -> None:
     assert run("update-weights", "tiny", "--version", "step_8") == 0
-    assert Plane.asked[-1][2]["weight_dir"] == str(bundled("tiny"))
+    assert Plane.requests[-1][2]["weight_dir"] == str(bundled("tiny"))

@@ -53,10 +53,10 @@ def test_a_command_that_needs_the_engine_says_what_to_install(
     command: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text(CONFIG)
-    done = lockstep_without("torch,safetensors", *command, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    process = lockstep_without("torch,safetensors", *command, cwd=tmp_path)
+    assert process.returncode == 2, process.stderr
+    assert "Traceback" not in process.stderr
+    (line,) = [line for line in process.stderr.splitlines() if "error" in line]
     assert f"lockstep {command[0]} needs " in line
     assert line.endswith("pip install 'lockstep-rl[engine]'")
     assert not list(tmp_path.glob("**/*.sqlite"))
@@ -64,12 +64,12 @@ def test_a_command_that_needs_the_engine_says_what_to_install(
 
 @pytest.mark.parametrize("command", [("version",), ("--help",), ("check", "--help")])
 def test_the_rest_works_without_it(command: tuple[str, ...], tmp_path: Path) -> None:
-    done = lockstep_without("torch,safetensors,peft", *command, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    process = lockstep_without("torch,safetensors,peft", *command, cwd=tmp_path)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 def test_a_module_of_no_extra_is_not_explained_away() -> None:
     assert missing_extra(ModuleNotFoundError(name="lockstep.gone"), "lockstep serve") is None
-    said = missing_extra(ModuleNotFoundError(name="torch.nn"), "lockstep worker")
-    assert said is not None
-    assert "lockstep-rl[engine]" in said
+    message = missing_extra(ModuleNotFoundError(name="torch.nn"), "lockstep worker")
+    assert message is not None
+    assert "lockstep-rl[engine]" in message

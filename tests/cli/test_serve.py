@@ -54,8 +54,8 @@ def status_of(url: str, token: str | None = None) -> int:
     if token is not None:
         request.add_header("authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return int(answer.status)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
 
@@ -67,8 +67,8 @@ def generate(url: str, tokens: int = 4) -> dict[str, Any]:
         json.dumps(body).encode(),
         {"content-type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        result: dict[str, Any] = json.load(answer)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        result: dict[str, Any] = json.load(response)
         return result
 
 
@@ -131,18 +131,18 @@ def test_the_command_it_prints_works_and_the_token_may_be_in_a_file(tmp_path: Pa
     keys = {"LOCKSTEP_API_KEYS": "first-key-1,second-key"}
     token_file = tmp_path / "token"
     token_file.write_text("a-token-of-the-operator\n")
-    given = {**keys, "LOCKSTEP_ADMIN_TOKEN_FILE": str(token_file)}
-    with running("serve", *EVERYWHERE, **given) as process:
+    environment = {**keys, "LOCKSTEP_ADMIN_TOKEN_FILE": str(token_file)}
+    with running("serve", *EVERYWHERE, **environment) as process:
         assert process.stdout is not None
         line = next(line for line in process.stdout if "Admin" in line)
         assert line.endswith(f"token in {token_file}\n")
         line = next(line for line in process.stdout if "curl" in line)
         command = line.removeprefix("Try:").strip()
         environ = {**os.environ, **keys}
-        answer = subprocess.run(
+        response = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, env=environ, check=True
         )
-        assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
+        assert json.loads(response.stdout)["choices"][0]["message"]["role"] == "assistant"
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
         assert process.returncode == 0
@@ -187,21 +187,21 @@ def test_a_model_that_is_not_there_ends_it_with_one_line() -> None:
     assert "/no/such/model/config.json does not exist: expected tiny, tiny-moe" in errors
 
 
-def test_answers_under_way_are_finished_within_the_drain_setting() -> None:
-    """A long answer, on a worker that is stopped for a while after the gateway was told to end."""
+def test_running_requests_are_finished_within_the_drain_setting() -> None:
+    """A long response, on a worker that is stopped for a while after the gateway got SIGTERM."""
     slow = ("--workers", "1", "--worker-args", "--max-model-len 2048", "--json")
     with running("serve", "tiny", *EVERYWHERE, *slow, "--drain-seconds", "60") as process:
         ready = ready_of(process)
         pid = ready["workers"][0]["pid"]
         with ThreadPoolExecutor() as threads:
-            answer = threads.submit(generate, ready["url"], 512)
+            response = threads.submit(generate, ready["url"], 512)
             while not in_flight(ready):
                 time.sleep(0.01)
             os.kill(pid, signal.SIGSTOP)
             process.send_signal(signal.SIGTERM)
-            time.sleep(7)  # longer than the 5 s after which answers were once cut off
+            time.sleep(7)  # longer than the 5 s after which responses were once cut off
             os.kill(pid, signal.SIGCONT)
-            assert len(answer.result(60)["choices"][0]["token_ids"]) == 512
+            assert len(response.result(60)["choices"][0]["token_ids"]) == 512
         _, errors = process.communicate(timeout=60)
         assert process.returncode == 0, errors
 
@@ -210,8 +210,8 @@ def in_flight(ready: dict[str, Any]) -> int:
     request = urllib.request.Request(ready["admin_url"] + "/v1/rl/state")
     token = Path(ready["admin_token_file"]).read_text()
     request.add_header("authorization", f"Bearer {token}")
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return int(json.load(answer)["in_flight"])
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return int(json.load(response)["in_flight"])
 
 
 def test_a_drain_is_cut_off_when_its_time_is_over() -> None:
@@ -220,7 +220,7 @@ def test_a_drain_is_cut_off_when_its_time_is_over() -> None:
         ready = ready_of(process)
         pid = ready["workers"][0]["pid"]
         with ThreadPoolExecutor() as threads:
-            answer = threads.submit(generate, ready["url"], 512)
+            response = threads.submit(generate, ready["url"], 512)
             while not in_flight(ready):
                 time.sleep(0.01)
             os.kill(pid, signal.SIGSTOP)
@@ -228,5 +228,5 @@ def test_a_drain_is_cut_off_when_its_time_is_over() -> None:
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
             assert time.monotonic() - begun < 20
-            assert answer.exception(10) is not None
+            assert response.exception(10) is not None
         assert not alive(pid)

@@ -35,9 +35,9 @@ def test_a_port_that_is_held_names_its_holder_and_the_option() -> None:
 
 def test_the_cpu_is_named_with_the_instructions_it_lists(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text(INTEL)
-    found = host.cpu(tmp_path / "cpuinfo").found
-    assert found.startswith("Intel(R) Xeon(R) Processor, ")
-    assert found.endswith(" cores, sse4_2 avx2 avx512f amx_bf16")
+    shown = host.cpu(tmp_path / "cpuinfo").found
+    assert shown.startswith("Intel(R) Xeon(R) Processor, ")
+    assert shown.endswith(" cores, sse4_2 avx2 avx512f amx_bf16")
     assert "cores" in host.cpu(tmp_path / "absent").found
 
 

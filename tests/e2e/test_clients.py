@@ -27,10 +27,10 @@ CALC: Any = {
 
 
 def curl(*arguments: str) -> Any:
-    done = subprocess.run(
+    result = subprocess.run(
         ["curl", "-s", *arguments], capture_output=True, text=True, timeout=60, check=True
     )
-    return json.loads(done.stdout)
+    return json.loads(result.stdout)
 
 
 def test_curl(served: ServeProcess) -> None:
@@ -40,8 +40,8 @@ def test_curl(served: ServeProcess) -> None:
     assert chat["choices"][0]["message"]["content"]
     ids = curl(f"{served.url}/tokenize", *header, "-d", '{"prompt": "Reverse: 40213"}')["tokens"]
     raw = {"token_ids": ids, "sampling_params": {"max_tokens": 2, "logprobs": 0}}
-    done = curl(f"{served.url}/inference/v1/generate", *header, "-d", json.dumps(raw))
-    assert done["choices"][0]["weight_versions"][0]["version"] == "default"
+    result = curl(f"{served.url}/inference/v1/generate", *header, "-d", json.dumps(raw))
+    assert result["choices"][0]["weight_versions"][0]["version"] == "default"
     assert curl(f"{served.url}/v1/models")["data"][0]["max_model_len"] == 1024
 
 
@@ -60,8 +60,8 @@ async def test_the_openai_sdk(served: ServeProcess) -> None:
         stream_options={"include_usage": True},
     )  # fmt: skip
     chunks = [chunk async for chunk in stream]
-    said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert said == whole.choices[0].message.content
+    reply = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert reply == whole.choices[0].message.content
     assert chunks[-1].usage is not None
     legacy = await client.completions.create(model="tiny", prompt="Reverse: 1", max_tokens=3)
     assert legacy.choices[0].text is not None
@@ -79,7 +79,7 @@ async def test_stock_renderers_client(served: ServeProcess) -> None:
     tokenizer = AutoTokenizer.from_pretrained(bundled("tiny"))
     renderer = create_renderer(tokenizer, Qwen3RendererConfig())
     client = AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
-    done = await generate(
+    result = await generate(
         client=client,
         renderer=renderer,
         messages=[{"role": "user", "content": "Reverse: 40213"}],
@@ -88,11 +88,11 @@ async def test_stock_renderers_client(served: ServeProcess) -> None:
         cache_salt="7",
         extra_headers={"X-Session-ID": "stock"},
     )
-    assert len(done["completion_ids"]) == len(done["completion_logprobs"]) > 0
-    ids = done["prompt_ids"] + done["completion_ids"]
+    assert len(result["completion_ids"]) == len(result["completion_logprobs"]) > 0
+    ids = result["prompt_ids"] + result["completion_ids"]
     async with lockstep.connect(served.url) as policy:
         scores = await policy.score(ids)
-    assert scores.logprobs[len(done["prompt_ids"]) :] == done["completion_logprobs"]
+    assert scores.logprobs[len(result["prompt_ids"]) :] == result["completion_logprobs"]
 
 
 async def test_an_agent_that_can_only_change_its_base_url(served: ServeProcess) -> None:
@@ -106,9 +106,9 @@ async def test_an_agent_that_can_only_change_its_base_url(served: ServeProcess) 
         )
         if first.choices[0].finish_reason == "tool_calls":
             break
-    said = first.choices[0].message
-    assert said.tool_calls
-    messages += [said, {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "503"}]
+    reply = first.choices[0].message
+    assert reply.tool_calls
+    messages += [reply, {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "503"}]
     raw = await client.chat.completions.with_raw_response.create(
         model="tiny", messages=messages, tools=[CALC], max_tokens=64
     )
@@ -139,9 +139,9 @@ async def test_admin_routes_need_the_admin_token_and_are_not_on_the_data_port(
             ({"authorization": f"Bearer {TOKEN}"}, 404),
         ):
             url = f"{served.admin_url}/v1/rl/sessions/unknown"
-            async with session.get(url, headers=headers) as answer:
-                assert answer.status == status
-        async with session.get(f"{served.url}/v1/rl/state") as answer:
-            assert answer.status == 404
+            async with session.get(url, headers=headers) as response:
+                assert response.status == status
+        async with session.get(f"{served.url}/v1/rl/state") as response:
+            assert response.status == 404
         async with session.get(served.url + "/v1/models", headers={"host": "evil.example"}) as bad:
             assert bad.status == 403

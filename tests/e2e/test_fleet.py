@@ -53,54 +53,54 @@ async def admin(served: ServeProcess) -> AsyncIterator[aiohttp.ClientSession]:
         yield session
 
 
-async def ask(
+async def send(
     session: aiohttp.ClientSession, verb: str, path: str, body: Any = None, **headers: str
 ) -> tuple[int, Any]:
-    async with session.request(verb, path, json=body, headers=headers) as answer:
-        return answer.status, await answer.json(content_type=None)
+    async with session.request(verb, path, json=body, headers=headers) as response:
+        return response.status, await response.json(content_type=None)
 
 
 async def check(served: ServeProcess, made: Checkpoints, admin: aiohttp.ClientSession) -> str:
-    """Every worker answers as the checkpoint on the fleet's label does."""
-    _, state = await ask(admin, "GET", "/v1/rl/state")
+    """Every worker responds as the checkpoint of the fleet's version does."""
+    _, state = await send(admin, "GET", "/v1/rl/state")
     body = {"token_ids": [list(ids) for ids in SEQUENCES]}
     async with aiohttp.ClientSession(headers={"authorization": f"Bearer {TOKEN}"}) as session:
         for worker in served.workers:
             url = f"{worker['system_url']}/engine/probe"
-            async with session.post(url, json=body) as answer:
-                said = await answer.json()
-            assert made.held(said["logprobs"]) == said["version"] == state["version"]
+            async with session.post(url, json=body) as response:
+                result = await response.json()
+            assert made.held(result["logprobs"]) == result["version"] == state["version"]
     return str(state["version"])
 
 
 async def test_prime_rl_steers_the_fleet_with_its_own_requests(
     served: ServeProcess, made: Checkpoints, admin: aiohttp.ClientSession, root: Path
 ) -> None:
-    assert (await ask(admin, "GET", f"{PRIME}/health"))[0] == 200
-    status, models = await ask(admin, "GET", f"{PRIME}/v1/models")
+    assert (await send(admin, "GET", f"{PRIME}/health"))[0] == 200
+    status, models = await send(admin, "GET", f"{PRIME}/v1/models")
     assert (status, len(models["data"])) == (200, 1)
-    status, paused = await ask(admin, "POST", f"{PRIME}/pause?mode=keep&clear_cache=false")
+    status, paused = await send(admin, "POST", f"{PRIME}/pause?mode=keep&clear_cache=false")
     assert (status, paused["mode"]) == (200, "keep")
-    status, done = await ask(
+    status, updated = await send(
         admin, "POST", f"{PRIME}/update_weights", {"weight_dir": str(made.paths["a"])}
     )
-    assert (status, done["version"]) == (200, "a"), done
-    assert (await ask(admin, "GET", "/v1/rl/state"))[1]["paused"] == "keep"
-    assert (await ask(admin, "POST", f"{PRIME}/resume"))[0] == 200
+    assert (status, updated["version"]) == (200, "a"), updated
+    assert (await send(admin, "GET", "/v1/rl/state"))[1]["paused"] == "keep"
+    assert (await send(admin, "POST", f"{PRIME}/resume"))[0] == 200
     assert await check(served, made, admin) == "a"
 
     adapter = write_adapter(root / "adapter", seed=1)
     named = {"lora_name": "r8", "lora_path": str(adapter)}
-    assert (await ask(admin, "POST", f"{PRIME}/load_lora_adapter", named))[0] == 200
-    _, models = await ask(admin, "GET", f"{PRIME}/v1/models")
+    assert (await send(admin, "POST", f"{PRIME}/load_lora_adapter", named))[0] == 200
+    _, models = await send(admin, "GET", f"{PRIME}/v1/models")
     assert "r8" in [card["id"] for card in models["data"]]
     body = {"lora_name": "r8"}
-    assert (await ask(admin, "POST", f"{PRIME}/v1/unload_lora_adapter", body))[0] == 200
-    assert (await ask(admin, "POST", f"{PRIME}/v1/unload_lora_adapter", body))[0] == 404
-    status, said = await ask(admin, "POST", f"{PRIME}/init_broadcaster", {
+    assert (await send(admin, "POST", f"{PRIME}/v1/unload_lora_adapter", body))[0] == 200
+    assert (await send(admin, "POST", f"{PRIME}/v1/unload_lora_adapter", body))[0] == 404
+    status, result = await send(admin, "POST", f"{PRIME}/init_broadcaster", {
         "host": "127.0.0.1", "port": 1, "rank_offset": 0, "inference_world_size": 3,
         "timeout": 1, "quantize_in_weight_transfer": False, "backend": "smoke"})  # fmt: skip
-    assert (status, said["error"]["param"]) == (400, "backend")
+    assert (status, result["error"]["param"]) == (400, "backend")
 
 
 @pytest.mark.failure_mode("F31")
@@ -116,22 +116,22 @@ async def test_an_adapter_is_served_swapped_and_gone(
                 "sampling_params": {"max_tokens": 4, "logprobs": 1}}  # fmt: skip
         for seed in (2, 3):
             write_adapter(path, seed=seed)
-            status, said = await ask(admin, "POST", "/v1/rl/load_lora_adapter", named)
-            assert status == 200, said
-            status, answer = await ask(data, "POST", served.url + GENERATE, body)
-            assert status == 200, answer
-            versions.append(answer["choices"][0]["weight_versions"][0]["version"])
+            status, result = await send(admin, "POST", "/v1/rl/load_lora_adapter", named)
+            assert status == 200, result
+            status, response = await send(data, "POST", served.url + GENERATE, body)
+            assert status == 200, response
+            versions.append(response["choices"][0]["weight_versions"][0]["version"])
         assert len(set(versions)) == 2
         write_adapter(path, rank=200)
-        status, said = await ask(admin, "POST", "/v1/rl/load_lora_adapter", named)
-        assert (status, said["error"]["reason"]) == (422, "bad_adapter")
-        status, answer = await ask(data, "POST", served.url + GENERATE, body)
-        again = answer["choices"][0]["weight_versions"][0]["version"]
+        status, result = await send(admin, "POST", "/v1/rl/load_lora_adapter", named)
+        assert (status, result["error"]["reason"]) == (422, "bad_adapter")
+        status, response = await send(data, "POST", served.url + GENERATE, body)
+        again = response["choices"][0]["weight_versions"][0]["version"]
         assert (status, again) == (200, versions[1])
-        assert (await ask(admin, "POST", "/v1/rl/unload_lora_adapter", {"lora_name": "x"}))[
+        assert (await send(admin, "POST", "/v1/rl/unload_lora_adapter", {"lora_name": "x"}))[
             0
         ] == 200
-        assert (await ask(data, "POST", served.url + GENERATE, body))[0] == 404
+        assert (await send(data, "POST", served.url + GENERATE, body))[0] == 404
 
 
 @pytest.mark.failure_mode("F33")
@@ -142,18 +142,18 @@ async def test_a_directory_that_may_not_be_read_is_refused_and_nothing_is_touche
     outside.mkdir()
     (root / "link").unlink(missing_ok=True)
     (root / "link").symlink_to(outside)
-    _, before = await ask(admin, "GET", "/v1/rl/state")
+    _, before = await send(admin, "GET", "/v1/rl/state")
     cases = {"": 400, "relative/dir": 400, str(root / "missing"): 422, str(outside): 403,
              str(root / "link"): 403, f"{root}/../outside": 403, "/etc": 403}  # fmt: skip
     for path, expected in cases.items():
         body = {"weight_dir": path, "version": "n"}
-        status, said = await ask(admin, "POST", "/v1/rl/update_weights", body)
-        assert (path, status) == (path, expected), said
-        status, said = await ask(
+        status, result = await send(admin, "POST", "/v1/rl/update_weights", body)
+        assert (path, status) == (path, expected), result
+        status, result = await send(
             admin, "POST", "/v1/rl/load_lora_adapter", {"lora_name": "n", "lora_path": path}
         )
-        assert (path, status) == (path, expected), said
-    _, after = await ask(admin, "GET", "/v1/rl/state")
+        assert (path, status) == (path, expected), result
+    _, after = await send(admin, "GET", "/v1/rl/state")
     assert (after["version"], after["workers"]) == (before["version"], before["workers"])
 
 
@@ -171,15 +171,17 @@ async def test_a_broken_checkpoint_is_refused_in_validate_and_nothing_is_touched
         "dtype": {**tensors, name: tensors[name].to(torch.int32)},
         "nan": {**tensors, name: tensors[name] * float("nan")},
     }
-    paths = {kind: checkpoints.save(good, root / kind, found) for kind, found in broken.items()}
+    paths = {kind: checkpoints.save(good, root / kind, tensors) for kind, tensors in broken.items()}
     paths["truncated"] = shutil.copytree(good, root / "truncated")
     weights = paths["truncated"] / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 100)
     before = await check(served, made, admin)
     for kind, path in paths.items():
-        status, said = await ask(admin, "POST", "/v1/rl/update_weights", {"weight_dir": str(path)})
-        assert (kind, status, said["error"]["reason"]) == (kind, 422, "bad_checkpoint")
-        assert said["operation"]["workers"] == {}  # nobody was asked for anything
+        status, result = await send(
+            admin, "POST", "/v1/rl/update_weights", {"weight_dir": str(path)}
+        )
+        assert (kind, status, result["error"]["reason"]) == (kind, 422, "bad_checkpoint")
+        assert result["operation"]["workers"] == {}  # no worker got a request
     assert await check(served, made, admin) == before
 
 
@@ -188,7 +190,7 @@ async def test_a_broken_checkpoint_is_refused_in_validate_and_nothing_is_touched
 async def test_an_update_under_load_loses_no_request_and_every_token_says_its_version(
     served: ServeProcess, made: Checkpoints
 ) -> None:
-    answers: list[Any] = []
+    choices: list[Any] = []
     over = asyncio.Event()
 
     async def client(number: int, data: aiohttp.ClientSession) -> None:
@@ -196,9 +198,9 @@ async def test_an_update_under_load_loses_no_request_and_every_token_says_its_ve
             body = {"token_ids": [5, 6, number],
                     "sampling_params": {"max_tokens": 120, "logprobs": 1, "ignore_eos": True,
                                         "seed": number}}  # fmt: skip
-            status, said = await ask(data, "POST", served.url + GENERATE, body)
-            assert status == 200, said
-            answers.append(said["choices"][0])
+            status, result = await send(data, "POST", served.url + GENERATE, body)
+            assert status == 200, result
+            choices.append(result["choices"][0])
 
     async with (
         aiohttp.ClientSession(headers={"x-api-key": "data-key"}) as data,
@@ -208,51 +210,51 @@ async def test_an_update_under_load_loses_no_request_and_every_token_says_its_ve
         begun = (await fleet.state())["version"]
         order = [begun]
         for label in ("under-b", "under-a"):
-            seen = len(answers)
-            while len(answers) < seen + 6:
+            seen = len(choices)
+            while len(choices) < seen + 6:
                 await asyncio.sleep(0.01)
-            done = await fleet.update_weights(made.paths[label[-1]], label, key=label)
-            assert (done.pause_seconds or 0) > 0
+            updated = await fleet.update_weights(made.paths[label[-1]], label, key=label)
+            assert (updated.pause_seconds or 0) > 0
             order.append(label)
-        seen = len(answers)
-        while len(answers) < seen + 12:
+        seen = len(choices)
+        while len(choices) < seen + 12:
             await asyncio.sleep(0.01)
         over.set()
         await asyncio.gather(*clients)
         made.scores |= {label: made.scores[label[-1]] for label in order[1:]}
     mixed = 0
-    for answer in answers:
-        spans = answer["weight_versions"]
+    for choice in choices:
+        spans = choice["weight_versions"]
         assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
-        assert spans[-1]["end"] == len(answer["token_ids"]) == 120
+        assert spans[-1]["end"] == len(choice["token_ids"]) == 120
         places = [order.index(span["version"]) for span in spans]
         assert places == sorted(places)
         mixed += len(spans) > 1
     assert mixed, "no request was in flight during an update"
-    assert answers[-1]["weight_versions"][-1]["version"] == order[-1]
+    assert choices[-1]["weight_versions"][-1]["version"] == order[-1]
 
 
 @pytest.mark.failure_mode("F25")
-async def test_a_trainer_that_lost_the_answer_asks_again_and_nothing_is_done_twice(
+async def test_a_trainer_that_lost_the_response_sends_again_and_nothing_is_done_twice(
     served: ServeProcess, made: Checkpoints, admin: aiohttp.ClientSession
 ) -> None:
     body = {"weight_dir": str(made.paths["c"]), "version": "lost"}
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
-            await ask(admin, "POST", "/v1/rl/update_weights", body, **{"Idempotency-Key": "lost"})
-    status, said = await ask(
+            await send(admin, "POST", "/v1/rl/update_weights", body, **{"Idempotency-Key": "lost"})
+    status, result = await send(
         admin, "POST", "/v1/rl/update_weights", body, **{"Idempotency-Key": "lost"}
     )
-    assert (status, said["version"]) == (200, "lost")
-    _, state = await ask(admin, "GET", "/v1/rl/state")
+    assert (status, result["version"]) == (200, "lost")
+    _, state = await send(admin, "GET", "/v1/rl/state")
     assert [one["version"] for one in state["operations"]].count("lost") == 1
     other = {**body, "version": "another"}
-    status, _ = await ask(
+    status, _ = await send(
         admin, "POST", "/v1/rl/update_weights", other, **{"Idempotency-Key": "lost"}
     )
     assert status == 409
-    status, found = await ask(admin, "GET", f"/v1/rl/operations/{said['operation']['id']}")
-    assert (status, found["status"], len(found["workers"])) == (200, "done", 3)
+    status, operation = await send(admin, "GET", f"/v1/rl/operations/{result['operation']['id']}")
+    assert (status, operation["status"], len(operation["workers"])) == (200, "done", 3)
 
 
 @pytest.mark.failure_mode("F42")
@@ -265,11 +267,11 @@ async def test_only_the_admin_token_on_loopback_by_post_changes_anything(
         url = f"{served.admin_url}/v1/rl/{path}"
         for headers in ({}, {"authorization": "Bearer data-key"}, {"x-api-key": TOKEN}):
             async with aiohttp.ClientSession(headers=headers) as session:
-                assert (path, (await ask(session, "POST", url, {}))[0]) == (path, 401)
+                assert (path, (await send(session, "POST", url, {}))[0]) == (path, 401)
         if path in posts:
-            assert (path, (await ask(admin, "GET", f"/v1/rl/{path}"))[0]) == (path, 405)
-        assert (await ask(admin, "POST", f"/v1/rl/{path}", {}, host="evil.example"))[0] == 403
-    _, state = await ask(admin, "GET", "/v1/rl/state")
+            assert (path, (await send(admin, "GET", f"/v1/rl/{path}"))[0]) == (path, 405)
+        assert (await send(admin, "POST", f"/v1/rl/{path}", {}, host="evil.example"))[0] == 403
+    _, state = await send(admin, "GET", "/v1/rl/state")
     assert (state["ready"], state["paused"]) == (True, None)
 
 
@@ -281,8 +283,8 @@ def test_the_shell_can_trust_what_the_commands_say_and_their_exit_codes(
 
     def lockstep(*arguments: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "lockstep", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
-        return done.returncode, done.stdout
+        process = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+        return process.returncode, process.stdout
 
     code, out = lockstep("pause", "--json", "--lease", "60")
     assert (code, json.loads(out)["status"]) == (0, "paused")
@@ -317,7 +319,7 @@ async def test_a_fleet_that_lost_all_its_workers_refuses_everything_with_503(
         "init_broadcaster": {"host": "127.0.0.1", "port": 1},
     }  # fmt: skip
     for path, body in bodies.items():
-        status, said = await ask(admin, "POST", f"/v1/rl/{path}", body)
-        assert (path, status) == (path, 503), said
-    assert (await ask(admin, "GET", "/v1/rl/ready"))[0] == 503
-    assert (await ask(admin, "GET", "/v1/rl/health"))[0] == 200
+        status, result = await send(admin, "POST", f"/v1/rl/{path}", body)
+        assert (path, status) == (path, 503), result
+    assert (await send(admin, "GET", "/v1/rl/ready"))[0] == 503
+    assert (await send(admin, "GET", "/v1/rl/health"))[0] == 200

@@ -32,9 +32,9 @@ def test_no_request_within_the_schema_gets_a_5xx(served: ServeProcess, path: str
             case.body.pop("stream", None)
             if not keep:
                 case.body.pop("model", None)
-        answer = case.call(timeout=60)
-        assert answer.status_code < 500, answer.text
-        if answer.status_code >= 400:
-            assert answer.json()["error"]["message"]
+        response = case.call(timeout=60)
+        assert response.status_code < 500, response.text
+        if response.status_code >= 400:
+            assert response.json()["error"]["message"]
 
     one()

@@ -17,7 +17,9 @@ from tests.processes import TOKEN, ServeProcess
 AGENTS, TURNS = 200, 5
 
 
-async def agent(session: aiohttp.ClientSession, url: str, number: int, done: list[int]) -> None:
+async def agent(
+    session: aiohttp.ClientSession, url: str, number: int, finished_turns: list[int]
+) -> None:
     """Five turns: a question each, and the tool's result where the model calls it."""
     messages: list[dict[str, Any]] = []
     for turn in range(TURNS):
@@ -29,12 +31,14 @@ async def agent(session: aiohttp.ClientSession, url: str, number: int, done: lis
             messages.append({"role": "user", "content": f"What is {100 + number} + {turn + 10}?"})
         body = {"model": "tiny", "messages": messages, "max_tokens": 48}
         headers = {"x-session-id": f"agent-{number}"}
-        async with session.post(f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
-            read = await answer.json()
-            assert answer.status == 200, read
-            assert answer.headers["x-lockstep-bridged"] == ("true" if turn else "false")
+        async with session.post(
+            f"{url}/v1/chat/completions", json=body, headers=headers
+        ) as response:
+            read = await response.json()
+            assert response.status == 200, read
+            assert response.headers["x-lockstep-bridged"] == ("true" if turn else "false")
         messages.append(read["choices"][0]["message"])
-        done.append(number)
+        finished_turns.append(number)
 
 
 @pytest.mark.failure_mode("F35")
@@ -42,16 +46,16 @@ async def agent(session: aiohttp.ClientSession, url: str, number: int, done: lis
 async def test_every_sample_of_200_agents_scores_again_while_a_worker_dies(
     served: ServeProcess,
 ) -> None:
-    done: list[int] = []
+    finished_turns: list[int] = []
     connector = aiohttp.TCPConnector(limit=AGENTS)
     async with aiohttp.ClientSession(connector=connector) as session:
         async with asyncio.TaskGroup() as group:
             for number in range(AGENTS):
-                group.create_task(agent(session, served.url, number, done))
-            while len(done) < AGENTS:
+                group.create_task(agent(session, served.url, number, finished_turns))
+            while len(finished_turns) < AGENTS:
                 await asyncio.sleep(0.01)
             os.kill(served.workers[0]["pid"], signal.SIGKILL)
-    assert len(done) == AGENTS * TURNS
+    assert len(finished_turns) == AGENTS * TURNS
     async with RemoteFleet(served.admin_url, token=TOKEN) as fleet:
         samples = [await fleet.samples(f"agent-{number}") for number in range(AGENTS)]
     assert [len(branches) for branches in samples] == [1] * AGENTS
@@ -71,7 +75,7 @@ async def test_every_sample_of_200_agents_scores_again_while_a_worker_dies(
     async with aiohttp.ClientSession() as session:
         async with asyncio.timeout(60):
             while True:
-                async with session.get(f"{served.url}/health") as answer:
-                    if (await answer.json())["serving"] == 2:
+                async with session.get(f"{served.url}/health") as response:
+                    if (await response.json())["serving"] == 2:
                         return
                 await asyncio.sleep(0.05)

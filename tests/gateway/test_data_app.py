@@ -41,21 +41,21 @@ def encoded(one: dict[str, Any]) -> bytes:
     return json.dumps({"choices": [one]}).encode()
 
 
-def worker(answer: Reply, owner: str = "lockstep"):
+def worker(response: Reply, owner: str = "lockstep"):
     def script(request: Request) -> Reply:
         if request.path == "/v1/models":
             return models(owner)
-        return answer if request.path == GENERATE else whole({})
+        return response if request.path == GENERATE else whole({})
 
     return script
 
 
 @asynccontextmanager
-async def front(
-    answer: Reply, *, owner: str = "lockstep", keys: tuple[str, ...] = ()
+async def gateway(
+    response: Reply, *, owner: str = "lockstep", keys: tuple[str, ...] = ()
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, scripted.Server]]:
     async with (
-        scripted.serving(worker(answer, owner)) as server,
+        scripted.serving(worker(response, owner)) as server,
         Pool() as pool,
         Sessions() as kept,
     ):
@@ -70,23 +70,23 @@ async def front(
 
 
 @pytest.mark.parametrize("owner", ["lockstep", "vllm"])
-async def test_ids_go_to_the_worker_and_its_answer_comes_back(owner: str) -> None:
-    async with front(whole(encoded(choice([7, 8], "stop"))), owner=owner) as (http, server):
-        async with http.post(GENERATE, json=BODY, headers={"X-Request-Id": "mine"}) as answer:
-            assert answer.status == 200
-            (came,) = (await answer.json())["choices"]
-        assert came["token_ids"] == [7, 8]
+async def test_ids_go_to_the_worker_and_its_response_comes_back(owner: str) -> None:
+    async with gateway(whole(encoded(choice([7, 8], "stop"))), owner=owner) as (http, server):
+        async with http.post(GENERATE, json=BODY, headers={"X-Request-Id": "mine"}) as response:
+            assert response.status == 200
+            (received,) = (await response.json())["choices"]
+        assert received["token_ids"] == [7, 8]
         (sent,) = server.requests_to(GENERATE)
         assert sent.json["token_ids"] == [1, 2, 3]
         assert sent.headers["x-request-id"] == "mine"
 
 
 @pytest.mark.parametrize("owner", ["lockstep", "vllm"])
-async def test_a_misaligned_answer_is_never_handed_on(owner: str) -> None:
-    async with front(whole(encoded(choice([7, 8], "stop", [7, 9]))), owner=owner) as (http, _):
-        async with http.post(GENERATE, json=BODY) as answer:
-            assert answer.status == 502
-            assert (await answer.json())["error"]["reason"] == "misaligned"
+async def test_a_misaligned_response_is_never_handed_on(owner: str) -> None:
+    async with gateway(whole(encoded(choice([7, 8], "stop", [7, 9]))), owner=owner) as (http, _):
+        async with http.post(GENERATE, json=BODY) as response:
+            assert response.status == 502
+            assert (await response.json())["error"]["reason"] == "misaligned"
 
 
 @pytest.mark.parametrize("owner", ["lockstep", "vllm"])
@@ -99,18 +99,18 @@ async def test_events_before_a_broken_one_are_delivered_and_it_is_not(
         encoded(choice([6], None)),
         encoded(choice([7], "stop", [9])),
     )
-    async with front(events(*datas, pause=pause), owner=owner) as (http, _):
-        async with http.post(GENERATE, json={**BODY, "stream": True}) as answer:
-            said = [line[6:] for line in (await answer.text()).split("\n") if line]
-    assert [json.loads(each)["choices"][0]["token_ids"] for each in said[:2]] == [[5], [6]]
-    assert json.loads(said[2])["error"]["reason"] == "misaligned"
-    assert said[3:] == ["[DONE]"]
+    async with gateway(events(*datas, pause=pause), owner=owner) as (http, _):
+        async with http.post(GENERATE, json={**BODY, "stream": True}) as response:
+            lines = [line[6:] for line in (await response.text()).split("\n") if line]
+    assert [json.loads(each)["choices"][0]["token_ids"] for each in lines[:2]] == [[5], [6]]
+    assert json.loads(lines[2])["error"]["reason"] == "misaligned"
+    assert lines[3:] == ["[DONE]"]
 
 
 async def test_a_stream_that_ends_too_early_says_so() -> None:
-    async with front(events(encoded(choice([5], None)))) as (http, _):
-        async with http.post(GENERATE, json={**BODY, "stream": True}) as answer:
-            text = await answer.text()
+    async with gateway(events(encoded(choice([5], None)))) as (http, _):
+        async with http.post(GENERATE, json={**BODY, "stream": True}) as response:
+            text = await response.text()
     assert "missing_finish" in text
 
 
@@ -119,49 +119,49 @@ PATHS = [GENERATE, "/v1/chat/completions", "/sessions/s/v1/chat/completions", "/
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_every_way_needs_the_key_and_the_host(path: str) -> None:
-    async with front(whole({}), keys=(KEY,)) as (http, server):
-        async with http.post(path, json={}, headers={"X-Request-Id": "mine"}) as answer:
-            assert answer.status == 401
-            assert (await answer.json())["error"]["request_id"] == "mine"
+    async with gateway(whole({}), keys=(KEY,)) as (http, server):
+        async with http.post(path, json={}, headers={"X-Request-Id": "mine"}) as response:
+            assert response.status == 401
+            assert (await response.json())["error"]["request_id"] == "mine"
         known = {"authorization": f"Bearer {KEY}"}
-        async with http.post(path, json={}, headers={**known, "host": "evil.example"}) as answer:
-            assert answer.status == 403
-        async with http.post(path, json={}, headers={**known, "x-long": "x" * 7000}) as answer:
-            assert answer.status == 400
+        async with http.post(path, json={}, headers={**known, "host": "evil.example"}) as response:
+            assert response.status == 403
+        async with http.post(path, json={}, headers={**known, "x-long": "x" * 7000}) as response:
+            assert response.status == 400
         assert not server.requests_to(GENERATE)
 
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_other_methods_are_refused_on_every_way(path: str) -> None:
-    async with front(whole({})) as (http, _), http.get(path) as answer:
-        assert answer.status == 405
+    async with gateway(whole({})) as (http, _), http.get(path) as response:
+        assert response.status == 405
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/sessions/s/nowhere", "/sessions//v1/completions"])
 async def test_unknown_paths_are_not_found(path: str) -> None:
-    async with front(whole({})) as (http, _), http.post(path, json={}) as answer:
-        assert answer.status == 404
+    async with gateway(whole({})) as (http, _), http.post(path, json={}) as response:
+        assert response.status == 404
 
 
 async def test_a_session_in_the_path_and_another_in_the_header_are_refused() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     headers = {"X-Session-ID": "other"}
-    async with front(whole({})) as (http, _):
+    async with gateway(whole({})) as (http, _):
         path = "/sessions/mine/v1/chat/completions"
-        async with http.post(path, json=body, headers=headers) as answer:
-            assert answer.status == 400
-            assert "'mine'" in (await answer.json())["error"]["message"]
+        async with http.post(path, json=body, headers=headers) as response:
+            assert response.status == 400
+            assert "'mine'" in (await response.json())["error"]["message"]
 
 
-async def test_what_was_answered_is_counted_by_route_and_status() -> None:
-    async with front(whole(encoded(choice([7, 8], "stop")))) as (http, _):
+async def test_responses_are_counted_by_route_and_status() -> None:
+    async with gateway(whole(encoded(choice([7, 8], "stop")))) as (http, _):
         for body in (BODY, BODY, {}):
             async with http.post(GENERATE, json=body):
                 pass
         async with http.post("/sessions/s/v1/chat/completions", json={}):
             pass
-        async with http.get("/metrics") as answer:
-            text = await answer.text()
+        async with http.get("/metrics") as response:
+            text = await response.text()
     assert f'requests_total{{route="{GENERATE}",status="200"}} 2.0' in text
     assert f'requests_total{{route="{GENERATE}",status="400"}} 1.0' in text
     assert f'request_seconds_count{{route="{GENERATE}"}} 3.0' in text
@@ -170,15 +170,15 @@ async def test_what_was_answered_is_counted_by_route_and_status() -> None:
 
 async def test_what_anybody_may_send_makes_no_series_of_metrics() -> None:
     paths = ["/{}", "/sessions/{}/v1/chat/completions", "/v1/models/{}", "/sessions/s/{}"]
-    async with front(whole({}), keys=(KEY,)) as (http, _):
+    async with gateway(whole({}), keys=(KEY,)) as (http, _):
         key = {"authorization": f"Bearer {KEY}"}
         for number in range(500):
             for path in paths:
                 headers = [{}, key, {**key, "host": "evil"}][number % 3]
                 async with http.get(path.format(f"made-up-{number}"), headers=headers):
                     pass
-        async with http.get("/metrics", headers=key) as answer:
-            text = await answer.text()
+        async with http.get("/metrics", headers=key) as response:
+            text = await response.text()
     assert "made-up" not in text
     routes = {line.partition('route="')[2].partition('"')[0] for line in text.splitlines()}
     assert routes <= {"", "unknown", "/sessions/{session}/v1/chat/completions",
@@ -189,17 +189,17 @@ async def test_what_anybody_may_send_makes_no_series_of_metrics() -> None:
 @pytest.mark.parametrize("owner", ["lockstep", "vllm"])
 async def test_what_fails_before_the_first_token_of_a_stream_has_a_status(owner: str) -> None:
     refusal = whole({"error": {"message": "too long", "reason": "context_length"}}, 400)
-    async with front(refusal, owner=owner) as (http, _):
-        async with http.post(GENERATE, json={**BODY, "stream": True}) as answer:
-            assert answer.status == 400
-            assert "too long" in (await answer.json())["error"]["message"]
+    async with gateway(refusal, owner=owner) as (http, _):
+        async with http.post(GENERATE, json={**BODY, "stream": True}) as response:
+            assert response.status == 400
+            assert "too long" in (await response.json())["error"]["message"]
 
 
 async def test_a_stream_that_nobody_can_serve_has_a_status() -> None:
-    async with front(Reply(fault="reset")) as (http, _):
-        async with http.post(GENERATE, json={**BODY, "stream": True}) as answer:
-            assert answer.status == 503
-            assert answer.headers["retry-after"]
+    async with gateway(Reply(fault="reset")) as (http, _):
+        async with http.post(GENERATE, json={**BODY, "stream": True}) as response:
+            assert response.status == 503
+            assert response.headers["retry-after"]
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/models"])
@@ -211,12 +211,12 @@ async def test_an_internal_error_keeps_its_cause_to_the_log(
 
     monkeypatch.setattr(Pool, "run", broken)
     monkeypatch.setattr(Pool, "models", broken)
-    async with front(whole({})) as (http, _):
+    async with gateway(whole({})) as (http, _):
         method = "GET" if path == "/v1/models" else "POST"
         body = None if method == "GET" else BODY
-        async with http.request(method, path, json=body) as answer:
-            assert answer.status == 500
-            told = (await answer.json())["error"]
-    assert "swordfish" not in json.dumps(told)
+        async with http.request(method, path, json=body) as response:
+            assert response.status == 500
+            error = (await response.json())["error"]
+    assert "swordfish" not in json.dumps(error)
     assert "swordfish" in caplog.text
-    assert told["request_id"] in caplog.text
+    assert error["request_id"] in caplog.text

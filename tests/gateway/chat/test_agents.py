@@ -35,8 +35,8 @@ def renderer() -> Renderer:
 async def calling_seed(served: Served) -> int:
     """A seed with which the model calls the tool."""
     for seed in range(16):
-        answer = await served.post(messages=SUM, tools=[TOOL], seed=seed, max_tokens=64)
-        if answer["choices"][0]["finish_reason"] == "tool_calls":
+        response = await served.post(messages=SUM, tools=[TOOL], seed=seed, max_tokens=64)
+        if response["choices"][0]["finish_reason"] == "tool_calls":
             return seed
     raise AssertionError("the model never called the tool")
 
@@ -52,19 +52,19 @@ async def test_a_tool_agent_of_three_turns_stays_bridged_with_the_sdk_s_own_obje
     messages: list[Any] = list(SUM)
     bridged = []
     for turn in range(3):
-        asked: dict[str, Any] = {
+        body: dict[str, Any] = {
             "model": "tiny", "messages": messages, "tools": [TOOL], "seed": seed, "max_tokens": 64,
         }  # fmt: skip
         if stream:
-            async with client.chat.completions.stream(**asked) as events:
+            async with client.chat.completions.stream(**body) as events:
                 bridged.append(events._response.headers["x-lockstep-bridged"])
-                answer = await events.get_final_completion()
+                response = await events.get_final_completion()
         else:
-            raw = await client.chat.completions.with_raw_response.create(**asked)
+            raw = await client.chat.completions.with_raw_response.create(**body)
             bridged.append(raw.headers["x-lockstep-bridged"])
             assert raw.headers["x-lockstep-versions"]
-            answer = raw.parse()
-        message = answer.choices[0].message
+            response = raw.parse()
+        message = response.choices[0].message
         messages.append(message)
         for call in message.tool_calls or ():
             assert json.loads(call.function.arguments)
@@ -81,9 +81,9 @@ async def test_a_tool_agent_of_three_turns_stays_bridged_with_the_sdk_s_own_obje
 
 async def test_the_session_may_be_in_the_base_url(served: Served) -> None:
     client = openai.AsyncOpenAI(base_url=f"{served.url}/sessions/by-path/v1", api_key="none")
-    answer = await client.chat.completions.create(model="tiny", messages=REVERSE, max_tokens=16)
-    said = answer.choices[0].message
-    more = [*REVERSE, said, {"role": "user", "content": "Reverse: 12"}]
+    response = await client.chat.completions.create(model="tiny", messages=REVERSE, max_tokens=16)
+    reply = response.choices[0].message
+    more = [*REVERSE, reply, {"role": "user", "content": "Reverse: 12"}]
     raw = await client.chat.completions.with_raw_response.create(
         model="tiny", messages=more, max_tokens=16, extra_body={"return_token_ids": True}
     )
@@ -103,11 +103,11 @@ async def test_an_edited_history_forks_or_is_refused_as_the_caller_chose(served:
         status=409, messages=edited, headers={**session, "x-session-breaks": "strict"}
     )
     assert error["reason"] == "prefix_break"
-    answer = await served.http.post(
+    response = await served.http.post(
         CHAT, json={"messages": edited, "max_tokens": 8}, headers=session
     )
-    assert answer.headers["x-lockstep-bridged"] == "false"
-    assert answer.headers["x-lockstep-break"] == "edited_history"
+    assert response.headers["x-lockstep-bridged"] == "false"
+    assert response.headers["x-lockstep-break"] == "edited_history"
     assert len(await served.sessions.samples("edited")) == 2
     error = await served.refusal(messages=REVERSE, headers={"x-session-breaks": "sometimes"})
     assert error["param"] == "x-session-breaks"
@@ -135,8 +135,8 @@ async def test_a_turn_that_was_cut_is_closed_with_tokens_nobody_sampled(
 
 async def test_all_choices_of_a_turn_are_branches_of_the_session(served: Served) -> None:
     session = {"x-session-id": "branches"}
-    answer = await served.post(messages=REVERSE, n=3, max_tokens=8, headers=session)
-    more = [*REVERSE, answer["choices"][2]["message"], *REVERSE]
+    response = await served.post(messages=REVERSE, n=3, max_tokens=8, headers=session)
+    more = [*REVERSE, response["choices"][2]["message"], *REVERSE]
     chunks = await served.chunks(messages=more, max_tokens=8, headers=session)
     assert chunks[-1]["choices"][0]["finish_reason"]
     assert len(await served.sessions.samples("branches")) == 3
@@ -157,22 +157,22 @@ async def test_a_session_makes_the_prompt_itself(served: Served, more: dict[str,
 
 
 async def first_turn(served: Served) -> dict[str, Any]:
-    answer = await served.post(
+    response = await served.post(
         messages=REVERSE, temperature=0, max_tokens=16, return_token_id_information=True
     )
-    message: dict[str, Any] = answer["choices"][0]["message"]
+    message: dict[str, Any] = response["choices"][0]["message"]
     return message
 
 
 async def test_ids_on_messages_are_the_beginning_of_the_next_prompt(
     served: Served, renderer: Renderer
 ) -> None:
-    said = await first_turn(served)
-    before = said["prompt_token_ids"] + said["generation_token_ids"]
-    assert len(said["generation_log_probs"]) == len(said["generation_token_ids"])
-    more = [*REVERSE, said, {"role": "user", "content": "Reverse: 12"}]
+    reply = await first_turn(served)
+    before = reply["prompt_token_ids"] + reply["generation_token_ids"]
+    assert len(reply["generation_log_probs"]) == len(reply["generation_token_ids"])
+    more = [*REVERSE, reply, {"role": "user", "content": "Reverse: 12"}]
     by_message = await served.post(messages=more, max_tokens=1, return_token_ids=True)
-    bare = [*REVERSE, {"role": "assistant", "content": said["content"]}, more[-1]]
+    bare = [*REVERSE, {"role": "assistant", "content": reply["content"]}, more[-1]]
     by_prefix = await served.post(
         messages=bare, required_prefix_token_ids=before, max_tokens=1, return_token_ids=True
     )
@@ -185,34 +185,34 @@ async def test_ids_on_messages_are_the_beginning_of_the_next_prompt(
 
 
 async def test_ids_that_are_not_of_the_messages_are_refused(served: Served) -> None:
-    said = await first_turn(served)
-    before = said["prompt_token_ids"] + said["generation_token_ids"]
-    asked = {"role": "user", "content": "Reverse: 12"}
-    edited = {**said, "content": "99999"}
+    reply = await first_turn(served)
+    before = reply["prompt_token_ids"] + reply["generation_token_ids"]
+    question = {"role": "user", "content": "Reverse: 12"}
+    edited = {**reply, "content": "99999"}
     other = [{"role": "user", "content": "Reverse: 77"}]
-    short = {**said, "generation_log_probs": []}
-    half = {key: value for key, value in said.items() if key != "generation_log_probs"}
-    bare = {"role": "assistant", "content": said["content"]}
+    short = {**reply, "generation_log_probs": []}
+    half = {key: value for key, value in reply.items() if key != "generation_log_probs"}
+    bare = {"role": "assistant", "content": reply["content"]}
     for messages, more in (
-        ([*REVERSE, edited, asked], {}),
-        ([*other, said, asked], {}),
-        ([*REVERSE, short, asked], {}),
-        ([*REVERSE, half, asked], {}),
-        ([*REVERSE, said], {}),
-        ([*REVERSE, said, asked, bare, asked], {}),
-        ([*REVERSE, said, asked], {"required_prefix_token_ids": before[:-1]}),
-        ([*REVERSE, bare, asked], {"required_prefix_token_ids": [5, 6, 7]}),
-        ([*other, bare, asked], {"required_prefix_token_ids": before}),
+        ([*REVERSE, edited, question], {}),
+        ([*other, reply, question], {}),
+        ([*REVERSE, short, question], {}),
+        ([*REVERSE, half, question], {}),
+        ([*REVERSE, reply], {}),
+        ([*REVERSE, reply, question, bare, question], {}),
+        ([*REVERSE, reply, question], {"required_prefix_token_ids": before[:-1]}),
+        ([*REVERSE, bare, question], {"required_prefix_token_ids": [5, 6, 7]}),
+        ([*other, bare, question], {"required_prefix_token_ids": before}),
         (REVERSE, {"required_prefix_token_ids": before}),
     ):
         await served.refusal(messages=messages, **more)
 
 
 async def test_the_sdk_reads_logprobs_and_usage(served: Served) -> None:
-    answer = await served.openai.chat.completions.create(
+    response = await served.openai.chat.completions.create(
         model="tiny", messages=REVERSE, logprobs=True, top_logprobs=2, temperature=0, n=2
     )
-    for choice in answer.choices:
+    for choice in response.choices:
         assert choice.logprobs is not None
         assert choice.logprobs.content is not None
         assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content)
@@ -225,7 +225,7 @@ async def test_the_sdk_reads_logprobs_and_usage(served: Served) -> None:
     )
     chunks = [chunk async for chunk in stream]
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == answer.choices[0].message.content
+    assert text == response.choices[0].message.content
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens > 0
     with pytest.raises(openai.BadRequestError, match="tool_choice"):

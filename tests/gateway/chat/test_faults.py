@@ -1,4 +1,4 @@
-"""What goes wrong behind the chat face is said, and what was asked arrives once."""
+"""A worker's faults reach the chat client as errors, and its request reaches the worker once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def choice(ids: list[int], finish: str | None = "stop", index: int = 0, **more: 
 async def answering(
     *choices: Choice | Callable[[Any], Choice],
 ) -> AsyncIterator[tuple[Served, scripted.Server]]:
-    """A gateway whose worker answers with these choices, one request after the other."""
+    """A gateway whose worker responds with these choices, one request after the other."""
     left = list(choices)
 
     def script(request: scripted.Request) -> scripted.Reply:
@@ -101,15 +101,15 @@ def scored(logprob: float | None) -> Choice:
         breach("F15", "bad_logprob", scored(-9999.0)),
     ],
 )
-async def test_an_answer_that_breaks_the_contract_is_an_error(
+async def test_a_response_that_breaks_the_contract_is_an_error(
     bad: Choice, reason: str, stream: bool
 ) -> None:
     async with answering(bad) as (served, _):
         body = {"model": "m", "messages": REVERSE, "stream": stream}
-        answer = await served.http.post("/v1/chat/completions", json=body)
+        response = await served.http.post("/v1/chat/completions", json=body)
         # After the first token a failure can only be the last event.
-        lines = [line for line in answer.text.splitlines() if line]
-        last = lines[-2] if answer.status_code == 200 else answer.text
+        lines = [line for line in response.text.splitlines() if line]
+        last = lines[-2] if response.status_code == 200 else response.text
         error = json.loads(last.removeprefix("data: "))["error"]
         assert (error["code"], error["reason"]) == (502, reason)
         assert error["request_id"]
@@ -117,14 +117,14 @@ async def test_an_answer_that_breaks_the_contract_is_an_error(
 
 @pytest.mark.failure_mode("F09")
 @pytest.mark.parametrize("stream", [False, True])
-async def test_no_token_at_all_is_a_valid_answer(stream: bool) -> None:
+async def test_no_token_at_all_is_a_valid_response(stream: bool) -> None:
     async with answering(choice([], finish="length")) as (served, _):
-        asked = {"model": "m", "messages": REVERSE, "return_token_ids": True, "logprobs": True}
+        body = {"model": "m", "messages": REVERSE, "return_token_ids": True, "logprobs": True}
         if stream:
-            (part,) = joined(await served.chunks(**asked))
+            (part,) = joined(await served.chunks(**body))
             assert (part["ids"], part["content"], part["finish"]) == ([], "", "length")
         else:
-            (one,) = (await served.post(**asked))["choices"]
+            (one,) = (await served.post(**body))["choices"]
             assert (one["token_ids"], one["message"]["content"]) == ([], "")
             assert one["logprobs"]["content"] == []
 
@@ -134,13 +134,13 @@ async def test_no_token_at_all_is_a_valid_answer(stream: bool) -> None:
 async def test_an_abort_says_so_and_keeps_its_tokens(renderer: Renderer, stream: bool) -> None:
     ids = renderer.encode("31")
     async with answering(choice(ids, finish="abort")) as (served, _):
-        asked = {"model": "m", "messages": REVERSE, "return_token_ids": True}
+        body = {"model": "m", "messages": REVERSE, "return_token_ids": True}
         headers = {"x-session-id": "aborted"}
         if stream:
-            (part,) = joined(await served.chunks(**asked, headers=headers))
+            (part,) = joined(await served.chunks(**body, headers=headers))
             assert (part["ids"], part["finish"]) == (ids, "abort")
         else:
-            (one,) = (await served.post(**asked, headers=headers))["choices"]
+            (one,) = (await served.post(**body, headers=headers))["choices"]
             assert (one["token_ids"], one["finish_reason"]) == (ids, "abort")
         (sample,) = await served.sessions.samples("aborted")
         assert sample.aborts == 1
@@ -148,15 +148,15 @@ async def test_an_abort_says_so_and_keeps_its_tokens(renderer: Renderer, stream:
 
 
 @pytest.mark.failure_mode("F16")
-async def test_how_the_logprobs_were_made_is_on_the_answer() -> None:
+async def test_how_the_logprobs_were_made_is_on_the_response() -> None:
     async with answering(choice([5])) as (served, _):
-        answer = await served.post(
+        response = await served.post(
             model="m", messages=REVERSE, nvext={"extra_fields": ["engine_data"]}
         )
-        data = answer["nvext"]["engine_data"]
+        data = response["nvext"]["engine_data"]
         assert data["logprob_mode"] == "raw"
         assert data["weight_version"] == "v7"
-        assert answer["system_fingerprint"] == "lockstep-v7"
+        assert response["system_fingerprint"] == "lockstep-v7"
 
 
 @pytest.mark.failure_mode("F20")
@@ -193,10 +193,10 @@ async def test_a_stream_of_thinking_and_calls_adds_up_token_by_token(renderer: R
         return scripted.events(*(json.dumps({"choices": [event]}).encode() for event in events))
 
     async with scripted.serving(script) as server, chat_server(server.url) as served:
-        asked = {"model": "m", "messages": REVERSE, "tools": [TOOL], "logprobs": True,
+        body = {"model": "m", "messages": REVERSE, "tools": [TOOL], "logprobs": True,
                  "return_token_ids": True}  # fmt: skip
-        (whole,) = (await served.post(**asked))["choices"]
-        chunks = await served.chunks(**asked)
+        (whole,) = (await served.post(**body))["choices"]
+        chunks = await served.chunks(**body)
         (part,) = joined(chunks)
     message = whole["message"]
     assert message["reasoning"] == part["reasoning"] == "Hm é😀."

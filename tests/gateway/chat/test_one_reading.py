@@ -47,12 +47,12 @@ async def test_every_reader_says_the_same_of_the_same_ids(
     ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
     extra = {} if tools is None else {"tools": tools}
     async with answering(*[choice(ids)] * 4) as (served, server):
-        answer = (await served.post(model="m", messages=ASK, **extra))["choices"][0]
+        replied = (await served.post(model="m", messages=ASK, **extra))["choices"][0]
         (streamed,) = joined(await served.chunks(model="m", messages=ASK, **extra))
         async with lockstep.connect(server.url, "m", tokenizer="tiny", transport="vllm") as policy:
             turn = await policy.chat(tools=tools).send(ASK)
             (single,) = await policy.generate(ASK, tools=tools)
-    whole = (*shown(answer["message"]), answer["finish_reason"])
+    whole = (*shown(replied["message"]), replied["finish_reason"])
     assert of_turn(turn) == of_turn(single) == whole
     assert streamed["content"] == whole[0]
     assert (streamed["reasoning"] or None) == whole[1]

@@ -95,7 +95,7 @@ def test_what_makes_no_sense_is_a_bad_request(body: dict[str, Any], param: str) 
 
 def test_stock_clients_may_send_neutral_values() -> None:
     neutral = {field: values[0] for field, values in NEUTRAL.items() if values}
-    asked = read(
+    chat = read(
         **neutral,
         stop=[],
         user="u",
@@ -109,10 +109,10 @@ def test_stock_clients_may_send_neutral_values() -> None:
         n=None,
         nvext={"agent_hints": {"osl": 3}, "annotations": []},
     )
-    sampling = asked.sampling((7,))
+    sampling = chat.sampling((7,))
     assert sampling.max_tokens == 5
     assert sampling.stop_token_ids == (7,)
-    assert asked.choices == 1
+    assert chat.choices == 1
 
 
 def test_ignore_eos_leaves_only_the_caller_s_stop_ids() -> None:

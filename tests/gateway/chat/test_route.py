@@ -46,7 +46,7 @@ REVERSE = [{"role": "user", "content": "Reverse: 40213"}]
 
 
 class Served:
-    """A gateway with only the chat face, and clients of it."""
+    """A gateway with only the chat routes, and clients of it."""
 
     def __init__(self, url: str, sessions: Sessions, pool: Pool) -> None:
         self.url, self.sessions, self.pool = url, sessions, pool
@@ -56,27 +56,27 @@ class Served:
     async def post(
         self, path: str = CHAT, headers: dict[str, str] | None = None, **body: Any
     ) -> Any:
-        """The answer to a request that must succeed."""
-        answer = await self.http.post(path, json={"model": "tiny", **body}, headers=headers)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        """The response to a request that must succeed."""
+        response = await self.http.post(path, json={"model": "tiny", **body}, headers=headers)
+        assert response.status_code == 200, response.text
+        return response.json()
 
     async def refusal(self, path: str = CHAT, status: int = 400, **body: Any) -> Any:
         """The error of a request that must not succeed."""
         headers = body.pop("headers", None)
-        answer = await self.http.post(path, json={"model": "tiny", **body}, headers=headers)
-        assert answer.status_code == status, answer.text
-        error = answer.json()["error"]
+        response = await self.http.post(path, json={"model": "tiny", **body}, headers=headers)
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
         assert error["code"] == status
         assert error["request_id"]
         return error
 
     async def chunks(self, headers: dict[str, str] | None = None, **body: Any) -> list[Any]:
-        """The decoded events of a streamed answer, [DONE] left out."""
-        asked = {"model": "tiny", "stream": True, **body}
-        answer = await self.http.post(CHAT, json=asked, headers=headers)
-        assert answer.status_code == 200, answer.text
-        lines = [line for line in answer.text.splitlines() if line]
+        """The decoded events of a streamed response, without [DONE]."""
+        request = {"model": "tiny", "stream": True, **body}
+        response = await self.http.post(CHAT, json=request, headers=headers)
+        assert response.status_code == 200, response.text
+        lines = [line for line in response.text.splitlines() if line]
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
@@ -123,7 +123,7 @@ def renderer() -> Renderer:
 
 
 def joined(chunks: list[Any], n: int = 1) -> list[Any]:
-    """The choices that a stream adds up to, in the shape of a whole answer's."""
+    """The choices that a stream adds up to, in the shape of a whole response's."""
     choices = [
         {"content": "", "reasoning": "", "calls": [], "ids": [], "entries": [], "nvext": []}
         for _ in range(n)
@@ -143,24 +143,24 @@ def joined(chunks: list[Any], n: int = 1) -> list[Any]:
     return choices
 
 
-async def test_an_answer_has_openai_s_shape_and_the_engine_s_tokens(
+async def test_a_response_has_openai_s_shape_and_the_engine_s_tokens(
     served: Served, renderer: Renderer
 ) -> None:
-    answer = await served.post(
+    response = await served.post(
         messages=REVERSE, temperature=0, return_token_ids=True, logprobs=True
     )
-    (choice,) = answer["choices"]
-    assert answer["id"].startswith("chatcmpl-")
-    assert answer["object"] == "chat.completion"
-    assert answer["prompt_token_ids"] == renderer.render(REVERSE)
+    (choice,) = response["choices"]
+    assert response["id"].startswith("chatcmpl-")
+    assert response["object"] == "chat.completion"
+    assert response["prompt_token_ids"] == renderer.render(REVERSE)
     assert choice["message"]["role"] == "assistant"
     assert choice["finish_reason"] == "stop"
     entries = choice["logprobs"]["content"]
     assert [entry["token_id"] for entry in entries] == choice["token_ids"]
     text = b"".join(bytes(entry["bytes"]) for entry in entries).decode()
     assert text == choice["message"]["content"] + "<|im_end|>"
-    assert answer["usage"]["prompt_tokens"] == len(answer["prompt_token_ids"])
-    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"])
+    assert response["usage"]["prompt_tokens"] == len(response["prompt_token_ids"])
+    assert response["usage"]["completion_tokens"] == len(choice["token_ids"])
     assert choice["weight_versions"][0]["end"] == len(choice["token_ids"])
 
 
@@ -191,7 +191,7 @@ async def test_logprobs_are_bit_identical_to_the_worker_s_own(
 async def test_a_client_of_dynamo_gets_the_same_completion(
     served: Served, worker: WorkerProcess, renderer: Renderer
 ) -> None:
-    ask = GenerateRequest(
+    request = GenerateRequest(
         prompt_ids=renderer.render(REVERSE),
         sampling=Sampling(
             seed=5,
@@ -207,18 +207,18 @@ async def test_a_client_of_dynamo_gets_the_same_completion(
     direct = await open_transport(worker.url)
     dynamo = await open_transport(served.url, "dynamo")
     try:
-        (expected,) = await direct.generate(ask)
-        (whole,) = await dynamo.generate(ask)
-        *deltas, streamed = [item async for item in dynamo.stream(ask)]
+        (expected,) = await direct.generate(request)
+        (whole,) = await dynamo.generate(request)
+        *deltas, streamed = [item async for item in dynamo.stream(request)]
     finally:
         await direct.close()
         await dynamo.close()
     assert isinstance(streamed, Completion)
     assert deltas
-    for done in (whole, streamed):
+    for completion in (whole, streamed):
         for field in ("token_ids", "logprobs", "prompt_ids", "finish", "versions", "top_logprobs",
                       "prompt_logprobs", "logprob_mode", "stop_token"):  # fmt: skip
-            assert _plain(getattr(done, field)) == _plain(getattr(expected, field)), field
+            assert _plain(getattr(completion, field)) == _plain(getattr(expected, field)), field
 
 
 def _plain(value: Any) -> Any:
@@ -233,8 +233,8 @@ def _plain(value: Any) -> Any:
 @pytest.mark.failure_mode("F11")
 async def test_every_choice_has_its_own_tokens(served: Served) -> None:
     options = {"messages": SUM, "n": 4, "seed": 3, "return_token_ids": True, "logprobs": True}
-    answer = await served.post(**options)
-    choices = answer["choices"]
+    response = await served.post(**options)
+    choices = response["choices"]
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
     assert len({tuple(choice["token_ids"]) for choice in choices}) > 1
     for choice, part in zip(choices, joined(await served.chunks(**options), 4), strict=True):
@@ -254,11 +254,11 @@ async def test_tool_calls_are_parsed_out_and_no_token_with_them(
         "messages": SUM, "tools": [TOOL], "n": 8, "seed": 1, "return_token_ids": True,
         "logprobs": True, "max_tokens": 64,
     }  # fmt: skip
-    answer = await served.post(**options)
+    response = await served.post(**options)
     parts = joined(await served.chunks(**options), 8)
-    called = [c for c in answer["choices"] if c["finish_reason"] == "tool_calls"]
+    called = [c for c in response["choices"] if c["finish_reason"] == "tool_calls"]
     assert called, "the model calls the tool in about half of its answers"
-    for choice, part in zip(answer["choices"], parts, strict=True):
+    for choice, part in zip(response["choices"], parts, strict=True):
         message = choice["message"]
         assert part["content"] == (message["content"] or "")
         assert part["calls"] == message.get("tool_calls", [])
@@ -274,12 +274,12 @@ async def test_tool_calls_are_parsed_out_and_no_token_with_them(
 
 async def test_with_tool_choice_none_a_call_is_text(served: Served) -> None:
     options = {"messages": SUM, "tools": [TOOL], "tool_choice": "none", "n": 8, "seed": 1}
-    answer = await served.post(**options, max_tokens=64)
-    assert not any("tool_calls" in choice["message"] for choice in answer["choices"])
-    said = [choice["message"]["content"] for choice in answer["choices"]]
-    assert any("<tool_call>" in text for text in said)
+    response = await served.post(**options, max_tokens=64)
+    assert not any("tool_calls" in choice["message"] for choice in response["choices"])
+    contents = [choice["message"]["content"] for choice in response["choices"]]
+    assert any("<tool_call>" in text for text in contents)
     parts = joined(await served.chunks(**options, max_tokens=64), 8)
-    assert [part["content"] for part in parts] == said
+    assert [part["content"] for part in parts] == contents
 
 
 @pytest.mark.failure_mode("F10")
@@ -289,10 +289,10 @@ async def test_ids_supplied_are_the_prompt_whatever_the_message_says(
 ) -> None:
     ids = renderer.render(REVERSE)
     placeholder = [{"role": "user", "content": "(token-in mode)"}]
-    answer = await served.post(
+    response = await served.post(
         path, messages=placeholder, tokens=ids, temperature=0, return_token_ids=True
     )
-    assert answer["prompt_token_ids"] == ids
+    assert response["prompt_token_ids"] == ids
     dynamo = await served.post(
         messages=placeholder,
         temperature=0,
@@ -303,7 +303,7 @@ async def test_ids_supplied_are_the_prompt_whatever_the_message_says(
     )
     extension = dynamo["nvext"]
     assert extension["prompt_token_ids"] == ids
-    assert extension["completion_token_ids"] == answer["choices"][0]["token_ids"]
+    assert extension["completion_token_ids"] == response["choices"][0]["token_ids"]
     assert extension["timing"]["total_time_ms"] > 0
     (only,) = served.pool.workers
     assert extension["worker_id"]["decode_worker_id"] == instance_id(only.id)
@@ -345,12 +345,12 @@ async def test_tokens_that_are_half_a_character_keep_their_bytes(
         "messages": REVERSE, "max_tokens": 3, "logprobs": True, "return_token_ids": True,
         "allowed_token_ids": half, "min_tokens": 3,
     }  # fmt: skip
-    answer = await served.post(**options)
-    for entry in answer["choices"][0]["logprobs"]["content"]:
+    response = await served.post(**options)
+    for entry in response["choices"][0]["logprobs"]["content"]:
         assert entry["bytes"] == [0xC3]
         assert entry["token"] == "bytes:\\xc3"
     (part,) = joined(await served.chunks(**options))
-    assert part["content"] == answer["choices"][0]["message"]["content"]
+    assert part["content"] == response["choices"][0]["message"]["content"]
     named = await served.post(**options, return_tokens_as_token_ids=True)
     entries = named["choices"][0]["logprobs"]["content"]
     assert [entry["token"] for entry in entries] == [f"token_id:{half[0]}"] * 3
@@ -359,7 +359,7 @@ async def test_tokens_that_are_half_a_character_keep_their_bytes(
 
 async def test_a_message_is_continued_where_it_ends(served: Served, renderer: Renderer) -> None:
     messages = [*REVERSE, {"role": "assistant", "content": "312"}]
-    answer = await served.post(
+    response = await served.post(
         messages=messages,
         continue_final_message=True,
         add_generation_prompt=False,
@@ -367,26 +367,26 @@ async def test_a_message_is_continued_where_it_ends(served: Served, renderer: Re
         temperature=0,
         max_tokens=4,
     )
-    assert renderer.decode(answer["prompt_token_ids"]).endswith("312")
-    ids = answer["choices"][0]["token_ids"]
-    said = renderer.decode([token for token in ids if token not in renderer.stop_token_ids])
-    assert answer["choices"][0]["message"]["content"] == said
+    assert renderer.decode(response["prompt_token_ids"]).endswith("312")
+    ids = response["choices"][0]["token_ids"]
+    text = renderer.decode([token for token in ids if token not in renderer.stop_token_ids])
+    assert response["choices"][0]["message"]["content"] == text
 
 
 async def test_prompt_logprobs_and_template_variables_reach_where_they_must(
     served: Served, renderer: Renderer
 ) -> None:
-    answer = await served.post(
+    response = await served.post(
         messages=REVERSE,
         max_tokens=1,
         prompt_logprobs=1,
         return_token_ids=True,
         chat_template_kwargs={"enable_thinking": False},
     )
-    prompt = answer["prompt_token_ids"]
+    prompt = response["prompt_token_ids"]
     assert renderer.decode(prompt).endswith("<think>\n\n</think>\n\n")
-    assert answer["prompt_logprobs"][0] is None
-    own = answer["prompt_logprobs"][1][str(prompt[1])]
+    assert response["prompt_logprobs"][0] is None
+    own = response["prompt_logprobs"][1][str(prompt[1])]
     assert own["logprob"] < 0
     assert own["decoded_token"] == renderer.pieces.piece(prompt[1]).text
     for kwargs, param in (
@@ -404,11 +404,11 @@ async def test_a_client_that_goes_away_stops_the_engine(
     served: Served, worker: WorkerProcess, stream: bool
 ) -> None:
     body = {"messages": REVERSE, "max_tokens": 900, "min_tokens": 900, "stream": stream}
-    asked = asyncio.create_task(served.http.post(CHAT, json=body))
+    task = asyncio.create_task(served.http.post(CHAT, json=body))
     async with asyncio.timeout(20):
         while not (await worker.get("/health"))[1]["running"]:
             await asyncio.sleep(0)
-        asked.cancel()
+        task.cancel()
         while (await worker.get("/health"))[1]["running"]:
             await asyncio.sleep(0)
         while served.pool.in_flight:
@@ -422,8 +422,8 @@ async def test_errors_name_the_request_and_its_field(served: Served) -> None:
     assert (error["param"], error["request_id"]) == ("bogus", "mine")
     error = await served.refusal(tokens=[1, 999999], messages=[], max_tokens=1)
     assert "999999" in error["message"]
-    answer = await served.http.post(
+    response = await served.http.post(
         CHAT, json={"messages": REVERSE, "max_tokens": 1}, headers={"x-request-id": "mine"}
     )
-    assert answer.headers["x-request-id"] == "mine"
-    assert answer.json()["id"] == "chatcmpl-mine"
+    assert response.headers["x-request-id"] == "mine"
+    assert response.json()["id"] == "chatcmpl-mine"

@@ -1,4 +1,4 @@
-"""An answer in parts is the answer: whatever is sampled, and however it is cut."""
+"""The parts of a streamed message add up to the whole one, wherever they are cut."""
 
 from __future__ import annotations
 
@@ -51,35 +51,33 @@ def test_parts_add_up_to_the_whole(
     prompt = renderer.render([{"role": "user", "content": "x"}]) + renderer.encode(opening)
     tools = TOOLS if with_tools else None
     whole = renderer.parse(ids, tools, prompt_ids=prompt, verbatim=verbatim)
-    unfolding = StreamingParser(renderer, tools, prompt, verbatim=verbatim)
+    parser = StreamingParser(renderer, tools, prompt, verbatim=verbatim)
     content, reasoning, calls, at = "", "", [], 0
     cut = random.Random(seed)
     while at < len(ids):
         size = cut.randint(1, 3)
-        said = unfolding.feed(ids[at : at + size])
+        part = parser.feed(ids[at : at + size])
         at += size
-        content, reasoning = content + said.content, reasoning + said.reasoning
-        calls += said.calls
-    answer, rest = unfolding.finish(ids)
-    assert answer == whole
+        content, reasoning = content + part.content, reasoning + part.reasoning
+        calls += part.calls
+    parsed, rest = parser.finish(ids)
+    assert parsed == whole
     assert content + rest.content == whole.message()["content"]
     assert reasoning + rest.reasoning == (whole.reasoning or "")
     assert (*calls, *rest.calls) == whole.tool_calls
 
 
 def test_text_flows_and_a_call_is_held_until_it_is_whole(renderer: Renderer) -> None:
-    unfolding = StreamingParser(
-        renderer, TOOLS, renderer.render([{"role": "user", "content": "x"}])
-    )
-    assert unfolding.feed(renderer.encode("Let me see")).content == "Let me see"
-    opened = unfolding.feed(renderer.encode(f"<tool_call>\n{CALL}"))
+    parser = StreamingParser(renderer, TOOLS, renderer.render([{"role": "user", "content": "x"}]))
+    assert parser.feed(renderer.encode("Let me see")).content == "Let me see"
+    opened = parser.feed(renderer.encode(f"<tool_call>\n{CALL}"))
     assert not opened
-    closed = unfolding.feed(renderer.encode("\n</tool_call>"))
+    closed = parser.feed(renderer.encode("\n</tool_call>"))
     assert [call.name for call in closed.calls] == ["calc"]
 
 
-def test_what_was_said_cannot_be_taken_back(renderer: Renderer) -> None:
-    unfolding = StreamingParser(renderer, None, renderer.render([{"role": "user", "content": "x"}]))
-    unfolding.feed(renderer.encode("one"))
+def test_streamed_text_cannot_be_taken_back(renderer: Renderer) -> None:
+    parser = StreamingParser(renderer, None, renderer.render([{"role": "user", "content": "x"}]))
+    parser.feed(renderer.encode("one"))
     with pytest.raises(ContractError, match="no beginning"):
-        unfolding.finish(renderer.encode("two"))
+        parser.finish(renderer.encode("two"))

@@ -47,23 +47,23 @@ class Client:
         self.url, self.http = url, http
 
     async def post(self, headers: dict[str, str] | None = None, **body: Any) -> tuple[int, Any]:
-        async with self.http.post(self.url + ROUTE, json=body, headers=headers) as answer:
-            return answer.status, await answer.json()
+        async with self.http.post(self.url + ROUTE, json=body, headers=headers) as response:
+            return response.status, await response.json()
 
     async def complete(self, **body: Any) -> dict[str, Any]:
-        status, answer = await self.post(**body)
-        assert status == 200, answer
-        return dict(answer)
+        status, response = await self.post(**body)
+        assert status == 200, response
+        return dict(response)
 
     async def refused(self, status: int = 400, **body: Any) -> dict[str, Any]:
-        given, answer = await self.post(**body)
-        assert given == status, answer
-        return dict(answer["error"])
+        received, response = await self.post(**body)
+        assert received == status, response
+        return dict(response["error"])
 
     async def chunks(self, **body: Any) -> list[Any]:
-        async with self.http.post(self.url + ROUTE, json={**body, "stream": True}) as answer:
-            assert answer.status == 200, await answer.text()
-            lines = [line async for line in answer.content if line.startswith(b"data: ")]
+        async with self.http.post(self.url + ROUTE, json={**body, "stream": True}) as response:
+            assert response.status == 200, await response.text()
+            lines = [line async for line in response.content if line.startswith(b"data: ")]
         assert lines[-1].strip() == b"data: [DONE]"
         return [json.loads(line[6:]) for line in lines[:-1]]
 
@@ -103,8 +103,8 @@ async def test_ids_and_text_are_the_same_prompt(client: Client, renderer: Render
 async def test_logprobs_are_the_engines(client: Client, worker: WorkerProcess) -> None:
     options = {"temperature": 0.7, "seed": 5, "max_tokens": 8}
     _, direct = await worker.generate(IDS, logprobs=2, **options)
-    answer = await client.complete(prompt=IDS, logprobs=2, return_token_ids=True, **options)
-    (mine,), (theirs,) = answer["choices"], direct["choices"]
+    response = await client.complete(prompt=IDS, logprobs=2, return_token_ids=True, **options)
+    (mine,), (theirs,) = response["choices"], direct["choices"]
     assert mine["token_ids"] == theirs["token_ids"]
     entries = theirs["logprobs"]["content"]
     assert mine["logprobs"]["token_logprobs"] == [entry["logprob"] for entry in entries]
@@ -120,8 +120,8 @@ async def test_echo_without_tokens_scores_the_prompt(
     client: Client, worker: WorkerProcess, renderer: Renderer
 ) -> None:
     _, direct = await worker.generate(IDS, max_tokens=1, prompt_logprobs=0)
-    answer = await client.complete(prompt=IDS, max_tokens=0, echo=True, logprobs=2)
-    (choice,) = answer["choices"]
+    response = await client.complete(prompt=IDS, max_tokens=0, echo=True, logprobs=2)
+    (choice,) = response["choices"]
     scores = choice["logprobs"]["token_logprobs"]
     assert scores[0] is None
     assert scores[1:] == [
@@ -130,18 +130,18 @@ async def test_echo_without_tokens_scores_the_prompt(
     ]
     assert choice["text"] == renderer.decode(IDS)
     assert choice["prompt_logprobs"][1][str(IDS[1])]["logprob"] == scores[1]
-    assert answer["usage"]["completion_tokens"] == 0
+    assert response["usage"]["completion_tokens"] == 0
     assert (choice["finish_reason"], choice["temperature"]) == ("length", 1.0)
     assert choice["scored_version"] == direct["choices"][0]["weight_versions"][0]["version"]
 
 
-async def test_an_echo_covers_prompt_and_answer(client: Client, renderer: Renderer) -> None:
+async def test_an_echo_covers_prompt_and_completion(client: Client, renderer: Renderer) -> None:
     text = "naïve 🙂 "
-    answer = await client.complete(
+    response = await client.complete(
         prompt=text, max_tokens=4, echo=True, logprobs=0, temperature=0, return_token_ids=True,
         skip_special_tokens=False,
     )  # fmt: skip
-    (choice,) = answer["choices"]
+    (choice,) = response["choices"]
     ids = renderer.encode(text, special=True) + choice["token_ids"]
     logprobs = choice["logprobs"]
     assert choice["text"] == renderer.decode(ids)
@@ -151,10 +151,10 @@ async def test_an_echo_covers_prompt_and_answer(client: Client, renderer: Render
 
 
 async def test_tokens_as_ids(client: Client) -> None:
-    answer = await client.complete(
+    response = await client.complete(
         prompt=IDS, max_tokens=3, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True
     )
-    (choice,) = answer["choices"]
+    (choice,) = response["choices"]
     names = [f"token_id:{token}" for token in choice["token_ids"]]
     assert choice["logprobs"]["tokens"] == names
     for name, top in zip(names, choice["logprobs"]["top_logprobs"], strict=True):
@@ -164,16 +164,16 @@ async def test_tokens_as_ids(client: Client) -> None:
 @pytest.mark.failure_mode("F11")
 async def test_prompts_and_choices_keep_their_places(client: Client) -> None:
     prompts = [IDS, IDS[:2], [80, 81]]
-    answer = await client.complete(
+    response = await client.complete(
         prompt=prompts, n=2, temperature=5.0, seed=3, max_tokens=4, return_token_ids=True
     )
-    choices = answer["choices"]
+    choices = response["choices"]
     assert [choice["index"] for choice in choices] == list(range(6))
     assert [choice["prompt_token_ids"] for choice in choices] == [
         each for each in prompts for _ in range(2)
     ]
     assert choices[0]["token_ids"] != choices[1]["token_ids"]
-    assert answer["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    assert response["usage"]["prompt_tokens"] == sum(map(len, prompts))
     texts = await client.complete(prompt=["a", "b"], max_tokens=1)
     assert len(texts["choices"]) == 2
 
@@ -252,10 +252,10 @@ async def test_what_the_engine_refuses_has_its_status_in_streams_too(
 
 
 class Recorder:
-    """Stands where a pool and its worker would; keeps what it was asked, and refuses."""
+    """A pool and its worker in one, which records the requests and refuses them."""
 
     def __init__(self) -> None:
-        self.asks: list[GenerateRequest] = []
+        self.requests: list[GenerateRequest] = []
         self.routes: list[Affinity] = []
         self.transport = self
 
@@ -270,8 +270,8 @@ class Recorder:
         async for item in call(self):
             yield item
 
-    async def generate(self, ask: GenerateRequest) -> Any:
-        self.asks.append(ask)
+    async def generate(self, request: GenerateRequest) -> Any:
+        self.requests.append(request)
         raise Unavailable("only recorded")
 
 
@@ -292,7 +292,7 @@ async def test_salt_priority_and_versions_reach_the_engine_once(stream: bool) ->
         )  # fmt: skip
         assert error["message"] == "only recorded"
         await client.refused(503, prompt=IDS, cache_salt="mine", model="lora")
-    first, second = recorder.asks
+    first, second = recorder.requests
     assert (first.cache_salt, first.priority, first.model) == ("mine", -3, "lora")
     assert (first.weight_version, first.min_weight_version) == ("v1", "v0")
     assert second.priority == 0
@@ -307,8 +307,8 @@ async def test_a_client_that_leaves_stops_its_request(
     client: Client, worker: WorkerProcess
 ) -> None:
     body = {"prompt": IDS, "max_tokens": 400, "ignore_eos": True, "stream": True}
-    async with client.http.post(client.url + ROUTE, json=body) as answer:
-        await answer.content.readline()
+    async with client.http.post(client.url + ROUTE, json=body) as response:
+        await response.content.readline()
     for _ in range(200):
         _, health = await worker.get("/health")
         if not health["running"]:

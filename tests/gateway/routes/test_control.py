@@ -45,8 +45,8 @@ async def test_a_post_without_a_body_needs_no_type(tmp_path: Path, kind: str | N
     headers = {"content-length": "0"} | ({"content-type": kind} if kind else {})
     async with control(tmp_path) as (fleet, client):
         for path in ("pause?mode=keep&clear_cache=true", "resume", "flush_cache"):
-            answer = await client.post(path, headers=headers)
-            assert answer.status_code == 200, answer.text
+            response = await client.post(path, headers=headers)
+            assert response.status_code == 200, response.text
         assert fleet.workers[0].calls["flush"] == 2
 
 
@@ -65,16 +65,16 @@ async def test_a_pause_that_makes_no_sense_is_refused(
     tmp_path: Path, path: str, param: str
 ) -> None:
     async with control(tmp_path) as (fleet, client):
-        answer = await client.post(path)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        response = await client.post(path)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
         assert fleet.fleet.desired.paused is None
 
 
 async def test_a_drain_must_end_some_time(tmp_path: Path) -> None:
     async with control(tmp_path) as (fleet, client):
         for seconds in ("nan", "inf", "-1", "soon"):
-            answer = await client.delete(f"workers/w0?drain_seconds={seconds}")
-            assert answer.status_code == 400
+            response = await client.delete(f"workers/w0?drain_seconds={seconds}")
+            assert response.status_code == 400
         assert "w0" in fleet.serving()
         assert (await client.delete("workers/w0")).status_code == 200
         assert (await client.delete("workers/w0")).status_code == 404
@@ -84,16 +84,16 @@ async def test_a_drain_must_end_some_time(tmp_path: Path) -> None:
 async def test_a_failed_update_says_who_failed_and_why(tmp_path: Path) -> None:
     async with control(tmp_path) as (fleet, client):
         fleet.workers[1].strike("stage", "error")
-        answer = await client.post("update_weights", json={"weight_dir": fleet.checkpoint("a")})
-        assert answer.status_code == 502
-        body = answer.json()
+        response = await client.post("update_weights", json={"weight_dir": fleet.checkpoint("a")})
+        assert response.status_code == 502
+        body = response.json()
         assert body["error"]["reason"] == "update_failed"
         assert "w1" in body["error"]["message"]
         workers = body["operation"]["workers"]
         assert workers["w1"]["phase"] == "stage"
         assert "status error" in workers["w1"]["error"]
-        found = await client.get(f"operations/{body['operation']['id']}")
-        assert found.json() == body["operation"]
+        operation = await client.get(f"operations/{body['operation']['id']}")
+        assert operation.json() == body["operation"]
         fleet.check()
 
 
@@ -113,10 +113,10 @@ async def test_a_label_that_could_be_misread_is_refused_before_anything_happens(
         if len(label) < 10 and "/" not in label:  # a directory's name is a label too
             calls.append(("update_weights", "version", {"weight_dir": str(tmp_path / label)}))
         for route, param, body in calls:
-            answer = await client.post(route, json=body)
-            assert answer.status_code == 400, answer.text
-            assert answer.json()["error"]["param"] == param
-            assert len(answer.text) < 600
+            response = await client.post(route, json=body)
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == param
+            assert len(response.text) < 600
         assert (await client.get("state")).json()["operations"] == []
 
 

@@ -32,12 +32,12 @@ class Admin:
     def __init__(self, url: str, http: aiohttp.ClientSession, sessions: Sessions) -> None:
         self.url, self.http, self.sessions = url, http, sessions
 
-    async def ask(self, path: str, verb: str = "GET", **query: str) -> tuple[int, Any]:
+    async def send(self, path: str, verb: str = "GET", **query: str) -> tuple[int, Any]:
         url = f"{self.url}/v1/rl/sessions{path}"
-        async with self.http.request(verb, url, params=query) as answer:
-            raw = await answer.read()
-            packed = answer.content_type == "application/msgpack"
-            return answer.status, (msgspec.msgpack if packed else msgspec.json).decode(raw)
+        async with self.http.request(verb, url, params=query) as response:
+            raw = await response.read()
+            packed = response.content_type == "application/msgpack"
+            return response.status, (msgspec.msgpack if packed else msgspec.json).decode(raw)
 
 
 @pytest_asyncio.fixture
@@ -59,7 +59,7 @@ async def test_sessions_are_listed_in_pages(admin: Admin, renderer: Renderer) ->
     seen: list[str] = []
     after = ""
     while True:
-        status, page = await admin.ask("", limit="2", after=after)
+        status, page = await admin.send("", limit="2", after=after)
         assert status == 200
         seen += [each["id"] for each in page["sessions"]]
         if page["next"] is None:
@@ -76,12 +76,12 @@ async def test_every_branch_comes_as_a_sample(admin: Admin, renderer: Renderer) 
     await session.commit(plan, [(completion(renderer, plan, "else"), message)])
     expected = await admin.sessions.samples("a")
     assert len(expected) == 2
-    status, answer = await admin.ask("/a")
+    status, response = await admin.send("/a")
     assert status == 200
-    assert (answer["session"]["id"], answer["session"]["turns"]) == ("a", 4)
-    lines = map(msgspec.json.encode, answer["samples"])
+    assert (response["session"]["id"], response["session"]["turns"]) == ("a", 4)
+    lines = map(msgspec.json.encode, response["samples"])
     assert [Sample.from_json(line) for line in lines] == expected
-    status, packed = await admin.ask("/a", format="msgpack")
+    status, packed = await admin.send("/a", format="msgpack")
     assert packed["samples"] == msgspec.msgpack.decode(msgspec.msgpack.encode(expected))
 
 
@@ -92,7 +92,7 @@ async def test_experts_are_bytes_in_msgpack(admin: Admin, renderer: Renderer) ->
     experts = RoutedExperts(bytes(rows * 4), (rows, 2, 2), "uint8")
     turn = completion(renderer, plan, "x", experts=experts)
     await session.commit(plan, [(turn, {"role": "assistant", "content": "x"})])
-    _, packed = await admin.ask("/a", format="msgpack")
+    _, packed = await admin.send("/a", format="msgpack")
     assert packed["samples"][0]["experts"]["data"] == experts.data
 
 
@@ -102,18 +102,18 @@ async def test_an_aborted_turn_is_trained_only_on_request(admin: Admin, renderer
     cut = completion(renderer, plan, "half", finish="abort")
     await session.commit(plan, [(cut, {"role": "assistant", "content": "half"})])
     for query, trained in (({}, False), ({"train_aborted": "true"}, True)):
-        _, answer = await admin.ask("/a", **query)
-        assert any(answer["samples"][0]["sampled_mask"]) is trained
-        assert answer["samples"][0]["aborts"] == 1
+        _, response = await admin.send("/a", **query)
+        assert any(response["samples"][0]["sampled_mask"]) is trained
+        assert response["samples"][0]["aborts"] == 1
 
 
 async def test_a_session_ends_once(admin: Admin, renderer: Renderer) -> None:
     await talk(admin.sessions, "a", renderer, 1)
-    assert await admin.ask("/a", "DELETE") == (200, {"id": "a", "deleted": True})
+    assert await admin.send("/a", "DELETE") == (200, {"id": "a", "deleted": True})
     for verb in ("DELETE", "GET"):
-        status, answer = await admin.ask("/a", verb)
-        assert (status, answer["error"]["reason"]) == (404, "not_found")
-        assert answer["error"]["request_id"]
+        status, response = await admin.send("/a", verb)
+        assert (status, response["error"]["reason"]) == (404, "not_found")
+        assert response["error"]["request_id"]
 
 
 @pytest.mark.parametrize(
@@ -129,5 +129,5 @@ async def test_a_session_ends_once(admin: Admin, renderer: Renderer) -> None:
 async def test_a_question_that_cannot_be_read_is_refused(
     admin: Admin, path: str, query: dict[str, str], param: str
 ) -> None:
-    status, answer = await admin.ask(path, **query)
-    assert (status, answer["error"]["param"]) == (400, param)
+    status, response = await admin.send(path, **query)
+    assert (status, response["error"]["param"]) == (400, param)

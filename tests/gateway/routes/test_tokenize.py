@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize over HTTP: vLLM's two forms, and no answer to an unclear question."""
+"""/tokenize and /detokenize over HTTP: vLLM's two forms, and a 400 for anything unclear."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Client:
         self.url, self.http = url, http
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        async with self.http.post(self.url + path, json=body) as answer:
-            return answer.status, await answer.json()
+        async with self.http.post(self.url + path, json=body) as response:
+            return response.status, await response.json()
 
     async def tokens(self, **body: Any) -> dict[str, Any]:
-        status, answer = await self.post("/tokenize", body)
-        assert status == 200, answer
-        return dict(answer)
+        status, response = await self.post("/tokenize", body)
+        assert status == 200, response
+        return dict(response)
 
     async def refused(self, path: str, **body: Any) -> dict[str, Any]:
-        status, answer = await self.post(path, body)
-        assert status == 400, answer
-        assert answer["error"]["request_id"]
-        return dict(answer["error"])
+        status, response = await self.post(path, body)
+        assert status == 400, response
+        assert response["error"]["request_id"]
+        return dict(response["error"])
 
 
 @pytest_asyncio.fixture
@@ -66,9 +66,9 @@ def renderer() -> Renderer:
 async def test_a_prompt_gets_special_tokens_by_default_and_a_chat_does_not(
     client: Client, renderer: Renderer
 ) -> None:
-    found = await client.tokens(prompt="Hello, world!")
+    tokenized = await client.tokens(prompt="Hello, world!")
     ids = renderer.encode("Hello, world!", special=True)
-    assert found == {
+    assert tokenized == {
         "count": len(ids), "max_model_len": 1024, "tokens": ids, "token_strs": None,
     }  # fmt: skip
     bare = await client.tokens(prompt="Hello, world!", add_special_tokens=False)
@@ -129,27 +129,27 @@ async def test_an_unclear_question_is_refused_by_name(
 async def test_the_model_may_be_left_out_and_an_unknown_one_is_404(client: Client) -> None:
     assert await client.tokens(prompt="x", model="lora") == await client.tokens(prompt="x")
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
-        status, answer = await client.post(path, {**body, "model": "nope"})
-        assert (status, answer["error"]["reason"]) == (404, "unknown_model")
+        status, response = await client.post(path, {**body, "model": "nope"})
+        assert (status, response["error"]["reason"]) == (404, "unknown_model")
 
 
 @pytest.mark.failure_mode("F40")
 async def test_parts_of_a_character_keep_their_bytes(client: Client, renderer: Renderer) -> None:
-    found = await client.tokens(prompt=ODD, return_token_strs=True, return_token_bytes=True)
-    assert len(found["token_strs"]) == len(found["token_bytes"]) == found["count"]
-    assert b"".join(map(bytes, found["token_bytes"])).decode() == ODD
-    whole = renderer.tokenizer.convert_tokens_to_ids(found["token_strs"])
-    assert whole == found["tokens"]
-    status, answer = await client.post(
-        "/v1/detokenize", {"tokens": found["tokens"], "return_token_bytes": True}
+    tokenized = await client.tokens(prompt=ODD, return_token_strs=True, return_token_bytes=True)
+    assert len(tokenized["token_strs"]) == len(tokenized["token_bytes"]) == tokenized["count"]
+    assert b"".join(map(bytes, tokenized["token_bytes"])).decode() == ODD
+    whole = renderer.tokenizer.convert_tokens_to_ids(tokenized["token_strs"])
+    assert whole == tokenized["tokens"]
+    status, response = await client.post(
+        "/v1/detokenize", {"tokens": tokenized["tokens"], "return_token_bytes": True}
     )
-    assert (status, answer["prompt"]) == (200, ODD)
-    assert answer["token_bytes"] == found["token_bytes"]
+    assert (status, response["prompt"]) == (200, ODD)
+    assert response["token_bytes"] == tokenized["token_bytes"]
 
 
 async def test_both_routes_stand_under_v1_too(client: Client) -> None:
-    status, answer = await client.post("/v1/tokenize", {"prompt": "x"})
-    assert (status, answer) == (200, await client.tokens(prompt="x"))
+    status, response = await client.post("/v1/tokenize", {"prompt": "x"})
+    assert (status, response) == (200, await client.tokens(prompt="x"))
     assert await client.post("/detokenize", {"tokens": []}) == (200, {"prompt": ""})
 
 
@@ -173,18 +173,18 @@ async def test_an_id_that_is_none_is_named(client: Client, tokens: Any, param: s
 
 
 async def test_a_required_prefix_is_kept_to_the_id(client: Client, renderer: Renderer) -> None:
-    said = [*HI, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "More"}]
+    messages = [*HI, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "More"}]
     # Not how the tokenizer would write it: one token for each letter.
     letters = [renderer.encode(letter)[0] for letter in "Hello"]
     prefix = [*renderer.render(HI), *letters, renderer.stop_token_ids[0]]
-    found = await client.tokens(messages=said, required_prefix_token_ids=prefix)
-    assert found["tokens"][: len(prefix)] == prefix
-    rest = renderer.decode(found["tokens"][len(prefix) :])
+    tokenized = await client.tokens(messages=messages, required_prefix_token_ids=prefix)
+    assert tokenized["tokens"][: len(prefix)] == prefix
+    rest = renderer.decode(tokenized["tokens"][len(prefix) :])
     assert rest == "\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(
-    ("spoil", "answer"),
+    ("spoil", "reply"),
     [
         (lambda prefix: prefix[1:], "Hello"),
         (lambda prefix: prefix, "Something else"),
@@ -193,11 +193,15 @@ async def test_a_required_prefix_is_kept_to_the_id(client: Client, renderer: Ren
     ],
 )
 async def test_a_prefix_that_is_not_of_these_messages_is_refused(
-    client: Client, renderer: Renderer, spoil: Any, answer: str
+    client: Client, renderer: Renderer, spoil: Any, reply: str
 ) -> None:
-    said = [*HI, {"role": "assistant", "content": answer}, {"role": "user", "content": "More"}]
+    messages = [
+        *HI,
+        {"role": "assistant", "content": reply},
+        {"role": "user", "content": "More"},
+    ]
     prefix = [*renderer.render(HI), *renderer.encode("Hello"), renderer.stop_token_ids[0]]
     error = await client.refused(
-        "/tokenize", messages=said, required_prefix_token_ids=spoil(prefix)
+        "/tokenize", messages=messages, required_prefix_token_ids=spoil(prefix)
     )
     assert error["param"].startswith("required_prefix_token_ids")

@@ -52,7 +52,7 @@ def run_and_kill(path: str) -> dict[str, int]:
     return answered
 
 
-async def test_a_kill_loses_no_turn_that_was_answered(tmp_path: Path) -> None:
+async def test_a_kill_loses_no_turn_whose_reply_was_sent(tmp_path: Path) -> None:
     path = str(tmp_path / "sessions.db")
     answered = run_and_kill(path)
     assert len(answered) == SESSIONS

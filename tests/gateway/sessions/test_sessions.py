@@ -55,12 +55,12 @@ async def say(
 ) -> PromptPlan:
     """Plans and commits a turn with a choice for each text; the first goes on."""
     plan = await session.plan(messages)
-    said = [{"role": "assistant", "content": text} for text in texts]
+    replies = [{"role": "assistant", "content": text} for text in texts]
     await session.commit(
         plan,
-        [(completion(renderer, plan, m["content"], **more), m) for m in said],
+        [(completion(renderer, plan, m["content"], **more), m) for m in replies],
     )
-    messages.append(said[0])
+    messages.append(replies[0])
     return plan
 
 
@@ -323,8 +323,8 @@ async def test_a_client_that_leaves_while_its_turn_is_stored_loses_nothing(
     async with Sessions() as sessions:
         session = await sessions.open("a", renderer)
         plan = await session.plan([ASK])
-        answers = [(completion(renderer, plan, "x"), {"role": "assistant", "content": "x"})]
-        task = asyncio.create_task(session.commit(plan, answers))
+        choices = [(completion(renderer, plan, "x"), {"role": "assistant", "content": "x"})]
+        task = asyncio.create_task(session.commit(plan, choices))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -451,9 +451,9 @@ async def test_turns_of_one_moment_share_a_transaction(
     async with Sessions() as sessions:
         opened = [await sessions.open(f"s{at}", renderer) for at in range(8)]
         plans = [await each.plan([ASK]) for each in opened]
-        said = {"role": "assistant", "content": "3"}
+        reply = {"role": "assistant", "content": "3"}
         commits = (
-            each.commit(plan, [(completion(renderer, plan, "3"), said)])
+            each.commit(plan, [(completion(renderer, plan, "3"), reply)])
             for each, plan in zip(opened, plans, strict=True)
         )
         await asyncio.gather(*commits)
