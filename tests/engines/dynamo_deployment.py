@@ -52,7 +52,7 @@ class Deployment:
     def discovery(self) -> DynamoDiscovery:
         return DynamoDiscovery(self.url, self.rl_url)
 
-    async def found(self) -> list[DiscoveredWorker]:
+    async def discovered(self) -> list[DiscoveredWorker]:
         """Its workers, in the order in which they were started."""
         discovery = self.discovery()
         try:
@@ -62,10 +62,10 @@ class Deployment:
         return [by_id[one["instance_id"]] for one in self.workers if one["instance_id"] in by_id]
 
     async def admin(self, index: int = 0) -> DynamoAdmin:
-        found = (await self.found())[index]
-        assert found.ready, found.error
-        assert found.admin_url is not None
-        return DynamoAdmin(found.admin_url, found.routes)
+        worker = (await self.discovered())[index]
+        assert worker.ready, worker.error
+        assert worker.admin_url is not None
+        return DynamoAdmin(worker.admin_url, worker.routes)
 
     def kill(self, index: int) -> None:
         os.kill(self.workers[index]["pid"], signal.SIGKILL)

@@ -56,10 +56,10 @@ async def test_frontend_is_recognised_and_its_worker_named(
     dynamo: Deployment, policy: lockstep.Policy
 ) -> None:
     assert policy.transport.name == "dynamo"
-    [done] = await policy.generate(PROMPT)
-    assert done.worker == dynamo.workers[0]["instance_id"]
-    assert [span.version for span in done.versions] == ["default"]
-    assert done.logprob_mode == "processed"
+    [completion] = await policy.generate(PROMPT)
+    assert completion.worker == dynamo.workers[0]["instance_id"]
+    assert [span.version for span in completion.versions] == ["default"]
+    assert completion.logprob_mode == "processed"
 
 
 @pytest.mark.failure_mode("F44")
@@ -93,10 +93,10 @@ async def test_teacher_scores_are_the_trainers(policy: lockstep.Policy) -> None:
 async def test_numbers_that_dynamo_cuts_to_32_bits_arrive_whole(
     policy: lockstep.Policy, temperature: float
 ) -> None:
-    [done] = await policy.generate(PROMPT, temperature=temperature, ignore_eos=True)
-    assert done.temperature == temperature
-    ids = PROMPT + done.token_ids
-    assert done.logprobs == reference(TINY, ids, temperature)[len(PROMPT) - 1 :]
+    [completion] = await policy.generate(PROMPT, temperature=temperature, ignore_eos=True)
+    assert completion.temperature == temperature
+    ids = PROMPT + completion.token_ids
+    assert completion.logprobs == reference(TINY, ids, temperature)[len(PROMPT) - 1 :]
 
 
 async def test_a_stream_is_the_unary_answer_in_a_few_chunks(policy: lockstep.Policy) -> None:
@@ -113,19 +113,19 @@ async def test_a_stream_is_the_unary_answer_in_a_few_chunks(policy: lockstep.Pol
 
 async def test_many_choices_have_their_own_records(policy: lockstep.Policy) -> None:
     choices = await policy.generate(PROMPT, n=3, ignore_eos=True)
-    assert [done.index for done in choices] == [0, 1, 2]
-    assert len({tuple(done.token_ids) for done in choices}) == 3
+    assert [completion.index for completion in choices] == [0, 1, 2]
+    assert len({tuple(completion.token_ids) for completion in choices}) == 3
 
 
 async def test_stop_ids_end_a_turn_and_are_kept(policy: lockstep.Policy) -> None:
     letters = {"allowed_token_ids": list(range(100, 200))}  # none of them is an end
     [free] = await policy.generate(PROMPT, **letters)
     stop = free.token_ids[5]
-    [done] = await policy.generate(PROMPT, **letters, stop_token_ids=[stop])
+    [completion] = await policy.generate(PROMPT, **letters, stop_token_ids=[stop])
     assert set(free.token_ids) <= set(range(100, 200))
-    assert done.finish == "stop"
-    assert done.stop_token == stop
-    assert done.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert completion.finish == "stop"
+    assert completion.stop_token == stop
+    assert completion.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
     with pytest.raises(UnsupportedField, match="drops every stop token"):
         await policy.generate(PROMPT, ignore_eos=True, stop_token_ids=[stop])
 
@@ -135,11 +135,11 @@ async def test_an_abort_is_an_abort_and_goes_on_token_exactly(
     dynamo: Deployment, policy: lockstep.Policy
 ) -> None:
     [whole] = await policy.generate(PROMPT, temperature=0.0, **LONG)
-    asked = asyncio.create_task(policy.generate(PROMPT, temperature=0.0, **LONG))
+    running = asyncio.create_task(policy.generate(PROMPT, temperature=0.0, **LONG))
     await in_flight(dynamo, 1)
     admin = await dynamo.admin()
     await admin.pause("abort")
-    [part] = await asked
+    [part] = await running
     await admin.resume()
     await admin.close()
     assert part.finish == "abort"
@@ -155,9 +155,9 @@ async def test_an_abort_is_an_abort_and_goes_on_token_exactly(
 async def test_a_client_that_goes_away_stops_the_engine(
     dynamo: Deployment, policy: lockstep.Policy
 ) -> None:
-    asked = asyncio.create_task(policy.generate(PROMPT, **LONG))
+    running = asyncio.create_task(policy.generate(PROMPT, **LONG))
     await in_flight(dynamo, 1)
-    asked.cancel()
+    running.cancel()
     await in_flight(dynamo, 0)
 
 
@@ -201,11 +201,11 @@ async def test_the_generate_route_gives_the_same_tokens(
         [two] = await other.generate(PROMPT, **options)
         assert (one.token_ids, one.logprobs) == (two.token_ids, two.logprobs)
         assert one.finish == two.finish
-        asked = asyncio.create_task(other.generate(PROMPT, **LONG))
+        running = asyncio.create_task(other.generate(PROMPT, **LONG))
         await in_flight(dynamo, 1)
         admin = await dynamo.admin()
         await admin.pause("abort")
         with pytest.raises(EngineFailure):  # the route would call it a stop
-            await asked
+            await running
         await admin.resume()
         await admin.close()

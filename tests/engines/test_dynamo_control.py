@@ -54,13 +54,13 @@ async def policy(dynamo: Deployment) -> AsyncIterator[lockstep.Policy]:
 
 
 @asynccontextmanager
-async def load(policy: lockstep.Policy, done: list[Completion]) -> AsyncIterator[None]:
-    """Four callers that ask again and again while the block runs; what they got is in `done`."""
+async def load(policy: lockstep.Policy, completions: list[Completion]) -> AsyncIterator[None]:
+    """Four callers that send requests while the block runs; what they got is in `completions`."""
     ending = asyncio.Event()
 
     async def caller() -> None:
         while not ending.is_set():
-            done.extend(await policy.generate(PROMPT, max_tokens=200))
+            completions.extend(await policy.generate(PROMPT, max_tokens=200))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(4):
@@ -71,12 +71,12 @@ async def load(policy: lockstep.Policy, done: list[Completion]) -> AsyncIterator
             ending.set()
 
 
-def check_every_token(done: Completion, weights: dict[str, Path]) -> None:
+def check_every_token(completion: Completion, weights: dict[str, Path]) -> None:
     """Each token has the logprob that the weights of its version give it."""
-    ids = done.prompt_ids + done.token_ids
-    for span in done.versions:
-        said = reference(weights[span.version], ids)[len(done.prompt_ids) - 1 :]
-        assert done.logprobs[span.start : span.end] == said[span.start : span.end]
+    ids = completion.prompt_ids + completion.token_ids
+    for span in completion.versions:
+        expected = reference(weights[span.version], ids)[len(completion.prompt_ids) - 1 :]
+        assert completion.logprobs[span.start : span.end] == expected[span.start : span.end]
 
 
 @pytest.mark.failure_mode("F43")
@@ -87,21 +87,21 @@ async def test_an_update_under_load_labels_every_token(
     assert (await admin.view()).version == "default"
     before = await admin.probe(PROBE)
     assert before == [reference(TINY, ids) for ids in PROBE]
-    done: list[Completion] = []
-    async with load(policy, done):
+    completions: list[Completion] = []
+    async with load(policy, completions):
         await admin.stage(Source(directory=other), "step-1")
         assert (await admin.view()).staged == "step-1"
         await admin.pause("keep")
         await admin.commit("step-1")
         assert await admin.probe(PROBE) == [reference(other, ids) for ids in PROBE]
         await admin.resume()
-        while not any(one.versions[0].version == "step-1" for one in done):
+        while not any(one.versions[0].version == "step-1" for one in completions):
             await asyncio.sleep(0.05)
         assert await admin.rollback() == "default"
     weights = {"default": TINY, "step-1": other}
-    assert {span.version for one in done for span in one.versions} == set(weights)
-    assert any(len(one.versions) > 1 for one in done), "a request lived through a change"
-    for one in done:
+    assert {span.version for one in completions for span in one.versions} == set(weights)
+    assert any(len(one.versions) > 1 for one in completions), "a request lived through a change"
+    for one in completions:
         check_every_token(one, weights)
     assert await admin.probe(PROBE) == before
 
@@ -161,9 +161,9 @@ async def test_a_worker_without_a_probe_route_is_proved_through_the_frontend(
     dynamo: Deployment, other: Path
 ) -> None:
     """As Dynamo's own engines: no staging, and scores only as the logprobs of a prompt."""
-    [found] = await dynamo.found()
-    routes = tuple(set(found.routes) - TRANSACTION)
-    bare = FrontendProbeAdmin(replace(found, routes=routes))
+    [worker] = await dynamo.discovered()
+    routes = tuple(set(worker.routes) - TRANSACTION)
+    bare = FrontendProbeAdmin(replace(worker, routes=routes))
     try:
         assert not bare.stages
         assert await bare.probe(PROBE) == [reference(TINY, ids) for ids in PROBE]

@@ -36,12 +36,12 @@ pytestmark = needs_dynamo
 TINY = bundled("tiny") or Path()
 TOKEN = "test-admin-token"
 PROMPT = [10, 20, 30, 40]
-ASK = GenerateRequest(
+REQUEST = GenerateRequest(
     prompt_ids=PROMPT,
     model="tiny",
     sampling=Sampling(max_tokens=32, ignore_eos=True, seed=5),
 )
-LONG = replace(ASK, sampling=replace(ASK.sampling, max_tokens=3000))
+LONG = replace(REQUEST, sampling=replace(REQUEST.sampling, max_tokens=3000))
 
 
 @pytest.fixture(scope="module")
@@ -76,18 +76,20 @@ async def closing(opened: Any) -> AsyncIterator[Any]:
 @asynccontextmanager
 async def fleet_of(dynamo: Deployment) -> AsyncIterator[Fleet]:
     pool = Pool()
-    async with pool, Fleet(pool, model_dir=TINY) as fleet, closing(dynamo.discovery()) as found:
-        async with following(fleet, found, look_seconds=0.2):
+    async with pool, Fleet(pool, model_dir=TINY) as fleet, closing(dynamo.discovery()) as discovery:
+        async with following(fleet, discovery, look_seconds=0.2):
             await pool.wait_ready(2, 60.0)
             yield fleet
 
 
-async def ask(fleet: Fleet, one: GenerateRequest = ASK, worker: str | None = None) -> Completion:
+async def generate(
+    fleet: Fleet, one: GenerateRequest = REQUEST, worker: str | None = None
+) -> Completion:
     async def call(chosen: Worker) -> list[Completion]:
         return await chosen.transport.generate(one)
 
-    [done] = await fleet.pool.run(Affinity.of(one.prompt_ids, worker=worker), call)
-    return done
+    [completion] = await fleet.pool.run(Affinity.of(one.prompt_ids, worker=worker), call)
+    return completion
 
 
 async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -100,18 +102,18 @@ async def test_a_pinned_url_is_that_worker_or_an_error(dynamo: Deployment) -> No
     name = dynamo.workers[1]["instance_id"]
     async with closing(await open_transport(pinned(dynamo.url, name))) as one:
         for _ in range(4):
-            [done] = await one.generate(ASK)
-            assert done.worker == name
+            [completion] = await one.generate(REQUEST)
+            assert completion.worker == name
         with pytest.raises(BadRequest, match="leave it out"):
-            await one.generate(replace(ASK, nvext={"backend_instance_id": 7}))
+            await one.generate(replace(REQUEST, nvext={"backend_instance_id": 7}))
     async with closing(await open_transport(pinned(dynamo.url, "123"), "dynamo")) as gone:
         with pytest.raises(Unavailable, match="not known"):
-            await gone.generate(ASK)
+            await gone.generate(REQUEST)
 
 
 @pytest.fixture
 def gateway(dynamo: Deployment) -> Iterator[dict[str, Any]]:
-    """`lockstep gateway --dynamo`: what it said when it was ready."""
+    """`lockstep gateway --dynamo`: what it printed when it was ready."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP_", "DYN_"))}
     port = dynamo.rl_url.rpartition(":")[2]
     process = subprocess.Popen(
@@ -150,8 +152,8 @@ async def test_a_gateway_gives_sessions_and_updates_to_a_deployment(
         assert (await fleet.state())["serving"] == 2
     assert [span.version for span in sample.versions] == ["default", "step-0"]
     before, after = reference(TINY, sample.token_ids), reference(new, sample.token_ids)
-    for span, said in zip(sample.versions, (before, after), strict=True):
-        assert sample.logprobs[span.start : span.end] == said[span.start - 1 : span.end - 1]
+    for span, expected in zip(sample.versions, (before, after), strict=True):
+        assert sample.logprobs[span.start : span.end] == expected[span.start - 1 : span.end - 1]
 
 
 async def test_the_whole_life_of_a_fleet(dynamo: Deployment, other: Path, tmp_path: Path) -> None:
@@ -159,36 +161,36 @@ async def test_the_whole_life_of_a_fleet(dynamo: Deployment, other: Path, tmp_pa
     async with fleet_of(dynamo) as fleet:
         assert {worker.id for worker in fleet.workers} == names
         for name in names:
-            assert (await ask(fleet, worker=name)).worker == name
+            assert (await generate(fleet, worker=name)).worker == name
 
-        done = await fleet.update_weights(str(other), version="step-1")
-        assert done.status == "done"
+        operation = await fleet.update_weights(str(other), version="step-1")
+        assert operation.status == "done"
         for name in names:
-            completion = await ask(fleet, worker=name)
+            completion = await generate(fleet, worker=name)
             assert [span.version for span in completion.versions] == ["step-1"]
-            said = reference(other, PROMPT + completion.token_ids)
-            assert completion.logprobs == said[len(PROMPT) - 1 :]
+            expected = reference(other, PROMPT + completion.token_ids)
+            assert completion.logprobs == expected[len(PROMPT) - 1 :]
 
         await fleet.load_adapter("math", str(adapter(other, tmp_path / "a", seed=3)))
         for name in names:
-            assert (await ask(fleet, replace(ASK, model="math"), name)).adapter == "math"
+            assert (await generate(fleet, replace(REQUEST, model="math"), name)).adapter == "math"
         await fleet.unload_adapter("math")
 
-        # Dead in mid-generation: a typed error for whom nobody else could answer for, and the
-        # other worker answers everybody else.
+        # Dead in mid-generation: a typed error for what was pinned there, and the other
+        # worker serves everybody else.
         victim = dynamo.workers[0]["instance_id"]
-        asked = asyncio.create_task(ask(fleet, LONG, victim))
+        running = asyncio.create_task(generate(fleet, LONG, victim))
         admin = fleet.worker(victim).control
         while not (await admin.view()).in_flight:
             await asyncio.sleep(0.02)
         dynamo.kill(0)
         with pytest.raises(Unavailable):
-            await asked
-        free = [ask(fleet) for _ in range(8)]
+            await running
+        free = [generate(fleet) for _ in range(8)]
         assert {one.worker for one in await asyncio.gather(*free)} == names - {victim}
         await until(lambda: {worker.id for worker in fleet.workers} == names - {victim})
         with pytest.raises(LockstepError):
-            await ask(fleet, worker=victim)
+            await generate(fleet, worker=victim)
 
 
 @pytest.mark.failure_mode("F35")
@@ -205,10 +207,10 @@ async def test_a_worker_that_dies_in_mid_update_is_left_out(
             doomed.kill(0)
 
         admin.stage = stage_and_die  # type: ignore[method-assign]
-        done = await fleet.update_weights(str(other), version="step-1")
-        assert done.workers[survivor].status == "ok"
-        assert done.workers[victim].status == "quarantined"
+        operation = await fleet.update_weights(str(other), version="step-1")
+        assert operation.workers[survivor].status == "ok"
+        assert operation.workers[victim].status == "quarantined"
         for _ in range(4):
-            completion = await ask(fleet)
+            completion = await generate(fleet)
             assert completion.worker == survivor
             assert [span.version for span in completion.versions] == ["step-1"]

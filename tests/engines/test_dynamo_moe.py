@@ -61,7 +61,7 @@ async def test_stock_clients_ask_with_an_extra_field(dynamo: Deployment) -> None
         "nvext": {"token_data": PROMPT, "extra_fields": ["routed_experts"]},
     }
     async with aiohttp.ClientSession() as session:
-        async with session.post(f"{dynamo.url}/v1/chat/completions", json=body) as answer:
-            found = (await answer.json())["nvext"]["routed_experts"]
-    assert found["shape"][1:] == [2, 2]
-    assert found["start"] == 0
+        async with session.post(f"{dynamo.url}/v1/chat/completions", json=body) as response:
+            experts = (await response.json())["nvext"]["routed_experts"]
+    assert experts["shape"][1:] == [2, 2]
+    assert experts["start"] == 0

@@ -117,7 +117,7 @@ def test_the_generate_route_is_read_as_it_was_sent() -> None:
     assert request.body.priority == 2
     sampling = request.body.sampling()
     assert sampling.logit_bias == {5: 1.0}
-    assert sampling.logprob_mode == "processed", "its answers have no room to say another one"
+    assert sampling.logprob_mode == "processed", "its responses have no field for another one"
     assert request.body.experts_start is None
     moe = read_request(chat(extra_args={"vllm_tito": sent}), has_experts=True)
     assert moe.body.experts_start == 0
@@ -132,8 +132,8 @@ def test_decimals_survive_32_bits(value: float) -> None:
     assert decimal(float(np.float32(value))) == value
 
 
-def piece(token: int, done: Completion | None = None) -> StreamedToken:
-    return StreamedToken(0, Sampled(token, -0.5, 1, ()), done)
+def piece(token: int, completion: Completion | None = None) -> StreamedToken:
+    return StreamedToken(0, Sampled(token, -0.5, 1, ()), completion)
 
 
 def completion(tokens: int, finish: Any = "stop") -> Completion:

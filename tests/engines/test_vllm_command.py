@@ -25,11 +25,11 @@ pytestmark = pytest.mark.timeout(400)
 
 
 class Served:
-    def __init__(self, room: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         source = bundled("tiny")
         assert source is not None
-        self.a = models.random(source, room / "a", seed=21)
-        self.b = models.random(source, room / "b", seed=22)
+        self.a = models.random(source, folder / "a", seed=21)
+        self.b = models.random(source, folder / "b", seed=22)
         models.probe(self.b).write(self.b / "probe.safetensors")
         self.gateway = ServeProcess(
             "--engine", "vllm", "--sessions", "memory", "--", *OPTIONS,
@@ -93,8 +93,8 @@ async def test_an_update_whose_probe_is_not_met_is_rolled_back(
             await fleet.update_weights(wrong, "wrong")
         assert (await fleet.state())["version"] == before
     async with lockstep.connect(served.gateway.url, tokenizer=served.a) as policy:
-        (done,) = await policy.generate([5, 6, 7], max_tokens=8)
-    assert {span.version for span in done.versions} == {before}
+        (completion,) = await policy.generate([5, 6, 7], max_tokens=8)
+    assert {span.version for span in completion.versions} == {before}
 
 
 @pytest.mark.failure_mode("F26")
@@ -115,10 +115,10 @@ async def test_a_server_that_dies_comes_back_with_the_weights_of_the_fleet(serve
         (worker,) = (await fleet.state())["workers"]
         assert (worker["state"], worker["version"]) == ("serving", "step-1")
     async with lockstep.connect(served.gateway.url, tokenizer=served.a) as policy:
-        (done,) = await policy.generate([5, 6, 7], max_tokens=8)
-    right = Reference(served.b).score([5, 6, 7, *done.token_ids])[2:]
-    assert max(abs(p - q) for p, q in zip(done.logprobs, right, strict=True)) <= TOLERANCE
-    assert {span.version for span in done.versions} == {"step-1"}
+        (completion,) = await policy.generate([5, 6, 7], max_tokens=8)
+    right = Reference(served.b).score([5, 6, 7, *completion.token_ids])[2:]
+    assert max(abs(p - q) for p, q in zip(completion.logprobs, right, strict=True)) <= TOLERANCE
+    assert {span.version for span in completion.versions} == {"step-1"}
 
 
 def test_a_gateway_that_is_killed_leaves_no_server_behind(served: Served) -> None:

@@ -30,8 +30,8 @@ def question(tokens: int, model: str | None = None) -> GenerateRequest:
 
 async def generated(server: Vllm, tokens: int, model: str | None = None) -> Completion:
     async with server.transport() as transport:
-        (done,) = await transport.generate(question(tokens, model))
-        return done
+        (completion,) = await transport.generate(question(tokens, model))
+        return completion
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
@@ -46,9 +46,9 @@ async def test_a_pause_leaves_nothing_running(dense: Vllm, mode: PauseMode) -> N
         if mode == "keep":
             assert not running.done()
         else:
-            done = await asyncio.wait_for(running, 30)
-            whole = len(done.token_ids) == LONGEST
-            assert (done.finish, whole) == (
+            completion = await asyncio.wait_for(running, 30)
+            whole = len(completion.token_ids) == LONGEST
+            assert (completion.finish, whole) == (
                 ("abort", False) if mode == "abort" else ("length", True)
             )
         await admin.resume()
@@ -68,16 +68,16 @@ async def test_a_probe_of_a_paused_server_disturbs_nobody(dense: Vllm) -> None:
         with pytest.raises(UnsupportedField, match="resume it without traffic"):
             await admin.probe([[1, 2, 3]], adapter="any")
         await admin.resume()
-        done = await asyncio.wait_for(running, 60)
-    right = Reference(dense.a).score([*LONG, *done.token_ids])[len(LONG) - 1 :]
-    assert max(abs(p - q) for p, q in zip(done.logprobs, right, strict=True)) <= TOLERANCE
+        completion = await asyncio.wait_for(running, 60)
+    right = Reference(dense.a).score([*LONG, *completion.token_ids])[len(LONG) - 1 :]
+    assert max(abs(p - q) for p, q in zip(completion.logprobs, right, strict=True)) <= TOLERANCE
 
 
 @pytest.mark.failure_mode("F30")
 async def test_adapters_are_swapped_exactly(dense: Vllm) -> None:
-    room = dense.room
-    one = models.adapter(dense.a, room / "lora-1", seed=11)
-    two = models.adapter(dense.a, room / "lora-2", seed=12)
+    folder = dense.folder
+    one = models.adapter(dense.a, folder / "lora-1", seed=11)
+    two = models.adapter(dense.a, folder / "lora-2", seed=12)
     sequences = [LONG, [5, 6, 7, 8]]
     right = [Reference(_merged(dense, lora)).rows(sequences) for lora in (one, two)]
     base = Reference(dense.a).rows(sequences)
@@ -95,10 +95,10 @@ async def test_adapters_are_swapped_exactly(dense: Vllm) -> None:
         shutil.copy(two / "adapter_model.safetensors", one / "adapter_model.safetensors")
         await admin.load_adapter("style", one, label="new contents")
         assert furthest(await admin.probe(sequences, adapter="style"), right[1]) <= TOLERANCE
-        done = await generated(dense, 8, "style")
+        completion = await generated(dense, 8, "style")
         known = Reference(_merged(dense, two))
-        expected = known.score([*LONG, *done.token_ids])[len(LONG) - 1 :]
-        worst = max(abs(p - q) for p, q in zip(done.logprobs, expected, strict=True))
+        expected = known.score([*LONG, *completion.token_ids])[len(LONG) - 1 :]
+        worst = max(abs(p - q) for p, q in zip(completion.logprobs, expected, strict=True))
         assert worst <= TOLERANCE
         await admin.unload_adapter("style")
         assert (await admin.view()).adapters == {}
@@ -107,14 +107,14 @@ async def test_adapters_are_swapped_exactly(dense: Vllm) -> None:
 
 
 async def test_an_adapter_outlives_an_update_of_the_base(dense: Vllm) -> None:
-    lora = models.adapter(dense.a, dense.room / "lora-3", seed=13)
+    lora = models.adapter(dense.a, dense.folder / "lora-3", seed=13)
     sequences = [[9, 8, 7, 6, 5]]
     async with dense.admin() as admin:
         await updated(dense, admin, dense.a, "under-a")
         await admin.load_adapter("kept", lora)
         for base, version in ((dense.b, "under-b"), (dense.a, "under-a-again")):
             assert await updated(dense, admin, base, version) <= TOLERANCE
-            merged = models.merged(base, lora, dense.room / f"merged-{version}")
+            merged = models.merged(base, lora, dense.folder / f"merged-{version}")
             rows = Reference(merged).rows(sequences)
             assert furthest(await admin.probe(sequences, adapter="kept"), rows) <= TOLERANCE
         await admin.unload_adapter("kept")
@@ -122,12 +122,12 @@ async def test_an_adapter_outlives_an_update_of_the_base(dense: Vllm) -> None:
 
 @pytest.mark.failure_mode("F29")
 async def test_a_bad_adapter_is_refused_and_the_base_never_stands_in(dense: Vllm) -> None:
-    good = models.adapter(dense.a, dense.room / "lora-good", seed=14)
-    bad = dense.room / "lora-bad"
+    good = models.adapter(dense.a, dense.folder / "lora-good", seed=14)
+    bad = dense.folder / "lora-bad"
     shutil.copytree(good, bad)
     (bad / "adapter_config.json").write_text("{not json")
     async with dense.admin() as admin:
-        for path in (bad, dense.room / "no-such-adapter"):
+        for path in (bad, dense.folder / "no-such-adapter"):
             with pytest.raises(AdapterError):
                 await admin.load_adapter("broken", path)
         assert (await admin.view()).adapters == {}
@@ -138,5 +138,5 @@ async def test_a_bad_adapter_is_refused_and_the_base_never_stands_in(dense: Vllm
 
 
 def _merged(server: Vllm, lora: Path) -> Path:
-    target = server.room / f"merged-{lora.name}"
+    target = server.folder / f"merged-{lora.name}"
     return target if target.exists() else models.merged(server.a, lora, target)

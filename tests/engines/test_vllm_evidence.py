@@ -28,7 +28,7 @@ SEQUENCES = builtin(VOCABULARY, 512)
 
 def after_a_step(server: Vllm, scale: float) -> Path:
     """A checkpoint one step after the first, with a probe whose tolerance is to be measured."""
-    target = server.room / f"step-{scale}"
+    target = server.folder / f"step-{scale}"
     if not target.exists():
         models.written(server.a, target, stepped(load_file(server.a / WEIGHTS), scale))
         old, new = (Reference(path).rows(SEQUENCES) for path in (server.a, target))
@@ -54,17 +54,17 @@ async def fleet_of(server: Vllm) -> AsyncIterator[tuple[Fleet, VllmAdmin]]:
 
 
 def evidence(fleet: Fleet) -> Any:
-    found = fleet.operations.latest(1)[0].workers["v0"].evidence
-    assert found is not None
-    return found
+    record = fleet.operations.latest(1)[0].workers["v0"].evidence
+    assert record is not None
+    return record
 
 
 async def check_right(server: Vllm) -> None:
     async with fleet_of(server) as (fleet, admin):
         await fleet.update_weights(str(after_a_step(server, 0.03)), version="right")
-        found = evidence(fleet)
-        print(f"right weights: {found}")
-        assert (found.decided_by, found.digest) == ("scores", "match")
+        record = evidence(fleet)
+        print(f"right weights: {record}")
+        assert (record.decided_by, record.digest) == ("scores", "match")
         assert (await admin.contents()).dtype == "float32"
 
 
@@ -74,9 +74,9 @@ async def check_caught(server: Vllm, fault: Fault) -> None:
         await server.rpc("faulty_tensors", fault=fault, old=str(server.a / WEIGHTS))
         with pytest.raises(LockstepError, match="its logprobs are off by"):
             await fleet.update_weights(str(step), version=fault.replace(" ", "-"))
-        found = evidence(fleet)
-        print(f"{fault}: {found}")
-        assert (found.decided_by, found.digest) == ("scores", "match")
+        record = evidence(fleet)
+        print(f"{fault}: {record}")
+        assert (record.decided_by, record.digest) == ("scores", "match")
         assert fleet.desired.version == "first"
 
 

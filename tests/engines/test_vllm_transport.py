@@ -22,11 +22,11 @@ PROMPT = [7, 100, 23, 400, 9, 311, 42, 5]
 
 async def one(server: Vllm, prompt: list[int] = PROMPT, **options: object) -> Completion:
     async with server.transport() as transport:
-        (done,) = await transport.generate(ask(prompt, **options))
-        return done
+        (completion,) = await transport.generate(request_of(prompt, **options))
+        return completion
 
 
-def ask(prompt: list[int] = PROMPT, **options: object) -> GenerateRequest:
+def request_of(prompt: list[int] = PROMPT, **options: object) -> GenerateRequest:
     request_id = options.pop("request_id", None)
     return GenerateRequest(
         prompt_ids=prompt, sampling=Sampling(**options), request_id=request_id, timeout=120
@@ -37,38 +37,38 @@ async def test_a_stream_gives_what_one_answer_gives(dense: Vllm) -> None:
     options = {"max_tokens": 24, "temperature": 1.0, "seed": 5, "logprobs": 3, "ignore_eos": True}
     whole = await one(dense, **options)
     async with dense.transport() as transport:
-        items = [item async for item in transport.stream(ask(**options))]
+        items = [item async for item in transport.stream(request_of(**options))]
     deltas = [item for item in items if isinstance(item, StreamDelta)]
-    (done,) = [item for item in items if isinstance(item, Completion)]
+    (completion,) = [item for item in items if isinstance(item, Completion)]
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
-    assert (done.token_ids, done.logprobs) == (whole.token_ids, whole.logprobs)
-    assert (done.top_logprobs, done.versions) == (whole.top_logprobs, whole.versions)
-    assert (done.finish, len(deltas) > 1) == ("length", True)
+    assert (completion.token_ids, completion.logprobs) == (whole.token_ids, whole.logprobs)
+    assert (completion.top_logprobs, completion.versions) == (whole.top_logprobs, whole.versions)
+    assert (completion.finish, len(deltas) > 1) == ("length", True)
 
 
 @pytest.mark.failure_mode("F11")
 async def test_each_of_n_answers_has_its_own_tokens(dense: Vllm) -> None:
     async with dense.transport() as transport:
-        sampled = ask(n=3, max_tokens=12, logprobs=0, seed=3, ignore_eos=True)
-        found = await transport.generate(sampled)
-    assert [done.index for done in found] == [0, 1, 2]
-    assert len({tuple(done.token_ids) for done in found}) == 3
+        sampled = request_of(n=3, max_tokens=12, logprobs=0, seed=3, ignore_eos=True)
+        choices = await transport.generate(sampled)
+    assert [completion.index for completion in choices] == [0, 1, 2]
+    assert len({tuple(completion.token_ids) for completion in choices}) == 3
     async with dense.admin() as admin:
         await updated(dense, admin, dense.a, "n")
     known = Reference(dense.a)
-    for done in found:
-        right = known.score([*PROMPT, *done.token_ids])[len(PROMPT) - 1 :]
-        worst = max(abs(p - q) for p, q in zip(done.logprobs, right, strict=True))
+    for completion in choices:
+        right = known.score([*PROMPT, *completion.token_ids])[len(PROMPT) - 1 :]
+        worst = max(abs(p - q) for p, q in zip(completion.logprobs, right, strict=True))
         assert worst <= TOLERANCE
 
 
 async def test_logprobs_are_the_models_own_at_any_temperature(dense: Vllm) -> None:
     async with dense.admin() as admin:
         await updated(dense, admin, dense.a, "temperature")
-    done = await one(dense, max_tokens=16, temperature=2.0, logprobs=2, ignore_eos=True)
-    right = Reference(dense.a).score([*PROMPT, *done.token_ids])[len(PROMPT) - 1 :]
-    assert max(abs(p - q) for p, q in zip(done.logprobs, right, strict=True)) <= TOLERANCE
-    assert done.logprob_mode == "raw"
+    completion = await one(dense, max_tokens=16, temperature=2.0, logprobs=2, ignore_eos=True)
+    right = Reference(dense.a).score([*PROMPT, *completion.token_ids])[len(PROMPT) - 1 :]
+    assert max(abs(p - q) for p, q in zip(completion.logprobs, right, strict=True)) <= TOLERANCE
+    assert completion.logprob_mode == "raw"
 
 
 @pytest.mark.failure_mode("F46")
@@ -89,24 +89,26 @@ async def test_a_stop_token_ends_the_answer_and_is_part_of_it(dense: Vllm) -> No
     free = await one(dense, temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
     stop = free.token_ids[3]
     cut = free.token_ids[: free.token_ids.index(stop) + 1]
-    done = await one(dense, temperature=0.0, max_tokens=8, stop_token_ids=(stop,), ignore_eos=True)
-    assert (done.token_ids, done.finish, done.stop_token) == (cut, "stop", stop)
+    completion = await one(
+        dense, temperature=0.0, max_tokens=8, stop_token_ids=(stop,), ignore_eos=True
+    )
+    assert (completion.token_ids, completion.finish, completion.stop_token) == (cut, "stop", stop)
 
 
 @pytest.mark.failure_mode("F12")
 @pytest.mark.parametrize("prefix", ["", "generate-tokens-"])
 async def test_an_abort_by_id_keeps_the_partial_tokens(dense: Vllm, prefix: str) -> None:
     async with dense.transport() as transport:
-        long = ask(max_tokens=900, ignore_eos=True, request_id=f"victim{prefix}")
+        long = request_of(max_tokens=900, ignore_eos=True, request_id=f"victim{prefix}")
         running = await begun(dense, long)
         # vLLM does not tell whether an abort met its request, and one right after the first token
         # may miss it.
         while not running.done():
             await transport.abort(f"{prefix}victim{prefix}")
             await asyncio.wait((running,), timeout=0.03)
-        done = await running
-    assert done.finish == "abort"
-    assert 0 < len(done.token_ids) == len(done.logprobs) < 900
+        completion = await running
+    assert completion.finish == "abort"
+    assert 0 < len(completion.token_ids) == len(completion.logprobs) < 900
 
 
 async def test_a_connection_dropped_after_a_500_is_not_noticed(dense: Vllm) -> None:
@@ -116,8 +118,8 @@ async def test_a_connection_dropped_after_a_500_is_not_noticed(dense: Vllm) -> N
         for _ in range(3):
             with pytest.raises(EngineFailure, match="no attribute 'nope'"):
                 await link.post("/collective_rpc", b'{"method": "nope"}')
-            (done,) = await transport.generate(ask(max_tokens=2, ignore_eos=True))
-            assert len(done.token_ids) == 2
+            (completion,) = await transport.generate(request_of(max_tokens=2, ignore_eos=True))
+            assert len(completion.token_ids) == 2
     finally:
         await transport.close()
 
@@ -128,7 +130,7 @@ async def test_bad_input_is_refused_with_its_name(dense: Vllm) -> None:
     with pytest.raises(BadTokenId):
         await one(dense, [5, 5000], max_tokens=1)
     with pytest.raises(BadTokenId, match="-3"):
-        ask([5, -3])
+        request_of([5, -3])
 
 
 async def test_a_conversation_is_token_exact_over_three_turns(dense: Vllm) -> None:

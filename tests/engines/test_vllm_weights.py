@@ -134,7 +134,7 @@ async def test_a_rollback_brings_back_the_weights_from_memory(server: Vllm) -> N
 @DENSE
 async def test_a_part_of_a_fused_module_is_refused_or_completed(server: Vllm) -> None:
     query = "model.layers.0.self_attn.q_proj.weight"
-    mixed = models.random(server.a, server.room / "query", seed=7, only=query)
+    mixed = models.random(server.a, server.folder / "query", seed=7, only=query)
     tensors = {query: load_file(mixed / "model.safetensors")[query]}
     async with server.admin() as admin:
         assert await updated(server, admin, server.a, "whole") <= TOLERANCE
@@ -169,11 +169,11 @@ async def test_bad_checkpoints_are_refused_while_staging(server: Vllm) -> None:
     async with server.admin() as admin:
         served = (await admin.view()).version
         for name, (broken, words) in cases.items():
-            path = models.written(server.b, server.room / name, broken)
+            path = models.written(server.b, server.folder / name, broken)
             with pytest.raises(CheckpointError, match=words):
                 await admin.stage(Source(directory=path), name)
         with pytest.raises(CheckpointError, match="No such file or directory"):
-            await admin.stage(Source(directory=server.room / "nowhere"), "nowhere")
+            await admin.stage(Source(directory=server.folder / "nowhere"), "nowhere")
         view = await admin.view()
         assert (view.version, view.staged) == (served, None)
         with pytest.raises(Conflict, match="commit of 'nothing' was requested"):
@@ -189,7 +189,7 @@ async def test_the_standard_routes_of_vllm_work_and_cannot_kill_the_server(serve
         # Nobody paused it: with vLLM's own backends the next forward pass would be the last.
         async with under_load(server) as completions:
             assert (await server.post("/start_weight_update"))[0] == 200
-            bad = {"update_info": {"model_path": str(server.room / "nowhere")}}
+            bad = {"update_info": {"model_path": str(server.folder / "nowhere")}}
             status, body = await server.post("/update_weights", bad)
             assert (status, "No such file" in body["error"]["message"]) == (500, True)
             await asyncio.sleep(0.3)

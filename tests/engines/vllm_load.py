@@ -17,13 +17,13 @@ RUNNING = 4
 LENGTH = 48
 
 
-async def begun(server: Vllm, ask: GenerateRequest) -> asyncio.Task[Completion]:
+async def begun(server: Vllm, request: GenerateRequest) -> asyncio.Task[Completion]:
     """A request that has its first token and goes on; the task ends with its completion."""
     first = asyncio.Event()
 
     async def run() -> Completion:
         async with server.transport() as transport:
-            async for item in transport.stream(ask):
+            async for item in transport.stream(request):
                 if isinstance(item, Completion):
                     return item
                 first.set()
@@ -39,7 +39,7 @@ async def begun(server: Vllm, ask: GenerateRequest) -> asyncio.Task[Completion]:
 @asynccontextmanager
 async def under_load(server: Vllm) -> AsyncIterator[list[Completion]]:
     """Requests come and go while the block runs; the list holds those that are done."""
-    done: list[Completion] = []
+    completions: list[Completion] = []
     stop = asyncio.Event()
 
     async def one(number: int) -> None:
@@ -48,23 +48,23 @@ async def under_load(server: Vllm) -> AsyncIterator[list[Completion]]:
             while not stop.is_set():
                 prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(4, 200))]
                 sampling = Sampling(max_tokens=LENGTH, logprobs=0, ignore_eos=True)
-                ask = GenerateRequest(prompt_ids=prompt, sampling=sampling, timeout=120.0)
-                done.extend(await transport.generate(ask))
+                request = GenerateRequest(prompt_ids=prompt, sampling=sampling, timeout=120.0)
+                completions.extend(await transport.generate(request))
 
     async with asyncio.TaskGroup() as group:
         for number in range(RUNNING):
             group.create_task(one(number))
         try:
-            yield done
+            yield completions
         finally:
             stop.set()
 
 
-def furthest_off(done: list[Completion], weights: Mapping[str, Path]) -> float:
+def furthest_off(completions: list[Completion], weights: Mapping[str, Path]) -> float:
     """The largest difference from transformers, each token under the version it carries."""
     known = {path: Reference(path) for path in set(weights.values())}
     worst = 0.0
-    for each in done:
+    for each in completions:
         ids = [*each.prompt_ids, *each.token_ids]
         for span in each.versions:
             right = known[weights[span.version]].score(ids)[len(each.prompt_ids) - 1 :]

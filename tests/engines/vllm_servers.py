@@ -16,7 +16,7 @@ import pytest
 from lockstep.backends import VllmTransport
 from lockstep.backends.admin import Source
 from lockstep.backends.vllm.admin import VllmAdmin
-from lockstep.checkpoint.probe import Probe
+from lockstep.checkpoint.probe import Probe, compare
 from lockstep.http.client import HttpClient
 from lockstep.http.server import listen, url_of
 from lockstep.launch.vllm import VllmServer
@@ -36,7 +36,7 @@ class Vllm:
     url: str
     a: Path
     b: Path
-    room: Path
+    folder: Path
     """For what a test writes."""
     probes: dict[Path, Probe]
     """What the trainer's model says, by checkpoint."""
@@ -61,8 +61,8 @@ class Vllm:
     async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
         """A bare request, as somebody without Lockstep would send it."""
         async with aiohttp.ClientSession() as session:
-            async with session.post(self.url + path, json=body) as answer:
-                return answer.status, await answer.json(content_type=None)
+            async with session.post(self.url + path, json=body) as response:
+                return response.status, await response.json(content_type=None)
 
     async def rpc(self, method: str, **kwargs: Any) -> Any:
         status, body = await self.post("/collective_rpc", {"method": method, "kwargs": kwargs})
@@ -82,14 +82,15 @@ async def updated(server: Vllm, admin: VllmAdmin, path: Path, version: str) -> f
 
 async def probe_off(server: Vllm, admin: VllmAdmin, path: Path) -> float:
     probe = server.probes[path]
-    return probe.judge(await admin.probe(probe.sequences)).max_difference
+    scores = await admin.probe(probe.sequences)
+    return compare(probe.logprobs, scores, 0.0).max_difference
 
 
 class Slot:
     """Holds one running server. Asked for another kind, it stops the one before."""
 
-    def __init__(self, room: Path) -> None:
-        self._room = room
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._kind = ""
         self._server: VllmServer | None = None
         self._vllm: Vllm | None = None
@@ -100,9 +101,9 @@ class Slot:
         self.stop()
         if not PYTHON.exists():
             pytest.skip(f"{PYTHON} is not there: run scripts/install-vllm.sh")
-        self._kind, room = kind, Path(mkdtemp(prefix=kind, dir=self._room))
-        first = models.random(_source(kind, room), room / "a", seed=1)
-        second = models.random(first, room / "b", seed=2)
+        self._kind, folder = kind, Path(mkdtemp(prefix=kind, dir=self._folder))
+        first = models.random(_source(kind, folder), folder / "a", seed=1)
+        second = models.random(first, folder / "b", seed=2)
         probes = {path: models.probe(path) for path in (first, second)}
         with listen("127.0.0.1", 0) as sock:
             url = url_of(sock)
@@ -113,15 +114,15 @@ class Slot:
         )  # fmt: skip
         environ = {**os.environ, "PYTHONPATH": str(ROOT)}
         port = url.rpartition(":")[2]
-        with (room / "log.txt").open("w") as log:
+        with (folder / "log.txt").open("w") as log:
             self._server = VllmServer(
                 str(PYTHON), str(first), port, options, environ=environ, log=log
             )
         if not self._server.wait_healthy(START_SECONDS):
             code = self._server.stop()
-            said = (room / "log.txt").read_text()[-4000:]
-            pytest.fail(f"vLLM ended (code {code}) or needs over {START_SECONDS:g} s: {said}")
-        self._vllm = Vllm(url, first, second, room, probes)
+            log_tail = (folder / "log.txt").read_text()[-4000:]
+            pytest.fail(f"vLLM ended (code {code}) or needs over {START_SECONDS:g} s: {log_tail}")
+        self._vllm = Vllm(url, first, second, folder, probes)
         return self._vllm
 
     def stop(self) -> None:
@@ -130,8 +131,8 @@ class Slot:
         self._server, self._vllm, self._kind = None, None, ""
 
 
-def _source(kind: str, room: Path) -> Path:
+def _source(kind: str, folder: Path) -> Path:
     """Where names and shapes come from: a model with tied embeddings, or experts and a head."""
     source = bundled("tiny" if kind == "dense" else "tiny-moe")
     assert source is not None
-    return source if kind == "dense" else models.untied(source, room / "source", seed=3)
+    return source if kind == "dense" else models.untied(source, folder / "source", seed=3)
