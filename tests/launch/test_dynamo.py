@@ -1,0 +1,79 @@
+"""How the processes of a local Dynamo deployment are run, with a stand-in for their Python."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.dynamo import LocalDynamo
+from lockstep.tokens.errors import BadRequest, EngineFailure
+
+STAND_IN = """#!{python}
+import json, os, signal, sys, time
+worker = "worker" in sys.argv
+name = "worker" if worker else "frontend"
+def note(what):
+    with open({log!r}, "a") as file:
+        file.write(f"{{what}} {{name}}\\n")
+def stop(*_):
+    note("stop")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+if worker:
+    line = {{"event": "ready", "system_url": "http://s", "model": "tiny", "pid": os.getpid(),
+            "instance_id": "7", "store": os.environ["DYN_FILE_KV"]}}
+    print(json.dumps(line), flush=True)
+note("start")
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    path = tmp_path / "python"
+    path.write_text(STAND_IN.format(python=sys.executable, log=str(tmp_path / "log")))
+    path.chmod(0o755)
+    return path
+
+
+async def test_workers_are_stopped_before_the_frontend_and_the_store_goes_with_them(
+    stand_in: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    async with LocalDynamo("tiny", 2, python=stand_in) as deployment:
+        await asyncio.gather(*(worker.ready for worker in deployment.workers))
+        assert [(row["name"], row["instance_id"]) for row in deployment.rows] == [
+            ("w0", "7"), ("w1", "7")
+        ]  # fmt: skip
+        store = Path(deployment.workers[0].ready.result()["store"])
+        assert store.is_dir()
+        assert deployment.url != deployment.rl_url
+        while log.read_text().count("start") < 3:
+            await asyncio.sleep(0.02)
+    assert log.read_text().split("\n")[3:] == ["stop worker", "stop worker", "stop frontend", ""]
+    assert not store.exists()
+
+
+@pytest.mark.failure_mode("F35")
+async def test_a_frontend_that_ends_is_told_and_a_worker_that_ends_stays_away(
+    stand_in: Path,
+) -> None:
+    async with LocalDynamo("tiny", 1, python=stand_in) as deployment:
+        (worker,) = deployment.workers
+        await worker.ready
+        for child in (worker, deployment.frontend):
+            assert child.process is not None
+            child.process.kill()
+        with pytest.raises(EngineFailure, match="frontend ended with code -9"):
+            await deployment.ended()
+        while worker.state != "down":
+            await asyncio.sleep(0.02)
+        assert worker.restarts == 0
+
+
+def test_a_deployment_without_workers_is_refused(stand_in: Path) -> None:
+    with pytest.raises(BadRequest, match="workers is 0"):
+        LocalDynamo("tiny", 0, python=stand_in)
