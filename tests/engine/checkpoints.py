@@ -52,9 +52,9 @@ def trainer(directory: Path) -> Any:
 def reference(directory: Path, token_ids: list[int], temperature: float = 1.0) -> list[float]:
     """What the trainer says of a sequence: one logprob for each token after the first."""
     with torch.no_grad():
-        found = exact.token_logprobs(trainer(directory), token_ids, temperature)
-    assert isinstance(found, Tensor)
-    return found.tolist()
+        logprobs = exact.token_logprobs(trainer(directory), token_ids, temperature)
+    assert isinstance(logprobs, Tensor)
+    return logprobs.tolist()
 
 
 def peft_model(

@@ -24,16 +24,16 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def tiny() -> Path:
-    found = bundled("tiny")
-    assert found is not None
-    return found
+    directory = bundled("tiny")
+    assert directory is not None
+    return directory
 
 
 @pytest.fixture(scope="session")
 def moe() -> Path:
-    found = bundled("tiny-moe")
-    assert found is not None
-    return found
+    directory = bundled("tiny-moe")
+    assert directory is not None
+    return directory
 
 
 @pytest.fixture(scope="session")

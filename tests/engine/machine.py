@@ -1,4 +1,4 @@
-"""What this machine can do, asked once in a process of its own, and children with another CPU."""
+"""The self-test of this machine in a fresh process, and child processes with another CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def child(code: str, *arguments: str, **environ: str) -> subprocess.CompletedPro
 @cache
 def self_test(model: str = "tiny", arithmetic: str = "auto", **environ: str) -> dict[str, Any]:
     """The report of the self-test in a fresh process with that environment."""
-    done = child(SELF_TEST, model, arithmetic, **environ)
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    process = child(SELF_TEST, model, arithmetic, **environ)
+    assert process.returncode == 0, process.stderr
+    report: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return report

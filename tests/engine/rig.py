@@ -29,14 +29,14 @@ def request(prompt: list[int], **options: Any) -> EngineRequest:
 
 
 @dataclass
-class Answer:
-    """What became of one request."""
+class Result:
+    """The events of one request, and what they amount to."""
 
-    ticket: RequestHandle
+    handle: RequestHandle
     events: list[Event] = field(default_factory=list)
 
     @property
-    def done(self) -> bool:
+    def ended(self) -> bool:
         return any(isinstance(event, list | LockstepError) for event in self.events)
 
     @property
@@ -60,7 +60,7 @@ class Answer:
 
     @property
     def tokens_so_far(self) -> list[int]:
-        return self.ticket.sequences[0].output_ids
+        return self.handle.sequences[0].output_ids
 
 
 class Rig:
@@ -70,11 +70,11 @@ class Rig:
         self.directory = directory
         self.core = Core(directory, EngineOptions(**(small | options)))
 
-    def submit(self, prompt: list[int], *, stream: bool = False, **options: Any) -> Answer:
-        answer = Answer(RequestHandle(request(prompt, **options), lambda _: None, stream=stream))
-        answer.ticket.deliver = answer.events.append
-        self.core.submit(answer.ticket)
-        return answer
+    def submit(self, prompt: list[int], *, stream: bool = False, **options: Any) -> Result:
+        result = Result(RequestHandle(request(prompt, **options), lambda _: None, stream=stream))
+        result.handle.deliver = result.events.append
+        self.core.submit(result.handle)
+        return result
 
     def run(self, steps: int = 10_000) -> None:
         """Steps until there is nothing to do, or `steps` times."""
@@ -84,15 +84,15 @@ class Rig:
 
     def generate(self, prompt: list[int], **options: Any) -> Completion:
         """The single completion of a request, with the engine run until nothing is left."""
-        answer = self.submit(prompt, **options)
+        result = self.submit(prompt, **options)
         self.run()
-        return answer.one
+        return result.one
 
     def pause(self, mode: PauseMode) -> list[LockstepError | None]:
         """Pauses; the list gets an entry when the engine is quiet."""
-        said: list[LockstepError | None] = []
-        self.core.pause(mode, said.append)
-        return said
+        quiet: list[LockstepError | None] = []
+        self.core.pause(mode, quiet.append)
+        return quiet
 
     def load(self, directory: Path, version: str) -> None:
         self.core.commit(self.core.served.load_weights(directory, version))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import Conflict, LockstepError, UnknownModel, VersionUnavailable
-from tests.engine.rig import Answer, Rig, ids
+from tests.engine.rig import Result, Rig, ids
 
 STEMS = [ids(1, 30), ids(2, 50), ids(1, 30) + ids(3, 25), [4]]
 ADAPTERS = ("a", "b")
@@ -71,8 +71,8 @@ class World:
 
     def reset(self) -> None:
         self.crowd.core.resume()
-        for ticket in list(self.crowd.core.handles.values()):
-            self.crowd.core.drop(ticket)
+        for handle in list(self.crowd.core.handles.values()):
+            self.crowd.core.drop(handle)
         self.crowd.forget_prefixes()
         self.crowd.core.served.adapters.clear()
         self.commits = 0
@@ -96,17 +96,17 @@ class World:
         self.alone.adopt(name, self.adapters[int(label) % 2], label)
         return name
 
-    def play(self, move: str, argument: Any, answers: list[Answer]) -> None:
+    def play(self, move: str, argument: Any, results: list[Result]) -> None:
         core = self.crowd.core
         match move:
             case "submit":
-                answers.append(self.crowd.submit(**argument))
+                results.append(self.crowd.submit(**argument))
             case "step":
                 self.crowd.run(argument)
             case "abort":
                 core.abort(argument)
-            case "drop" if answers:
-                core.drop(answers.pop(argument % len(answers)).ticket)
+            case "drop" if results:
+                core.drop(results.pop(argument % len(results)).handle)
             case "pause":
                 self.crowd.pause(argument)
             case "resume":
@@ -130,30 +130,30 @@ class World:
                 self.judge(core.served.weights.version)
                 assert core.score(argument) == self.alone.core.score(argument)
 
-    def check(self, done: Completion, asked: dict[str, Any]) -> None:
-        if len(done.versions) == 1 and done.finish != "abort":
-            expected = self.generate_alone(done, asked)
-            assert done.token_ids == expected.token_ids
-            assert done.logprobs == expected.logprobs
-            assert done.finish == expected.finish
-        whole = done.prompt_ids + done.token_ids
-        for span in done.versions:
+    def check(self, completion: Completion, options: dict[str, Any]) -> None:
+        if len(completion.versions) == 1 and completion.finish != "abort":
+            expected = self.generate_alone(completion, options)
+            assert completion.token_ids == expected.token_ids
+            assert completion.logprobs == expected.logprobs
+            assert completion.finish == expected.finish
+        whole = completion.prompt_ids + completion.token_ids
+        for span in completion.versions:
             adapter = self.judge(span.version)
-            scored = self.alone.core.score(whole, adapter=adapter)[len(done.prompt_ids) - 1 :]
-            assert done.logprobs[span.start : span.end] == scored[span.start : span.end]
-        if done.prompt_logprobs is not None and len(done.versions) == 1:
-            adapter = self.judge(done.versions[0].version)
-            found = [entry.logprob for entry in done.prompt_logprobs if entry]
-            if done.index == 0:
-                assert found == self.alone.core.score(done.prompt_ids, adapter=adapter)
+            scored = self.alone.core.score(whole, adapter=adapter)[len(completion.prompt_ids) - 1 :]
+            assert completion.logprobs[span.start : span.end] == scored[span.start : span.end]
+        if completion.prompt_logprobs is not None and len(completion.versions) == 1:
+            adapter = self.judge(completion.versions[0].version)
+            scored = [entry.logprob for entry in completion.prompt_logprobs if entry]
+            if completion.index == 0:
+                assert scored == self.alone.core.score(completion.prompt_ids, adapter=adapter)
 
-    def generate_alone(self, done: Completion, asked: dict[str, Any]) -> Completion:
+    def generate_alone(self, completion: Completion, options: dict[str, Any]) -> Completion:
         self.alone.forget_prefixes()
-        adapter = self.judge(done.versions[0].version)
-        seed = asked["seed"] + done.index
+        adapter = self.judge(completion.versions[0].version)
+        seed = options["seed"] + completion.index
         return self.alone.generate(
-            done.prompt_ids, seed=seed, adapter=adapter,
-            max_tokens=asked["max_tokens"], temperature=asked["temperature"],
+            completion.prompt_ids, seed=seed, adapter=adapter,
+            max_tokens=options["max_tokens"], temperature=options["temperature"],
         )  # fmt: skip
 
 
@@ -177,23 +177,23 @@ def test_each_request_gets_what_it_would_have_got_alone(
     world: World, script: list[tuple[str, Any]]
 ) -> None:
     world.reset()
-    answers: list[Answer] = []
+    results: list[Result] = []
     for move, argument in script:
         try:
-            world.play(move, argument, answers)
+            world.play(move, argument, results)
         except (Conflict, UnknownModel, VersionUnavailable) as refused:
             note(f"{move} was refused: {refused}")
     world.crowd.core.resume()
     world.crowd.run()
     assert world.crowd.idle
-    for answer in answers:
-        assert answer.done, "every request is answered, once"
-        assert sum(isinstance(e, list | LockstepError) for e in answer.events) == 1
-        sampling = answer.ticket.request.sampling
-        if answer.error is not None:
-            assert isinstance(answer.error, UnknownModel | VersionUnavailable)
+    for result in results:
+        assert result.ended, "every request is answered, once"
+        assert sum(isinstance(e, list | LockstepError) for e in result.events) == 1
+        sampling = result.handle.request.sampling
+        if result.error is not None:
+            assert isinstance(result.error, UnknownModel | VersionUnavailable)
             continue
-        assert [c.index for c in answer.completions] == list(range(sampling.n))
-        asked = {name: getattr(sampling, name) for name in ("seed", "max_tokens", "temperature")}
-        for done in answer.completions:
-            world.check(done, asked)
+        assert [c.index for c in result.completions] == list(range(sampling.n))
+        options = {name: getattr(sampling, name) for name in ("seed", "max_tokens", "temperature")}
+        for completion in result.completions:
+            world.check(completion, options)

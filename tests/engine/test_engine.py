@@ -21,23 +21,23 @@ from tests.engine.running import LONG, start, until_running
 async def test_requests_at_once_are_answered_as_if_alone(engine: Engine, tiny: Path) -> None:
     alone = Rig(tiny, weight_version="v1", max_seqs=1)
     prompts = [ids(i, 10 + 20 * i) for i in range(8)]
-    answers = await asyncio.gather(*(engine.generate(request(p, seed=1)) for p in prompts))
-    for prompt, (done,) in zip(prompts, answers, strict=True):
-        assert done == alone.generate(prompt, seed=1)
+    results = await asyncio.gather(*(engine.generate(request(p, seed=1)) for p in prompts))
+    for prompt, (completion,) in zip(prompts, results, strict=True):
+        assert completion == alone.generate(prompt, seed=1)
 
 
 async def test_a_stream_is_the_completion_in_pieces(engine: Engine) -> None:
-    asked = request(ids(1, 20), n=3, max_tokens=6, logprobs=2)
-    whole = await engine.generate(asked)
-    pieces: list[StreamedToken] = [piece async for piece in engine.stream(asked)]
-    for done in whole:
-        mine = [piece for piece in pieces if piece.index == done.index]
+    engine_request = request(ids(1, 20), n=3, max_tokens=6, logprobs=2)
+    whole = await engine.generate(engine_request)
+    pieces: list[StreamedToken] = [piece async for piece in engine.stream(engine_request)]
+    for completion in whole:
+        mine = [piece for piece in pieces if piece.index == completion.index]
         sampled = [piece.sampled for piece in mine if piece.sampled is not None]
-        assert [s.token_id for s in sampled] == done.token_ids
-        assert [s.logprob for s in sampled] == done.logprobs
-        assert [s.rank for s in sampled] == done.ranks
-        assert [s.top for s in sampled] == done.top_logprobs
-        assert [piece.completion for piece in mine] == [None] * 5 + [done]
+        assert [s.token_id for s in sampled] == completion.token_ids
+        assert [s.logprob for s in sampled] == completion.logprobs
+        assert [s.rank for s in sampled] == completion.ranks
+        assert [s.top for s in sampled] == completion.top_logprobs
+        assert [piece.completion for piece in mine] == [None] * 5 + [completion]
 
 
 async def test_a_refused_request_says_why_at_once(engine: Engine) -> None:
@@ -97,8 +97,8 @@ async def test_abort_answers_the_callers_and_counts_them(engine: Engine) -> None
     tasks = [await start(engine, request_id="twin") for _ in range(2)]
     assert await engine.abort("twin") == 2
     for task in tasks:
-        (done,) = await task
-        assert (done.finish, done.request_id) == ("abort", "twin")
+        (completion,) = await task
+        assert (completion.finish, completion.request_id) == ("abort", "twin")
     assert await engine.abort("twin") == 0
 
 
@@ -106,8 +106,8 @@ async def test_abort_answers_the_callers_and_counts_them(engine: Engine) -> None
 async def test_pause_abort_answers_the_callers_with_what_they_have(engine: Engine) -> None:
     task = await start(engine)
     await engine.pause("abort")
-    (done,) = await task
-    assert done.finish == "abort"
+    (completion,) = await task
+    assert completion.finish == "abort"
     late = asyncio.create_task(engine.generate(request(ids(2, 20))))
     await engine.ping()
     assert not late.done()

@@ -23,11 +23,11 @@ def test_abort_ends_all_with_their_partial_tokens(rig: Rig) -> None:
     waiting = rig.submit(ids(9, 20), max_tokens=30)
     rig.run(6)
     assert rig.pause("abort") == [None]
-    for answer in running:
-        assert answer.one.finish == "abort"
-        assert not answer.one.complete
-        assert 0 < len(answer.one.token_ids) < 30
-        assert len(answer.one.logprobs) == len(answer.one.token_ids)
+    for result in running:
+        assert result.one.finish == "abort"
+        assert not result.one.complete
+        assert 0 < len(result.one.token_ids) < 30
+        assert len(result.one.logprobs) == len(result.one.token_ids)
     assert (waiting.one.finish, waiting.one.token_ids) == ("abort", [])
     assert rig.idle
 
@@ -48,24 +48,24 @@ def test_an_aborted_request_can_be_continued_token_exactly(rig: Rig) -> None:
 
 
 def test_an_aborted_prefill_has_no_tokens_and_no_half_scored_prompt(rig: Rig) -> None:
-    answer = rig.submit(ids(1, 400), prompt_logprobs=0)
+    result = rig.submit(ids(1, 400), prompt_logprobs=0)
     rig.run(2)
     rig.pause("abort")
-    assert (answer.one.token_ids, answer.one.prompt_logprobs) == ([], None)
+    assert (result.one.token_ids, result.one.prompt_logprobs) == ([], None)
 
 
 def test_wait_lets_the_running_end_and_starts_nothing_new(rig: Rig) -> None:
     running = [rig.submit(ids(i, 20), max_tokens=5 + i) for i in range(3)]
     waiting = rig.submit(ids(9, 20))
     rig.run(2)
-    said = rig.pause("wait")
+    quiet = rig.pause("wait")
     late = rig.submit(ids(10, 20))
-    assert said == []
+    assert quiet == []
     rig.run()
-    assert said == [None]
+    assert quiet == [None]
     assert [a.one.finish for a in running] == ["length"] * 3
-    assert not waiting.done
-    assert not late.done
+    assert not waiting.ended
+    assert not late.ended
     rig.core.resume()
     rig.run()
     assert waiting.one.finish == late.one.finish == "length"
@@ -77,11 +77,11 @@ def test_wait_lets_all_choices_of_a_begun_request_end(rig: Rig, tokens: int) -> 
     begun = rig.submit(ids(1, 300), n=7, max_tokens=tokens)
     rig.run(2)
     queued = rig.submit(ids(2, 40), n=2, max_tokens=5)
-    said = rig.pause("wait")
+    quiet = rig.pause("wait")
     rig.run()
-    assert said == [None]
+    assert quiet == [None]
     assert len(begun.completions) == 7
-    assert not queued.done
+    assert not queued.ended
     assert queued.tokens_so_far == []
 
 
@@ -91,16 +91,16 @@ def test_wait_on_a_quiet_engine_returns_at_once(rig: Rig) -> None:
 
 
 def test_resume_during_a_drain_tells_the_waiter(rig: Rig) -> None:
-    answer = rig.submit(ids(1, 20))
+    result = rig.submit(ids(1, 20))
     rig.run(2)
-    said = rig.pause("wait")
+    quiet = rig.pause("wait")
     rig.core.resume()
-    (error,) = said
+    (error,) = quiet
     assert isinstance(error, Conflict)
     assert "resumed before" in error.message
     rig.run()
-    assert answer.one.finish == "length"
-    assert len(said) == 1
+    assert result.one.finish == "length"
+    assert len(quiet) == 1
 
 
 def test_a_drain_overtaken_by_abort_is_quiet_and_by_keep_is_not(rig: Rig) -> None:
@@ -116,48 +116,48 @@ def test_a_drain_overtaken_by_abort_is_quiet_and_by_keep_is_not(rig: Rig) -> Non
 
 @pytest.mark.parametrize("end", ["abort", "drop"])
 def test_a_drain_ends_when_the_last_request_is_taken_away(rig: Rig, end: str) -> None:
-    answer = rig.submit(ids(1, 20), request_id="r", n=4)
+    result = rig.submit(ids(1, 20), request_id="r", n=4)
     rig.run(2)
-    said = rig.pause("wait")
-    rig.core.abort("r") if end == "abort" else rig.core.drop(answer.ticket)
-    assert said == [None]
+    quiet = rig.pause("wait")
+    rig.core.abort("r") if end == "abort" else rig.core.drop(result.handle)
+    assert quiet == [None]
     assert rig.idle
 
 
 def test_keep_freezes_and_resume_goes_on_as_if_nothing_was(rig: Rig, tiny: Path) -> None:
     alone = Rig(tiny).generate(ids(1, 20), max_tokens=20)
-    answer = rig.submit(ids(1, 20), max_tokens=20)
+    result = rig.submit(ids(1, 20), max_tokens=20)
     rig.run(5)
     assert rig.pause("keep") == [None]
-    frozen = list(answer.tokens_so_far)
+    frozen = list(result.tokens_so_far)
     rig.run(5)
-    assert answer.tokens_so_far == frozen
+    assert result.tokens_so_far == frozen
     assert rig.core.score(ids(5, 300)) == reference(tiny, ids(5, 300)), "scoring goes on meanwhile"
     rig.core.resume()
     rig.run()
-    assert answer.one == alone
+    assert result.one == alone
 
 
 def test_keep_then_wait_drains_what_was_frozen(rig: Rig) -> None:
-    answer = rig.submit(ids(1, 20))
+    result = rig.submit(ids(1, 20))
     rig.run(2)
     rig.pause("keep")
-    said = rig.pause("wait")
+    quiet = rig.pause("wait")
     rig.run()
-    assert answer.one.finish == "length"
-    assert said == [None]
+    assert result.one.finish == "length"
+    assert quiet == [None]
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 def test_new_requests_queue_while_paused(rig: Rig, mode: PauseMode) -> None:
     rig.pause(mode)
-    answer = rig.submit(ids(1, 20))
+    result = rig.submit(ids(1, 20))
     assert not rig.core.has_work
     rig.run()
-    assert answer.events == []
+    assert result.events == []
     rig.core.resume()
     rig.run()
-    assert answer.one.finish == "length"
+    assert result.one.finish == "length"
 
 
 @pytest.mark.failure_mode("F45")
@@ -175,13 +175,13 @@ def test_two_requests_with_one_id_are_both_answered_and_abort_counts_both(rig: R
     assert other.one.finish == "length"
     both = [rig.submit(ids(i, 20), request_id="again") for i in range(2)]
     rig.run()
-    assert [answer.one.prompt_ids for answer in both] == [ids(0, 20), ids(1, 20)]
+    assert [result.one.prompt_ids for result in both] == [ids(0, 20), ids(1, 20)]
 
 
 def test_an_abort_keeps_the_choices_that_had_ended(rig: Rig) -> None:
-    answer = rig.submit(ids(1, 20), n=6, max_tokens=4, request_id="r")
+    result = rig.submit(ids(1, 20), n=6, max_tokens=4, request_id="r")
     rig.run(6)
     rig.core.abort("r")
-    finishes = {c.finish for c in answer.completions}
+    finishes = {c.finish for c in result.completions}
     assert finishes == {"length", "abort"}
-    assert len(answer.completions) == 6
+    assert len(result.completions) == 6

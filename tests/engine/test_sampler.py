@@ -28,9 +28,9 @@ def draws(logits: Tensor, **options: Any) -> list[int]:
     return [s.token_id for s in sample(logits.repeat(DRAWS, 1), rows)]
 
 
-def chi_square(found: Counter[int], expected: dict[int, float]) -> float:
+def chi_square(drawn: Counter[int], expected: dict[int, float]) -> float:
     return sum(
-        (found[token] - DRAWS * p) ** 2 / (DRAWS * p) for token, p in expected.items() if p > 1e-3
+        (drawn[token] - DRAWS * p) ** 2 / (DRAWS * p) for token, p in expected.items() if p > 1e-3
     )
 
 
@@ -59,11 +59,11 @@ def tempered(temperature: float, tokens: range | list[int] = range(8)) -> dict[i
 def test_draws_follow_the_distribution_that_was_asked_for(
     options: dict[str, Any], expected: dict[int, float]
 ) -> None:
-    found = Counter(draws(LOGITS, **options))
-    assert set(found) <= set(expected)
-    assert {token for token, p in expected.items() if p > 0.01} <= set(found)
+    drawn = Counter(draws(LOGITS, **options))
+    assert set(drawn) <= set(expected)
+    assert {token for token, p in expected.items() if p > 0.01} <= set(drawn)
     # 7 degrees of freedom at most: 24.3 is the 0.1 % point.
-    assert chi_square(found, expected) < 24.3
+    assert chi_square(drawn, expected) < 24.3
 
 
 def test_bias_is_added_before_the_temperature() -> None:
@@ -130,16 +130,16 @@ def test_a_row_does_not_see_its_neighbours() -> None:
 
 def test_a_broken_row_does_not_break_its_neighbours() -> None:
     logits = torch.stack((torch.full((8,), math.nan), LOGITS, torch.full((8,), -math.inf)))
-    found = sample(logits, [row(1), row(1), row(1)])
-    assert found[1] == sample(LOGITS[None], [row(1)])[0]
-    assert math.isnan(found[0].logprob)
-    assert math.isnan(found[2].logprob)
+    drawn = sample(logits, [row(1), row(1), row(1)])
+    assert drawn[1] == sample(LOGITS[None], [row(1)])[0]
+    assert math.isnan(drawn[0].logprob)
+    assert math.isnan(drawn[2].logprob)
 
 
 def test_options_that_push_a_row_out_of_range_give_no_logprob() -> None:
     """The raw logprob would be a fine number, of a token that was drawn from nothing."""
-    (found,) = sample(1e36 * LOGITS[None], [row(1, temperature=1e-4)])
-    assert math.isnan(found.logprob)
+    (drawn,) = sample(1e36 * LOGITS[None], [row(1, temperature=1e-4)])
+    assert math.isnan(drawn.logprob)
 
 
 @settings(max_examples=60, deadline=None)

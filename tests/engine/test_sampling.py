@@ -53,12 +53,12 @@ def test_another_seed_gives_other_tokens_and_none_gives_a_fresh_one(rig: Rig) ->
 @pytest.mark.failure_mode("F11")
 def test_choices_are_distinct_matched_by_index_and_each_has_its_own_logprobs(rig: Rig) -> None:
     prompt = ids(3, 50)
-    answer = rig.submit(prompt, n=5, seed=4, temperature=2.0, max_tokens=12)
+    result = rig.submit(prompt, n=5, seed=4, temperature=2.0, max_tokens=12)
     rig.run()
-    done = answer.completions
-    assert [c.index for c in done] == [0, 1, 2, 3, 4]
-    assert len({tuple(c.token_ids) for c in done}) == 5
-    for choice in done:
+    completion = result.completions
+    assert [c.index for c in completion] == [0, 1, 2, 3, 4]
+    assert len({tuple(c.token_ids) for c in completion}) == 5
+    for choice in completion:
         expected = reference(rig.directory, prompt + choice.token_ids)[-12:]
         assert choice.logprobs == expected
 
@@ -74,16 +74,16 @@ def test_choices_of_a_seed_do_not_depend_on_how_many_fit_at_once(rig: Rig, tiny:
 def test_later_choices_share_the_prefix_of_the_first(rig: Rig) -> None:
     rig.forget_prefixes()
     hits = rig.core.prefixes.hits
-    answer = rig.submit(ids(4, 100), n=4, max_tokens=3)
+    result = rig.submit(ids(4, 100), n=4, max_tokens=3)
     rig.run()
-    assert len(answer.completions) == 4
+    assert len(result.completions) == 4
     assert rig.core.prefixes.hits - hits == 3 * 96
 
 
 def test_all_choices_have_the_prompt_logprobs(rig: Rig) -> None:
-    answer = rig.submit(ids(5, 30), n=3, prompt_logprobs=2, max_tokens=3)
+    result = rig.submit(ids(5, 30), n=3, prompt_logprobs=2, max_tokens=3)
     rig.run()
-    first, *others = (c.prompt_logprobs for c in answer.completions)
+    first, *others = (c.prompt_logprobs for c in result.completions)
     assert first is not None
     assert first[0] is None
     assert [e.token_id for e in first[1:] if e] == ids(5, 30)[1:]
@@ -100,18 +100,26 @@ def test_a_stop_token_ends_the_output_and_stays_in_it(rig: Rig) -> None:
     prompt = ids(6, 20)
     free = rig.generate(prompt, seed=3, max_tokens=30).token_ids
     stop = free[12]
-    done = rig.generate(prompt, seed=3, max_tokens=30, stop_token_ids=(stop, 499))
+    completion = rig.generate(prompt, seed=3, max_tokens=30, stop_token_ids=(stop, 499))
     at = free.index(stop)
-    assert (done.token_ids, done.finish, done.stop_token) == (free[: at + 1], "stop", stop)
-    assert len(done.logprobs) == at + 1
+    assert (completion.token_ids, completion.finish, completion.stop_token) == (
+        free[: at + 1],
+        "stop",
+        stop,
+    )
+    assert len(completion.logprobs) == at + 1
 
 
 def test_min_tokens_holds_stops_back_and_then_lets_them_come(rig: Rig, eos: int) -> None:
-    done = rig.generate(
+    completion = rig.generate(
         ids(7, 20), ignore_eos=False, min_tokens=6, max_tokens=9, logit_bias={eos: 100.0}
     )
-    assert eos not in done.token_ids[:6]
-    assert (done.token_ids[6:], done.finish, done.stop_token) == ([eos], "stop", None)
+    assert eos not in completion.token_ids[:6]
+    assert (completion.token_ids[6:], completion.finish, completion.stop_token) == (
+        [eos],
+        "stop",
+        None,
+    )
     stopped = rig.generate(
         ids(7, 20), min_tokens=3, max_tokens=9, stop_token_ids=(9,), logit_bias={9: 100.0}
     )
@@ -125,8 +133,8 @@ def test_min_tokens_that_leave_nothing_to_sample_are_refused(rig: Rig, eos: int)
             ignore_eos=False,
         )  # fmt: skip
     assert refused.value.param == "min_tokens"
-    done = rig.generate(ids(7, 5), allowed_token_ids=(eos,), min_tokens=8)
-    assert done.token_ids == [eos] * 8
+    completion = rig.generate(ids(7, 5), allowed_token_ids=(eos,), min_tokens=8)
+    assert completion.token_ids == [eos] * 8
 
 
 def test_an_end_token_ends_unless_it_is_to_be_ignored(rig: Rig, eos: int) -> None:
@@ -139,16 +147,20 @@ def test_an_end_token_ends_unless_it_is_to_be_ignored(rig: Rig, eos: int) -> Non
 
 
 def test_only_allowed_tokens_come(rig: Rig) -> None:
-    done = rig.generate(ids(9, 9), allowed_token_ids=(17, 33), max_tokens=30, temperature=5.0)
-    assert set(done.token_ids) == {17, 33}
+    completion = rig.generate(ids(9, 9), allowed_token_ids=(17, 33), max_tokens=30, temperature=5.0)
+    assert set(completion.token_ids) == {17, 33}
 
 
 def test_alternatives_and_ranks_come_with_each_token(rig: Rig) -> None:
-    done = rig.generate(ids(10, 20), logprobs=5, max_tokens=15, temperature=2.0)
-    assert done.top_logprobs is not None
-    assert done.ranks is not None
+    completion = rig.generate(ids(10, 20), logprobs=5, max_tokens=15, temperature=2.0)
+    assert completion.top_logprobs is not None
+    assert completion.ranks is not None
     for token, logprob, rank, top in zip(
-        done.token_ids, done.logprobs, done.ranks, done.top_logprobs, strict=True
+        completion.token_ids,
+        completion.logprobs,
+        completion.ranks,
+        completion.top_logprobs,
+        strict=True,
     ):
         assert [t.rank for t in top] == [1, 2, 3, 4, 5]
         assert [t.logprob for t in top] == sorted((t.logprob for t in top), reverse=True)
@@ -161,23 +173,30 @@ def test_alternatives_and_ranks_come_with_each_token(rig: Rig) -> None:
 
 def test_raw_logprobs_are_of_the_untouched_model(rig: Rig) -> None:
     odd: dict[str, Any] = {"temperature": 0.5, "top_k": 7, "logit_bias": {3: 2.0}}
-    done = rig.generate(ids(11, 20), **odd)
-    whole = done.prompt_ids + done.token_ids
-    assert done.logprobs == reference(rig.directory, whole)[-8:]
-    assert (done.logprob_mode, done.temperature) == ("raw", 0.5)
+    completion = rig.generate(ids(11, 20), **odd)
+    whole = completion.prompt_ids + completion.token_ids
+    assert completion.logprobs == reference(rig.directory, whole)[-8:]
+    assert (completion.logprob_mode, completion.temperature) == ("raw", 0.5)
 
 
 def test_greedy_processed_logprobs_are_of_the_untempered_model(rig: Rig) -> None:
-    done = rig.generate(ids(11, 20), temperature=0, logprob_mode="processed", logprobs=1)
-    assert done.logprobs == reference(rig.directory, done.prompt_ids + done.token_ids)[-8:]
-    assert [top[0].token_id for top in done.top_logprobs or []] == done.token_ids
+    completion = rig.generate(ids(11, 20), temperature=0, logprob_mode="processed", logprobs=1)
+    assert (
+        completion.logprobs
+        == reference(rig.directory, completion.prompt_ids + completion.token_ids)[-8:]
+    )
+    assert [top[0].token_id for top in completion.top_logprobs or []] == completion.token_ids
 
 
 @pytest.mark.failure_mode("F16")
 def test_the_completion_says_how_its_logprobs_were_made(tiny: Path) -> None:
     rig = Rig(tiny, logprob_mode="processed", worker="w1")
-    done = rig.generate(ids(1, 5), temperature=0.7)
-    assert (done.logprob_mode, done.temperature, done.worker) == ("processed", 0.7, "w1")
+    completion = rig.generate(ids(1, 5), temperature=0.7)
+    assert (completion.logprob_mode, completion.temperature, completion.worker) == (
+        "processed",
+        0.7,
+        "w1",
+    )
     assert rig.generate(ids(1, 5), logprob_mode="raw").logprob_mode == "raw"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.engine.model.model import ModelBatch
 from lockstep.tokens.errors import BadRequest, PromptTooLong
-from tests.engine.rig import Answer, Rig, ids
+from tests.engine.rig import Result, Rig, ids
 
 
 @pytest.fixture
@@ -37,23 +37,23 @@ def test_a_prompt_is_computed_in_chunks_while_others_decode(
     assert steps == -(-200 // 31), "one token a step for the talker, the rest for the reader"
     assert max(sizes) <= 32
     rig.run()
-    assert reader.done
-    assert talker.done
+    assert reader.ended
+    assert talker.ended
 
 
 def test_the_budget_never_starves_decoding(tiny: Path) -> None:
     rig = Rig(tiny, max_seqs=6, max_batch_tokens=1)
-    answers = [rig.submit(ids(i, 10), max_tokens=5) for i in range(6)]
+    results = [rig.submit(ids(i, 10), max_tokens=5) for i in range(6)]
     rig.run(200)
-    assert all(answer.done for answer in answers)
+    assert all(result.ended for result in results)
 
 
-def order_of_first_tokens(rig: Rig, answers: list[Answer]) -> list[int]:
+def order_of_first_tokens(rig: Rig, results: list[Result]) -> list[int]:
     order: list[int] = []
     while rig.core.has_work:
         rig.run(1)
-        for at, answer in enumerate(answers):
-            if answer.tokens_so_far and at not in order:
+        for at, result in enumerate(results):
+            if result.tokens_so_far and at not in order:
                 order.append(at)
     return order
 
@@ -62,19 +62,19 @@ def test_a_lower_priority_number_goes_first_then_who_came_first(tiny: Path) -> N
     rig = Rig(tiny, max_seqs=1)
     priorities = [0, 5, -3, 0, 5, -3]
     rig.pause("keep")
-    answers = [rig.submit(ids(i, 9), priority=p) for i, p in enumerate(priorities)]
+    results = [rig.submit(ids(i, 9), priority=p) for i, p in enumerate(priorities)]
     rig.core.resume()
-    assert order_of_first_tokens(rig, answers) == [2, 5, 0, 3, 1, 4]
+    assert order_of_first_tokens(rig, results) == [2, 5, 0, 3, 1, 4]
 
 
 def test_a_request_that_does_not_fit_waits_for_a_slot(rig: Rig) -> None:
-    answers = [rig.submit(ids(i, 9), max_tokens=3 + 4 * i) for i in range(5)]
+    results = [rig.submit(ids(i, 9), max_tokens=3 + 4 * i) for i in range(5)]
     rig.run(2)
-    assert [bool(a.tokens_so_far) for a in answers] == [True, True, True, False, False]
+    assert [bool(a.tokens_so_far) for a in results] == [True, True, True, False, False]
     assert len(rig.core.scheduler.running) == 3
     assert [s.request.prompt_ids for s in rig.core.scheduler.waiting] == [ids(3, 9), ids(4, 9)]
     rig.run()
-    assert all(a.one.finish == "length" for a in answers)
+    assert all(a.one.finish == "length" for a in results)
     assert rig.idle
 
 
@@ -93,8 +93,8 @@ def test_a_prompt_without_room_for_one_token_is_refused_with_both_numbers(tiny: 
 
 def test_output_stops_at_the_length_of_the_model(tiny: Path) -> None:
     rig = Rig(tiny, max_model_len=64)
-    done = rig.generate(ids(1, 50), max_tokens=1000)
-    assert (len(done.token_ids), done.finish) == (14, "length")
+    completion = rig.generate(ids(1, 50), max_tokens=1000)
+    assert (len(completion.token_ids), completion.finish) == (14, "length")
 
 
 @pytest.mark.parametrize("length", [1, 1_000_000])
@@ -106,17 +106,17 @@ def test_a_length_the_model_was_not_made_for_is_refused(tiny: Path, length: int)
 def test_slots_stay_dense_when_one_in_the_middle_leaves(tiny: Path) -> None:
     rig = Rig(tiny, max_seqs=5)
     alone = [Rig(tiny).generate(ids(i, 20 + i), max_tokens=20) for i in range(5)]
-    answers = [rig.submit(ids(i, 20 + i), max_tokens=20, request_id=str(i)) for i in range(5)]
+    results = [rig.submit(ids(i, 20 + i), max_tokens=20, request_id=str(i)) for i in range(5)]
     rig.run(6)
     for gone in ("0", "3"):
         assert rig.core.abort(gone) == 1
         rig.run(2)
     rig.run()
     for at in (1, 2, 4):
-        assert answers[at].one.token_ids == alone[at].token_ids
-        assert answers[at].one.logprobs == alone[at].logprobs
+        assert results[at].one.token_ids == alone[at].token_ids
+        assert results[at].one.logprobs == alone[at].logprobs
     for at in (0, 3):
-        partial = answers[at].one
+        partial = results[at].one
         assert partial.finish == "abort"
         assert partial.token_ids == alone[at].token_ids[: len(partial.token_ids)]
 
@@ -124,11 +124,11 @@ def test_slots_stay_dense_when_one_in_the_middle_leaves(tiny: Path) -> None:
 def test_nothing_is_left_after_many_requests_and_aborts(tiny: Path) -> None:
     rig = Rig(tiny, max_seqs=8)
     for i in range(1000):
-        answer = rig.submit([i % 500, 1, 2], max_tokens=2, n=1 + i % 2, request_id=f"r{i}")
+        result = rig.submit([i % 500, 1, 2], max_tokens=2, n=1 + i % 2, request_id=f"r{i}")
         if i % 3 == 0:
             assert rig.core.abort(f"r{i}") == 1
         elif i % 3 == 1:
-            rig.core.drop(answer.ticket)
+            rig.core.drop(result.handle)
         if i % 4 == 0:
             rig.run(1)
     rig.run()

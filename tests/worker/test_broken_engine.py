@@ -43,10 +43,10 @@ class Breakable:
         return self._forward(weights, cache, batch)
 
     async def health(self) -> int:
-        async with aiohttp.ClientSession() as http, http.get(f"{self.url}/health") as answer:
-            return answer.status
+        async with aiohttp.ClientSession() as http, http.get(f"{self.url}/health") as response:
+            return response.status
 
-    async def ask(self, *ids: int) -> list[Completion]:
+    async def generate(self, *ids: int) -> list[Completion]:
         sampling = Sampling(max_tokens=4, ignore_eos=True)
         return await self.engine.generate(
             EngineRequest(prompt_ids=list(ids or (5, 6)), sampling=sampling)
@@ -68,15 +68,15 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_after_three_failed_steps_a_worker_is_unhealthy_until_it_works_again() -> None:
     async with breakable() as worker:
-        await worker.ask()
+        await worker.generate()
         worker.broken = True
         for _ in range(3):
             assert await worker.health() == 200
             with pytest.raises(EngineFailure, match="device-side assert"):
-                await worker.ask()
+                await worker.generate()
         assert await worker.health() == 503
         with pytest.raises(Unavailable, match="restart this worker"):
-            await worker.ask()
+            await worker.generate()
         with pytest.raises(Unavailable):
             await worker.engine.check(EngineRequest(prompt_ids=[5]))
         with pytest.raises(Unavailable):
@@ -85,21 +85,21 @@ async def test_after_three_failed_steps_a_worker_is_unhealthy_until_it_works_aga
         async with asyncio.timeout(10):
             while await worker.health() != 200:
                 await asyncio.sleep(0.02)
-        assert len((await worker.ask())[0].token_ids) == 4
+        assert len((await worker.generate())[0].token_ids) == 4
 
 
 async def test_a_request_that_breaks_every_step_does_not_make_the_worker_unhealthy() -> None:
     async with breakable() as worker:
         for _ in range(7):
             with pytest.raises(EngineFailure, match="device-side assert"):
-                await worker.ask(POISON)
+                await worker.generate(POISON)
             assert await worker.health() == 200
-        assert len((await worker.ask())[0].token_ids) == 4
+        assert len((await worker.generate())[0].token_ids) == 4
 
 
 async def test_an_engine_that_is_asleep_does_not_look_at_itself() -> None:
     async with breakable() as worker:
-        await worker.ask()
+        await worker.generate()
         steps = worker.steps
         await asyncio.sleep(0.5)
         assert worker.steps == steps
@@ -107,7 +107,7 @@ async def test_an_engine_that_is_asleep_does_not_look_at_itself() -> None:
 
 @pytest.mark.failure_mode("F35")
 async def test_a_fleet_answers_every_request_while_one_of_its_engines_fails_for_ever() -> None:
-    ask = GenerateRequest(
+    request = GenerateRequest(
         prompt_ids=[5, 6, 7], sampling=Sampling(max_tokens=4, ignore_eos=True), model="tiny"
     )
     async with breakable() as bad, breakable() as good, Pool(probe_seconds=0.1) as pool:
@@ -115,8 +115,10 @@ async def test_a_fleet_answers_every_request_while_one_of_its_engines_fails_for_
         await pool.add(good.url)
         bad.broken = True
         for number in range(40):
-            (done,) = await pool.run(Affinity(session=str(number)), lambda to: to.generate(ask))
-            assert done.worker == good.url
+            (completion,) = await pool.run(
+                Affinity(session=str(number)), lambda to: to.generate(request)
+            )
+            assert completion.worker == good.url
         await until(lambda: broken.state == "down")
         assert broken.reason is not None
         steps = bad.steps

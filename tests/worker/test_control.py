@@ -78,12 +78,12 @@ async def test_a_label_that_could_be_misread_does_not_get_in(
         ("load_lora_adapter", "version", {"lora_name": "x", "lora_path": path, "version": label}),
     ]
     for method, param, body in calls:
-        status, answer = await worker.control(method, **body)
-        assert (status, answer["error"]["param"]) == (400, param), (method, answer)
-        assert len(answer["error"]["message"]) < 300
+        status, response = await worker.control(method, **body)
+        assert (status, response["error"]["param"]) == (400, param), (method, response)
+        assert len(response["error"]["message"]) < 300
     demand = {"token_ids": PROMPT, "weight_version": label, "sampling_params": {"max_tokens": 1}}
-    status, answer = await worker.post(GENERATE, demand)
-    assert (status, answer["error"]["param"]) == (400, "weight_version")
+    status, response = await worker.post(GENERATE, demand)
+    assert (status, response["error"]["param"]) == (400, "weight_version")
     (choice,) = (await worker.generate(PROMPT, max_tokens=1, logprobs=0))[1]["choices"]
     assert [span["version"] for span in choice["weight_versions"]] == ["default"]
 
@@ -93,10 +93,10 @@ async def test_the_name_of_a_directory_is_a_label_too(
     worker: WorkerProcess, checkpoint: Checkpoint
 ) -> None:
     path = checkpoint("new").rename(checkpoint("old").with_name("a+b"))
-    status, answer = await worker.control("stage", model_path=str(path))
-    assert (status, answer["error"]["param"]) == (400, "weight_version")
-    status, answer = await worker.control("stage", model_path=str(path), weight_version="b")
-    assert (status, answer["staged"]) == (200, "b")
+    status, response = await worker.control("stage", model_path=str(path))
+    assert (status, response["error"]["param"]) == (400, "weight_version")
+    status, response = await worker.control("stage", model_path=str(path), weight_version="b")
+    assert (status, response["staged"]) == (200, "b")
     await worker.control("rollback")
 
 
@@ -110,8 +110,8 @@ async def test_every_method_needs_the_admin_token(worker: WorkerProcess) -> None
         assert status == 401
         assert TOKEN not in json.dumps(body)
     async with aiohttp.ClientSession() as session:
-        async with session.post(f"{worker.system_url}/engine/pause_generation") as answer:
-            assert answer.status == 401
+        async with session.post(f"{worker.system_url}/engine/pause_generation") as response:
+            assert response.status == 401
     _, health = await worker.get("/health")
     assert health["state"] == "running"
 
@@ -425,8 +425,8 @@ async def test_a_swap_that_fails_leaves_the_old_adapter_served(
     bad = write_adapter(tmp_path / "bad", rank=128)
     status, body = await worker.control("load_lora_adapter", lora_name="ad", lora_path=str(bad))
     assert (status, body["error"]["reason"]) == (422, "bad_adapter")
-    _, answer = await worker.generate(PROMPT, max_tokens=1, model="ad")
-    assert answer["choices"][0]["weight_versions"][0]["version"] == loaded["version"]
+    _, response = await worker.generate(PROMPT, max_tokens=1, model="ad")
+    assert response["choices"][0]["weight_versions"][0]["version"] == loaded["version"]
     await worker.control("unload_lora_adapter", lora_name="ad")
 
 

@@ -34,8 +34,8 @@ async def data_port(host: str, keys: tuple[str, ...] = ()) -> AsyncIterator[aioh
 
 
 async def status(http: aiohttp.ClientSession, **headers: str) -> int:
-    async with http.post(GENERATE, json=BODY, headers=headers) as answer:
-        return answer.status
+    async with http.post(GENERATE, json=BODY, headers=headers) as response:
+        return response.status
 
 
 @pytest.mark.failure_mode("F42")
@@ -44,10 +44,10 @@ async def test_a_worker_with_keys_lets_nobody_generate_without_one() -> None:
         assert await status(http) == 401
         assert await status(http, authorization="Bearer another-key") == 401
         assert await status(http, authorization=f"Bearer {KEY}") == 200
-        async with http.get("/health") as answer:
-            assert answer.status == 200
-        async with http.get("/metrics") as answer:
-            assert answer.status == 401
+        async with http.get("/health") as response:
+            assert response.status == 200
+        async with http.get("/metrics") as response:
+            assert response.status == 401
 
 
 @pytest.mark.failure_mode("F42")

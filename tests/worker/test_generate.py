@@ -162,18 +162,18 @@ async def test_bad_input_is_refused_by_name(
 ) -> None:
     for stream in (False, True):
         sent = {**body, "stream": stream} if isinstance(body, dict) else body
-        status, answer = await worker.post(GENERATE, sent)
+        status, response = await worker.post(GENERATE, sent)
         assert status == 400
-        assert answer["error"]["param"] == param
-        assert answer["error"]["code"] == 400
-        assert answer["error"]["request_id"].startswith("generate-tokens-")
+        assert response["error"]["param"] == param
+        assert response["error"]["code"] == 400
+        assert response["error"]["request_id"].startswith("generate-tokens-")
 
 
 @pytest.mark.failure_mode("F17")
 async def test_a_prompt_without_room_is_refused_with_both_numbers(worker: WorkerProcess) -> None:
-    _, answer = await worker.generate([1] * 1500, max_tokens=1)
-    assert "1500" in answer["error"]["message"]
-    assert "1024" in answer["error"]["message"]
+    _, response = await worker.generate([1] * 1500, max_tokens=1)
+    assert "1500" in response["error"]["message"]
+    assert "1024" in response["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -224,10 +224,10 @@ async def test_abort_by_id_says_how_many_it_stopped(worker: WorkerProcess) -> No
     assert body["aborted"] == 0
     _, body = await worker.post("/inference/v1/abort_requests", {"request_ids": ["twin"]})
     assert body["aborted"] == 2
-    for status, answer in await asyncio.gather(*twins):
+    for status, response in await asyncio.gather(*twins):
         assert status == 200
-        assert answer["choices"][0]["finish_reason"] == "abort"
-        assert answer["choices"][0]["logprobs"] == {"content": []}
+        assert response["choices"][0]["finish_reason"] == "abort"
+        assert response["choices"][0]["logprobs"] == {"content": []}
     status, _ = await worker.post("/inference/v1/abort_requests", {"request_ids": []})
     assert status == 400
     await worker.control("resume_generation")
@@ -260,8 +260,8 @@ async def test_models_health_and_metrics(worker: WorkerProcess) -> None:
     assert (card["id"], card["max_model_len"], card["parent"]) == ("tiny", 1024, None)
     status, health = await worker.get("/health")
     assert (status, health["version"]) == (200, "default")
-    async with aiohttp.ClientSession() as session, session.get(worker.url + "/metrics") as answer:
-        text = await answer.text()
+    async with aiohttp.ClientSession() as session, session.get(worker.url + "/metrics") as response:
+        text = await response.text()
     assert 'lockstep_worker_generated_tokens_total{model="tiny"}' in text
     assert 'version="default"' in text
 

@@ -49,9 +49,11 @@ def test_a_reader_that_ends_leaves_the_block_to_its_writer() -> None:
         "from lockstep.protocol.control.worker import PlacedTensor\n"
         f"print(next(read_shared({name!r}, [PlacedTensor('a', 'float32', (5,))]))[1].tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0]"
-    assert "resource_tracker" not in done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0]"
+    assert "resource_tracker" not in process.stderr
     assert (BLOCKS / name).exists()
     assert free_shared(name)
     assert not free_shared(name)
@@ -66,8 +68,8 @@ def test_the_block_of_a_writer_that_dies_does_not_stay() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     # The pipes end when the process that cleans up behind the writer has ended too.
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    name = done.stdout.strip()
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    name = process.stdout.strip()
     assert name
     assert not (BLOCKS / name).exists()
 
@@ -88,9 +90,9 @@ def test_a_tensor_that_does_not_lie_in_the_block_is_refused(
 ) -> None:
     with shared_tensors({"a": TENSORS["a"]}) as (name, _):
         size = (BLOCKS / name).stat().st_size
-        wanted = place if place.shape != (6,) else PlacedTensor("a", "float32", (size,))
+        placed_tensor = place if place.shape != (6,) else PlacedTensor("a", "float32", (size,))
         with pytest.raises(BadRequest, match=field):
-            read_shared(name, [wanted])
+            read_shared(name, [placed_tensor])
 
 
 @pytest.mark.failure_mode("F33")

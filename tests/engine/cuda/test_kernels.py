@@ -46,10 +46,10 @@ def test_a_long_inner_dimension_is_cut_into_no_more_parts_than_allowed() -> None
 @pytest.mark.parametrize("splits", [0, 1, 3])
 def test_the_sum_of_parts_stays_in_x_and_comes_out_normed(splits: int) -> None:
     x, weight, parts = torch.randn(3, 96), torch.randn(96), torch.randn(splits, 3, 96)
-    wanted = x + parts.sum(0)
+    expected = x + parts.sum(0)
     out = kernels.add_norm(x, parts if splits else None, weight, 1e-6)
-    torch.testing.assert_close(x, wanted, **CLOSE)
-    torch.testing.assert_close(out, normed(wanted, weight), **CLOSE)
+    torch.testing.assert_close(x, expected, **CLOSE)
+    torch.testing.assert_close(out, normed(expected, weight), **CLOSE)
 
 
 def test_a_gate_is_silu_of_one_half_times_the_other() -> None:
@@ -98,12 +98,12 @@ def test_a_new_token_attends_to_itself_and_all_before_it(
         torch.testing.assert_close(cache, old, **CLOSE)
     for row in range(rows):
         seen = slice(0, int(positions[row]) + 1)
-        wanted = F.scaled_dot_product_attention(
+        expected = F.scaled_dot_product_attention(
             q[row][:, None],
             before[0][slots[row], :, seen].repeat_interleave(group, 0),
             before[1][slots[row], :, seen].repeat_interleave(group, 0),
         )
-        torch.testing.assert_close(out[row], wanted.flatten(), **CLOSE)
+        torch.testing.assert_close(out[row], expected.flatten(), **CLOSE)
 
 
 def drawn(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[float], list[int]]:
@@ -131,10 +131,10 @@ def test_tokens_are_drawn_as_the_sampler_draws_them(vocab: int) -> None:
         for at, (t, u) in enumerate(zip(temperatures, uniforms, strict=True))
     ]
     tokens, logprobs, ranks = drawn(logits, rows)
-    for at, wanted in enumerate(sample(logits, rows)):
+    for at, expected in enumerate(sample(logits, rows)):
         if at != 5:  # the last share of all: where rounding ends is not the same
-            assert (tokens[at], ranks[at]) == (wanted.token_id, wanted.rank)
-            assert logprobs[at] == pytest.approx(wanted.logprob, abs=1e-5)
+            assert (tokens[at], ranks[at]) == (expected.token_id, expected.rank)
+            assert logprobs[at] == pytest.approx(expected.logprob, abs=1e-5)
     assert logits[5, tokens[5]] > float("-inf")
 
 

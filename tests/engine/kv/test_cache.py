@@ -58,12 +58,12 @@ def test_blocks_of_old_weights_are_never_hit_again(rig: Rig, tiny2: Path) -> Non
     # The same label on purpose: contents decide, not names.
     rig.load(tiny2, rig.core.served.weights.version)
     assert hits_of(rig) == 0
-    done = rig.generate(PROMPT)
-    assert done.logprobs == reference(tiny2, PROMPT + done.token_ids)[-8:]
+    completion = rig.generate(PROMPT)
+    assert completion.logprobs == reference(tiny2, PROMPT + completion.token_ids)[-8:]
     rig.core.rollback()
     assert hits_of(rig) == 96, "these weights made those blocks"
-    done = rig.generate(PROMPT)
-    assert done.logprobs == reference(rig.directory, PROMPT + done.token_ids)[-8:]
+    completion = rig.generate(PROMPT)
+    assert completion.logprobs == reference(rig.directory, PROMPT + completion.token_ids)[-8:]
 
 
 @pytest.mark.failure_mode("F27")
@@ -74,8 +74,8 @@ def test_the_same_checkpoint_loaded_twice_shares_nothing(rig: Rig, tiny: Path) -
 
 
 def test_output_is_cached_for_the_next_turn(rig: Rig) -> None:
-    done = rig.generate(PROMPT, max_tokens=60)
-    assert hits_of(rig, PROMPT + done.token_ids + ids(3, 5)) == 144
+    completion = rig.generate(PROMPT, max_tokens=60)
+    assert hits_of(rig, PROMPT + completion.token_ids + ids(3, 5)) == 144
 
 
 def test_skipping_the_cache_reads_nothing(rig: Rig) -> None:
@@ -87,9 +87,11 @@ def test_skipping_the_cache_reads_nothing(rig: Rig) -> None:
 def test_prompt_logprobs_are_computed_not_cached(rig: Rig) -> None:
     rig.generate(PROMPT)
     before = rig.core.prefixes.hits
-    done = rig.generate(PROMPT, prompt_logprobs=0)
+    completion = rig.generate(PROMPT, prompt_logprobs=0)
     assert rig.core.prefixes.hits == before
-    assert [e.logprob for e in done.prompt_logprobs or [] if e] == reference(rig.directory, PROMPT)
+    assert [e.logprob for e in completion.prompt_logprobs or [] if e] == reference(
+        rig.directory, PROMPT
+    )
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 3, 9])
@@ -101,11 +103,11 @@ def test_answers_are_right_however_small_the_cache(tiny: Path, blocks: int) -> N
     base = ids(1, 40)
     for turn in range(6):
         prompts = [base + ids(turn % 2, 30), base[:20] + ids(2 + turn % 3, 40)]
-        answers = [rig.submit(prompt, seed=turn) for prompt in prompts]
+        results = [rig.submit(prompt, seed=turn) for prompt in prompts]
         rig.run()
         assert len(rig.core.prefixes) <= blocks
-        for answer, prompt in zip(answers, prompts, strict=True):
-            assert answer.one == whole.generate(prompt, seed=turn)
+        for result, prompt in zip(results, prompts, strict=True):
+            assert result.one == whole.generate(prompt, seed=turn)
     assert (rig.core.prefixes.hits > 0) == (blocks > 0)
 
 
@@ -127,11 +129,11 @@ class Pool:
     def load(self, root: bytes, tokens: list[int]) -> int:
         """How much was found; what was found must be what these tokens made."""
         self.slots.k[:, 1] = self.slots.v[:, 1] = torch.nan
-        found = self.cache.load(root, tokens, 1)
-        marks = torch.tensor(tokens[:found], dtype=torch.float32)[None, None, :, None]
-        assert bool((self.slots.k[:, 1, :, :found] == marks).all())
-        assert bool((self.slots.v[:, 1, :, :found] == -marks).all())
-        return found
+        loaded = self.cache.load(root, tokens, 1)
+        marks = torch.tensor(tokens[:loaded], dtype=torch.float32)[None, None, :, None]
+        assert bool((self.slots.k[:, 1, :, :loaded] == marks).all())
+        assert bool((self.slots.v[:, 1, :, :loaded] == -marks).all())
+        return loaded
 
 
 def test_the_start_of_a_chain_outlives_its_end(tiny: Path) -> None:
@@ -182,9 +184,9 @@ def test_what_is_found_is_what_was_stored(
             whole = len(tokens) // BLOCK
             stored |= {(epoch, tuple(tokens[: n * BLOCK])) for n in range(1, whole + 1)}
         else:
-            found = pool.load(root, tokens)
-            assert found < len(tokens)
-            assert not found or (epoch, tuple(tokens[:found])) in stored
+            loaded = pool.load(root, tokens)
+            assert loaded < len(tokens)
+            assert not loaded or (epoch, tuple(tokens[:loaded])) in stored
         assert len(pool.cache) <= blocks
 
 

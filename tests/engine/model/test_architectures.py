@@ -79,17 +79,17 @@ def test_a_random_model_has_the_logprobs_of_transformers(
     directory = write(make(), tmp_path)
     assert len(list(directory.glob("*.safetensors"))) > 2
     rig = Rig(directory, arithmetic="exact", max_batch_tokens=64)
-    answers = [
+    results = [
         rig.submit(ids(i, length, vocab=77), prompt_logprobs=0, max_tokens=25)
         for i, length in enumerate((700, 3, 65, 128))
     ]
     rig.run()
-    for answer in answers:
-        done = answer.one
-        whole = done.prompt_ids + done.token_ids
+    for result in results:
+        completion = result.one
+        whole = completion.prompt_ids + completion.token_ids
         expected = reference(directory, whole)
-        assert [e.logprob for e in done.prompt_logprobs or [] if e] == expected[:-25]
-        assert done.logprobs == expected[-25:]
+        assert [e.logprob for e in completion.prompt_logprobs or [] if e] == expected[:-25]
+        assert completion.logprobs == expected[-25:]
         assert rig.core.score(whole) == expected
 
 

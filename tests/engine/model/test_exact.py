@@ -14,7 +14,7 @@ from lockstep.engine.numerics.block_shapes import threads
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest
 from tests.engine import checkpoints
-from tests.engine.rig import Answer, Rig, ids
+from tests.engine.rig import Result, Rig, ids
 
 pytestmark = pytest.mark.usefixtures("requires_exact")
 BATCHES = (1, 3, 33)
@@ -27,31 +27,31 @@ def rig(request: pytest.FixtureRequest, requires_exact: None) -> Rig:
     return Rig(directory, arithmetic="exact", max_seqs=33, max_batch_tokens=48)
 
 
-def all_logprobs(done: Completion) -> list[float]:
+def all_logprobs(completion: Completion) -> list[float]:
     """Of every token after the first: scored prompt, then what was sampled."""
-    assert done.prompt_logprobs is not None
-    scored = [entry.logprob for entry in done.prompt_logprobs if entry is not None]
-    assert len(scored) == len(done.prompt_ids) - 1
-    return scored + done.logprobs
+    assert completion.prompt_logprobs is not None
+    scored = [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
+    assert len(scored) == len(completion.prompt_ids) - 1
+    return scored + completion.logprobs
 
 
-def check(rig: Rig, answers: list[Answer]) -> None:
-    for answer in answers:
-        done = answer.one
-        whole = done.prompt_ids + done.token_ids
+def check(rig: Rig, results: list[Result]) -> None:
+    for result in results:
+        completion = result.one
+        whole = completion.prompt_ids + completion.token_ids
         expected = checkpoints.reference(rig.directory, whole)
-        assert all_logprobs(done) == expected
+        assert all_logprobs(completion) == expected
         assert rig.core.score(whole) == expected
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_a_batch_has_the_logprobs_of_the_trainer(rig: Rig, batch: int) -> None:
-    answers = [
+    results = [
         rig.submit(ids(100 * batch + i, 3 + 5 * i % 90), seed=i, max_tokens=20, prompt_logprobs=0)
         for i in range(batch)
     ]
     rig.run()
-    check(rig, answers)
+    check(rig, results)
 
 
 def test_a_long_context_has_the_logprobs_of_the_trainer(rig: Rig) -> None:
@@ -65,8 +65,8 @@ def test_a_trainer_batch_gives_the_bits_of_each_sequence_alone(rig: Rig) -> None
     sequences = [ids(seed, length) for seed, length in enumerate((2, 9, 64, 65, 130, 511))]
     with torch.no_grad():
         together = exact.token_logprobs(checkpoints.trainer(rig.directory), sequences)
-    for sequence, found in zip(sequences, together, strict=True):
-        assert found.tolist() == rig.core.score(sequence)
+    for sequence, logprobs in zip(sequences, together, strict=True):
+        assert logprobs.tolist() == rig.core.score(sequence)
 
 
 def test_a_prefix_hit_changes_no_bit(rig: Rig) -> None:
@@ -87,25 +87,25 @@ def test_a_prefix_hit_changes_no_bit(rig: Rig) -> None:
 def test_processed_logprobs_are_the_trainers_at_that_temperature(
     rig: Rig, temperature: float
 ) -> None:
-    done = rig.generate(
+    completion = rig.generate(
         ids(8, 60),
         temperature=temperature,
         logprob_mode="processed",
         prompt_logprobs=0,
         max_tokens=20,
     )
-    whole = done.prompt_ids + done.token_ids
-    assert all_logprobs(done) == checkpoints.reference(rig.directory, whole, temperature)
+    whole = completion.prompt_ids + completion.token_ids
+    assert all_logprobs(completion) == checkpoints.reference(rig.directory, whole, temperature)
 
 
 def test_the_trainer_has_the_same_bits_with_autograd_on_and_can_learn(rig: Rig) -> None:
-    done = rig.generate(ids(9, 90), max_tokens=30)
+    completion = rig.generate(ids(9, 90), max_tokens=30)
     model = checkpoints.trainer(rig.directory)
-    found = exact.token_logprobs(model, done.prompt_ids + done.token_ids)
-    assert isinstance(found, Tensor)
-    assert found.requires_grad
-    assert found[-30:].tolist() == done.logprobs
-    (-found.mean()).backward()
+    logprobs = exact.token_logprobs(model, completion.prompt_ids + completion.token_ids)
+    assert isinstance(logprobs, Tensor)
+    assert logprobs.requires_grad
+    assert logprobs[-30:].tolist() == completion.logprobs
+    (-logprobs.mean()).backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
     assert gradients
@@ -122,20 +122,20 @@ def test_a_lora_request_has_the_logprobs_of_the_peft_model(
     model.save_pretrained(tmp_path)
     rig = Rig(tiny, arithmetic="exact", max_batch_tokens=48)
     rig.adopt("poet", tmp_path)
-    answers = [
+    results = [
         rig.submit(ids(i, 3 + 40 * i), adapter="poet", max_tokens=20, prompt_logprobs=0)
         for i in range(3)
     ]
-    answers.append(rig.submit(ids(9, 70), max_tokens=20, prompt_logprobs=0))
+    results.append(rig.submit(ids(9, 70), max_tokens=20, prompt_logprobs=0))
     rig.run()
     exact.prepare(model)
-    for answer in answers[:3]:
-        whole = answer.one.prompt_ids + answer.one.token_ids
-        found = exact.token_logprobs(model, whole)
-        assert isinstance(found, Tensor)
-        assert all_logprobs(answer.one) == found.tolist()
-        assert rig.core.score(whole, adapter="poet") == found.tolist()
-    check(rig, answers[3:])
+    for result in results[:3]:
+        whole = result.one.prompt_ids + result.one.token_ids
+        logprobs = exact.token_logprobs(model, whole)
+        assert isinstance(logprobs, Tensor)
+        assert all_logprobs(result.one) == logprobs.tolist()
+        assert rig.core.score(whole, adapter="poet") == logprobs.tolist()
+    check(rig, results[3:])
 
 
 def test_a_sequence_without_tokens_is_refused(rig: Rig) -> None:
@@ -155,18 +155,18 @@ def distance_from_transformers(directory: Path) -> float:
     # Prompts in the model's own words: on noise its logits are so large that fp32 itself is coarse.
     written = [rig.submit([i], seed=i, max_tokens=3 + 9 * i) for i in range(12)]
     rig.run()
-    answers = [
-        rig.submit(answer.one.token_ids, max_tokens=20, prompt_logprobs=0) for answer in written
+    results = [
+        rig.submit(result.one.token_ids, max_tokens=20, prompt_logprobs=0) for result in written
     ]
     rig.run()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     worst = 0.0
-    for answer in answers:
-        whole = answer.one.prompt_ids + answer.one.token_ids
+    for result in results:
+        whole = result.one.prompt_ids + result.one.token_ids
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([whole])).logits[0, :-1]
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(whole[1:])[:, None])[:, 0]
-        apart = (torch.tensor(all_logprobs(answer.one)) - expected).abs().max()
+        apart = (torch.tensor(all_logprobs(result.one)) - expected).abs().max()
         worst = max(worst, float(apart))
     return worst
 

@@ -38,16 +38,16 @@ def test_adapters_and_base_in_one_batch_each_answer_as_if_alone(rig: Rig) -> Non
     rig.forget_prefixes()
     together = [rig.submit(ids(i, 20 + 9 * i), adapter=n, seed=i) for i, n in enumerate(names)]
     rig.run()
-    assert [answer.one for answer in together] == alone
+    assert [result.one for result in together] == alone
     same_prompt = {n: tuple(rig.generate(PROMPT, adapter=n).logprobs) for n in (None, "a", "b")}
     assert len(set(same_prompt.values())) == 3
 
 
 def test_tokens_say_which_adapter_made_them(rig: Rig) -> None:
-    done = rig.generate(PROMPT, adapter="a")
+    completion = rig.generate(PROMPT, adapter="a")
     label = rig.core.served.adapter("a").label
     assert label.startswith("1.")
-    assert (done.adapter, done.versions[0].version) == ("a", f"v1+a@{label}")
+    assert (completion.adapter, completion.versions[0].version) == ("a", f"v1+a@{label}")
     assert rig.generate(PROMPT).versions[0].version == "v1"
 
 
@@ -67,11 +67,11 @@ def test_an_unknown_or_unloaded_adapter_is_an_error_not_the_base_model(rig: Rig)
 @pytest.mark.failure_mode("F31")
 def test_an_adapter_unloaded_before_its_request_starts_is_an_error(rig: Rig) -> None:
     rig.pause("keep")
-    answer = rig.submit(PROMPT, adapter="a", n=2)
+    result = rig.submit(PROMPT, adapter="a", n=2)
     rig.core.served.remove_adapter("a")
     rig.core.resume()
     rig.run()
-    assert isinstance(answer.error, UnknownModel)
+    assert isinstance(result.error, UnknownModel)
     assert rig.idle
 
 
@@ -95,9 +95,9 @@ def test_a_hot_swap_under_the_same_label_reuses_no_keys(rig: Rig, lora_b: Path) 
     rig.generate(PROMPT, adapter="a")
     hits = rig.core.prefixes.hits
     rig.adopt("a", lora_b, "1")
-    done = rig.generate(PROMPT, adapter="a")
+    completion = rig.generate(PROMPT, adapter="a")
     assert rig.core.prefixes.hits == hits
-    assert done.logprobs == rig.generate(PROMPT, adapter="b").logprobs
+    assert completion.logprobs == rig.generate(PROMPT, adapter="b").logprobs
 
 
 def test_requests_in_flight_end_under_the_adapter_they_began_with(rig: Rig, lora_b: Path) -> None:
@@ -116,16 +116,16 @@ def test_requests_in_flight_end_under_the_adapter_they_began_with(rig: Rig, lora
 
 
 def test_a_weight_swap_keeps_the_adapter(rig: Rig, tiny2: Path) -> None:
-    answer = rig.submit(PROMPT, adapter="b", max_tokens=16)
+    result = rig.submit(PROMPT, adapter="b", max_tokens=16)
     rig.run(5)
     rig.load(tiny2, "v2")
     rig.run()
     label = rig.core.served.adapter("b").label
-    assert [s.version for s in answer.one.versions] == [f"v1+b@{label}", f"v2+b@{label}"]
-    cut = answer.one.versions[1].start
-    scored = rig.core.score(PROMPT + answer.one.token_ids, adapter="b")[-16:]
-    assert answer.one.logprobs[cut:] == scored[cut:]
-    assert answer.one.logprobs[:cut] != scored[:cut]
+    assert [s.version for s in result.one.versions] == [f"v1+b@{label}", f"v2+b@{label}"]
+    cut = result.one.versions[1].start
+    scored = rig.core.score(PROMPT + result.one.token_ids, adapter="b")[-16:]
+    assert result.one.logprobs[cut:] == scored[cut:]
+    assert result.one.logprobs[:cut] != scored[:cut]
 
 
 @pytest.mark.failure_mode("F29")

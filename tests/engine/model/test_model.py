@@ -53,12 +53,12 @@ def test_hidden_states_that_nobody_asks_for_change_nothing(
     whole, *slots = run(rig, mixed(rig, (130, 70, 33)))
     some, *same_slots = run(rig, mixed(rig, outputs))
     rows, end = [0, 1], 2
-    for count, asked in zip((130, 70, 33), outputs, strict=True):
+    for count, kept in zip((130, 70, 33), outputs, strict=True):
         end += count
-        rows += range(end - asked, end)
+        rows += range(end - kept, end)
     assert torch.equal(some[: len(rows)], whole[rows])
-    for found, expected in zip(same_slots, slots, strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(same_slots, slots, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2,), (0, 2), (1, 0)])
@@ -81,8 +81,8 @@ def test_a_prompt_that_is_only_read_costs_the_last_layer_nothing(rig: Rig) -> No
 
 def test_a_model_that_routes_in_its_last_layer_records_the_experts_of_all(moe: Path) -> None:
     rig = Rig(moe, arithmetic="exact", max_batch_tokens=32)
-    done = rig.generate(ids(1, 100), max_tokens=3, experts_start=0)
+    completion = rig.generate(ids(1, 100), max_tokens=3, experts_start=0)
     again = rig.generate(ids(1, 100), max_tokens=3, experts_start=0, prompt_logprobs=0)
-    assert done.experts is not None
-    assert done.experts == again.experts
-    assert len(set(done.experts.numpy()[:, -1].flatten().tolist())) > 1
+    assert completion.experts is not None
+    assert completion.experts == again.experts
+    assert len(set(completion.experts.numpy()[:, -1].flatten().tolist())) > 1

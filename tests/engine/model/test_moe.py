@@ -36,11 +36,15 @@ def routed(directory: Path, token_ids: list[int]) -> npt.NDArray[np.integer]:
 
 @pytest.mark.usefixtures("requires_exact")
 def test_rows_are_the_choices_of_the_router(rig: Rig, moe: Path) -> None:
-    done = rig.generate(PROMPT, experts_start=0, max_tokens=20)
-    assert done.experts is not None
-    assert (done.experts.shape, done.experts.dtype, done.experts.start) == ((119, 2, 2), "uint8", 0)
-    expected = routed(moe, PROMPT + done.token_ids)[:-1]
-    assert (done.experts.numpy() == expected).all()
+    completion = rig.generate(PROMPT, experts_start=0, max_tokens=20)
+    assert completion.experts is not None
+    assert (completion.experts.shape, completion.experts.dtype, completion.experts.start) == (
+        (119, 2, 2),
+        "uint8",
+        0,
+    )
+    expected = routed(moe, PROMPT + completion.token_ids)[:-1]
+    assert (completion.experts.numpy() == expected).all()
 
 
 @pytest.mark.parametrize("start", [0, 1, 99, 100, 105, 119, 500])
@@ -72,24 +76,24 @@ def test_rows_are_the_same_through_prefix_hits_and_chunks(rig: Rig, moe: Path) -
     assert rig.core.prefixes.hits - hits == 96
     assert cold == whole
     assert warm.one == whole
-    assert all(answer.done for answer in crowd)
+    assert all(result.ended for result in crowd)
 
 
 def test_each_choice_has_its_own_rows(rig: Rig, moe: Path) -> None:
-    answer = rig.submit(PROMPT, n=5, experts_start=0, max_tokens=6, temperature=3.0)
+    result = rig.submit(PROMPT, n=5, experts_start=0, max_tokens=6, temperature=3.0)
     rig.run()
-    for done in answer.completions:
-        assert done.experts is not None
-        assert (done.experts.numpy() == routed(moe, PROMPT + done.token_ids)[:-1]).all()
+    for completion in result.completions:
+        assert completion.experts is not None
+        assert (completion.experts.numpy() == routed(moe, PROMPT + completion.token_ids)[:-1]).all()
 
 
 @pytest.mark.parametrize("swaps", [1, 2])
 def test_a_swap_keeps_the_rows_that_made_the_tokens_so_far(
     rig: Rig, moe: Path, moe2: Path, swaps: int
 ) -> None:
-    answer = rig.submit(PROMPT, experts_start=0, max_tokens=20)
+    result = rig.submit(PROMPT, experts_start=0, max_tokens=20)
     rig.run(9)
-    forwarded = 100 + len(answer.tokens_so_far) - 1
+    forwarded = 100 + len(result.tokens_so_far) - 1
     assert 100 < forwarded < 115
     rig.pause("keep")
     rig.load(moe2, "v2")
@@ -98,28 +102,28 @@ def test_a_swap_keeps_the_rows_that_made_the_tokens_so_far(
         rig.run(1)  # not all of the context is computed again yet
         rig.load(moe2, "v3")
     rig.run()
-    done = answer.one
-    assert done.experts is not None
-    whole = PROMPT + done.token_ids
-    rows = done.experts.numpy()
+    completion = result.one
+    assert completion.experts is not None
+    whole = PROMPT + completion.token_ids
+    rows = completion.experts.numpy()
     assert (rows[:forwarded] == routed(moe, whole)[:forwarded]).all()
     assert (rows[forwarded:] == routed(moe2, whole)[forwarded:-1]).all()
 
 
 def test_an_abort_after_a_swap_still_has_its_rows(rig: Rig, moe: Path, moe2: Path) -> None:
-    answer = rig.submit(PROMPT, experts_start=0, max_tokens=20)
+    result = rig.submit(PROMPT, experts_start=0, max_tokens=20)
     rig.run(8)
     rig.pause("keep")
     rig.load(moe2, "v2")
     rig.pause("abort")
-    done = answer.one
-    assert done.finish == "abort"
-    assert done.experts is not None
-    assert (done.experts.numpy() == routed(moe, PROMPT + done.token_ids)[:-1]).all()
+    completion = result.one
+    assert completion.finish == "abort"
+    assert completion.experts is not None
+    assert (completion.experts.numpy() == routed(moe, PROMPT + completion.token_ids)[:-1]).all()
 
 
 def test_an_abort_in_the_prompt_has_no_rows(rig: Rig) -> None:
-    answer = rig.submit(PROMPT, experts_start=0)
+    result = rig.submit(PROMPT, experts_start=0)
     rig.run(1)
     rig.pause("abort")
-    assert answer.one.experts is None
+    assert result.one.experts is None

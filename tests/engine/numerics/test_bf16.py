@@ -32,16 +32,16 @@ print(save_checkpoint(model, sys.argv[1]))
 
 
 def test_an_engine_in_bf16_survives_and_its_plan_says_what_it_took() -> None:
-    done = child(CORE)
-    assert done.returncode == 0, done.stderr
-    count, limit, arithmetic = done.stdout.split()
+    process = child(CORE)
+    assert process.returncode == 0, process.stderr
+    count, limit, arithmetic = process.stdout.split()
     assert (count, arithmetic) == ("19", "close")
-    assert limit == "''" or "oneDNN is held to" in done.stderr
+    assert limit == "''" or "oneDNN is held to" in process.stderr
 
 
 def test_a_trainer_that_saves_a_bf16_model_survives_its_probe(tmp_path: Path) -> None:
-    done = child(SAVE, str(tmp_path / "step"))
-    assert done.returncode == 0, (done.returncode, done.stderr)
+    process = child(SAVE, str(tmp_path / "step"))
+    assert process.returncode == 0, (process.returncode, process.stderr)
     assert (tmp_path / "step" / "STABLE").exists()
 
 
@@ -70,20 +70,20 @@ def test_a_limit_is_set_for_this_process_and_its_children(monkeypatch: pytest.Mo
     assert os.environ[bf16.VARIABLE] == os.environ[bf16.CHECKED] == "AVX512_CORE"
 
 
-@pytest.mark.parametrize("found", [None, "AVX2"])
+@pytest.mark.parametrize("limit", [None, "AVX2"])
 def test_where_nothing_helps_or_it_is_too_late_it_is_refused(
-    found: str | None, monkeypatch: pytest.MonkeyPatch
+    limit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bf16.VARIABLE, "ALL")
     monkeypatch.setenv(bf16.CHECKED, "")
     monkeypatch.setattr(bf16, "cpu_flags", lambda: None)
-    monkeypatch.setattr(bf16, "_tried", lambda _: found)
+    monkeypatch.setattr(bf16, "_tried", lambda _: limit)
     monkeypatch.setattr(bf16, "survives", lambda: False)
     with pytest.raises(EngineFailure, match="float32"):
         bf16.make_bf16_safe()
 
 
 def test_a_fork_tells_whether_a_product_survives() -> None:
-    done = child("from lockstep.engine.numerics.bf16 import survives; print(survives())",
+    process = child("from lockstep.engine.numerics.bf16 import survives; print(survives())",
                  ONEDNN_MAX_CPU_ISA="AVX2")  # fmt: skip
-    assert done.stdout.strip() == "True", done.stderr
+    assert process.stdout.strip() == "True", process.stderr

@@ -56,10 +56,10 @@ def test_what_it_finds_holds_for_other_numbers(dim: int) -> None:
     for start in range(0, 2 * BLOCK - made.queries, 37):
         rows = slice(start, start + made.queries)
         keys = made.keys(rows.stop)
-        found = torch.nn.functional.scaled_dot_product_attention(
+        actual = torch.nn.functional.scaled_dot_product_attention(
             q[:, :, rows], k[:, :, :keys], v[:, :, :keys], attn_mask=bias[rows, :keys]
         )
-        assert torch.equal(found, whole[:, :, rows]), (start, keys)
+        assert torch.equal(actual, whole[:, :, rows]), (start, keys)
 
 
 def test_a_shape_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +150,8 @@ def test_where_no_multiple_keeps_the_bits_that_is_said(monkeypatch: pytest.Monke
 def test_few_rows_are_taken_only_where_loops_end_with_whole_registers(
     width: int, fewest: int
 ) -> None:
-    found = row_multiple(products(hidden=64, q_size=64, kv_size=64, vocab=64, intermediate=width))
-    assert found % fewest == 0
+    actual = row_multiple(products(hidden=64, q_size=64, kv_size=64, vocab=64, intermediate=width))
+    assert actual % fewest == 0
 
 
 @pytest.mark.usefixtures("requires_exact")

@@ -69,8 +69,8 @@ def test_mkl_is_made_strict_where_it_promises_to_be() -> None:
 
 
 def test_children_inherit_the_mode() -> None:
-    done = child(REPRODUCIBLE + "print(os.environ.get('MKL_CBWR', 'OFF'))")
-    assert done.stdout.strip() == child(MODE).stdout.strip()
+    process = child(REPRODUCIBLE + "print(os.environ.get('MKL_CBWR', 'OFF'))")
+    assert process.stdout.strip() == child(MODE).stdout.strip()
 
 
 def test_on_another_make_the_modes_are_tried_once_and_the_answer_is_kept(
@@ -80,11 +80,11 @@ def test_on_another_make_the_modes_are_tried_once_and_the_answer_is_kept(
     monkeypatch.setattr(mkl_choice, "vendor", lambda: "AuthenticAMD")
     tried = []
 
-    def found(mode: str) -> int:
+    def multiples(mode: str) -> int:
         tried.append(mode)
         return {"OFF": 8, mkl.STRICT: 4}[mode]
 
-    monkeypatch.setattr(mkl_choice, "_tried", found)
+    monkeypatch.setattr(mkl_choice, "_tried", multiples)
     mkl_choice.preferred_mode.cache_clear()
     assert mkl_choice.preferred_mode() is None, "the default mode is never slower"
     mkl_choice.preferred_mode.cache_clear()
@@ -94,7 +94,7 @@ def test_on_another_make_the_modes_are_tried_once_and_the_answer_is_kept(
 
 
 @pytest.mark.parametrize(
-    ("found", "chosen"),
+    ("multiples", "chosen"),
     [
         ({"OFF": 8, "AUTO,STRICT": 4}, "OFF"),
         ({"OFF": 64, "AUTO,STRICT": 4}, "AUTO,STRICT"),
@@ -104,9 +104,9 @@ def test_on_another_make_the_modes_are_tried_once_and_the_answer_is_kept(
     ],
 )
 def test_the_mode_that_holds_for_few_rows_is_taken(
-    found: dict[str, int], chosen: str, monkeypatch: pytest.MonkeyPatch
+    multiples: dict[str, int], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mkl_choice, "_tried", found.__getitem__)
+    monkeypatch.setattr(mkl_choice, "_tried", multiples.__getitem__)
     assert mkl_choice.tried_mode() == chosen
 
 
@@ -147,9 +147,9 @@ def test_portable_bits_are_the_golden_ones(advice: str) -> None:
     """They were measured on one make; where this CPU has others, the engine must say so."""
     golden = json.loads((GOLDEN / "compatible-default.json").read_text())
     forced = {"MKL_ENABLE_INSTRUCTIONS": advice} if advice else {}
-    done = child(SCORES.format(arithmetic="portable"), **forced, **PORTABLE_ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    plan, logprobs = json.loads(done.stdout.splitlines()[-1])
+    process = child(SCORES.format(arithmetic="portable"), **forced, **PORTABLE_ENVIRONMENT)
+    assert process.returncode == 0, process.stderr
+    plan, logprobs = json.loads(process.stdout.splitlines()[-1])
     same = logprobs == golden["logprobs_hex"]
     assert (plan["arithmetic"] == "portable") == same, (golden["cpu"], plan)
     if mkl_choice.vendor() == "GenuineIntel" and torch.__version__ == golden["torch"]:
@@ -161,8 +161,8 @@ def test_the_bits_of_one_machine_and_torch_stay_what_they_were(name: str) -> Non
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
     if mkl_choice.vendor() != "GenuineIntel" or torch.__version__ != golden["torch"]:
         pytest.skip(f"golden bits of {golden['cpu']}, torch {golden['torch']}")
-    done = child(SCORES.format(arithmetic="exact"), **golden["env"])
-    assert json.loads(done.stdout.splitlines()[-1])[1] == golden["logprobs_hex"]
+    process = child(SCORES.format(arithmetic="exact"), **golden["env"])
+    assert json.loads(process.stdout.splitlines()[-1])[1] == golden["logprobs_hex"]
 
 
 def test_portable_is_not_claimed_where_the_bits_are_others() -> None:

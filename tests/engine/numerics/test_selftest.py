@@ -1,4 +1,4 @@
-"""Exactness is asked of the machine, never assumed: what fails the test is not called exact."""
+"""Exactness is tested on the machine, never assumed: what fails the test is not called exact."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ def rig(tiny: Path) -> Rig:
 @pytest.mark.failure_mode("F15")
 def test_a_request_fails_and_names_the_version(rig: Rig, overflowing: Path) -> None:
     rig.load(overflowing, "bad")
-    answers = [rig.submit(ids(i, 10 + 50 * i), n=3) for i in range(3)]
+    results = [rig.submit(ids(i, 10 + 50 * i), n=3) for i in range(3)]
     rig.run()
-    for answer in answers:
-        assert isinstance(answer.error, BadLogprob)
-        assert "'bad'" in str(answer.error)
-        assert len(answer.events) == 1
+    for result in results:
+        assert isinstance(result.error, BadLogprob)
+        assert "'bad'" in str(result.error)
+        assert len(result.events) == 1
     assert rig.idle
 
 
@@ -43,23 +43,26 @@ def test_its_slots_are_clean_for_who_comes_next(rig: Rig, tiny: Path, overflowin
         rig.submit(ids(i, 200), n=2)
     rig.run()
     rig.core.rollback()
-    answers = [rig.submit(ids(i, 20)) for i in range(3)]
+    results = [rig.submit(ids(i, 20)) for i in range(3)]
     rig.run()
-    for answer in answers:
-        whole = answer.one.prompt_ids + answer.one.token_ids
-        assert answer.one.logprobs == checkpoints.reference(tiny, whole)[-8:]
+    for result in results:
+        whole = result.one.prompt_ids + result.one.token_ids
+        assert result.one.logprobs == checkpoints.reference(tiny, whole)[-8:]
 
 
 def test_a_request_dropped_in_the_middle_of_it_leaves_no_trace(
     rig: Rig, tiny: Path, overflowing: Path
 ) -> None:
     rig.load(overflowing, "bad")
-    answer = rig.submit(ids(1, 200))
+    result = rig.submit(ids(1, 200))
     rig.run(1)
-    rig.core.drop(answer.ticket)
+    rig.core.drop(result.handle)
     rig.core.rollback()
-    done = rig.generate(ids(2, 20))
-    assert done.logprobs == checkpoints.reference(tiny, done.prompt_ids + done.token_ids)[-8:]
+    completion = rig.generate(ids(2, 20))
+    assert (
+        completion.logprobs
+        == checkpoints.reference(tiny, completion.prompt_ids + completion.token_ids)[-8:]
+    )
 
 
 def test_scoring_it_is_an_error_and_does_not_spoil_later_scores(
@@ -85,6 +88,6 @@ def test_the_good_requests_of_a_step_survive_the_bad_ones(
     fine = [rig.submit(ids(i, 20 + i), max_tokens=12) for i in (2, 3)]
     rig.run()
     assert isinstance(bad.error, BadLogprob)
-    for answer in fine:
-        whole = answer.one.prompt_ids + answer.one.token_ids
-        assert answer.one.logprobs == checkpoints.reference(tiny, whole)[-12:]
+    for result in fine:
+        whole = result.one.prompt_ids + result.one.token_ids
+        assert result.one.logprobs == checkpoints.reference(tiny, whole)[-12:]

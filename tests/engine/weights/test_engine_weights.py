@@ -33,9 +33,9 @@ async def test_keep_stage_score_commit_resume(engine: Engine, tiny: Path, tiny2:
     assert await engine.commit() == "v2"
     await engine.resume()
     pieces += [piece async for piece in stream]
-    done = pieces[-1].completion
-    assert done is not None
-    assert [span.version for span in done.versions] == ["v1", "v2"]
+    completion = pieces[-1].completion
+    assert completion is not None
+    assert [span.version for span in completion.versions] == ["v1", "v2"]
     assert await engine.rollback() == "v1"
     assert await score(engine, probe) == reference(tiny, probe)
 
@@ -94,9 +94,9 @@ async def test_a_second_change_of_weights_is_refused_meanwhile(engine: Engine, t
 async def test_adapters_come_and_go(engine: Engine, lora_a: Path) -> None:
     assert await engine.load_adapter("a", lora_a, "1") is False
     assert await engine.load_adapter("a", lora_a, "2") is True
-    (done,) = await engine.generate(request(ids(1, 20), adapter="a"))
-    assert done.versions[0].version == engine.version_of(engine.adapters["a"])
-    assert done.versions[0].version.startswith("v1+a@2.")
+    (completion,) = await engine.generate(request(ids(1, 20), adapter="a"))
+    assert completion.versions[0].version == engine.version_of(engine.adapters["a"])
+    assert completion.versions[0].version.startswith("v1+a@2.")
     await engine.unload_adapter("a")
     with pytest.raises(UnknownModel):
         await engine.generate(request(ids(1, 20), adapter="a"))

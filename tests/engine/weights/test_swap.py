@@ -17,12 +17,12 @@ def rig(tiny: Path) -> Rig:
     return Rig(tiny, weight_version="v1", max_seqs=4, max_batch_tokens=64)
 
 
-def check_spans(done: Completion, weights: dict[str, Path]) -> None:
+def check_spans(completion: Completion, weights: dict[str, Path]) -> None:
     """Each span has the logprobs of its own weights, over the whole context before it."""
-    whole = done.prompt_ids + done.token_ids
-    for span in done.versions:
-        expected = reference(weights[span.version], whole)[-len(done.token_ids) :]
-        assert done.logprobs[span.start : span.end] == expected[span.start : span.end]
+    whole = completion.prompt_ids + completion.token_ids
+    for span in completion.versions:
+        expected = reference(weights[span.version], whole)[-len(completion.token_ids) :]
+        assert completion.logprobs[span.start : span.end] == expected[span.start : span.end]
 
 
 @pytest.mark.failure_mode("F43")
@@ -31,9 +31,9 @@ def check_spans(done: Completion, weights: dict[str, Path]) -> None:
 def test_tokens_before_and_after_a_swap_carry_their_own_versions(
     rig: Rig, tiny: Path, tiny2: Path, paused: bool
 ) -> None:
-    answers = [rig.submit(ids(i, 30 + 40 * i), max_tokens=24, seed=i) for i in range(3)]
+    results = [rig.submit(ids(i, 30 + 40 * i), max_tokens=24, seed=i) for i in range(3)]
     rig.run(8)
-    at = [len(a.tokens_so_far) for a in answers]
+    at = [len(a.tokens_so_far) for a in results]
     assert min(at) > 0
     if paused:
         rig.pause("keep")
@@ -41,30 +41,33 @@ def test_tokens_before_and_after_a_swap_carry_their_own_versions(
     if paused:
         rig.core.resume()
     rig.run()
-    for answer, swapped in zip(answers, at, strict=True):
-        done = answer.one
-        assert done.versions == (VersionSpan("v1", 0, swapped), VersionSpan("v2", swapped, 24))
-        check_spans(done, {"v1": tiny, "v2": tiny2})
+    for result, swapped in zip(results, at, strict=True):
+        completion = result.one
+        assert completion.versions == (
+            VersionSpan("v1", 0, swapped),
+            VersionSpan("v2", swapped, 24),
+        )
+        check_spans(completion, {"v1": tiny, "v2": tiny2})
 
 
 @pytest.mark.failure_mode("F27")
 def test_a_swap_in_the_middle_of_a_prefill_starts_the_prompt_anew(
     rig: Rig, tiny: Path, tiny2: Path
 ) -> None:
-    answer = rig.submit(ids(1, 200), prompt_logprobs=0)
+    result = rig.submit(ids(1, 200), prompt_logprobs=0)
     rig.run(2)
-    assert answer.tokens_so_far == []
+    assert result.tokens_so_far == []
     rig.load(tiny2, "v2")
     rig.run()
-    done = answer.one
-    assert {span.version for span in done.versions} == {"v2"}
-    expected = reference(tiny2, done.prompt_ids + done.token_ids)
-    assert [e.logprob for e in done.prompt_logprobs or [] if e] == expected[:199]
-    assert done.logprobs == expected[199:]
+    completion = result.one
+    assert {span.version for span in completion.versions} == {"v2"}
+    expected = reference(tiny2, completion.prompt_ids + completion.token_ids)
+    assert [e.logprob for e in completion.prompt_logprobs or [] if e] == expected[:199]
+    assert completion.logprobs == expected[199:]
 
 
 def test_swaps_back_and_forth_stay_exact(rig: Rig, tiny: Path, tiny2: Path) -> None:
-    answer = rig.submit(ids(1, 40), max_tokens=40)
+    result = rig.submit(ids(1, 40), max_tokens=40)
     rig.run(6)
     rig.load(tiny2, "v2")
     rig.run(6)
@@ -73,33 +76,33 @@ def test_swaps_back_and_forth_stay_exact(rig: Rig, tiny: Path, tiny2: Path) -> N
     rig.load(tiny2, "v3")
     rig.load(tiny, "v4")
     rig.run()
-    spans = [span.version for span in answer.one.versions]
+    spans = [span.version for span in result.one.versions]
     assert spans == ["v1", "v2", "v1", "v4"]
-    check_spans(answer.one, {"v1": tiny, "v2": tiny2, "v4": tiny})
+    check_spans(result.one, {"v1": tiny, "v2": tiny2, "v4": tiny})
 
 
 def test_choices_that_start_after_a_swap_say_so(rig: Rig, tiny: Path, tiny2: Path) -> None:
-    answer = rig.submit(ids(1, 40), n=7, max_tokens=10)
+    result = rig.submit(ids(1, 40), n=7, max_tokens=10)
     rig.run(5)
     rig.load(tiny2, "v2")
     rig.run()
-    assert answer.completions[0].versions[0].version == "v1"
-    assert [s.version for s in answer.completions[-1].versions] == ["v2"]
-    for done in answer.completions:
-        check_spans(done, {"v1": tiny, "v2": tiny2})
+    assert result.completions[0].versions[0].version == "v1"
+    assert [s.version for s in result.completions[-1].versions] == ["v2"]
+    for completion in result.completions:
+        check_spans(completion, {"v1": tiny, "v2": tiny2})
 
 
 @pytest.mark.failure_mode("F43")
 def test_a_demanded_version_is_kept_or_the_request_ends(rig: Rig, tiny2: Path) -> None:
     with pytest.raises(VersionUnavailable, match=r"'v2' was demanded, but 'v1' is served"):
         rig.submit(ids(1, 20), weight_version="v2")
-    answer = rig.submit(ids(1, 20), weight_version="v1", n=6, max_tokens=20)
+    result = rig.submit(ids(1, 20), weight_version="v1", n=6, max_tokens=20)
     rig.run(4)
     rig.load(tiny2, "v2")
     rig.run()
-    assert [c.finish for c in answer.completions] == ["abort"] * 6
-    assert len(answer.completions[0].token_ids) > 0
-    assert {s.version for c in answer.completions for s in c.versions} == {"v1"}
+    assert [c.finish for c in result.completions] == ["abort"] * 6
+    assert len(result.completions[0].token_ids) > 0
+    assert {s.version for c in result.completions for s in c.versions} == {"v1"}
     assert rig.generate(ids(1, 20), weight_version="v2").finish == "length"
     assert rig.idle
 
@@ -107,11 +110,11 @@ def test_a_demanded_version_is_kept_or_the_request_ends(rig: Rig, tiny2: Path) -
 @pytest.mark.failure_mode("F43")
 def test_a_demand_is_asked_again_when_the_request_starts(rig: Rig, tiny2: Path) -> None:
     rig.pause("keep")
-    answer = rig.submit(ids(1, 20), weight_version="v1")
+    result = rig.submit(ids(1, 20), weight_version="v1")
     rig.load(tiny2, "v2")
     rig.core.resume()
     rig.run()
-    assert isinstance(answer.error, VersionUnavailable)
+    assert isinstance(result.error, VersionUnavailable)
     assert rig.idle
 
 
@@ -132,9 +135,9 @@ def test_one_commit_can_be_undone_once(rig: Rig, tiny: Path, tiny2: Path) -> Non
         rig.core.rollback()
     rig.load(tiny2, "v2")
     rig.core.rollback()
-    done = rig.generate(ids(1, 20))
-    assert done.versions == (VersionSpan("v1", 0, 8),)
-    check_spans(done, {"v1": tiny})
+    completion = rig.generate(ids(1, 20))
+    assert completion.versions == (VersionSpan("v1", 0, 8),)
+    check_spans(completion, {"v1": tiny})
     with pytest.raises(Conflict, match="nothing to roll back"):
         rig.core.rollback()
 
@@ -142,10 +145,10 @@ def test_one_commit_can_be_undone_once(rig: Rig, tiny: Path, tiny2: Path) -> Non
 def test_scoring_staged_weights_disturbs_nothing(rig: Rig, tiny: Path, tiny2: Path) -> None:
     alone = Rig(tiny, weight_version="v1").generate(ids(1, 40), max_tokens=20)
     staged = rig.core.served.load_weights(tiny2, "v2")
-    answer = rig.submit(ids(1, 40), max_tokens=20)
+    result = rig.submit(ids(1, 40), max_tokens=20)
     while rig.core.has_work:
         rig.run(3)
-        probe = ids(len(answer.tokens_so_far), 70)
+        probe = ids(len(result.tokens_so_far), 70)
         assert rig.core.score(probe, weights=staged) == reference(tiny2, probe)
         assert rig.core.score(probe) == reference(tiny, probe)
-    assert answer.one == alone
+    assert result.one == alone
