@@ -1,4 +1,4 @@
-"""A server that answers with canned bodies, in a process of its own, for client benchmarks."""
+"""A server that responds with canned bodies, in a process of its own, for client benchmarks."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def sampled(tokens: int, prompt: int, experts: RoutedExperts | None = None) -> C
     )
 
 
-def lockstep_form(done: Completion, *, flat: bool = False) -> bytes:
-    """The answer of a Lockstep server: entries that both clients can read, or as ours asks."""
+def lockstep_form(completion: Completion, *, flat: bool = False) -> bytes:
+    """The body of a Lockstep server: entries that both clients can read, or bare logprobs."""
     form = Form(logprobs="flat" if flat else "entries")
-    return generate_response([done], request_id="r", model="m", created=0, form=form)
+    return generate_response([completion], request_id="r", model="m", created=0, form=form)
 
 
-def prime_form(done: Completion) -> bytes:
-    """The same answer as prime-rl's server writes it: a token is only named as `token_id:N`."""
+def prime_form(completion: Completion) -> bytes:
+    """The same body as prime-rl's server writes it: a token is only named as `token_id:N`."""
     content = []
-    for token, logprob in zip(done.token_ids, done.logprobs, strict=True):
+    for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
         entry = {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
         content.append({**entry, "top_logprobs": [dict(entry)]})
     choice = {
         "index": 0,
-        "token_ids": done.token_ids,
+        "token_ids": completion.token_ids,
         "finish_reason": "stop",
         "routed_experts": None,
         "logprobs": {"content": content},
@@ -77,10 +77,10 @@ async def listen(respond: Callable[[str, bytes], bytes]) -> asyncio.Server:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 line, *fields = head.split("\r\n")
                 lengths = [f for f in fields if f.lower().startswith("content-length:")]
-                asked = b""
+                sent = b""
                 if lengths:
-                    asked = await reader.readexactly(int(lengths[0].split(":")[1]))
-                body = respond(line.split()[1], asked)
+                    sent = await reader.readexactly(int(lengths[0].split(":")[1]))
+                body = respond(line.split()[1], sent)
                 kind = "application/json"
                 writer.write(
                     f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n"
@@ -114,7 +114,7 @@ def _main(pipe: Connection, canned: dict[str, bytes]) -> None:
 
 @contextmanager
 def served(canned: dict[str, bytes]) -> Iterator[str]:
-    """The base URL of the server; the body `name` is answered under `/name`."""
+    """The base URL of the server; the body `name` is under `/name`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_main, args=(theirs, canned), daemon=True)

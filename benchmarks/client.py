@@ -1,4 +1,4 @@
-"""What the client costs beside renderers.client.generate 0.1.12: same answers, same run.
+"""What the client costs beside renderers.client.generate 0.1.12: same responses, same run.
 
 Both talk HTTP to one server in another process; what is measured is CPU time of this process.
 The peer gets a renderer that parses nothing, so only its transport and checks are counted.
@@ -130,11 +130,11 @@ def memory(who: str, url: str) -> int:
 def rows() -> list[Row]:
     canned = bodies()
     peer_name = f"renderers {version('renderers')}"
-    found = []
+    measured = []
     with served(canned) as url:
         for section in SECTIONS:
             mine, theirs = asyncio.run(cpu(url, section, REPEATS))
-            found.append(
+            measured.append(
                 Row(
                     what=section.title,
                     against=peer_name,
@@ -147,7 +147,7 @@ def rows() -> list[Row]:
             )
         size = len(canned["experts"])
         peaks = {who: memory(who, f"{url}/experts") / size for who in ("ours", "peer")}
-    found.append(
+    measured.append(
         Row(
             what="its peak memory",
             against=peer_name,
@@ -157,7 +157,7 @@ def rows() -> list[Row]:
             note="ours is to stay under 1.5",
         )
     )
-    return found + conversation.rows()
+    return measured + conversation.rows()
 
 
 def main() -> None:

@@ -84,7 +84,7 @@ def rows() -> list[Row]:
 def turns(
     renderer: Renderer, count: int, tokens: int
 ) -> Iterator[tuple[dict[str, Any], list[int], dict[str, Any]]]:
-    """The new message of each turn, the ids sampled for it, and the answer as it is handed on."""
+    """The new message of each turn, the ids sampled for it, and the reply as a message."""
     rng = random.Random(0)
     share = tokens // count // 3
     for turn in range(count):
@@ -109,12 +109,12 @@ def with_ledger(renderer: Renderer, script: list[Any]) -> tuple[float, int]:
     ledger = Ledger(renderer)
     messages: list[dict[str, Any]] = []
     spent, length = 0.0, 0
-    for asked, ids, said in script:
-        messages.append(asked)
+    for question, ids, reply in script:
+        messages.append(question)
         start = time.process_time()
         plan = ledger.plan(messages)
         spent += time.process_time() - start
-        done = Completion(
+        completion = Completion(
             token_ids=ids,
             logprobs=[-0.5] * len(ids),
             prompt_ids=plan.prompt_ids,
@@ -122,9 +122,9 @@ def with_ledger(renderer: Renderer, script: list[Any]) -> tuple[float, int]:
             versions=(VersionSpan("1", 0, len(ids)),),
         )
         start = time.process_time()
-        ledger.commit(plan, done, said)
+        ledger.commit(plan, completion, reply)
         spent += time.process_time() - start
-        messages.append(said)
+        messages.append(reply)
         length = len(plan.prompt_ids)
     if ledger.break_counts:
         raise SystemExit(f"the ledger broke: {dict(ledger.break_counts)}")
@@ -135,12 +135,12 @@ def with_rendering(peer: Any, script: list[Any]) -> tuple[float, int]:
     """CPU seconds for rendering the whole history on every turn, and the last prompt's length."""
     messages: list[dict[str, Any]] = []
     spent, length = 0.0, 0
-    for asked, _, said in script:
-        messages.append(asked)
+    for question, _, reply in script:
+        messages.append(question)
         start = time.process_time()
         ids = peer.render_ids(messages, add_generation_prompt=True)
         spent += time.process_time() - start
-        messages.append(said)
+        messages.append(reply)
         length = len(ids)
     return spent, length
 
@@ -150,12 +150,12 @@ def with_bridge(peer: Any, script: list[Any]) -> tuple[float, int]:
     prompt: list[int] = []
     before: list[int] = []
     spent = 0.0
-    for asked, ids, _ in script:
+    for question, ids, _ in script:
         start = time.process_time()
         if not prompt:
-            prompt = peer.render_ids([asked], add_generation_prompt=True)
+            prompt = peer.render_ids([question], add_generation_prompt=True)
         else:
-            bridged = peer.bridge_to_next_turn(prompt, before, [asked])
+            bridged = peer.bridge_to_next_turn(prompt, before, [question])
             if bridged is None:
                 raise SystemExit("renderers found no bridge to the next turn")
             prompt = bridged.token_ids

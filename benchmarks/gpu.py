@@ -46,7 +46,7 @@ def rate(times: list[list[float]]) -> float:
 
 
 def lockstep(directory: Path, prompts: Prompts, rounds: int) -> tuple[float, list[Any]]:
-    """Tokens per second of the engine, asked through its async API, and its last answers."""
+    """Tokens per second of the engine, through its async API, and its last completions."""
     from lockstep.engine import Engine, EngineOptions, EngineRequest
     from lockstep.tokens import Sampling
 
@@ -73,18 +73,20 @@ def lockstep(directory: Path, prompts: Prompts, rounds: int) -> tuple[float, lis
 
     async def play() -> list[Any]:
         sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
-        asked = [EngineRequest(prompt_ids=ids, sampling=sampling) for ids in prompts]
-        return [done for (done,) in await asyncio.gather(*map(engine.generate, asked))]
+        requests = [EngineRequest(prompt_ids=ids, sampling=sampling) for ids in prompts]
+        return [
+            completion for (completion,) in await asyncio.gather(*map(engine.generate, requests))
+        ]
 
     async def rounds_of() -> tuple[float, list[Any]]:
         await play()
         rates = []
         for _ in range(rounds):
             steps.clear()
-            answers = await play()
+            completions = await play()
             whole = [at for at, drawn in steps if drawn == len(prompts)]
             rates.append(rate([whole] * len(prompts)))
-        return median(rates), answers
+        return median(rates), completions
 
     engine.start()
     try:
@@ -123,12 +125,12 @@ def continuous(model: Any, prompts: Prompts) -> float:
     with context as manager:
 
         def play(tokens: int) -> list[list[float]]:
-            asked = manager.add_requests(prompts, tokens, record_timestamps=True)
+            requests = manager.add_requests(prompts, tokens, record_timestamps=True)
             times: list[list[float]] = []
-            while len(times) < len(asked):
+            while len(times) < len(requests):
                 result = manager.get_result(timeout=120)
                 if result is None or result.error is not None:
-                    raise RuntimeError(f"no answer: {result and result.error}")
+                    raise RuntimeError(f"no result: {result and result.error}")
                 times.append(result.timestamps)
             return times
 
@@ -136,15 +138,15 @@ def continuous(model: Any, prompts: Prompts) -> float:
         return rate(play(TOKENS))
 
 
-def mismatch(model: Any, answers: list[Any]) -> tuple[float, float]:
+def mismatch(model: Any, completions: list[Any]) -> tuple[float, float]:
     """Mean and largest difference of logprobs, engine against transformers on the same tokens."""
     gaps = []
-    for done in answers[:8]:
-        ids = torch.tensor([[*done.prompt_ids, *done.token_ids]], device="cuda")
+    for completion in completions[:8]:
+        ids = torch.tensor([[*completion.prompt_ids, *completion.token_ids]], device="cuda")
         with torch.inference_mode():
-            logits = model(ids).logits[0, len(done.prompt_ids) - 1 : -1].float()
+            logits = model(ids).logits[0, len(completion.prompt_ids) - 1 : -1].float()
         logprobs = torch.log_softmax(logits, dim=-1)
-        ours = torch.tensor(done.logprobs, device="cuda")
+        ours = torch.tensor(completion.logprobs, device="cuda")
         gaps.append((logprobs.gather(-1, ids[0, -len(ours) :, None]).squeeze(-1) - ours).abs())
     joined = torch.cat(gaps)
     return float(joined.mean()), float(joined.max())
@@ -198,9 +200,9 @@ def main() -> None:
         model.save_pretrained(directory)
         for batch in options.batches:
             prompts = [[rng.randrange(151_000) for _ in range(PROMPT)] for _ in range(batch)]
-            ours, answers = lockstep(Path(directory), prompts, options.rounds)
+            ours, completions = lockstep(Path(directory), prompts, options.rounds)
             torch.cuda.empty_cache()
-            gaps = mismatch(model, answers)
+            gaps = mismatch(model, completions)
             peers = [float("nan")] * 2
             if not options.ours_only:
                 peers = [generate(model, prompts, 1), continuous(model, prompts)]

@@ -17,11 +17,11 @@ def cpu_seconds(pid: int) -> float:
 
 def tree(pid: int) -> list[int]:
     """A process and all that it started, as they are now."""
-    found = [pid]
+    pids = [pid]
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
-            found += tree(int(child))
-    return found
+            pids += tree(int(child))
+    return pids
 
 
 def rss(pid: int) -> int:

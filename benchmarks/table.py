@@ -13,7 +13,7 @@ from pathlib import Path
 class Row:
     """One comparison: `ours` and `theirs` in `unit`, and the ratio ours / theirs to reach.
 
-    A row with neither bound is told for information. `note` says what a reader must know to read
+    A row with neither bound is for information. `note` says what a reader must know to read
     the figures rightly, in a few words.
     """
 
@@ -58,7 +58,7 @@ def figure(value: float) -> str:
     return f"{value:.3g}"
 
 
-HEADINGS = ("what", "ours", "against", "theirs", "unit", "ratio", "asked", "")
+HEADINGS = ("what", "ours", "against", "theirs", "unit", "ratio", "goal", "")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -99,7 +99,7 @@ def read(path: Path) -> list[Row]:
 
 
 def main(section: Callable[[], list[Row]], doc: str | None) -> None:
-    """The command line of one benchmark: prints its rows, and writes them where it is told."""
+    """The command line of one benchmark: prints its rows, and writes them with --json."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
 """POST /tokenize of a 32k-token chat: CPU of the whole server, beside vLLM 0.32's own route.
 
 Both have the real Qwen3 tokenizer and its chat template, and both must give the same ids. Every
-chat is new to both; told beside is the usual case, in which a chat comes again with one turn more.
+chat is new to both; the second row is the usual case, a chat that comes again with one turn more.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from benchmarks import measure, peers, table
 from benchmarks.conversation import find_model, prose
-from benchmarks.gateway.contestants import CORES, free_port, running, said
-from benchmarks.sessions.bench import answering
+from benchmarks.gateway.contestants import CORES, free_port, ready_line, running
+from benchmarks.sessions.bench import upstream_url
 from benchmarks.table import Row
 from lockstep.launch.vllm import VllmServer
 from lockstep.render import Renderer
@@ -47,12 +47,12 @@ class Contestant:
         body = json.dumps({"model": MODEL, "messages": chat})
         before = self.cpu_seconds()
         connection.request("POST", "/tokenize", body, {"content-type": "application/json"})
-        answer = connection.getresponse()
-        read = answer.read()
+        response = connection.getresponse()
+        read = response.read()
         spent = self.cpu_seconds() - before
         connection.close()
-        if answer.status != 200:
-            raise RuntimeError(f"/tokenize answered {answer.status}: {read[:500]!r}")
+        if response.status != 200:
+            raise RuntimeError(f"/tokenize gave {response.status}: {read[:500]!r}")
         ids: list[int] = json.loads(read)["tokens"]
         return spent, ids
 
@@ -77,20 +77,20 @@ def compared(
     chat: Chat = []
     seen: dict[Contestant, list[int]] = {}
 
-    def ask(one: Contestant, follow: Callable[[], Chat]) -> float:
+    def cost(one: Contestant, follow: Callable[[], Chat]) -> float:
         nonlocal chat
         chat = follow()
         spent, seen[one] = one.tokenize(chat)
         return spent
 
     def theirs_then_compare() -> float:
-        spent = ask(theirs, lambda: chat)
+        spent = cost(theirs, lambda: chat)
         if seen[ours] != seen[theirs]:
             raise RuntimeError("the two servers give different ids for one chat")
         return spent
 
     medians = measure.in_turns(
-        {"ours": lambda: ask(ours, lambda: next(chats)), "theirs": theirs_then_compare}, ROUNDS
+        {"ours": lambda: cost(ours, lambda: next(chats)), "theirs": theirs_then_compare}, ROUNDS
     )
     return Row(
         what=f"POST /tokenize of {len(seen[ours]):,} tokens: {what}",
@@ -139,18 +139,18 @@ def contestants(tokenizer: Path) -> Iterator[tuple[Contestant, Contestant]]:
 
 @contextmanager
 def lockstep(home: Path, tokenizer: Path) -> Iterator[Contestant]:
-    """A gateway before an upstream that is never asked for tokens here."""
+    """A gateway before an upstream that gets no request here."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
     with ExitStack() as stack:
         command = [
             sys.executable, "-m", "lockstep", "gateway", "--json", "--port", "0",
             "--admin-port", "0", "--sessions", "memory", "--tokenizer", str(tokenizer),
-            "--worker", stack.enter_context(answering(str(tokenizer))),
+            "--worker", stack.enter_context(upstream_url(str(tokenizer))),
         ]  # fmt: skip
         process = stack.enter_context(
             running(command, set(CORES), cwd=home, env=environ, stdout=subprocess.PIPE)
         )
-        yield Contestant(int(said(process)["url"].rpartition(":")[2]), process.pid)
+        yield Contestant(int(ready_line(process)["url"].rpartition(":")[2]), process.pid)
 
 
 @contextmanager

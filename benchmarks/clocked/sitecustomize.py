@@ -43,8 +43,8 @@ class Clock(importlib.abc.MetaPathFinder):
                 load(module)
                 owner, methods = COMPUTES[name]
                 for method, what in methods.items():
-                    found = getattr(module, owner)
-                    setattr(found, method, self.timed(getattr(found, method), what))
+                    kind = getattr(module, owner)
+                    setattr(kind, method, self.timed(getattr(kind, method), what))
 
             loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -31,7 +31,7 @@ BOUNDS = {"vLLM": 2.0, "transformers CB": 4.0}
 
 @dataclass(frozen=True)
 class Contestant:
-    """A process that plays rounds when asked, and is stopped in between."""
+    """A process that plays one round at a time, and is stopped in between."""
 
     process: subprocess.Popen[str]
 
@@ -90,13 +90,13 @@ def measured() -> dict[tuple[str, int, str], float]:
 
 
 def rows() -> list[Row]:
-    found = measured()
+    medians = measured()
     return [
         Row(
             what=f"{what}, batch {batch}",
             against=peer,
-            ours=found[LOCKSTEP, batch, what],
-            theirs=found[peer, batch, what],
+            ours=medians[LOCKSTEP, batch, what],
+            theirs=medians[peer, batch, what],
             unit="tokens/CPU s",
             at_least=bound,
         )

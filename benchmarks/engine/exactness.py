@@ -35,13 +35,13 @@ def rows() -> list[Row]:
                     for what, value in contestant.play(batch, seed).items():
                         if seed:  # the first round warms up
                             seen.setdefault((mode, batch, what), []).append(value)
-    found = {key: median(values) for key, values in seen.items()}
+    medians = {key: median(values) for key, values in seen.items()}
     return [
         Row(
             what=f"{what}, batch {batch}, exact",
             against="close",
-            ours=found["exact", batch, what],
-            theirs=found["close", batch, what],
+            ours=medians["exact", batch, what],
+            theirs=medians["close", batch, what],
             unit="tokens/CPU s",
             at_least=SINGLE if batch == 1 and what == "decode" else SEVERAL,
         )

@@ -20,13 +20,13 @@ def main() -> None:
     engine = Engine("tiny", options)
     engine.start()
 
-    async def answer(prompts: list[list[int]], tokens: int) -> None:
+    async def complete(prompts: list[list[int]], tokens: int) -> None:
         sampling = Sampling(max_tokens=tokens, ignore_eos=True)
         requests = [EngineRequest(prompt_ids=prompt, sampling=sampling) for prompt in prompts]
         await asyncio.gather(*(engine.generate(request) for request in requests))
 
     with asyncio.Runner() as runner:
-        serve(lambda prompts, tokens: runner.run(answer(prompts, tokens)))
+        serve(lambda prompts, tokens: runner.run(complete(prompts, tokens)))
     engine.close()
 
 

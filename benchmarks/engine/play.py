@@ -1,4 +1,4 @@
-"""One contestant of the engine benchmark as a process: rounds asked for and answered in lines.
+"""One contestant of the engine benchmark as a process that plays rounds on request.
 
 A contestant is pinned to one core before anything else is loaded. It reads one JSON object a line,
 `{"batch": 8, "seed": 3}`, plays that round, and writes its figures as one line. Needs nothing but
@@ -21,7 +21,7 @@ TOKENS = {1: 160, 8: 64, 32: 24, 64: 16}
 """Batches, and the tokens per request that decoding is measured over."""
 
 Generate = Callable[[list[list[int]], int], None]
-"""Answers all prompts at once, each with exactly so many tokens, sampled at temperature 1."""
+"""Completes all prompts at once, each with exactly so many tokens, sampled at temperature 1."""
 
 
 def pin() -> None:
@@ -32,12 +32,12 @@ def pin() -> None:
 
 def serve(generate: Generate) -> None:
     """Plays rounds until the input ends. Call `pin` first."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-    print("ready", file=answers, flush=True)
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no figure
+    print("ready", file=output, flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(play(generate, asked["batch"], asked["seed"])), file=answers, flush=True)
+        call = json.loads(line)
+        print(json.dumps(play(generate, call["batch"], call["seed"])), file=output, flush=True)
 
 
 def play(generate: Generate, batch: int, seed: int) -> dict[str, float]:

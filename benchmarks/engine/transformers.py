@@ -37,7 +37,7 @@ def main() -> None:
             for _ in prompts:
                 result = manager.get_result(timeout=60)
                 if result is None or result.error is not None:
-                    raise RuntimeError(f"transformers gave no answer: {result and result.error}")
+                    raise RuntimeError(f"transformers gave no result: {result and result.error}")
                 if len(result.generated_tokens) != tokens:
                     raise RuntimeError(f"{len(result.generated_tokens)} tokens, expected {tokens}")
 

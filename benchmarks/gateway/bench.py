@@ -2,8 +2,8 @@
 
     python -m benchmarks.gateway.bench [--only lockstep,vllm-router] [--case 2k] [--hold]
 
-Every gateway has a core to itself, in front of an upstream that answers at once; 32 requests are
-under way at any time, and every answer is looked at. The gateways take turns; a figure is the
+Every gateway has a core to itself, in front of an upstream that responds at once; 32 requests are
+under way at any time, and every response is looked at. The gateways take turns; a figure is the
 median of five rounds.
 """
 
@@ -27,8 +27,8 @@ from benchmarks.gateway.contestants import (
     OTHER_CORES,
     Place,
     Server,
+    ready_line,
     running,
-    said,
     start,
 )
 from benchmarks.gateway.script import make
@@ -39,16 +39,16 @@ from lockstep.render import Renderer
 
 ROUNDS, SECONDS = 5, 0.7
 SETTLE = 0.05
-"""Seconds for what a gateway still does when its last answer is out."""
+"""Seconds for what a gateway still does after its last response."""
 
 
 class Failed(Exception):
-    """A round in which an answer was not right."""
+    """A round in which a response was not right."""
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """One round: answers that came, those that were decoded and compared, what they cost."""
+class RoundResult:
+    """One round: responses that came, those that were decoded and compared, their CPU time."""
 
     requests: int
     checked: int
@@ -56,50 +56,50 @@ class Done:
 
 
 class Bench:
-    """The contestants that were asked for, the upstream and the load generator, all running."""
+    """The contestants by name, the upstream and the load generator, all running."""
 
     def __init__(self, servers: Mapping[str, Server], load: subprocess.Popen[str]) -> None:
         self.servers = servers
         self._load = load
 
-    def round(self, name: str, case: str, seconds: float = SECONDS) -> Done:
+    def round(self, name: str, case: str, seconds: float = SECONDS) -> RoundResult:
         """Connects, then counts while requests are made. Raises Failed."""
         server, way = self.servers[name], CONTESTANTS[name]
-        told: dict[str, object] = {"port": server.port, "case": case, "sessions": way.sessions}
-        told |= {"dialect": "chat" if CASES[case].turns else way.ids, "seconds": seconds}
-        self._tell("open", name, told)
+        fields: dict[str, object] = {"port": server.port, "case": case, "sessions": way.sessions}
+        fields |= {"dialect": "chat" if CASES[case].turns else way.ids, "seconds": seconds}
+        self._call("open", name, fields)
         time.sleep(SETTLE)
         before = server.cpu_seconds()
-        done = self._tell("go", name, told)
+        result = self._call("go", name, fields)
         time.sleep(SETTLE)
         spent = server.cpu_seconds() - before
-        if not done["checked"]:
-            raise Failed(f"{name}, {told}: no answer was compared")
-        return Done(int(done["requests"]), int(done["checked"]), spent)
+        if not result["checked"]:
+            raise Failed(f"{name}, {fields}: no response was compared")
+        return RoundResult(int(result["requests"]), int(result["checked"]), spent)
 
     def costs(self, case: str, rounds: int) -> dict[str, float]:
         """The median of each contestant that takes part, in milliseconds per request."""
 
         def cost_of(name: str) -> Callable[[], float]:
             def cost() -> float:
-                done = self.round(name, case)
-                return 1e3 * done.cpu_seconds / done.requests
+                result = self.round(name, case)
+                return 1e3 * result.cpu_seconds / result.requests
 
             return cost
 
         taking_part = [name for name in self.servers if takes_part(name, CASES[case])]
         return measure.in_turns({name: cost_of(name) for name in taking_part}, rounds)
 
-    def _tell(self, call: str, name: str, told: dict[str, object]) -> dict[str, float]:
+    def _call(self, call: str, name: str, fields: dict[str, object]) -> dict[str, float]:
         if self._load.stdin is None or self._load.stdout is None:
             raise Failed("the load generator has no pipes")
-        self._load.stdin.write(json.dumps({"call": call, **told}) + "\n")
+        self._load.stdin.write(json.dumps({"call": call, **fields}) + "\n")
         self._load.stdin.flush()
         line = self._load.stdout.readline()
-        found: dict[str, float] = json.loads(line or '{"error": "it ended"}')
-        if "error" in found:
-            raise Failed(f"{name}, {told}: {found['error']}")
-        return found
+        reply: dict[str, float] = json.loads(line or '{"error": "it ended"}')
+        if "error" in reply:
+            raise Failed(f"{name}, {fields}: {reply['error']}")
+        return reply
 
 
 def takes_part(name: str, case: Case) -> bool:
@@ -128,13 +128,13 @@ def bench(
 
         upstream = beside("upstream", stdout=subprocess.PIPE)
         load = beside("load", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        place = Place(stack, directory, tokenizer, traffic, said(upstream))
+        place = Place(stack, directory, tokenizer, traffic, ready_line(upstream))
         yield Bench(start(place, names), load)
 
 
 def rows_of(name: str, costs: Mapping[str, float]) -> list[Row]:
     """Lockstep in front of a plain vLLM server beside each peer that was measured with it; beside
-    the fastest also in front of its own worker, whose answers it hands on as they came."""
+    the fastest also in front of its own worker, whose responses it passes on unchanged."""
     case = CASES[name]
     sessions = case.turns > 0
     out = f"{case.out} out" + (" streamed" if case.stream else "")
@@ -187,8 +187,8 @@ def main() -> None:
             input("Enter to begin ")
         for case in cases:
             costs = started.costs(case, options.rounds)
-            told = ", ".join(f"{name} {table.figure(cost)}" for name, cost in costs.items())
-            print(f"{case}: {told} ms CPU", flush=True)
+            costs_line = ", ".join(f"{name} {table.figure(cost)}" for name, cost in costs.items())
+            print(f"{case}: {costs_line} ms CPU", flush=True)
             rows += rows_of(case, costs)
     print(table.plain(rows))
     if options.json:

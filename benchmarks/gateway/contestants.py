@@ -1,6 +1,6 @@
 """The gateways of the benchmark, each started as its users start it, on one core.
 
-A contestant that takes no ids on vLLM's generate route is asked for the same tokens in its own way.
+A contestant that takes no ids on vLLM's generate route gets the same tokens in its own way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.protocol.dynamo import environment as dynamo_env
 START_SECONDS = 90.0
 CORES = sorted(os.sched_getaffinity(0))
 GATEWAY_CORE, OTHER_CORES = {CORES[-1]}, set(CORES[:-1]) or {CORES[-1]}
-"""A gateway has a core of its own, away from those who ask and answer."""
+"""A gateway has a core of its own, away from clients and upstream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ def lockstep(place: Place, owner: str) -> Server:
     ]  # fmt: skip
     environ = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
     process = started(place, command, GATEWAY_CORE, cwd=home, env=environ, stdout=subprocess.PIPE)
-    return Server(int(said(process)["url"].rpartition(":")[2]), process.pid)
+    return Server(int(ready_line(process)["url"].rpartition(":")[2]), process.pid)
 
 
 def vllm_router(place: Place, policy: str) -> Server:
-    """It says nothing of each request, as the others do not."""
+    """Without a log line for each request, as the others have none."""
     port = free_port()
     command = [
         str(peers.python("vllm-router")), "-m", "vllm_router.launch_router",
@@ -131,7 +131,7 @@ def dynamo(place: Place, store: str) -> Server:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A server with its setting, and how it is asked: for ids, and in which way in a session."""
+    """A server with its setting, and how its requests are made: with ids, and in sessions."""
 
     start: Callable[[Place, str], Server]
     setting: str
@@ -153,13 +153,13 @@ router's policy is its default one."""
 
 
 def start(place: Place, names: Iterable[str]) -> dict[str, Server]:
-    """Those named, running; contestants that only differ in how they are asked share a server."""
-    found: dict[tuple[object, str], Server] = {}
+    """Those named, running; contestants that only differ in their requests share a server."""
+    servers: dict[tuple[object, str], Server] = {}
     for name in names:
         one = CONTESTANTS[name]
-        if (one.start, one.setting) not in found:
-            found[one.start, one.setting] = one.start(place, one.setting)
-    return {name: found[CONTESTANTS[name].start, CONTESTANTS[name].setting] for name in names}
+        if (one.start, one.setting) not in servers:
+            servers[one.start, one.setting] = one.start(place, one.setting)
+    return {name: servers[CONTESTANTS[name].start, CONTESTANTS[name].setting] for name in names}
 
 
 def started(
@@ -189,25 +189,25 @@ def running(command: list[str], cores: set[int], **options: Any) -> Iterator[sub
             process.wait()
 
 
-def said(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The JSON line by which a process says that it is ready. Raises RuntimeError if it ended."""
+def ready_line(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The JSON line that a process prints once it is ready. Raises RuntimeError if it ended."""
     lines: IO[str] | None = process.stdout
     for line in lines or ():
         if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
+            fields: dict[str, Any] = json.loads(line)
+            return fields
     raise RuntimeError(f"{process.args!r} ended with code {process.wait()}")
 
 
 def wait_for(process: subprocess.Popen[str], url: str, body: bytes | None = None) -> None:
-    """Returns when `url` answers 200. Raises RuntimeError when the process ends or takes long."""
+    """Returns when `url` gives 200. Raises RuntimeError when the process ends or takes long."""
     request = urllib.request.Request(url, body, {"content-type": "application/json"})
     until = time.monotonic() + START_SECONDS
     last: object = None
     while time.monotonic() < until and process.poll() is None:
         try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
-                answer.read()
+            with urllib.request.urlopen(request, timeout=5) as response:
+                response.read()
                 return
         except OSError as error:
             last = error

@@ -1,9 +1,9 @@
-"""A Dynamo worker that answers every request at once, for the gateway benchmark.
+"""A Dynamo worker that responds to every request at once, for the gateway benchmark.
 
     python -m benchmarks.gateway.dynamo_worker TRAFFIC MODEL_DIR
 
-Runs in Dynamo's environment. A request gets its answer in one chunk, the cheapest for a frontend;
-the long answer that is streamed comes in a chunk per token, as an engine gives it.
+Runs in Dynamo's environment. A request gets its response in one chunk, the cheapest for a frontend;
+the long one that is streamed comes in a chunk per token, as an engine gives it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway.traffic import CASES, MODEL, Said, Traffic
+from benchmarks.gateway.traffic import CASES, MODEL, CannedCompletion, Traffic
 
 CONTEXT, BLOCK = 40_960, 16
 GENERATE_ROUTE = "vllm_inference_v1_generate"
 """A worker that sets this lets the frontend serve POST /inference/v1/generate from it."""
 
 
-def chunks(said: Said, *, stream: bool) -> list[dict[str, Any]]:
-    step = 1 if stream else len(said.ids)
+def chunks(completion: CannedCompletion, *, stream: bool) -> list[dict[str, Any]]:
+    step = 1 if stream else len(completion.ids)
     made: list[dict[str, Any]] = [
         {
             "index": 0,
-            "token_ids": said.ids[at : at + step],
-            "log_probs": said.logprobs[at : at + step],
+            "token_ids": completion.ids[at : at + step],
+            "log_probs": completion.logprobs[at : at + step],
         }
-        for at in range(0, len(said.ids), step)
+        for at in range(0, len(completion.ids), step)
     ]
     made[-1]["finish_reason"] = "stop"
     return made
@@ -41,10 +41,13 @@ async def main(traffic: Traffic, model: str) -> None:
     from dynamo.runtime import DistributedRuntime
 
     streamed = {case.out: case.stream for case in CASES.values()}
-    canned = {out: chunks(said, stream=streamed[out]) for out, said in traffic.said.items()}
+    canned = {
+        out: chunks(completion, stream=streamed[out])
+        for out, completion in traffic.completions.items()
+    }
 
-    async def generate(asked: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
-        out, prompt = asked["stop_conditions"]["max_tokens"], len(asked["token_ids"])
+    async def generate(request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        out, prompt = request["stop_conditions"]["max_tokens"], len(request["token_ids"])
         usage = {"prompt_tokens": prompt, "completion_tokens": out, "total_tokens": prompt + out}
         *first, last = canned[out]
         for chunk in first:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.gateway.load TRAFFIC
 
-It is told rounds as JSON lines, and answers each with one: `open` connects, `go` asks for so many
-seconds (and at least so many requests) and closes. Every answer must have status 200 and the size
+It reads rounds as JSON lines, and writes a line for each: `open` connects, `go` sends requests for
+so many seconds (and at least so many) and closes. Every response must have status 200 and the size
 of its kind, and one in 32 is decoded and compared; anything else ends the round with an error.
 """
 
@@ -38,7 +38,7 @@ from benchmarks.gateway.traffic import (
 
 CONNECTIONS = 32
 CHECK_EVERY = 32
-PATIENCE = 60.0
+ROUND_TIMEOUT = 60.0
 
 
 class Round(msgspec.Struct):
@@ -53,7 +53,7 @@ class Round(msgspec.Struct):
 
 
 class Bad(Exception):
-    """An answer that is not right; the message says how."""
+    """A response that is not right; the message says how."""
 
 
 Requests = Iterator[bytes]
@@ -102,14 +102,14 @@ def chat_requests(traffic: Traffic, name: str, sessions: str) -> Callable[[int],
 
 
 class Connection(asyncio.Protocol):
-    """Sends a request, waits for the whole answer, and so on until it is told to stop."""
+    """Sends a request, waits for the whole response, and so on until its time is over."""
 
     def __init__(self, requests: Requests, judge: Callable[[bytes, bytes], None]) -> None:
         self._requests = requests
         self._judge = judge
         self._buffer = bytearray()
         self._end = 0
-        self.done = 0
+        self.completed = 0
         self._until, self._least = 0.0, 1
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def until(self, moment: float, least: int) -> None:
-        """Goes on until then, and until so many answers have come."""
+        """Goes on until then, and until so many responses have come."""
         self._until, self._least = moment, least
         self.send()
 
@@ -145,36 +145,36 @@ class Connection(asyncio.Protocol):
             if not self.over.done():
                 self.over.set_exception(error)
             return
-        self.done += 1
-        if self.done >= self._least and time.perf_counter() >= self._until:
+        self.completed += 1
+        if self.completed >= self._least and time.perf_counter() >= self._until:
             self.over.set_result(None)
         else:
             self.send()
 
     def _complete(self) -> int:
-        """Where the head ends, once the answer is whole; 0 before."""
+        """Where the head ends, once the response is whole; 0 before."""
         if not self._end:
-            found = self._buffer.find(b"\r\n\r\n")
-            if found < 0:
+            end = self._buffer.find(b"\r\n\r\n")
+            if end < 0:
                 return 0
-            head = bytes(self._buffer[:found]).lower()
+            head = bytes(self._buffer[:end]).lower()
             at = head.find(b"\r\ncontent-length:")
-            self._end = found
-            self._need = found + 4 + int(head[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            self._end = end
+            self._need = end + 4 + int(head[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
         if self._need:
             return self._end if len(self._buffer) >= self._need else 0
         return self._end if self._buffer.endswith(b"\r\n0\r\n\r\n") else 0
 
 
 class Load:
-    """Runs rounds; what each target was asked last is remembered, so that sessions go on."""
+    """Runs rounds; each target goes on where its last round ended, so that sessions continue."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
         self._streams: dict[tuple[int, str, str], list[Requests]] = {}
         self._open: list[Connection] = []
         self.checked = 0
-        self._answers = 0
+        self._responses = 0
 
     async def open(self, wanted: Round) -> None:
         loop = asyncio.get_running_loop()
@@ -195,13 +195,13 @@ class Load:
         try:
             for one in opened:
                 one.until(until, least)
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(ROUND_TIMEOUT):
                 await asyncio.gather(*(one.over for one in opened))
         finally:
             for one in opened:
                 one.close()
         return {
-            "requests": sum(one.done for one in opened),
+            "requests": sum(one.completed for one in opened),
             "checked": self.checked - checked,
             "seconds": time.perf_counter() - start,
         }
@@ -219,18 +219,20 @@ class Load:
 
     def _judge(self, wanted: Round) -> Callable[[bytes, bytes], None]:
         case = CASES[wanted.case]
-        said = self._traffic.said[case.out]
-        # Every answer has at least its numbers: a shorter one cannot be right.
+        completion = self._traffic.completions[case.out]
+        # Every response has at least its numbers: a shorter one cannot be right.
         least = 20 * case.out
 
         def judge(head: bytes, body: bytes) -> None:
             if not head.startswith(b"HTTP/1.1 200"):
                 raise Bad(f"{head.decode()} {body[:2000].decode(errors='replace')}")
             if len(body) < least:
-                raise Bad(f"an answer of {len(body)} bytes: {body[:2000].decode(errors='replace')}")
-            self._answers += 1
-            if self._answers % CHECK_EVERY == 1:
-                check(wanted.dialect, head, body, said, stream=case.stream)
+                raise Bad(
+                    f"a response of {len(body)} bytes: {body[:2000].decode(errors='replace')}"
+                )
+            self._responses += 1
+            if self._responses % CHECK_EVERY == 1:
+                check(wanted.dialect, head, body, completion, stream=case.stream)
                 self.checked += 1
 
         return judge
@@ -241,9 +243,9 @@ async def main(traffic: Traffic) -> None:
     loop = asyncio.get_running_loop()
     calls: dict[str, Callable[[Round], Any]] = {"open": load.open, "go": load.go}
     while line := await loop.run_in_executor(None, sys.stdin.readline):
-        told = json.loads(line)
+        call = json.loads(line)
         try:
-            result = await calls[told.pop("call")](msgspec.convert(told, Round))
+            result = await calls[call.pop("call")](msgspec.convert(call, Round))
         except (Bad, OSError, TimeoutError, ValueError, LookupError) as error:
             result = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(result or {}), flush=True)

@@ -6,36 +6,38 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.gateway.traffic import Dialect, Said
+from benchmarks.gateway.traffic import CannedCompletion, Dialect
 
 EXACT = 1e-6
 """Some write 32-bit numbers with fewer digits."""
 
 
-def check(dialect: Dialect, head: bytes, body: bytes, said: Said, *, stream: bool) -> None:
-    """Raises ValueError that says what in this answer is not what the upstream said."""
+def check(
+    dialect: Dialect, head: bytes, body: bytes, completion: CannedCompletion, *, stream: bool
+) -> None:
+    """Raises ValueError that says what in this response is not what the upstream sent."""
     if b"\r\ntransfer-encoding: chunked" in head.lower():
         body = joined(body)
     parts = list(events(body)) if stream else [json.loads(body)]
     # White space waits for what follows it, so that a few tokens may share an event.
-    if stream and len(parts) < 0.9 * len(said.ids):
-        raise ValueError(f"{len(parts)} events for {len(said.ids)} tokens")
+    if stream and len(parts) < 0.9 * len(completion.ids):
+        raise ValueError(f"{len(parts)} events for {len(completion.ids)} tokens")
     choices = [choice for part in parts for choice in part.get("choices", ())]
     entries = [entry for choice in choices for entry in _entries(choice)]
     logprobs = [entry["logprob"] for entry in entries]
-    if len(logprobs) != len(said.logprobs):
-        raise ValueError(f"{len(logprobs)} logprobs for {len(said.logprobs)} tokens")
-    for at, (got, sent) in enumerate(zip(logprobs, said.logprobs, strict=True)):
+    if len(logprobs) != len(completion.logprobs):
+        raise ValueError(f"{len(logprobs)} logprobs for {len(completion.logprobs)} tokens")
+    for at, (got, sent) in enumerate(zip(logprobs, completion.logprobs, strict=True)):
         if abs(got - sent) > EXACT:
             raise ValueError(f"logprob {at} is {got}, sent was {sent}")
     if dialect in ("generate", "nvext"):
         ids = _ids(dialect, parts, choices)
-        if ids != said.ids:
-            raise ValueError(f"ids {ids} came, sent were {said.ids}")
+        if ids != completion.ids:
+            raise ValueError(f"ids {ids} came, sent were {completion.ids}")
     if dialect != "generate":
         text = "".join(_text(choice) for choice in choices)
-        if text != said.text:
-            raise ValueError(f"text {text!r} came, sent was {said.text!r}")
+        if text != completion.text:
+            raise ValueError(f"text {text!r} came, sent was {completion.text!r}")
     if choices[-1]["finish_reason"] != "stop":
         raise ValueError(f"finish_reason is {choices[-1]['finish_reason']!r}")
     if b"x-lockstep-break:" in head.lower():
@@ -57,23 +59,23 @@ def joined(body: bytes) -> bytes:
 
 def events(body: bytes) -> Iterator[dict[str, Any]]:
     """The events of a stream. Raises ValueError for one that does not end as it should."""
-    done = False
+    ended = False
     for line in body.decode().splitlines():
         if line == "data: [DONE]":
-            done = True
+            ended = True
         elif line.startswith("data: "):
             yield json.loads(line[6:])
-    if not done:
+    if not ended:
         raise ValueError("the stream has no end")
 
 
 def _entries(choice: dict[str, Any]) -> list[dict[str, Any]]:
-    found = choice.get("logprobs") or {}
-    if "token_logprobs" in found:
-        return [{"logprob": value} for value in found["token_logprobs"]]
-    if found.get("values") is not None:
-        return [{"logprob": value} for value in found["values"]]
-    return found.get("content") or []
+    logprobs = choice.get("logprobs") or {}
+    if "token_logprobs" in logprobs:
+        return [{"logprob": value} for value in logprobs["token_logprobs"]]
+    if logprobs.get("values") is not None:
+        return [{"logprob": value} for value in logprobs["values"]]
+    return logprobs.get("content") or []
 
 
 def _ids(dialect: Dialect, parts: list[Any], choices: list[dict[str, Any]]) -> list[int]:

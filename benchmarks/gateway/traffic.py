@@ -1,7 +1,7 @@
-"""What passes through the gateways of the benchmark: the cases, their requests, the one answer.
+"""The traffic of the gateway benchmark: its cases, their requests, and the canned completions.
 
 It is made once and written to a file, which the processes of the benchmark read: the upstream and
-Dynamo's worker answer with it, the load generator asks and compares.
+Dynamo's worker respond with it, the load generator sends requests and compares.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ CASES = {
 }
 
 
-class Said(msgspec.Struct, frozen=True):
-    """The answer of `len(ids)` tokens that every request gets: the last id ends the turn."""
+class CannedCompletion(msgspec.Struct, frozen=True):
+    """The completion of `len(ids)` tokens that every request gets: the last id ends the turn."""
 
     ids: list[int]
     logprobs: list[float]
@@ -53,7 +53,7 @@ class Said(msgspec.Struct, frozen=True):
 class Traffic(msgspec.Struct, frozen=True):
     """`prompts` by length, `turns` of each case as the messages of its last turn."""
 
-    said: dict[int, Said]
+    completions: dict[int, CannedCompletion]
     prompts: dict[int, list[list[int]]]
     turns: dict[str, list[dict[str, str]]]
 

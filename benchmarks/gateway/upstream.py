@@ -1,9 +1,9 @@
-"""The upstream of the gateway benchmark: answers every request at once with a canned body.
+"""The upstream of the gateway benchmark: responds to every request at once with a canned body.
 
     python -m benchmarks.gateway.upstream TRAFFIC
 
 It listens on two ports, as a vLLM server and as a Lockstep worker, and prints them in a JSON line.
-A streamed answer is one event per token, each in an HTTP chunk of its own, all written at once.
+A streamed response is one event per token, each in an HTTP chunk of its own, all written at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import cast
 
 import uvloop
 
-from benchmarks.gateway import responses as answers
+from benchmarks.gateway import responses as bodies
 from benchmarks.gateway.traffic import CASES, Traffic
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -35,29 +35,29 @@ LONG = 28_000
 """Bytes of a body from which on its prompt counts as one of the long ones."""
 ROUTES = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions")
 Key = tuple[str, bool, bool, bool]
-"""Route; a long prompt; a streamed answer; return_token_ids or, for generate, flat logprobs."""
+"""Route; a long prompt; a streamed response; return_token_ids or, for generate, flat logprobs."""
 
 
-class Book:
-    """What one server answers, by what was asked."""
+class CannedResponses:
+    """The responses of one server, by what its requests differ in."""
 
     def __init__(self, owner: str, traffic: Traffic) -> None:
-        self.card = whole(answers.models(owner))
+        self.card = whole(bodies.models(owner))
         self.canned: dict[Key, list[bytes]] = {}
         outs = {case.stream: case.out for case in CASES.values()}
         prompts = sorted({case.prompt for case in CASES.values()})
         for key in product(ROUTES, (False, True), (False, True), (False, True)):
             path, long, stream, flag = key
-            said, prompt = traffic.said.get(outs[stream]), prompts[-1 if long else 0]
-            if said is None:
+            completion, prompt = traffic.completions.get(outs[stream]), prompts[-1 if long else 0]
+            if completion is None:
                 continue
             if stream:
-                self.canned[key] = chunked(answers.events(owner, path, said, prompt, flag))
+                self.canned[key] = chunked(bodies.events(owner, path, completion, prompt, flag))
             else:
-                self.canned[key] = [whole(answers.body(owner, path, said, prompt, flag))]
+                self.canned[key] = [whole(bodies.body(owner, path, completion, prompt, flag))]
 
-    def answer(self, path: str, body: bytes) -> list[bytes]:
-        """The pieces of the answer. Raises KeyError for what nobody was to ask."""
+    def response(self, path: str, body: bytes) -> list[bytes]:
+        """The pieces of the response. Raises KeyError for any other request."""
         options = (body[:ENDS] + body[-ENDS:]).replace(b" ", b"")
         stream = b'"stream":true' in options
         flag = b'"return_token_ids":true' in options or b'"logprobs_format":"flat"' in options
@@ -75,8 +75,8 @@ def chunked(events: list[bytes]) -> list[bytes]:
 class Server(asyncio.Protocol):
     """One connection. Requests come one after the other, with a length."""
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
+    def __init__(self, responses: CannedResponses) -> None:
+        self._responses = responses
         self._buffer = bytearray()
         self._need = 0
 
@@ -100,13 +100,13 @@ class Server(asyncio.Protocol):
         body = bytes(self._buffer[end + 4 : self._need])
         self._buffer.clear()
         self._need = 0
-        self._answer(method, path, body)
+        self._respond(method, path, body)
 
-    def _answer(self, method: str, path: str, body: bytes) -> None:
+    def _respond(self, method: str, path: str, body: bytes) -> None:
         if method == "POST":
-            self._transport.writelines(self._book.answer(path, body))
+            self._transport.writelines(self._responses.response(path, body))
         elif path == "/v1/models":
-            self._transport.write(self._book.card)
+            self._transport.write(self._responses.card)
         else:
             self._transport.write(whole(b"{}") if path == "/health" else NONE)
 
@@ -115,8 +115,8 @@ async def serve(traffic: Traffic) -> None:
     loop = asyncio.get_running_loop()
     ports = {}
     for owner in ("vllm", "lockstep"):
-        book = Book(owner, traffic)
-        server = await loop.create_server(partial(Server, book), "127.0.0.1", 0)
+        canned = CannedResponses(owner, traffic)
+        server = await loop.create_server(partial(Server, canned), "127.0.0.1", 0)
         ports[owner] = server.sockets[0].getsockname()[1]
     print(json.dumps(ports), flush=True)
     await asyncio.Event().wait()

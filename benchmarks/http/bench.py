@@ -3,7 +3,7 @@
     python -m benchmarks.http.bench
 
 A bare ASGI application, 12 kB in and 6 kB out, 16 connections that are kept, one core for the
-server and one for the load. What is told is CPU time per request: of the server's process for the
+server and one for the load. Measured is CPU time per request: of the server's process for the
 servers, of this process for the clients.
 """
 
@@ -28,12 +28,12 @@ from benchmarks.gateway.contestants import (
     GATEWAY_CORE,
     OTHER_CORES,
     free_port,
+    ready_line,
     running,
-    said,
     wait_for,
 )
 from benchmarks.gateway.load import Bad, Connection
-from benchmarks.http.app import ANSWER
+from benchmarks.http.app import RESPONSE
 from benchmarks.table import Row
 from lockstep.http.client import HttpClient
 
@@ -48,7 +48,7 @@ def lockstep_or_uvicorn(name: str) -> Iterator[tuple[int, int]]:
     """The process and the port of a server in this environment."""
     command = [sys.executable, "-m", "benchmarks.http.server", name]
     with running(command, GATEWAY_CORE, cwd=peers.ROOT, stdout=subprocess.PIPE) as process:
-        yield process.pid, said(process)["port"]
+        yield process.pid, ready_line(process)["port"]
 
 
 @contextmanager
@@ -65,12 +65,12 @@ def granian() -> Iterator[tuple[int, int]]:
 
 
 def judge(head: bytes, body: bytes) -> None:
-    if not head.startswith(b"HTTP/1.1 200") or body != ANSWER:
+    if not head.startswith(b"HTTP/1.1 200") or body != RESPONSE:
         raise Bad(f"{head.decode()} {body[:200].decode(errors='replace')}")
 
 
 async def load(port: int, seconds: float) -> int:
-    """Asks for so long on all connections; the number of answers."""
+    """Sends requests for so long on all connections; returns the number of responses."""
     head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
     head += f"user-agent: bench\r\naccept: */*\r\ncontent-length: {len(BODY)}\r\n\r\n"
     request = head.encode() + BODY
@@ -84,7 +84,7 @@ async def load(port: int, seconds: float) -> int:
     await asyncio.gather(*(one.over for one in opened))
     for one in opened:
         one.close()
-    return sum(one.done for one in opened)
+    return sum(one.completed for one in opened)
 
 
 def server_cost(pid: int, port: int) -> Callable[[], float]:
@@ -95,13 +95,13 @@ def server_cost(pid: int, port: int) -> Callable[[], float]:
 
     def cost() -> float:
         before = spent()
-        answers: int = uvloop.run(load(port, SECONDS))
-        return 1e6 * (spent() - before) / answers
+        responses: int = uvloop.run(load(port, SECONDS))
+        return 1e6 * (spent() - before) / responses
 
     return cost
 
 
-async def ask(call: Callable[[], Awaitable[object]]) -> float:
+async def client_cost(call: Callable[[], Awaitable[object]]) -> float:
     """Microseconds of CPU that this process spends on one call, of many, some at a time."""
 
     async def some(count: int) -> None:
@@ -114,12 +114,12 @@ async def ask(call: Callable[[], Awaitable[object]]) -> float:
     return 1e6 * (time.process_time() - before) / (REQUESTS // CONNECTIONS * CONNECTIONS)
 
 
-async def with_link(port: int) -> float:
-    link = HttpClient(f"http://127.0.0.1:{port}")
+async def with_ours(port: int) -> float:
+    client = HttpClient(f"http://127.0.0.1:{port}")
     try:
-        return await ask(lambda: link.post(PATH, BODY, headers={"X-Request-Id": "one"}))
+        return await client_cost(lambda: client.post(PATH, BODY, headers={"X-Request-Id": "one"}))
     finally:
-        await link.close()
+        await client.close()
 
 
 async def with_aiohttp(port: int) -> float:
@@ -131,12 +131,12 @@ async def with_aiohttp(port: int) -> float:
     ) as session:
 
         async def call() -> bytes:
-            async with session.post(PATH, data=BODY, headers=headers) as answer:
-                if answer.status != 200:
-                    raise Bad(f"status {answer.status}")
-                return await answer.read()
+            async with session.post(PATH, data=BODY, headers=headers) as response:
+                if response.status != 200:
+                    raise Bad(f"status {response.status}")
+                return await response.read()
 
-        return await ask(call)
+        return await client_cost(call)
 
 
 def rows() -> list[Row]:
@@ -153,7 +153,7 @@ def rows() -> list[Row]:
         port = started["uvicorn"][1]
         clients = measure.in_turns(
             {
-                "link": lambda: uvloop.run(with_link(port)),
+                "lockstep": lambda: uvloop.run(with_ours(port)),
                 "aiohttp": lambda: uvloop.run(with_aiohttp(port)),
             },
             ROUNDS,
@@ -179,7 +179,7 @@ def rows() -> list[Row]:
         Row(
             what=what.format("the client"),
             against=f"aiohttp {version('aiohttp')}",
-            ours=clients["link"],
+            ours=clients["lockstep"],
             theirs=clients["aiohttp"],
             unit="µs CPU",
             at_most=1 / 1.3,

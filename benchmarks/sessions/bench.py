@@ -1,8 +1,8 @@
 """What sessions cost a gateway in memory: 10,000 of 20 turns, beside rllm-model-gateway 0.1.0.
 
-Real processes before one upstream that answers at once, the same conversations for each. Memory is
+Real processes before one upstream that responds at once, the same conversations for each. Memory is
 read at checkpoints. Those that keep all sessions in memory are not taken all the way: their last
-slope is drawn out to 10,000, which for ours is too much, its hot sessions being bounded. `--full`
+slope is extrapolated to 10,000, which for ours is too much, as its cache is bounded. `--full`
 takes Lockstep's default all the way, which needs about six minutes.
 """
 
@@ -24,14 +24,15 @@ from typing import Any
 
 from benchmarks import measure, peers, table
 from benchmarks.conversation import WORDS, find_model
-from benchmarks.gateway.contestants import CORES, free_port, running, said, wait_for
-from benchmarks.gateway.traffic import MODEL, request
+from benchmarks.gateway.contestants import CORES, free_port, ready_line, running, wait_for
+from benchmarks.gateway.traffic import MODEL
+from benchmarks.gateway.traffic import request as http_request
 from benchmarks.table import Row
 
 SESSIONS, TURNS = 10_000, 20
 AT_ONCE = 8
 QUESTION = 130
-"""Words of a question: about as many tokens as the answers have."""
+"""Words of a question: about as many tokens as the completions have."""
 STEPS = {
     "lockstep": (500, 1_500, 2_500, 3_000, 3_500),
     "lockstep-memory": (150, 300),
@@ -63,10 +64,10 @@ class Growth:
 
     def at(self, sessions: int) -> float:
         """Resident memory after so many sessions."""
-        return drawn_out(self.memory, sessions)
+        return extrapolated(self.memory, sessions)
 
     def disk_at(self, sessions: int) -> float:
-        return drawn_out(self.disk, sessions)
+        return extrapolated(self.disk, sessions)
 
     @property
     def last(self) -> int:
@@ -84,7 +85,7 @@ def slope(points: dict[int, int]) -> float:
     return (high - low) / (last - before)
 
 
-def drawn_out(points: dict[int, int], to: int) -> float:
+def extrapolated(points: dict[int, int], to: int) -> float:
     """The last point and its slope, up to `to`."""
     last = max(points)
     return points[last] + slope(points) * (to - last)
@@ -96,7 +97,7 @@ def rows() -> list[Row]:
 
 def compare(steps: dict[str, tuple[int, ...]]) -> list[Row]:
     tokenizer = str(find_model())
-    with answering(tokenizer) as upstream:
+    with upstream_url(tokenizer) as upstream:
         seen = {name: grown(name, upstream, tokenizer, steps[name]) for name in steps}
     ours, theirs = seen["lockstep"], seen["rllm"]
     peer = peers.VERSIONS["rllm-model-gateway"]
@@ -108,7 +109,7 @@ def compare(steps: dict[str, tuple[int, ...]]) -> list[Row]:
             theirs=seen["rllm-memory"].at(SESSIONS) / 1e6,
             unit="MB",
             at_most=1 / 4,
-            note=f"ours {told(seen['lockstep-memory'])}; theirs {told(seen['rllm-memory'])}",
+            note=f"ours {figures(seen['lockstep-memory'])}; theirs {figures(seen['rllm-memory'])}",
         ),
         Row(
             what="the same, each as it starts by default: in a file",
@@ -117,8 +118,8 @@ def compare(steps: dict[str, tuple[int, ...]]) -> list[Row]:
             theirs=theirs.last / 1e6,
             unit="MB",
             at_most=1 / 4,
-            note=f"not drawn out, both are bounded: ours {told(ours)}, with its hot set full; "
-            f"theirs {told(theirs)}, without a tokenizer and with no session in memory",
+            note=f"both are bounded: ours {figures(ours)}, with its hot set full; "
+            f"theirs {figures(theirs)}, without a tokenizer and with no session in memory",
         ),
         Row(
             what="what these files take",
@@ -131,8 +132,8 @@ def compare(steps: dict[str, tuple[int, ...]]) -> list[Row]:
     ]
 
 
-def told(growth: Growth) -> str:
-    """The figures behind a drawn-out one."""
+def figures(growth: Growth) -> str:
+    """The figures behind an extrapolated one."""
     return (
         f"{growth.memory[0] / 1e6:.0f} MB at start, {growth.last / 1e6:.0f} MB at "
         f"{max(growth.memory):,} sessions, lastly "
@@ -141,15 +142,15 @@ def told(growth: Growth) -> str:
 
 
 @contextmanager
-def answering(tokenizer: str) -> Iterator[str]:
+def upstream_url(tokenizer: str) -> Iterator[str]:
     """The URL of the upstream."""
     command = [sys.executable, "-m", "benchmarks.sessions.upstream", tokenizer]
     with running(command, set(CORES), cwd=peers.ROOT, stdout=subprocess.PIPE) as process:
-        yield f"http://127.0.0.1:{said(process)['port']}"
+        yield f"http://127.0.0.1:{ready_line(process)['port']}"
 
 
 def grown(name: str, upstream: str, tokenizer: str, counts: tuple[int, ...]) -> Growth:
-    """How one contestant grows. Raises RuntimeError when it has not kept what it answered."""
+    """How one contestant grows. Raises RuntimeError when it has lost a turn."""
     growth = Growth()
     with ExitStack() as stack:
         home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -187,21 +188,21 @@ async def hold(port: int, sessions: range) -> None:
 async def lead(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: int
 ) -> list[dict[str, str]]:
-    """One conversation; each turn sends all that was said before."""
+    """One conversation; each turn sends the whole history."""
     draw = random.Random(session)
     messages: list[dict[str, str]] = []
     for turn in range(TURNS):
         words = " ".join(draw.choices(WORDS, k=QUESTION))
         messages.append({"role": "user", "content": f"{session}.{turn}: {words}"})
         body = json.dumps({"model": MODEL, "messages": messages}).encode()
-        writer.write(request(f"/sessions/s{session}/v1/chat/completions", body))
+        writer.write(http_request(f"/sessions/s{session}/v1/chat/completions", body))
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
-        answer = await reader.readexactly(length)
+        response = await reader.readexactly(length)
         if b" 200 " not in head.partition(b"\r\n")[0]:
-            raise RuntimeError(f"a turn failed: {answer[:500]!r}")
-        said_here = json.loads(answer)["choices"][0]["message"]["content"]
-        messages.append({"role": "assistant", "content": said_here})
+            raise RuntimeError(f"a turn failed: {response[:500]!r}")
+        reply = json.loads(response)["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": reply})
     return messages
 
 
@@ -214,7 +215,7 @@ def lockstep(home: Path, upstream: str, tokenizer: str, *options: str) -> Iterat
     environ = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
     environ["LOCKSTEP_ADMIN_TOKEN"] = TOKEN
     with running(command, set(CORES), cwd=home, env=environ, stdout=subprocess.PIPE) as process:
-        ready = said(process)
+        ready = ready_line(process)
 
         def turns_of(session: str) -> int:
             return kept_by(read(f"{ready['admin_url']}/v1/rl/sessions/{session}", TOKEN))
@@ -222,12 +223,12 @@ def lockstep(home: Path, upstream: str, tokenizer: str, *options: str) -> Iterat
         yield Gateway(int(ready["url"].rpartition(":")[2]), process.pid, home, turns_of)
 
 
-def kept_by(found: dict[str, Any]) -> int:
+def kept_by(session: dict[str, Any]) -> int:
     """The turns of a session that can be trained on: one branch, with logprobs."""
-    (sample,) = found["samples"]
+    (sample,) = session["samples"]
     if len(sample["token_ids"]) != len(sample["logprobs"]) or not sum(sample["logprobs"]):
-        raise RuntimeError(f"session {found['session']['id']} has lost its logprobs")
-    return int(found["session"]["turns"])
+        raise RuntimeError(f"session {session['session']['id']} has lost its logprobs")
+    return int(session["session"]["turns"])
 
 
 @contextmanager
@@ -258,9 +259,9 @@ CONTESTANTS: dict[str, Callable[[Path, str, str], Any]] = {
 
 
 def read(url: str, token: str = "") -> Any:
-    asked = urllib.request.Request(url, headers={"authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(asked, timeout=30) as answer:
-        return json.load(answer)
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m benchmarks.update.bench
 
-Two `lockstep worker` processes answer streaming requests while they are given new weights of about
+Two `lockstep worker` processes stream completions while they are given new weights of about
 100 MB and 1 GB (random Qwen3, fp32), there and back, in two ways in turn, over real HTTP:
 
 - Lockstep's transaction: stage beside the live weights, prove, quiesce, commit, resume;
@@ -10,12 +10,12 @@ Two `lockstep worker` processes answer streaming requests while they are given n
   same engine does it, by its own route for that. Nothing is proved in it.
 
 Both read the same files, which are in the page cache. "Cannot generate" is the time from the moment
-the first worker has stopped (its answer to the pause) to the moment the last one goes on (its
-answer to the resume). The rows without a bound tell what a client feels: the longest time in which
+the first worker has stopped (its response to the pause) to the moment the last one goes on (its
+response to the resume). The rows without a bound are what a client sees: the longest time that
 a worker sent no token. That has the running step in it, and the new computation of what was cached
 for the requests in flight, which is the same work in both ways but grows with their tokens.
 
-The second half updates 10 to 1,000 simulated workers in one fleet: see `update_fan_out`.
+The second half updates 10 to 1,000 simulated workers in one fleet: see `fan_out`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 
 from benchmarks import table
 from benchmarks.table import Row
-from benchmarks.update import fan_out as update_fan_out
+from benchmarks.update import fan_out
 from benchmarks.update.checkpoints import Size
 from benchmarks.update.workers import Worker, load, reload, transaction, workers
 
@@ -55,11 +55,11 @@ class Update:
 
 def rows() -> list[Row]:
     torch.set_num_threads(1)
-    found = []
+    measured = []
     for size, rounds in SIZES.items():
         with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as directory:
-            found += of_size(size, rounds, Path(directory))
-    return found + update_fan_out.rows()
+            measured += of_size(size, rounds, Path(directory))
+    return measured + fan_out.rows()
 
 
 def of_size(size: Size, rounds: int, directory: Path) -> list[Row]:

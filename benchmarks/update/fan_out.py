@@ -56,8 +56,8 @@ def rows() -> list[Row]:
 def measure(directory: Path, count: int) -> tuple[float, float, float]:
     """Medians: seconds of an update, those of its slowest worker alone, CPU seconds in it."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the gateway's
-        found = [runner.run(update(directory, count, seed)) for seed in range(ROUNDS)]
-    seconds, slowest, cpu = (median(column) for column in zip(*found, strict=True))
+        rounds = [runner.run(update(directory, count, seed)) for seed in range(ROUNDS)]
+    seconds, slowest, cpu = (median(column) for column in zip(*rounds, strict=True))
     return seconds, slowest, cpu
 
 
@@ -73,8 +73,8 @@ async def update(directory: Path, count: int, seed: int) -> tuple[float, float, 
 
     first = contents(write_checkpoint(directory / FIRST, 0))
     new = write_checkpoint(directory / "new", 1)
-    answers = tuple(tuple(score(ids, contents(new))) for ids in BUILTIN)
-    Probe(BUILTIN, answers, 0.0).write(new / PROBE)
+    scores = tuple(tuple(score(ids, contents(new))) for ids in BUILTIN)
+    Probe(BUILTIN, scores, 0.0).write(new / PROBE)
     workers = [SimulatedWorker(f"w{at}", first) for at in range(count)]
     pool = SimulatedPool(processes={worker.name: worker for worker in workers})
     async with Fleet(pool) as fleet:

@@ -1,4 +1,4 @@
-"""Two worker processes under load, and the two ways to give them new weights while they answer."""
+"""Two worker processes under load, and two ways to give them new weights while they generate."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lockstep.fleet.routing.pool import Pool
 
 ARGUMENTS = ("--max-model-len", "512", "--max-num-seqs", "16", "--drain-seconds", "0")
 STREAMS = 2
-"""Requests that each worker answers while it is updated."""
-PROMPT, ANSWER = 16, 64
+"""Requests that each worker has while it is updated."""
+PROMPT, TOKENS = 16, 64
 """Tokens of each."""
 SETTLE = 4
 """Tokens that each of them has before an update begins, and gets after it."""
@@ -44,9 +44,9 @@ class Worker:
         """One call of its system port. Raises when it is refused."""
         headers = {"authorization": f"Bearer {self.token}"}
         url = f"{self.system_url}/engine/{method}"
-        async with session.post(url, json=body, headers=headers) as answer:
-            answer.raise_for_status()
-            return await answer.json()
+        async with session.post(url, json=body, headers=headers) as response:
+            response.raise_for_status()
+            return await response.json()
 
 
 @contextmanager
@@ -73,8 +73,8 @@ def _ready(process: subprocess.Popen[str], token: str) -> Worker:
     line = process.stdout.readline() if process.stdout else ""
     if not line:
         raise RuntimeError(f"a worker ended with code {process.wait()}")
-    said = json.loads(line)
-    return Worker(said["url"], said["system_url"], token)
+    ready = json.loads(line)
+    return Worker(ready["url"], ready["system_url"], token)
 
 
 @dataclass
@@ -90,15 +90,15 @@ class Load:
 
 @asynccontextmanager
 async def load(session: aiohttp.ClientSession, fleet: list[Worker]) -> AsyncIterator[Load]:
-    """Requests that run all the while; entered once each of them has begun to answer, left once
+    """Requests that run all the while; entered once each of them has begun to stream, left once
     each went on afterwards."""
-    made = Load([[] for _ in fleet])
+    running = Load([[] for _ in fleet])
     rng = random.Random(0)
     counts = [[0] * STREAMS for _ in fleet]
 
     async def read(at: int, stream: int) -> None:
         """One request after the other, so that none is long whatever an update takes."""
-        url, sampling = fleet[at].url + "/inference/v1/generate", {"max_tokens": ANSWER}
+        url, sampling = fleet[at].url + "/inference/v1/generate", {"max_tokens": TOKENS}
         while True:
             prompt = [rng.randrange(1000) for _ in range(PROMPT)]
             body = {
@@ -106,11 +106,11 @@ async def load(session: aiohttp.ClientSession, fleet: list[Worker]) -> AsyncIter
                 "stream": True,
                 "sampling_params": {**sampling, "ignore_eos": True},
             }
-            async with session.post(url, json=body) as answer:
-                answer.raise_for_status()
-                async for line in answer.content:
+            async with session.post(url, json=body) as response:
+                response.raise_for_status()
+                async for line in response.content:
                     if line.startswith(b"data: {"):
-                        made.arrivals[at].append(perf_counter())
+                        running.arrivals[at].append(perf_counter())
                         counts[at][stream] += 1
 
     async def more() -> None:
@@ -132,7 +132,7 @@ async def load(session: aiohttp.ClientSession, fleet: list[Worker]) -> AsyncIter
     ]
     try:
         await more()
-        yield made
+        yield running
         await more()
     finally:
         for task in reading:
@@ -143,18 +143,20 @@ async def load(session: aiohttp.ClientSession, fleet: list[Worker]) -> AsyncIter
 async def transaction(fleet: list[Worker], checkpoint: Path, version: str) -> float:
     """Lockstep's update; returns the seconds from the first worker's stop to the last one's go.
 
-    The fleet's own record has them: its pause begins as it asks all workers to stop, and the first
-    of them stops as soon as it answers.
+    The fleet's own record has them: its pause begins as it tells all workers to stop, and the first
+    of them has stopped as soon as it responds.
     """
     async with Pool() as pool, Fleet(pool) as lockstep:
         for at, worker in enumerate(fleet):
             admin = LockstepAdmin(worker.system_url, worker.token)
             await lockstep.add(worker.url, admin, worker_id=f"w{at}")
-        done = await lockstep.update_weights(str(checkpoint), version=version, mode="keep")
-        if done.pause_seconds is None or {one.status for one in done.workers.values()} != {"ok"}:
-            raise RuntimeError(f"the update went wrong: {done}")
-        first_stop = min(one.seconds["quiesce"] for one in done.workers.values())
-        return done.pause_seconds - first_stop
+        operation = await lockstep.update_weights(str(checkpoint), version=version, mode="keep")
+        if operation.pause_seconds is None or {
+            one.status for one in operation.workers.values()
+        } != {"ok"}:
+            raise RuntimeError(f"the update went wrong: {operation}")
+        first_stop = min(one.seconds["quiesce"] for one in operation.workers.values())
+        return operation.pause_seconds - first_stop
 
 
 async def reload(

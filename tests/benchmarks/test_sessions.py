@@ -10,7 +10,7 @@ from benchmarks.sessions import bench as sessions
 
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[str]:
-    with sessions.answering("tiny") as url:
+    with sessions.upstream_url("tiny") as url:
         yield url
 
 
@@ -26,10 +26,10 @@ def test_every_turn_of_every_session_is_kept(name: str, upstream: str) -> None:
 def test_a_gateway_that_loses_a_turn_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, upstream: str
 ) -> None:
-    monkeypatch.setattr(sessions, "kept_by", lambda found: int(found["session"]["turns"]) - 1)
+    monkeypatch.setattr(sessions, "kept_by", lambda session: int(session["session"]["turns"]) - 1)
     with pytest.raises(RuntimeError, match="has kept 19 turns of session s0, not 20"):
         sessions.grown("lockstep", upstream, "tiny", (1,))
 
 
-def test_the_last_slope_is_drawn_out() -> None:
-    assert sessions.drawn_out({0: 10, 100: 500, 200: 600}, 1_000) == 600 + 800
+def test_the_last_slope_is_extrapolated() -> None:
+    assert sessions.extrapolated({0: 10, 100: 500, 200: 600}, 1_000) == 600 + 800

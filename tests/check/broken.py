@@ -20,14 +20,14 @@ def same(body: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fault:
-    """How requests, whole answers and streamed events are changed; or what is done instead.
+    """How requests, whole responses and streamed events are changed; or what happens instead.
 
     `swallow` names a path whose POST is answered with that body and does nothing; `token` is added
     to requests that have none; `as_post` turns every GET into a POST; `dies` drops connections.
     """
 
     request: Change = same
-    answer: Change = same
+    response: Change = same
     event: Change = same
     swallow: tuple[str, Change] | None = None
     token: str | None = None
@@ -36,7 +36,7 @@ class Fault:
 
 
 def per_choice(change: Change) -> Change:
-    """A change of every choice of an answer or event."""
+    """A change of every choice of a response or event."""
 
     def apply(body: dict[str, Any]) -> dict[str, Any]:
         return body | {"choices": [change(dict(one)) for one in body.get("choices", [])]}
@@ -89,14 +89,14 @@ async def pass_on(
         headers["authorization"] = request.headers["authorization"]
     method = "POST" if fault.as_post else request.method
     sent = None if method == "GET" else json.dumps(fault.request(body))
-    async with session.request(method, url + request.path, data=sent, headers=headers) as answer:
-        if answer.content_type != "text/event-stream":
-            found = await answer.json(content_type=None)
-            changed = fault.answer(found) if answer.status == 200 else found
-            return web.json_response(changed, status=answer.status)
+    async with session.request(method, url + request.path, data=sent, headers=headers) as upstream:
+        if upstream.content_type != "text/event-stream":
+            whole = await upstream.json(content_type=None)
+            changed = fault.response(whole) if upstream.status == 200 else whole
+            return web.json_response(changed, status=upstream.status)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
-        async for line in answer.content:
+        async for line in upstream.content:
             if line.startswith(b"data: {"):
                 line = b"data: " + json.dumps(fault.event(json.loads(line[6:]))).encode() + b"\n"
             await response.write(line)

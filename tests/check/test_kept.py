@@ -36,42 +36,42 @@ def failed(result: Result) -> list[Any]:
 
 
 def test_a_worker_keeps_every_data_row(worker: WorkerProcess) -> None:
-    done = run(worker.url, "--json", "--tokenizer", bundled("tiny"))
-    assert failed(done) == []
-    assert done.exit_code == 0
-    found = verdicts(done)
-    asked = [name for name, verdict in found.items() if verdict == "pass"]
-    assert len(asked) == 23
-    assert {name for name, verdict in found.items() if verdict == "n.a."} == {
+    result = run(worker.url, "--json", "--tokenizer", bundled("tiny"))
+    assert failed(result) == []
+    assert result.exit_code == 0
+    by_row = verdicts(result)
+    passed = [name for name, verdict in by_row.items() if verdict == "pass"]
+    assert len(passed) == 23
+    assert {name for name, verdict in by_row.items() if verdict == "n.a."} == {
         "text.tokenize", "text.template", "text.chat", "text.detokenize",
         "experts.rows", "experts.start",
     }  # fmt: skip
-    assert json.loads(done.stdout)["held_back"] == 14
+    assert json.loads(result.stdout)["held_back"] == 14
 
 
 def test_a_worker_keeps_the_admin_rows_bit_for_bit(
     worker: WorkerProcess, checkpoint: Path, adapters: tuple[Path, Path]
 ) -> None:
-    done = run(
+    result = run(
         worker.url, "--json", "--mutate", "--admin", worker.system_url, "--checkpoint", checkpoint,
         "--adapter", adapters[0], "--adapter", adapters[1],
         "--only", "control.*", "--only", "weights.*", "--only", "adapters.*", "--only", "guard.*",
     )  # fmt: skip
-    assert failed(done) == []
-    assert set(verdicts(done).values()) == {"pass"}
-    evidence = {row["id"]: row["evidence"] for row in json.loads(done.stdout)["rows"]}
+    assert failed(result) == []
+    assert set(verdicts(result).values()) == {"pass"}
+    evidence = {row["id"]: row["evidence"] for row in json.loads(result.stdout)["rows"]}
     assert "against the checkpoint's probe: bit for bit" in evidence["weights.applied"]
 
 
 def test_a_gateway_renders_as_the_client_does() -> None:
     served = ServeProcess()
     try:
-        done = run(served.url, "--json", "--tokenizer", bundled("tiny"))
+        result = run(served.url, "--json", "--tokenizer", bundled("tiny"))
     finally:
         served.stop()
-    assert failed(done) == []
-    found = verdicts(done)
-    assert {found[f"text.{name}"] for name in ("tokenize", "template", "chat", "detokenize")} == {
+    assert failed(result) == []
+    by_row = verdicts(result)
+    assert {by_row[f"text.{name}"] for name in ("tokenize", "template", "chat", "detokenize")} == {
         "pass"
     }
 
@@ -79,10 +79,12 @@ def test_a_gateway_renders_as_the_client_does() -> None:
 def test_a_mixture_of_experts_has_its_rows() -> None:
     worker = WorkerProcess("--max-model-len", "512", model="tiny-moe")
     try:
-        done = run(worker.url, "--json", "--tokenizer", bundled("tiny-moe"), "--only", "experts.*")
+        result = run(
+            worker.url, "--json", "--tokenizer", bundled("tiny-moe"), "--only", "experts.*"
+        )
     finally:
         worker.stop()
-    assert verdicts(done) == {"experts.rows": "pass", "experts.start": "pass"}
+    assert verdicts(result) == {"experts.rows": "pass", "experts.start": "pass"}
 
 
 def test_markdown_and_the_table_hold_every_row(worker: WorkerProcess) -> None:
@@ -97,9 +99,9 @@ def test_markdown_and_the_table_hold_every_row(worker: WorkerProcess) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
-        (("--json", "--markdown"), "exclude each other"),
+        (("--json", "--markdown"), "not both"),
         (("--mutate",), "--admin"),
         (("--transport", "carrier-pigeon"), "carrier-pigeon"),
         (("--only", "nothing.*"), "no row fits"),
@@ -107,15 +109,15 @@ def test_markdown_and_the_table_hold_every_row(worker: WorkerProcess) -> None:
     ],
 )
 def test_a_wrong_command_is_told_so(
-    worker: WorkerProcess, arguments: tuple[str, ...], said: str
+    worker: WorkerProcess, arguments: tuple[str, ...], message: str
 ) -> None:
-    done = run(worker.url, *arguments)
-    assert isinstance(done.exception, BadRequest)
-    assert said in done.exception.message
+    result = run(worker.url, *arguments)
+    assert isinstance(result.exception, BadRequest)
+    assert message in result.exception.message
 
 
 def test_a_server_that_is_not_there_ends_in_one_line_and_code_1() -> None:
-    done = run("http://127.0.0.1:9", "--transport", "vllm", "--json")
-    assert done.exit_code == 1
-    assert done.stdout == ""
-    assert "unavailable" in done.stderr
+    result = run("http://127.0.0.1:9", "--transport", "vllm", "--json")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "unavailable" in result.stderr

@@ -17,9 +17,9 @@ VERSION = "step-0"
 
 
 def directory(model: str) -> Path:
-    found = bundled(model)
-    assert found is not None
-    return found
+    directory = bundled(model)
+    assert directory is not None
+    return directory
 
 
 def sampled(model: str = "tiny", count: int = 4, tokens: int = 12, **options: Any) -> list[Sample]:
@@ -31,28 +31,28 @@ def sampled(model: str = "tiny", count: int = 4, tokens: int = 12, **options: An
     ]
 
 
-def sample_of(done: Completion) -> Sample:
+def sample_of(completion: Completion) -> Sample:
     """What there is to learn from one completion."""
-    before = len(done.prompt_ids)
+    before = len(completion.prompt_ids)
     return Sample(
-        token_ids=[*done.prompt_ids, *done.token_ids],
-        sampled_mask=[False] * before + [True] * len(done.token_ids),
-        logprobs=[0.0] * before + done.logprobs,
+        token_ids=[*completion.prompt_ids, *completion.token_ids],
+        sampled_mask=[False] * before + [True] * len(completion.token_ids),
+        logprobs=[0.0] * before + completion.logprobs,
         versions=tuple(
             VersionSpan(span.version, before + span.start, before + span.end)
-            for span in done.versions
+            for span in completion.versions
         ),
-        logprob_mode=done.logprob_mode,
-        temperature=done.temperature,
-        experts=done.experts,
-        adapter=done.adapter,
+        logprob_mode=completion.logprob_mode,
+        temperature=completion.temperature,
+        experts=completion.experts,
+        adapter=completion.adapter,
     )
 
 
 def grouped(samples: list[Sample], rewards: list[float] | None = None) -> list[RolloutGroup]:
-    """One group; rewards count up unless given."""
-    given = rewards or [float(at) for at in range(len(samples))]
-    pairs = zip(samples, given, strict=True)
+    """One group; rewards count up by default."""
+    values = rewards or [float(at) for at in range(len(samples))]
+    pairs = zip(samples, values, strict=True)
     return [RolloutGroup(tuple(Rollout(Reward(value, value > 0), (s,)) for s, value in pairs))]
 
 

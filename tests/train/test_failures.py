@@ -191,16 +191,16 @@ def test_the_command_ends_in_one_error_that_names_the_cause(stack: Stack, tmp_pa
         f'[serve]\nurl = "{stack.process.url}"\nadmin_url = "{stack.process.admin_url}"\n'
         f'[env]\nname = "{__name__}:BrokenJudge"\n[eval]\nprompts = 0\n'
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "lockstep", "train", str(config), "--json"],
         capture_output=True, text=True, timeout=60, cwd=ROOT, check=False,
         env={**os.environ, "LOCKSTEP_ADMIN_TOKEN": TOKEN, "COLUMNS": "300"},
     )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "error (rollout_failed): env" in done.stderr
-    assert "raised KeyError: 'no such answer'" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "ExceptionGroup" not in done.stderr
+    assert process.returncode == 2, process.stderr
+    assert "error (rollout_failed): env" in process.stderr
+    assert "raised KeyError: 'no such answer'" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert "ExceptionGroup" not in process.stderr
 
 
 async def test_a_step_without_anything_to_learn_is_skipped_and_counted(

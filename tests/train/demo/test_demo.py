@@ -17,18 +17,18 @@ def run(
     *arguments: str, cwd: Path, **environ: str
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("LOCKSTEP_")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "lockstep", "demo", "--json", *arguments],
         capture_output=True, text=True, timeout=170, env={**clean, **environ}, cwd=cwd, check=False,
     )  # fmt: skip
-    lines = done.stdout.splitlines()
-    return done, json.loads(lines[-1]) if lines else {}
+    lines = process.stdout.splitlines()
+    return process, json.loads(lines[-1]) if lines else {}
 
 
 def test_three_steps_with_a_death_stay_in_lockstep(tmp_path: Path) -> None:
-    done, row = run("--steps", "3", "--run-dir", "run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1
+    process, row = run("--steps", "3", "--run-dir", "run", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("\n") == 1
     assert row["mismatch_kl"] == 0
     assert row["masked"] == 0
     assert row["breaks"] == 0
@@ -37,7 +37,7 @@ def test_three_steps_with_a_death_stay_in_lockstep(tmp_path: Path) -> None:
     assert row["step_seconds"] > 0
     assert 0 <= row["reward_before"] <= 1
     assert Path(row["report"]) == tmp_path / "run" / "report.html"
-    assert "suppressed" in done.stderr
+    assert "suppressed" in process.stderr
 
     read = Run.read(tmp_path / "run")
     assert [step["step"] for step in read.steps] == [1, 2, 3]
@@ -54,7 +54,7 @@ def test_a_directory_with_a_run_is_left_as_it_is(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "run")
     directory.start()
     directory.write_run(seed=1)
-    done, _ = run("--run-dir", "run", cwd=tmp_path)
-    assert done.returncode != 0
-    assert "holds a run already" in done.stderr.replace("\n", " ")
+    process, _ = run("--run-dir", "run", cwd=tmp_path)
+    assert process.returncode != 0
+    assert "holds a run already" in process.stderr.replace("\n", " ")
     assert [path.name for path in (tmp_path / "run").glob("*.*")] == ["run.json"]

@@ -21,20 +21,20 @@ FORCED = ("MKL_ENABLE_INSTRUCTIONS=AVX2", "MKL_ENABLE_INSTRUCTIONS=SSE4_2",
 
 
 def numerics(directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((directory / "run" / "run.json").read_text())["numerics"]
-    return found
+    plan: dict[str, Any] = json.loads((directory / "run" / "run.json").read_text())["numerics"]
+    return plan
 
 
 @pytest.mark.failure_mode("F65")
 @pytest.mark.parametrize("forced", FORCED)
 def test_a_demo_holds_whatever_instructions_the_cpu_has(tmp_path: Path, forced: str) -> None:
     name, _, value = forced.partition("=")
-    done, row = run(*SHORT, cwd=tmp_path, **{name: value})
-    assert done.returncode == 0, done.stderr
-    found = numerics(tmp_path)
+    process, row = run(*SHORT, cwd=tmp_path, **{name: value})
+    assert process.returncode == 0, process.stderr
+    plan = numerics(tmp_path)
     # The plans say what this machine can do; where both are exact, nothing less will do.
-    if {found["trainer"]["arithmetic"], found["workers"]["arithmetic"]} == {"exact"}:
-        assert found["mode"] == "exact", found["reason"]
+    if {plan["trainer"]["arithmetic"], plan["workers"]["arithmetic"]} == {"exact"}:
+        assert plan["mode"] == "exact", plan["reason"]
         assert (row["exact"], row["mismatch_max"]) == (True, 0.0)
         assert row["mismatch"] == "exactly 0, bit for bit"
     else:
@@ -43,26 +43,26 @@ def test_a_demo_holds_whatever_instructions_the_cpu_has(tmp_path: Path, forced: 
 
 @pytest.mark.failure_mode("F65")
 def test_where_exact_cannot_be_had_the_demo_is_close_and_says_why(tmp_path: Path) -> None:
-    done, row = run(*SHORT, *CLOSE, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    process, row = run(*SHORT, *CLOSE, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
     assert row["exact"] is False
     assert 0 < row["mismatch_max"] < CLOSE_BOUND["float32"]
-    said = f"close: max |Δ| {row['mismatch_max']:.1e} because the workers do not compute exactly"
-    assert row["mismatch"].startswith(said)
+    reason = f"close: max |Δ| {row['mismatch_max']:.1e} because the workers do not compute exactly"
+    assert row["mismatch"].startswith(reason)
     assert "close was asked for" in row["mismatch"]
-    assert row["mismatch"] in done.stderr
+    assert row["mismatch"] in process.stderr
     assert row["mismatch"] in Path(row["report"]).read_text()
-    for shown in (done.stderr, Path(row["report"]).read_text().partition("<script")[0]):
+    for shown in (process.stderr, Path(row["report"]).read_text().partition("<script")[0]):
         assert "exactly 0" not in shown
-    found = numerics(tmp_path)
-    assert (found["mode"], found["bound"]) == ("close", CLOSE_BOUND["float32"])
-    assert "close was asked for" in found["reason"]
+    plan = numerics(tmp_path)
+    assert (plan["mode"], plan["bound"]) == ("close", CLOSE_BOUND["float32"])
+    assert "close was asked for" in plan["reason"]
 
 
 @pytest.mark.failure_mode("F65")
 def test_exactness_that_is_demanded_and_cannot_be_had_fails_with_the_reason(tmp_path: Path) -> None:
-    done, _ = run(*SHORT, *CLOSE, "--exact", cwd=tmp_path)
-    assert done.returncode == 2
-    said = " ".join(done.stderr.split())
-    assert "exactness was demanded and cannot be had: the workers do not compute exactly" in said
-    assert "Traceback" not in said
+    process, _ = run(*SHORT, *CLOSE, "--exact", cwd=tmp_path)
+    assert process.returncode == 2
+    reason = " ".join(process.stderr.split())
+    assert "exactness was demanded and cannot be had: the workers do not compute exactly" in reason
+    assert "Traceback" not in reason

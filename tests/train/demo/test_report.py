@@ -67,12 +67,12 @@ def write_run(directory: Path, steps: int = 30, samples: int = 4, **changes: Any
     return directory
 
 
-def conversation(step: int, chance: random.Random, given: str = "What is 417 + 86?") -> Any:
+def conversation(step: int, chance: random.Random, question: str = "What is 417 + 86?") -> Any:
     parts = [
         ("template", False, ["<|im_start|>", "system", "\n"]),
         ("system", False, ["You ", "have a ", "calculator."]),
         ("template", False, ["<|im_end|>", "\n", "<|im_start|>", "user", "\n"]),
-        ("user", False, re.findall(r"\w+ ?|\W", given)),
+        ("user", False, re.findall(r"\w+ ?|\W", question)),
         ("template", False, ["<|im_end|>", "\n", "<|im_start|>", "assistant", "\n"]),
         ("assistant", True, ["<tool_call>", "\n", '{"name": ', '"calc"', ', "arguments": ',
                              '{"expression": ', '"', "4", "1", "7", " +", " ", "8", "6", '"}}',
@@ -183,10 +183,10 @@ def close_run(directory: Path, worst: float) -> Run:
 def test_a_close_run_says_how_close_and_why(tmp_path: Path) -> None:
     run = close_run(tmp_path / "good", 5.72e-6)
     assert run.summary().kept
-    said = "close: max |Δ| 5.7e-06 because the CPU is another one"
-    assert run.summary().mismatch == said
+    mismatch = "close: max |Δ| 5.7e-06 because the CPU is another one"
+    assert run.summary().mismatch == mismatch
     text = render(run)
-    assert said in " ".join(Page(text).text)
+    assert mismatch in " ".join(Page(text).text)
     assert "exactly 0" not in text[: text.index("<script")]
     far = close_run(tmp_path / "bad", 2e-3)
     assert not far.summary().kept

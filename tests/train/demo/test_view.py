@@ -36,11 +36,11 @@ def test_the_panel_fits_and_holds_every_figure(tmp_path: Path, width: int) -> No
     lines = shown(run, terminal=True, width=width)
     assert max(map(len, lines)) <= min(width, 100)
     text = "\n".join(lines)
-    for said in ("step 40 of 40", "reward", "█", "solved", "tokens/s", "mismatch_kl", "exactly 0",
+    for part in ("step 40 of 40", "reward", "█", "solved", "tokens/s", "mismatch_kl", "exactly 0",
                  "masked", "breaks", "aborts", "pause", " ms", "rollout", "train", "update",
                  "● w0 step-40 serving", "● w1 step-40 serving", "worker w1 is killed",
                  "worker w1 is back"):  # fmt: skip
-        assert said in text
+        assert part in text
     assert "…" not in text
 
 

@@ -26,17 +26,17 @@ from lockstep.train.records.transcript import roles
 
 @dataclass
 class Scripted:
-    """A conversation whose answers are known."""
+    """A conversation whose replies are known."""
 
-    answers: list[Any]
+    replies: list[Any]
     heard: list[Any] = field(default_factory=list)
     messages: list[Any] = field(default_factory=list)
 
     async def send(self, message: Any) -> Any:
         self.heard.append(message)
         self.messages += message if isinstance(message, list) else [message]
-        said = self.answers.pop(0)
-        text, calls = (said, ()) if isinstance(said, str) else ("", (said,))
+        reply = self.replies.pop(0)
+        text, calls = (reply, ()) if isinstance(reply, str) else ("", (reply,))
         self.messages.append({"role": "assistant", "content": text})
         return SimpleNamespace(text=text, tool_calls=calls, finish="stop")
 
@@ -44,8 +44,8 @@ class Scripted:
 
 
 class ScriptedPlayer:
-    def __init__(self, *answers: Any) -> None:
-        self.one = Scripted(list(answers))
+    def __init__(self, *replies: Any) -> None:
+        self.one = Scripted(list(replies))
 
     def chat(self, task: Task | None = None, **_: Any) -> Scripted:
         return self.one
@@ -55,8 +55,8 @@ def first(env: Environment, split: Split = "train") -> Task:
     return next(iter(env.tasks(split, 1)))
 
 
-async def play(env: Environment, task: Task, *answers: Any) -> Reward:
-    return await env.play(task, ScriptedPlayer(*answers))  # type: ignore[arg-type]
+async def play(env: Environment, task: Task, *replies: Any) -> Reward:
+    return await env.play(task, ScriptedPlayer(*replies))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(BUNDLED))
@@ -101,8 +101,8 @@ async def test_calc_is_solved_only_through_the_tool() -> None:
 async def test_guess_gives_credit_for_heeding_the_hints() -> None:
     env = load_environment("guess")
     task = Task(({"role": "user", "content": "Guess"},), facts={"secret": 60})
-    found = await play(env, task, "50", "75", "60")
-    assert (found.value, found.solved) == (1.0, True)
+    reward = await play(env, task, "50", "75", "60")
+    assert (reward.value, reward.solved) == (1.0, True)
     heeded = await play(env, task, "50", "75", "62", "56", "59", "61", "5")
     ignored = await play(env, task, "50", "1", "2", "3", "4", "5", "6")
     assert 0.5 > heeded.value > ignored.value > 0
@@ -132,7 +132,7 @@ def test_an_environment_is_found_by_import_path() -> None:
         ("chess", {}, "expected one of calc, guess, reverse, verifiers:NAME, or an import path"),
         ("absent.module:Name", {}, "No module named 'absent'"),
         ("tests.train.envs.test_bundled:Absent", {}, "has no 'Absent'"),
-        ("tests.train.envs.test_bundled:Scripted", {"answers": []}, "without tasks and play"),
+        ("tests.train.envs.test_bundled:Scripted", {"replies": []}, "without tasks and play"),
         ("reverse", {"digits": 3}, "does not take {'digits': 3}"),
         ("verifiers:none", {}, "needs the verifiers package"),
     ],
@@ -162,10 +162,10 @@ class Echo:
 
     @property
     def rubric(self) -> Any:
-        async def score_rollout(**given: Any) -> Any:
-            said = [m["content"] for m in given["completion"] if m["role"] == "assistant"]
-            share = sum(text == given["answer"] for text in said) / len(said)
-            return SimpleNamespace(reward=share, metrics={"turns": len(said)})
+        async def score_rollout(**rollout: Any) -> Any:
+            replies = [m["content"] for m in rollout["completion"] if m["role"] == "assistant"]
+            share = sum(text == rollout["answer"] for text in replies) / len(replies)
+            return SimpleNamespace(reward=share, metrics={"turns": len(replies)})
 
         return SimpleNamespace(score_rollout=score_rollout)
 
@@ -191,8 +191,8 @@ def test_every_token_has_an_author() -> None:
             "\n", "Yo", "<|im_end|>", "\n", "<|im_start|>", "user", "\n", "<tool_response>", "\n",
             "7", "</tool_response>", "<|im_end|>"]  # fmt: skip
     sampled = [token in ("Yo",) or at == 11 for at, token in enumerate(text)]
-    found = roles(text, sampled)
-    pairs = {token: role for token, role in zip(text, found, strict=True) if token.isalnum()}
+    authors = roles(text, sampled)
+    pairs = {token: role for token, role in zip(text, authors, strict=True) if token.isalnum()}
     assert pairs == {"us": "template", "er": "template", "Hi": "user", "assistant": "template",
                      "Yo": "assistant", "user": "template", "7": "tool"}  # fmt: skip
-    assert found[11] == "assistant"
+    assert authors[11] == "assistant"

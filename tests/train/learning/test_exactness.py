@@ -26,9 +26,9 @@ def between(trainer: NumericsPlan, workers: NumericsPlan | None, **learner: Any)
 
 
 def test_equal_plans_are_exact_and_allow_no_difference() -> None:
-    found = between(PLAN, PLAN)
-    assert (found.mode, found.reason, found.bound) == ("exact", "", 0.0)
-    assert found.to_json()["workers"] == PLAN.to_json()
+    exactness = between(PLAN, PLAN)
+    assert (exactness.mode, exactness.reason, exactness.bound) == ("exact", "", 0.0)
+    assert exactness.to_json()["workers"] == PLAN.to_json()
 
 
 @pytest.mark.failure_mode("F70")
@@ -44,16 +44,16 @@ def test_equal_plans_are_exact_and_allow_no_difference() -> None:
 def test_what_differs_is_the_reason_for_close_mode(
     trainer: NumericsPlan, workers: NumericsPlan | None, reason: str
 ) -> None:
-    found = between(trainer, workers)
-    assert found.mode == "close"
-    assert found.bound == CLOSE_BOUND["float32"]
+    exactness = between(trainer, workers)
+    assert exactness.mode == "close"
+    assert exactness.bound == CLOSE_BOUND["float32"]
     with pytest.raises(NotExact, match=reason):
         between(trainer, workers, exact=True)
 
 
 def test_close_can_be_chosen_where_exact_could_be_had() -> None:
-    found = between(PLAN, PLAN, exact=False)
-    assert (found.mode, found.reason) == ("close", "learner.exact is false")
+    exactness = between(PLAN, PLAN, exact=False)
+    assert (exactness.mode, exactness.reason) == ("close", "learner.exact is false")
     assert between(PLAN, PLAN, exact=True).is_exact
 
 

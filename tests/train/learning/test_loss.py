@@ -17,7 +17,7 @@ ALL = T([[True, True, True]])
 
 
 def ratio(trainer: list[float], engine: list[float]) -> Ratio:
-    """Of probabilities, given as such."""
+    """The ratio of probabilities."""
     return Ratio.of(T([trainer]).log(), T([engine]).log())
 
 
@@ -30,10 +30,10 @@ def test_an_advantage_is_the_reward_less_the_mean_of_its_group() -> None:
 
 
 def test_mismatch_kl_is_k3_and_exactly_zero_for_equal_logprobs() -> None:
-    found = ratio([0.5, 0.2, 0.3], [0.25, 0.2, 0.6])
+    between = ratio([0.5, 0.2, 0.3], [0.25, 0.2, 0.6])
     by_hand = [2 - math.log(2) - 1, 0.0, 0.5 - math.log(0.5) - 1]
-    assert found.mismatch_kl_BT[0].tolist() == pytest.approx(by_hand, abs=1e-6)
-    assert found.mismatch_kl_BT[0, 1] == 0.0
+    assert between.mismatch_kl_BT[0].tolist() == pytest.approx(by_hand, abs=1e-6)
+    assert between.mismatch_kl_BT[0, 1] == 0.0
 
 
 def test_dppo_masks_what_moved_too_far_where_the_advantage_pushes() -> None:
@@ -67,19 +67,19 @@ def test_the_loss_is_minus_advantage_times_ratio_plus_the_squared_log_ratio() ->
 
 def test_what_is_not_learnt_from_adds_nothing_even_if_it_is_infinite() -> None:
     trainer = T([[-1.0, 100.0]], requires_grad=True)
-    found = Ratio.of(trainer, T([[-1.0, 0.0]]))
+    between = Ratio.of(trainer, T([[-1.0, 0.0]]))
     learn = T([[True, False]])
-    masked = masks(found, torch.ones(1, 2), LossConfig())
-    loss = policy_loss(found, masked, torch.ones(1, 2), learn, LossConfig())
+    masked = masks(between, torch.ones(1, 2), LossConfig())
+    loss = policy_loss(between, masked, torch.ones(1, 2), learn, LossConfig())
     assert float(loss.detach()) == -1.0
 
 
 def test_the_gradient_at_equal_logprobs_is_minus_the_advantage() -> None:
     trainer = T([[-1.0, -2.0]], requires_grad=True)
-    found = Ratio.of(trainer, trainer.detach())
+    between = Ratio.of(trainer, trainer.detach())
     advantage = T([[0.5, -0.25]])
-    masked = masks(found, advantage, LossConfig())
-    policy_loss(found, masked, advantage, T([[True, True]]), LossConfig()).backward()
+    masked = masks(between, advantage, LossConfig())
+    policy_loss(between, masked, advantage, T([[True, True]]), LossConfig()).backward()
     assert trainer.grad is not None
     assert trainer.grad[0].tolist() == [-0.5, 0.25]
 
@@ -111,8 +111,8 @@ def test_logprobs_of_other_lengths_are_refused() -> None:
 def test_distillation_pushes_up_what_the_teacher_finds_likelier() -> None:
     trainer = T([[-1.0, -2.0]], requires_grad=True)
     teacher = T([[-0.5, -3.0]])
-    found = Ratio.of(trainer, trainer.detach())
-    loss, _, advantage = distill_loss(found, trainer, teacher, T([[True, True]]), LossConfig())
+    between = Ratio.of(trainer, trainer.detach())
+    loss, _, advantage = distill_loss(between, trainer, teacher, T([[True, True]]), LossConfig())
     loss.backward()
     assert advantage[0].tolist() == [0.5, -1.0]
     assert trainer.grad is not None
