@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint import safetensors_file as tensor_file
-from lockstep.checkpoint.probe import Probe, Scores, builtin
+from lockstep.checkpoint.probe import Probe, Scores, builtin, compare
 from lockstep.tokens.errors import BadRequest, CheckpointError
 
 PROBE = Probe(((1, 2, 3), (4, 5)), ((-1.0, -2.0), (-3.0,)), 0.5)
@@ -38,10 +38,10 @@ def test_its_file_is_safetensors_to_others(tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     PROBE.write(tmp_path / "p")
-    found = load_file(tmp_path / "p")
-    assert found["token_ids"].tolist() == [1, 2, 3, 4, 5]
-    assert found["lengths"].tolist() == [3, 2]
-    assert found["logprobs"].tolist() == [-1.0, -2.0, -3.0]
+    saved = load_file(tmp_path / "p")
+    assert saved["token_ids"].tolist() == [1, 2, 3, 4, 5]
+    assert saved["lengths"].tolist() == [3, 2]
+    assert saved["logprobs"].tolist() == [-1.0, -2.0, -3.0]
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_a_damaged_probe_is_refused_or_still_one(data: st.DataObject) -> None:
         ([], False, INF, "per sequence"),
     ],
 )
-def test_scores_are_judged(
+def test_scores_are_compared(
     scores: Scores, passed: bool, difference: float, where: str | None
 ) -> None:
-    verdict = PROBE.judge(scores)
+    verdict = compare(PROBE.logprobs, scores, PROBE.tolerance or 0.0)
     assert (verdict.passed, verdict.max_difference) == (passed, difference)
     assert verdict.where is None if where is None else where in str(verdict.where)
 

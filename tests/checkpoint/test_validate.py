@@ -128,12 +128,12 @@ def test_a_weight_file_that_is_a_symlink_out_of_the_roots_is_forbidden(
 def test_a_good_checkpoint_says_what_it_is(
     whole: Path, sharded: Path, like: ModelSignature
 ) -> None:
-    found = Checkpoint.validate(whole, like)
-    assert found.path == whole
-    assert found.signature == like == ModelSignature.of(sharded)
-    assert found.signature.tensors[NORM] == TensorShape((disk.WIDTH,), "F32")
-    assert found.nbytes == sum(array.nbytes for array in disk.tensors().values())
-    assert found.probe is None
+    checkpoint = Checkpoint.validate(whole, like)
+    assert checkpoint.path == whole
+    assert checkpoint.signature == like == ModelSignature.of(sharded)
+    assert checkpoint.signature.tensors[NORM] == TensorShape((disk.WIDTH,), "F32")
+    assert checkpoint.nbytes == sum(array.nbytes for array in disk.tensors().values())
+    assert checkpoint.probe is None
 
 
 def test_the_digest_is_that_of_the_contents(whole: Path, sharded: Path, root: Path) -> None:
@@ -381,7 +381,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_and_does_not_hang(root: Path) -> N
         Checkpoint.validate(root)
 
 
-# Whether its writer is done
+# Whether its writer has finished
 
 
 @pytest.mark.failure_mode("F34")

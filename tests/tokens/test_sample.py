@@ -1,4 +1,4 @@
-"""Sample: what a trainer gets, and what it is never given."""
+"""Sample: what a trainer gets, and what it never gets."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def samples(draw: st.DrawFn) -> Sample:
     logprobs: list[float] = []
     versions: list[VersionSpan] = []
     for _ in range(draw(st.integers(1, 3))):
-        given, output = (draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)) for _ in range(2))
+        prompt, output = (draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)) for _ in range(2))
         labels = [draw(st.sampled_from(["v1", "v2+é@\n"])) for _ in output]
-        start = len(tokens) + len(given)
+        start = len(tokens) + len(prompt)
         versions += [
             VersionSpan(one.version, start + one.start, start + one.end)
             for one in merge_spans(labels)
         ]
-        tokens += given + output
-        mask += [False] * len(given) + [True] * len(output)
-        logprobs += [0.0] * len(given) + [draw(st.floats(-9998, 0, width=32)) for _ in output]
+        tokens += prompt + output
+        mask += [False] * len(prompt) + [True] * len(output)
+        logprobs += [0.0] * len(prompt) + [draw(st.floats(-9998, 0, width=32)) for _ in output]
     experts = None
     if draw(st.booleans()):
         rows = max(len(tokens) - 1, 0)

@@ -1,4 +1,4 @@
-"""What identifies weights by their contents: a digest of every tensor, and one of them all.
+"""Digests that identify weights by their contents: one of every tensor, and one of them all.
 
 A digest covers type, shape and every byte in order, so a tensor whose rows were swapped is another
 one. It does not depend on how a checkpoint is split into files. SHA-256 because CPUs have
@@ -20,27 +20,27 @@ SCHEME = "sha256:"
 
 def tensor_digest(dtype: str, shape: Sequence[int], parts: Iterable[bytes | memoryview]) -> str:
     """The digest of one tensor; `dtype` as safetensors names it, its bytes in any parts."""
-    found = hashlib.sha256(f"{dtype} {list(shape)}\0".encode())
+    digest = hashlib.sha256(f"{dtype} {list(shape)}\0".encode())
     for part in parts:
-        found.update(part)
-    return found.hexdigest()[:LENGTH]
+        digest.update(part)
+    return digest.hexdigest()[:LENGTH]
 
 
 def combined(tensors: Mapping[str, str]) -> str:
     """The digest of a whole set of weights, from the digests of its tensors by name."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(tensors):
         if not name.endswith(DERIVED):
-            found.update(f"{name}\0{tensors[name]}\n".encode(errors="backslashreplace"))
-    return SCHEME + found.hexdigest()[:LENGTH]
+            digest.update(f"{name}\0{tensors[name]}\n".encode(errors="backslashreplace"))
+    return SCHEME + digest.hexdigest()[:LENGTH]
 
 
-def differing(expected: Mapping[str, str], found: Mapping[str, str]) -> str:
+def differing(expected: Mapping[str, str], actual: Mapping[str, str]) -> str:
     """Names the tensors in which two sets differ, in words."""
     names = sorted(
         name
-        for name in expected.keys() | found.keys()
-        if expected.get(name) != found.get(name) and not name.endswith(DERIVED)
+        for name in expected.keys() | actual.keys()
+        if expected.get(name) != actual.get(name) and not name.endswith(DERIVED)
     )
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(map(repr, names[:SHOWN])) + more

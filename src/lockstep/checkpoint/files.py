@@ -40,18 +40,20 @@ def sync(path: Path) -> None:
 def file_size(path: Path) -> int:
     """The size of a regular file. Raises CheckpointError for anything else: a pipe would hang."""
     try:
-        found = path.stat()
+        status = path.stat()
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError that says why it is none."""
     if file_size(path) > LARGEST_JSON:
-        raise CheckpointError(f"{path} has more than {LARGEST_JSON} bytes: not a JSON file of ours")
+        raise CheckpointError(
+            f"{path} has more than {LARGEST_JSON} bytes: not a JSON file of a checkpoint"
+        )
     try:
         return parse_object(path.read_bytes(), str(path))
     except OSError as error:
@@ -61,7 +63,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def parse_object(data: bytes, what: str) -> dict[str, Any]:
     """`data` as a JSON object, no name twice. Raises CheckpointError that names `what`."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_twins)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not sound JSON: {error}") from None
     if not isinstance(value, dict):
@@ -69,9 +71,9 @@ def parse_object(data: bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twin, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{twin!r} is there twice")
-    return found
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{name!r} is there twice")
+    return unique

@@ -1,4 +1,4 @@
-"""When a checkpoint on disk may be read: what was written, and the marker that it is all there.
+"""The manifest of a checkpoint, and the markers that say whether it is complete.
 
 A writer calls `begin`, writes, then `write_manifest` and `mark_stable`. Wherever it dies in
 between, `.writing` is there or `STABLE` is not, and readers refuse the directory.
@@ -28,7 +28,7 @@ FORMAT = "lockstep-manifest-1"
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file as its writer left it. The hash is SHA-256: CPUs have instructions for it."""
+    """One file as it was written. SHA-256, because CPUs have instructions for it."""
 
     size: int
     sha256: str
@@ -43,14 +43,14 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> Manifest | None:
-        """None where there is none. Raises CheckpointError when it is not one of ours."""
+        """The manifest, None where there is none. Raises CheckpointError when it is broken."""
         path = directory / MANIFEST
         if not path.exists() and not path.is_symlink():
             return None
         raw = read_object(path)
         if raw.get("format") != FORMAT or not isinstance(raw.get("files"), dict):
             raise CheckpointError(f"{path} is not a manifest: expected format {FORMAT!r} and files")
-        files = {name: _written(name, one, path) for name, one in raw["files"].items()}
+        files = {name: _record(name, one, path) for name, one in raw["files"].items()}
         tensors = raw.get("tensors", {})
         if not isinstance(tensors, dict) or not all(isinstance(d, str) for d in tensors.values()):
             raise CheckpointError(f"{path} has tensors that are no map of names to digests")
@@ -67,15 +67,13 @@ class Manifest:
                     f"{directory / name} is not in {MANIFEST}: it was added later, or is not meant "
                     "to be there"
                 )
-        for name, written in self.files.items():
+        for name, record in self.files.items():
             path = directory / name
-            if (size := file_size(path)) != written.size:
+            if (size := file_size(path)) != record.size:
+                raise CheckpointError(f"{path} has {size} bytes, but {MANIFEST} says {record.size}")
+            if hashes and (actual := _sha256(path)) != record.sha256:
                 raise CheckpointError(
-                    f"{path} has {size} bytes, but {MANIFEST} says {written.size}"
-                )
-            if hashes and (found := _sha256(path)) != written.sha256:
-                raise CheckpointError(
-                    f"{path} has SHA-256 {found}, but {MANIFEST} says {written.sha256}"
+                    f"{path} has SHA-256 {actual}, but {MANIFEST} says {record.sha256}"
                 )
 
 
@@ -86,16 +84,18 @@ def begin(directory: Path) -> None:
     somebody may be reading it.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    ours = [directory / name for name in (STABLE, MANIFEST, PROBE, INDEX)]
-    ours = [path for path in ours if path.exists()] + sorted(directory.glob("model*.safetensors"))
-    left = sorted(directory.glob(".*.tmp"))
+    present = [directory / name for name in (STABLE, MANIFEST, PROBE, INDEX)]
+    present = [path for path in present if path.exists()] + sorted(
+        directory.glob("model*.safetensors")
+    )
+    leftovers = sorted(directory.glob(".*.tmp"))
     unfinished = (directory / MANIFEST).exists() and not (directory / STABLE).exists()
-    if ours and not (unfinished or (directory / WRITING).exists()):
+    if present and not (unfinished or (directory / WRITING).exists()):
         raise Conflict(
-            f"{directory} holds {ours[0].name} already: write every checkpoint to a new directory"
+            f"{directory} holds {present[0].name} already: write each checkpoint to a new directory"
         )
     write_whole(directory / WRITING, b"")
-    for path in ours + left:
+    for path in present + leftovers:
         path.unlink(missing_ok=True)  # writing the marker may have taken the place of an old one
     sync(directory)
 
@@ -144,7 +144,7 @@ def check_stable(directory: Path, manifest: Manifest | None) -> None:
         )
 
 
-def _written(name: str, raw: Any, path: Path) -> FileRecord:
+def _record(name: str, raw: Any, path: Path) -> FileRecord:
     if Path(name).name != name:
         raise CheckpointError(f"{path} names {name!r}, which is not a file beside it")
     size, sha256 = (raw.get("size"), raw.get("sha256")) if isinstance(raw, dict) else (None, None)

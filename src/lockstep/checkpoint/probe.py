@@ -1,4 +1,4 @@
-"""The probe: what the trainer's own model says of some tokens, in a file beside its weights."""
+"""The probe: the trainer's own logprobs of some sequences, in a file beside its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checkpoint import safetensors_file as tensor_file
+from lockstep.checkpoint import safetensors_file
 from lockstep.checkpoint.manifest import PROBE
 from lockstep.tokens.errors import BadRequest, CheckpointError
 
@@ -24,7 +24,7 @@ many first positions, reach experts that tokens in a long context never do."""
 THOROUGH = LENGTHS + (128,) * 12
 """Of those for workers that are not bit-exact: about two thousand tokens, for figures that hold."""
 MEASURED = "measured"
-"""The tolerance in a file whose workers are judged by their own agreement."""
+"""Stands for the tolerance in a file whose workers are measured against each other."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 SEED = 0
 Scores = Sequence[Sequence[float]]
@@ -32,7 +32,7 @@ Scores = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a comparison of logprobs says. `where` names the worst place, when it did not pass."""
+    """The result of comparing logprobs. `where` names the worst place, when it did not pass."""
 
     passed: bool
     max_difference: float
@@ -97,7 +97,7 @@ class Probe:
     @classmethod
     def read(cls, path: Path) -> Probe:
         """The probe in a file. Raises CheckpointError when it is missing or not sound."""
-        file = tensor_file.TensorFile.read(path)
+        file = safetensors_file.TensorFile.read(path)
         if file.metadata.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path} has format {file.metadata.get('format')!r}, expected {FORMAT!r}"
@@ -118,9 +118,9 @@ class Probe:
                 raise CheckpointError(
                     f"{path} has {previous.size} previous_logprobs, expected {logprobs.size}"
                 )
-        spelled = file.metadata.get("tolerance", "none")
+        tolerance_text = file.metadata.get("tolerance", "none")
         try:
-            tolerance = None if spelled == MEASURED else float(spelled)
+            tolerance = None if tolerance_text == MEASURED else float(tolerance_text)
         except ValueError:
             raise CheckpointError(f"{path} has no tolerance in its metadata") from None
         return cls(
@@ -135,8 +135,8 @@ class Probe:
 
     def write(self, path: Path) -> None:
         """Puts the probe into a file, whole or not at all. Logprobs keep every bit."""
-        spelled = MEASURED if self.tolerance is None else repr(float(self.tolerance))
-        metadata = {"format": FORMAT, "tolerance": spelled}
+        tolerance_text = MEASURED if self.tolerance is None else repr(float(self.tolerance))
+        metadata = {"format": FORMAT, "tolerance": tolerance_text}
         metadata |= {"adapter": self.adapter} if self.adapter is not None else {}
         metadata |= {"version": self.version} if self.version is not None else {}
         metadata |= {"dtype": self.dtype} if self.dtype is not None else {}
@@ -148,32 +148,25 @@ class Probe:
         if self.previous is not None:
             before = [p for row in self.previous for p in row]
             arrays["previous_logprobs"] = np.array(before, dtype="<f8")
-        tensor_file.write(path, arrays, metadata)
-
-    def judge(self, scores: Scores) -> Verdict:
-        """Whether a worker's `scores` are within the tolerance of this probe.
-
-        Raises BadRequest where the tolerance is to be measured: one set of scores cannot tell it.
-        """
-        if self.tolerance is None:
-            raise BadRequest("this probe has no tolerance of its own: let a fleet judge it")
-        return compare(self.logprobs, scores, self.tolerance)
+        safetensors_file.write(path, arrays, metadata)
 
 
 def compare(expected: Scores, scores: Scores, tolerance: float) -> Verdict:
     """Passes when every score is within `tolerance` of the expected one; NaN never is."""
-    counts, wanted = [len(row) for row in scores], [len(row) for row in expected]
-    if counts != wanted:
-        return Verdict(False, math.inf, f"logprobs per sequence: {counts} instead of {wanted}")
+    counts, expected_counts = [len(row) for row in scores], [len(row) for row in expected]
+    if counts != expected_counts:
+        return Verdict(
+            False, math.inf, f"logprobs per sequence: {counts} instead of {expected_counts}"
+        )
     worst, where = 0.0, None
     for at, (row, right) in enumerate(zip(scores, expected, strict=True)):
-        said, known = np.array(row, dtype=np.float64), np.array(right, dtype=np.float64)
+        scored, known = np.array(row, dtype=np.float64), np.array(right, dtype=np.float64)
         with np.errstate(invalid="ignore"):
-            off = np.abs(said - known)
+            off = np.abs(scored - known)
         off[~np.isfinite(off)] = np.inf
         if off.size and float(off.max()) > worst:
             worst, token = float(off.max()), int(off.argmax())
-            where = f"token {token + 1} of sequence {at}: {said[token]} instead of {known[token]}"
+            where = f"token {token + 1} of sequence {at}: {scored[token]} instead of {known[token]}"
     passed = worst <= tolerance
     return Verdict(passed, worst, None if passed else where)
 
@@ -181,7 +174,7 @@ def compare(expected: Scores, scores: Scores, tolerance: float) -> Verdict:
 def builtin(
     vocab_size: int, max_len: int, shape: Sequence[int] = LENGTHS
 ) -> tuple[tuple[int, ...], ...]:
-    """The sequences to score when a trainer gave none, for a vocabulary and a context of that size.
+    """The sequences to score when there is no probe, for a vocabulary and a context of that size.
 
     `shape` are their lengths, LENGTHS or THOROUGH.
     Always the same, spread evenly over the vocabulary and in no order: many rows of the embedding,
@@ -206,7 +199,7 @@ def _rows(values: npt.NDArray[np.generic], lengths: npt.NDArray[Any]) -> tuple[A
     return tuple(tuple(part.tolist()) for part in np.split(values, np.cumsum(lengths)[:-1]))
 
 
-def _vector(file: tensor_file.TensorFile, name: str, kind: str) -> npt.NDArray[np.generic]:
+def _vector(file: safetensors_file.TensorFile, name: str, kind: str) -> npt.NDArray[np.generic]:
     array = file.array(name)
     if array.ndim != 1 or array.dtype.kind != kind:
         raise CheckpointError(

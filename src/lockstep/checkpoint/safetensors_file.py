@@ -97,8 +97,8 @@ class TensorFile:
         """
         entry = next((entry for entry in self.entries if entry.name == name), None)
         if entry is None or entry.dtype not in ARRAYS:
-            said = "is missing" if entry is None else f"has dtype {entry.dtype}"
-            raise CheckpointError(f"tensor {name!r} of {self.path} {said}")
+            problem = "is missing" if entry is None else f"has dtype {entry.dtype}"
+            raise CheckpointError(f"tensor {name!r} of {self.path} {problem}")
         try:
             with open(self.path, "rb") as file:
                 file.seek(entry.start)
@@ -115,7 +115,7 @@ def write(
 ) -> None:
     """Writes a small file, whole or not at all. Arrays are of the types in ARRAYS."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    dtypes = {np.dtype(spelled): name for name, spelled in ARRAYS.items()}
+    dtypes = {np.dtype(numpy_name): name for name, numpy_name in ARRAYS.items()}
     parts: list[bytes] = []
     at = 0
     for name, array in arrays.items():

@@ -1,4 +1,4 @@
-"""Every value of a weight file looked at once, in little memory: is it finite, and which is it?"""
+"""Reads every value of a weight file once, in little memory, for digests and non-finite values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def digests(file: TensorFile) -> dict[str, str]:
 
 
 def _fill(source: FileIO, buffer: npt.NDArray[np.uint8], file: TensorFile) -> None:
-    """Fills the buffer: network file systems may give less than was asked for."""
+    """Fills the buffer: network file systems may return less than was requested."""
     at = 0
     while at < len(buffer):
         read = source.readinto(buffer.data[at:])

@@ -100,7 +100,7 @@ class ModelSignature:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that was looked at and found sound.
+    """A checkpoint that was read and is sound.
 
     `digest` identifies the weights: the same for the same contents, however they are split up, and
     the same that a worker reports which read them. `tensors` are the digests it is made of.
@@ -193,11 +193,11 @@ def _files(path: Path) -> list[TensorFile]:
             "agree on which to take"
         )
     files = [TensorFile.read(path / name) for name in names]
-    found = {entry.name: file.path.name for file in files for entry in file.entries}
-    for tensor in sorted(found.keys() | places.keys()):
-        if found.get(tensor) != places.get(tensor):
+    held = {entry.name: file.path.name for file in files for entry in file.entries}
+    for tensor in sorted(held.keys() | places.keys()):
+        if held.get(tensor) != places.get(tensor):
             raise CheckpointError(
-                f"tensor {tensor!r} is in {found.get(tensor, 'no file')}, but {index} places it in "
+                f"tensor {tensor!r} is in {held.get(tensor, 'no file')}, but {index} places it in "
                 f"{places.get(tensor, 'none')}"
             )
     return files
@@ -205,14 +205,14 @@ def _files(path: Path) -> list[TensorFile]:
 
 def _snapshot(path: Path) -> dict[str, tuple[int, int, int]]:
     """What changes when somebody writes into the directory."""
-    found = {}
+    entries = {}
     for item in sorted(path.iterdir()):
         try:
             now = item.stat()
         except FileNotFoundError:
             raise CheckpointError(f"{item} leads nowhere, or was just removed") from None
-        found[item.name] = (now.st_ino, now.st_size, now.st_mtime_ns)
-    return found
+        entries[item.name] = (now.st_ino, now.st_size, now.st_mtime_ns)
+    return entries
 
 
 def _check_vocabulary(probe: Probe | None, signature: ModelSignature, path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.probe import Probe, Verdict
+from lockstep.checkpoint.probe import Probe, Verdict, compare
 from lockstep.engine import EngineOptions
 from lockstep.engine.core import Core
 from lockstep.engine.probe import covering, write_probe
@@ -37,7 +37,7 @@ class Trial:
 
     def verdict(self, wrong: Tensors) -> Verdict:
         """What the probe says of the new weights with some tensors replaced."""
-        return self.probe.judge(self.scores(wrong))
+        return compare(self.probe.logprobs, self.scores(wrong), self.probe.tolerance or 0.0)
 
     def scores(self, wrong: Tensors) -> list[list[float]]:
         weights = self.right.updated(wrong.items(), "wrong") if wrong else self.right
