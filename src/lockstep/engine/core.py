@@ -385,6 +385,7 @@ class Core:
             on_quiet(error)
 
     def _check_drained(self) -> None:
+        """Ends a pause of mode `wait` when the last request in flight has ended."""
         if self.state == "draining" and not self.scheduler.running and not self._drains_more:
             self.state = "paused"
             self._end_drain(None)

@@ -299,6 +299,7 @@ class Engine:
 
     def _run(self) -> None:
         torch.set_num_threads(self.options.threads)
+        # A setting of MKL for the calling thread: all products of the engine are made in this one.
         if self.plan.is_exact and not shared_products_hold(self.core.config.products):
             mkl.share_products(False)
         while True:

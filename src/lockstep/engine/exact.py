@@ -62,6 +62,7 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
     if getattr(config, "num_experts", 0):
         model.set_experts_implementation(NAME)
     if not shared_products_hold(products_of(config)):
+        # Without strict mode MKL hands threads row counts that are not the row multiple.
         model.register_forward_pre_hook(lambda *_: mkl.share_products(False))
         model.register_forward_hook(lambda *_: mkl.share_products(True), always_call=True)
     for module in model.modules():

@@ -60,6 +60,7 @@ class Scheduler:
         """
         if len(self.running) == self.slots:
             return None
+        # Those that wait for their first choice keep their place: put back with the same key.
         skipped: list[tuple[int, int, Sequence]] = []
         ready: Sequence | None = None
         while self._waiting and ready is None:

@@ -116,6 +116,8 @@ class Model:
         batch = self._batch(segments, singles)
         if all(segment.outputs == len(segment.tokens) for segment in segments):
             return batch
+        # A prefill needs every token's keys and values, but of the last layer's output only the
+        # rows that are sampled or scored: the rest of that layer and the head skip the others.
         rows: list[int] = []
         left: list[Segment] = []
         end = 0

@@ -57,6 +57,7 @@ def preferred_mode() -> str | None:
 def tried_mode() -> str:
     """The best mode of those that keep the bits when tried; the default where none does."""
     multiples = {mode: _tried(mode) for mode in MODES}
+    # First any mode that is good for small batches, only then any mode at all.
     for most in (FEW_ROWS, sys.maxsize):
         for mode, rows in multiples.items():
             if 0 < rows <= most:

@@ -49,7 +49,7 @@ def make_reproducible(*, portable: bool = False) -> bool:
     chosen = os.environ.get(mkl.VARIABLE) or preferred_mode()
     if chosen is None:
         return True
-    os.environ.setdefault(mkl.VARIABLE, chosen)
+    os.environ.setdefault(mkl.VARIABLE, chosen)  # for children, which read it as they start
     if mkl.mode() in (mkl.ABSENT, chosen) or mkl.set_mode(chosen):
         return True
     log.info("MKL computes in mode %s already, %s comes too late", mkl.mode(), chosen)
