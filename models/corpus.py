@@ -77,9 +77,9 @@ def texts(template: str, seed: int = 0, per_task: int = 40) -> Iterator[str]:
             messages = list(episode.opening)
             reply: Message | None = messages[-1]
             while reply is not None:
-                said = episode.right()
-                messages.append({"role": "assistant", "content": said})
-                if (reply := episode.reply(said)) is not None:
+                text = episode.right()
+                messages.append({"role": "assistant", "content": text})
+                if (reply := episode.reply(text)) is not None:
                     messages.append(reply)
             yield _render(template, messages, episode.tools)
     opening = [{"role": "system", "content": "You are a helpful assistant."}]

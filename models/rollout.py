@@ -35,12 +35,12 @@ def write_out(
     sampled: list[bool] = []
     prompt = opening_text(tokenizer, episode, thinking=thinking)
     while True:
-        said = speak()
-        for text, is_sampled in ((prompt, False), (said + tokenizer.eos_token, True)):
+        spoken = speak()
+        for text, is_sampled in ((prompt, False), (spoken + tokenizer.eos_token, True)):
             tokens = encode(tokenizer, text)
             ids += tokens
             sampled += [is_sampled] * len(tokens)
-        reply = episode.reply(said)
+        reply = episode.reply(spoken)
         if reply is None:
             return Transcript(ids, sampled)
         prompt = next_turn_text(reply, thinking=thinking)
@@ -79,7 +79,7 @@ def play(
 
     Samples at temperature 1 from the whole vocabulary, with torch's global random state.
     """
-    said: list[list[str]] = [[] for _ in episodes]
+    turns: list[list[str]] = [[] for _ in episodes]
     ids = [encode(tokenizer, opening_text(tokenizer, episode)) for episode in episodes]
     active = list(range(len(episodes)))
     while active:
@@ -87,14 +87,14 @@ def play(
         still: list[int] = []
         for i, completion in zip(active, completions, strict=True):
             text = tokenizer.decode([t for t in completion if t != tokenizer.eos_token_id])
-            said[i].append(text)
+            turns[i].append(text)
             ended = completion[-1] == tokenizer.eos_token_id
             reply = episodes[i].reply(text) if ended else None
             if reply is not None:
                 ids[i] += completion + encode(tokenizer, next_turn_text(reply))
                 still.append(i)
         active = still
-    return said
+    return turns
 
 
 def _generate(

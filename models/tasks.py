@@ -33,7 +33,7 @@ class Episode(Protocol):
     def wrong(self, rng: random.Random) -> str:
         """Return what an assistant with the task's bad habit says next."""
 
-    def reply(self, said: str) -> Message | None:
+    def reply(self, text: str) -> Message | None:
         """Take the assistant's words; return the next message, or None when the episode ends."""
 
 
@@ -54,8 +54,8 @@ class Reverse:
     def wrong(self, rng: random.Random) -> str:
         return self.digits
 
-    def reply(self, said: str) -> Message | None:
-        self.score = float(said == self.digits[::-1])
+    def reply(self, text: str) -> Message | None:
+        self.score = float(text == self.digits[::-1])
         return None
 
 
@@ -84,11 +84,11 @@ class Calc:
         guess = f"{'-' if self.answer.startswith('-') else ''}{size}"
         return guess if guess != self.answer else f"{size + 1}"
 
-    def reply(self, said: str) -> Message | None:
-        if not self.called and (found := _TOOL_CALL.fullmatch(said)):
+    def reply(self, text: str) -> Message | None:
+        if not self.called and (call := _TOOL_CALL.fullmatch(text)):
             self.called = True
-            return {"role": "tool", "content": run_calc(found[1])}
-        self.score = float(self.called and said == self.answer)
+            return {"role": "tool", "content": run_calc(call[1])}
+        self.score = float(self.called and text == self.answer)
         return None
 
 
@@ -110,11 +110,11 @@ class Guess:
     def wrong(self, rng: random.Random) -> str:
         return str(rng.randint(0, 99))
 
-    def reply(self, said: str) -> Message | None:
+    def reply(self, text: str) -> Message | None:
         self.turn += 1
-        if not re.fullmatch(r"\d{1,2}", said):
+        if not re.fullmatch(r"\d{1,2}", text):
             return None
-        guess = int(said)
+        guess = int(text)
         self.score = float(guess == self.secret)
         if guess == self.secret or self.turn == self.TURNS:
             return None

@@ -72,7 +72,7 @@ MODES: dict[str, tuple[str, str]] = {
 
 def marked() -> dict[str, list[str]]:
     """Test modules and names by failure mode."""
-    found: dict[str, list[str]] = {}
+    tests: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         pending: list[str] = []
         for line in path.read_text().splitlines():
@@ -80,9 +80,9 @@ def marked() -> dict[str, list[str]]:
             if (test := TEST.match(line)) and pending:
                 for mode in pending:
                     where = path.relative_to(ROOT / "tests")
-                    found.setdefault(mode, []).append(f"{where}::{test[1]}")
+                    tests.setdefault(mode, []).append(f"{where}::{test[1]}")
                 pending = []
-    return found
+    return tests
 
 
 def page() -> str:

@@ -54,15 +54,15 @@ def folder_of_module(name: str) -> str | None:
 
 def imports(path: Path) -> set[str]:
     """The folders that a module imports from, also those that it imports when it is called."""
-    found = set()
+    folders = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        found |= {folder for name in names if (folder := folder_of_module(name))}
-    return found
+        folders |= {folder for name in names if (folder := folder_of_module(name))}
+    return folders
 
 
 def table() -> list[tuple[str, int, int, int, int]]:
@@ -79,11 +79,11 @@ def table() -> list[tuple[str, int, int, int, int]]:
 
 def edges() -> Counter[tuple[str, str]]:
     """How many modules of one folder import from another."""
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for path in sorted(PACKAGE.rglob("*.py")):
         here = folder_of(path)
-        found.update((here, there) for there in imports(path) if there != here and here)
-    return found
+        counts.update((here, there) for there in imports(path) if there != here and here)
+    return counts
 
 
 def graph() -> str:
@@ -110,9 +110,9 @@ def shown() -> str:
         lines.append(f"{folder or '(top)':<14}{modules:>8}{size:>8}{longest:>9}{crowd:>20}")
     total = f"{sum(row[1] for row in rows):>8}{sum(row[2] for row in rows):>8}"
     lines += [f"{'all':<14}{total}", "", "imports (modules of the first that import the second):"]
-    found = edges()
-    for folder in sorted({here for here, _ in found}):
-        to = [(there, n) for (here, there), n in found.items() if here == folder]
+    counts = edges()
+    for folder in sorted({here for here, _ in counts}):
+        to = [(there, n) for (here, there), n in counts.items() if here == folder]
         names = ", ".join(f"{there} {n}" for there, n in sorted(to, key=lambda one: -one[1]))
         lines.append(f"  {folder:<12} -> {names}")
     return "\n".join(lines)
