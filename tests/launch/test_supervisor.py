@@ -107,7 +107,7 @@ def test_the_python_of_an_engine_is_the_one_named_or_that_of_its_environment(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_python(VLLM, sys.executable) == Path(sys.executable)
-    own = tmp_path / DYNAMO.venv / "bin/python"
+    own = tmp_path / ".venv-dynamo/bin/python"
     own.parent.mkdir(parents=True)
     own.symlink_to(sys.executable)
     assert find_python(DYNAMO) == own

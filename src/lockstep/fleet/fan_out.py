@@ -13,6 +13,7 @@ from lockstep.tokens.operation import Operation, WorkerResult
 
 log = logging.getLogger(__name__)
 Failures = dict[Worker, LockstepError]
+Quarantine = Callable[[Worker, str], None]
 
 
 async def each(
@@ -61,3 +62,14 @@ async def each(
         result = operation.workers[worker.id]
         result.status, result.phase, result.error = "failed", phase, error.message
     return [worker for worker in called if worker not in failures], failures
+
+
+def quarantine_failed(
+    failed: Failures, what: str, operation: Operation, quarantine: Quarantine
+) -> None:
+    """Quarantines each of these workers, and says so in the operation."""
+    for worker, error in failed.items():
+        reason = f"{what}: {error.message}"
+        result = operation.workers[worker.id]
+        result.status, result.error = "quarantined", reason
+        quarantine(worker, reason)

@@ -231,15 +231,14 @@ class Fleet:
 
         async def work(operation: Operation) -> None:
             workers, before = self._serving(), self.desired
-
-            async def call(worker: Worker) -> None:
-                await worker.control.pause(mode)
-
             await self._decide(
                 msgspec.structs.replace(before, paused=mode, lease_until=time() + lease)
             )
             try:
-                await self._everywhere("pause", workers, call, self._budget.pause, operation)
+                await self._everywhere(
+                    "pause", workers, lambda worker: worker.control.pause(mode),
+                    self._budget.pause, operation,
+                )  # fmt: skip
             except LockstepError:
                 await self._decide(before)  # or those that return would be paused for nobody
                 raise
@@ -259,19 +258,19 @@ class Fleet:
         return await self.operations.run("resume", {}, work, key=key)
 
     async def _resume(self, operation: Operation) -> None:
-        async def call(worker: Worker) -> None:
-            await worker.control.resume()
-
-        await self._everywhere("resume", self._serving(), call, self._budget.resume, operation)
+        await self._everywhere(
+            "resume", self._serving(), lambda worker: worker.control.resume(),
+            self._budget.resume, operation,
+        )  # fmt: skip
 
     async def flush(self, *, key: str | None = None) -> Operation:
         """Forgets cached prefixes on every worker."""
 
         async def work(operation: Operation) -> None:
-            async def call(worker: Worker) -> None:
-                await worker.control.flush()
-
-            await self._everywhere("flush", self._serving(), call, self._budget.resume, operation)
+            await self._everywhere(
+                "flush", self._serving(), lambda worker: worker.control.flush(),
+                self._budget.resume, operation,
+            )  # fmt: skip
 
         return await self.operations.run("flush_cache", {}, work, key=key)
 

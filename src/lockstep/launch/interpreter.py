@@ -5,40 +5,24 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.tokens.errors import BadRequest
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInstall:
-    """How an engine is installed. `option` names the setting for another Python, `needs` what has
-    to be in its environment; `module` is one of this Python's when that may be used too."""
+class EngineInstall(NamedTuple):
+    """An engine in an environment of its own. `setting` names another Python, which must have what
+    it `needs`; `module` is given where this Python may be used, if it has that."""
 
     name: str
-    venv: str
-    script: str
-    option: str
+    setting: str
     needs: str
     module: str | None = None
 
 
-VLLM = EngineInstall(
-    "vLLM",
-    ".venv-vllm",
-    "scripts/install-vllm.sh",
-    "LOCKSTEP_VLLM_PYTHON",
-    "vllm and lockstep-rl",
-)
-DYNAMO = EngineInstall(
-    "Dynamo",
-    ".venv-dynamo",
-    "scripts/install-dynamo.sh",
-    "--python",
-    "ai-dynamo and lockstep-rl[engine]",
-    module="dynamo",
-)
+VLLM = EngineInstall("vLLM", "LOCKSTEP_VLLM_PYTHON", "vllm and lockstep-rl")
+DYNAMO = EngineInstall("Dynamo", "--python", "ai-dynamo and lockstep-rl[engine]", "dynamo")
 
 
 def find_python(engine: EngineInstall, path: str | Path | None = None) -> Path:
@@ -46,12 +30,13 @@ def find_python(engine: EngineInstall, path: str | Path | None = None) -> Path:
     own environment in this directory. Raises BadRequest when there is none."""
     if not path and engine.module and importlib.util.find_spec(engine.module) is not None:
         return Path(sys.executable)
-    wanted = Path(path) if path else Path.cwd() / engine.venv / "bin/python"
+    name = engine.name.lower()
+    wanted = Path(path) if path else Path.cwd() / f".venv-{name}/bin/python"
     executable = shutil.which(wanted)
     if executable is None:
         raise BadRequest(
-            f"there is no {engine.name} at {wanted}: run {engine.script}, or set {engine.option} "
-            f"to the python of an environment that has {engine.needs}",
-            param=engine.option.lstrip("-"),
+            f"there is no {engine.name} at {wanted}: run scripts/install-{name}.sh, or set "
+            f"{engine.setting} to the python of an environment that has {engine.needs}",
+            param=engine.setting.lstrip("-"),
         )
     return Path(executable)

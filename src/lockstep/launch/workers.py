@@ -26,16 +26,13 @@ def embedded_workers(
         environ.pop(name, None)
 
     def command(child: Child) -> Command:
-        # -P: files in the directory of the gateway must not be taken for modules.
-        launcher = (sys.executable, "-P", "-m", "lockstep.cli.parent_death", str(os.getpid()))
-        ports = (
-            "--port", child.url.rpartition(":")[2],
-            "--system-port", child.system_url.rpartition(":")[2],
-        )  # fmt: skip
-        drain = ("--drain-seconds", f"{drain_seconds:g}")
+        port, system_port = (url.rpartition(":")[2] for url in (child.url, child.system_url))
         return Command(
-            (*launcher, "worker", model, *ports, "--worker-id", child.id, *drain, *arguments),
+            # -P: files in the directory of the gateway must not be taken for modules.
+            (sys.executable, "-P", "-m", "lockstep.cli.parent_death", str(os.getpid()),
+             "worker", model, "--port", port, "--system-port", system_port,
+             "--worker-id", child.id, "--drain-seconds", f"{drain_seconds:g}", *arguments),
             environ,
-        )
+        )  # fmt: skip
 
     return Supervisor(worker_names(count), command, drain_seconds=drain_seconds, **options)

@@ -19,14 +19,6 @@ class AcceptedVersions:
     def __init__(self) -> None:
         self._versions: list[str] = []
 
-    @property
-    def versions(self) -> tuple[str, ...]:
-        return tuple(self._versions)
-
-    @property
-    def current(self) -> str | None:
-        return self._versions[-1] if self._versions else None
-
     def accept(self, version: str) -> None:
         """From now on the fleet serves this version."""
         self._versions.append(version)

@@ -209,7 +209,7 @@ class Pool:
         The weight version is None while workers differ in it.
         """
         self._check_any()
-        serving = self._serving()
+        serving = [worker for worker in self.workers if worker.serves]
         sample = random.sample(serving, min(len(serving), MODELS_SAMPLE))
         lists = await self._each(sample, lambda worker: worker.transport.models())
         common = {card.id: card for card in lists[0]}
@@ -247,9 +247,6 @@ class Pool:
         if not results:
             raise self._nobody()
         return results
-
-    def _serving(self) -> list[Worker]:
-        return [worker for worker in self.workers if worker.serves]
 
     def _check_any(self) -> None:
         if not len(self._rendezvous):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.checkpoint.probe import Probe
 from lockstep.fleet.control.desired import AdapterSpec, Reference
-from lockstep.fleet.fan_out import Failures, each
+from lockstep.fleet.fan_out import Quarantine, each, quarantine_failed
 from lockstep.fleet.update.judgement import Witness, judge
 from lockstep.fleet.update.proof import (
     BUILTIN,
@@ -23,8 +22,6 @@ from lockstep.fleet.update.transaction import PhaseBudgets, is_lost
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import LockstepError, UpdateFailed
 from lockstep.tokens.operation import Operation
-
-Quarantine = Callable[[Worker, str], None]
 
 
 async def load_everywhere(
@@ -154,13 +151,3 @@ async def unload_everywhere(
     quarantine_failed(failed, f"adapter {name!r} could not be unloaded", operation, quarantine)
     if not unloaded:
         raise UpdateFailed(f"no worker could unload adapter {name!r}")
-
-
-def quarantine_failed(
-    failed: Failures, what: str, operation: Operation, quarantine: Quarantine
-) -> None:
-    """Quarantines each of these workers, and says so in the operation."""
-    for worker, error in failed.items():
-        result = operation.workers[worker.id]
-        result.status, result.error = "quarantined", f"{what}: {error.message}"
-        quarantine(worker, f"{what}: {error.message}")

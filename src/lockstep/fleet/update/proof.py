@@ -257,11 +257,9 @@ async def collect_scores(
     operation: Operation,
 ) -> tuple[dict[Worker, Scores], Failures]:
     """The scores of each worker, and the errors of those that have none."""
-
-    async def one(worker: Worker) -> Scores:
-        return await scores_of(worker, sequences, adapter)
-
-    return await _collect(phase, workers, one, seconds, operation)
+    return await _collect(
+        phase, workers, lambda worker: scores_of(worker, sequences, adapter), seconds, operation
+    )
 
 
 async def _collect(

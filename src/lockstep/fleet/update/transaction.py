@@ -18,7 +18,7 @@ from time import perf_counter
 
 from lockstep.backends.admin import PauseMode, Source
 from lockstep.fleet.control.desired import Reference
-from lockstep.fleet.fan_out import Failures, each
+from lockstep.fleet.fan_out import Failures, Quarantine, each, quarantine_failed
 from lockstep.fleet.update.proof import Proof
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import (
@@ -58,7 +58,7 @@ class Transaction:
         proof: Proof,
         *,
         operation: Operation,
-        quarantine: Callable[[Worker, str], None],
+        quarantine: Quarantine,
         hold: Callable[[Worker, bool], None],
         mode: PauseMode = "keep",
         paused: PauseMode | None = None,
@@ -102,7 +102,7 @@ class Transaction:
             cause = UpdateFailed(f"it could not be recorded: {error!r}")
             await self._undo(staged, cause)
             raise self._failed(cause) from error
-        self._drop_wrong(wrong)
+        self._drop(wrong, f"it did not prove version {self._version!r}")
         for worker in proved:
             worker.version = self._version
             result = self._operation.workers[worker.id]
@@ -112,20 +112,19 @@ class Transaction:
     async def _stage(self) -> list[Worker]:
         """Loads beside the live weights, which go on serving; and takes the scores of those."""
         await self._proof.before(self._workers, self._budget.prove, self._operation)
-
-        async def stage(worker: Worker) -> None:
-            await worker.control.stage(self._source, self._version)
-
         staged, failed = await each(
-            "stage", self._workers, stage, self._budget.stage, self._operation
-        )
-        refused = {w: e for w, e in failed.items() if not is_lost(e)}
+            "stage", self._workers,
+            lambda worker: worker.control.stage(self._source, self._version),
+            self._budget.stage, self._operation,
+        )  # fmt: skip
+        lost = {w: e for w, e in failed.items() if is_lost(e)}
+        refused = {w: e for w, e in failed.items() if w not in lost}
         if refused or not self._enough(staged):
             error = _first(refused or failed, "staging failed")
             await self._unstage(staged)
-            self._drop_lost(failed)
+            self._drop(lost, "it was lost while staging")
             raise self._failed(error)
-        self._drop_lost(failed)
+        self._drop(lost, "it was lost while staging")
         return staged
 
     async def _prove_staged(self, staged: list[Worker]) -> list[Worker]:
@@ -137,25 +136,21 @@ class Transaction:
             await self._unstage(staged)
             self._rolled_back(staged, error)
             raise self._failed(error)
-        self._drop_wrong(wrong)
+        self._drop(wrong, f"it did not prove version {self._version!r}")
         return ready
 
     async def _switch(self, staged: list[Worker]) -> list[Worker]:
         """Pauses and commits; workers that fail in it are quarantined."""
         self._paused_at = perf_counter()
         if self._paused_before is None:
-
-            async def pause(worker: Worker) -> None:
-                await worker.control.pause(self._mode_for(worker))
-
             quiet, failed = await each(
-                "quiesce", staged, pause, self._budget.pause, self._operation
-            )
+                "quiesce", staged, lambda worker: worker.control.pause(self._mode_for(worker)),
+                self._budget.pause, self._operation,
+            )  # fmt: skip
         else:
             quiet, failed = list(staged), {}
         self._require(quiet, failed)
-        for worker, error in failed.items():
-            self._drop(worker, f"it did not pause: {error.message}")
+        self._drop(failed, "it did not pause")
 
         async def commit(worker: Worker) -> None:
             self._swapped.add(worker)
@@ -165,8 +160,7 @@ class Transaction:
             "commit", quiet, commit, self._budget.commit, self._operation
         )
         self._require(committed, failed)
-        for worker, error in failed.items():
-            self._drop(worker, f"it did not commit: {error.message}")
+        self._drop(failed, "it did not commit")
         return committed
 
     def _mode_for(self, worker: Worker) -> PauseMode:
@@ -181,11 +175,10 @@ class Transaction:
         unprobed = [worker for worker in workers if not worker.control.probes_while_paused]
         for worker in unprobed:
             self._hold(worker, True)
-
-        async def resume(worker: Worker) -> None:
-            await worker.control.resume()
-
-        await each("resume", unprobed, resume, self._budget.resume, self._operation)
+        await each(
+            "resume", unprobed, lambda worker: worker.control.resume(),
+            self._budget.resume, self._operation,
+        )  # fmt: skip
 
     async def _resume(
         self, workers: list[Worker], go_on: Callable[[Worker], Awaitable[None]]
@@ -199,8 +192,7 @@ class Transaction:
                 await worker.control.pause(self._paused_before)
 
         _, failed = await each("resume", workers, resume, self._budget.resume, self._operation)
-        for worker, error in failed.items():
-            self._drop(worker, f"it did not resume: {error.message}")
+        self._drop(failed, "it did not resume")
         for worker in workers:
             self._hold(worker, False)
         if self._paused_at is not None:
@@ -221,13 +213,8 @@ class Transaction:
 
         restored, failed = await each("rollback", left, back, self._budget.commit, self._operation)
         same, wrong = await self._proof.unchanged(restored, self._budget.prove, self._operation)
-        for worker, error in (failed | wrong).items():
-            self._drop(worker, f"it could not be rolled back: {error.message}")
-
-        async def go_on(worker: Worker) -> None:
-            await worker.control.resume()
-
-        await self._resume(same, go_on)
+        self._drop(failed | wrong, "it could not be rolled back")
+        await self._resume(same, lambda worker: worker.control.resume())
         self._rolled_back(same, why)
 
     async def _unstage(self, workers: list[Worker]) -> None:
@@ -237,8 +224,7 @@ class Transaction:
                 await worker.control.rollback()
 
         _, failed = await each("rollback", workers, drop, self._budget.commit, self._operation)
-        for worker, error in failed.items():
-            self._drop(worker, f"what was staged could not be dropped: {error.message}")
+        self._drop(failed, "what was staged could not be dropped")
 
     def _require(self, succeeded: list[Worker], failed: Failures) -> None:
         if not self._enough(succeeded):
@@ -247,11 +233,6 @@ class Transaction:
     def _enough(self, workers: list[Worker]) -> bool:
         """At least half of those that began: a fleet does not shrink to its broken part."""
         return len(workers) * 2 >= len(self._workers) and bool(workers)
-
-    def _drop_lost(self, failed: Failures) -> None:
-        for worker, error in failed.items():
-            if is_lost(error):
-                self._drop(worker, f"it was lost while staging: {error.message}")
 
     def _mark_wrong(self, wrong: Failures) -> None:
         for worker, error in wrong.items():
@@ -264,15 +245,11 @@ class Transaction:
                 result = self._operation.workers[worker.id]
                 result.status, result.error = "rolled_back", result.error or why.message
 
-    def _drop_wrong(self, wrong: Failures) -> None:
-        for worker, error in wrong.items():
-            self._drop(worker, f"it did not prove version {self._version!r}: {error.message}")
-
-    def _drop(self, worker: Worker, reason: str) -> None:
-        result = self._operation.workers[worker.id]
-        result.status, result.error = "quarantined", reason
-        self._quarantine(worker, reason)
-        self._hold(worker, False)
+    def _drop(self, failed: Failures, why: str) -> None:
+        """Quarantines workers, which need not be held back any more then."""
+        quarantine_failed(failed, why, self._operation, self._quarantine)
+        for worker in failed:
+            self._hold(worker, False)
 
     def _failed(self, error: LockstepError) -> UpdateFailed | LockstepError:
         if isinstance(error, CheckpointError):
