@@ -27,7 +27,7 @@ class WorkerSource(Protocol):
     def starts_workers(self) -> bool: ...
 
     async def identity(self) -> ModelIdentity:
-        """The model they serve. Raises Unavailable when no worker responds that has to be asked."""
+        """The model they serve. Raises Unavailable when that takes a request and none responds."""
         ...
 
     def joined(

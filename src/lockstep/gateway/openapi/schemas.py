@@ -17,11 +17,11 @@ def schemas_of(structs: Iterable[type]) -> tuple[dict[type, Any], dict[str, Any]
     wanted = list(dict.fromkeys(structs))
     plain = _Plain()
     rewritten = [plain.of(each) for each in wanted]
-    every = list(dict.fromkeys([*rewritten, *plain.members.values()]))
+    every = list(dict.fromkeys([*rewritten, *plain.structs_by_name.values()]))
     references, components = msgspec.json.schema_components(every, ref_template=REFERENCE)
     by_type = dict(zip(every, references, strict=True))
-    members = {name: by_type[each] for name, each in plain.members.items()}
-    _resolve(components, members)
+    structs_by_name = {name: by_type[each] for name, each in plain.structs_by_name.items()}
+    _resolve(components, structs_by_name)
     return {each: by_type[new] for each, new in zip(wanted, rewritten, strict=True)}, components
 
 
@@ -29,7 +29,7 @@ class _Plain:
     """Structs with every union of several structs replaced by a mark that names them."""
 
     def __init__(self) -> None:
-        self.members: dict[str, Any] = {}
+        self.structs_by_name: dict[str, Any] = {}
         self._known: dict[Any, Any] = {}
 
     def of(self, kind: Any) -> Any:
@@ -68,7 +68,7 @@ class _Plain:
 
     def _marked(self, structs: list[Any], optional: bool) -> Any:
         names: list[str | None] = [f"{one.__module__}.{one.__qualname__}" for one in structs]
-        self.members.update(zip(map(str, names), map(self._struct, structs), strict=True))
+        self.structs_by_name.update(zip(map(str, names), map(self._struct, structs), strict=True))
         marked = [*names, None] if optional else names
         return Annotated[Any, msgspec.Meta(extra_json_schema={MARK: marked})]
 
@@ -83,12 +83,12 @@ def _is_struct(kind: type) -> bool:
     return issubclass(kind, msgspec.Struct)
 
 
-def _resolve(node: Any, members: dict[str, Any]) -> None:
+def _resolve(node: Any, structs_by_name: dict[str, Any]) -> None:
     if isinstance(node, dict):
         if (names := node.pop(MARK, None)) is not None:
-            node["anyOf"] = [members[name] if name else {"type": "null"} for name in names]
+            node["anyOf"] = [structs_by_name[name] if name else {"type": "null"} for name in names]
         for each in node.values():
-            _resolve(each, members)
+            _resolve(each, structs_by_name)
     elif isinstance(node, list):
         for each in node:
-            _resolve(each, members)
+            _resolve(each, structs_by_name)

@@ -1,4 +1,4 @@
-"""The end of sessions: deleted on request, or expired after nobody has used them for a while."""
+"""The end of sessions: deleted on request, or expired after a time without requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SessionExpiry:
     """Deletes sessions from the file, the index and the cache.
 
     A session expires when it was not used for `ttl_seconds` and its samples were read since its
-    last turn, or `expire_unread` says that unread ones expire, too.
+    last turn, or when `expire_unread` is set.
     """
 
     def __init__(
