@@ -1,4 +1,4 @@
-"""Handlers on a real listener, and a client that sends bytes as they are given."""
+"""Handlers on a real listener, and a client that sends bytes as they are."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Handlers:
 
 
 class Peer:
-    """A client that sends bytes as they are given."""
+    """A client that sends bytes as they are."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -129,7 +129,7 @@ class Peer:
         raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 5)
         return raw.decode().lower()
 
-    async def answer(self) -> tuple[str, bytes]:
+    async def response(self) -> tuple[str, bytes]:
         head = await self.head()
         length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
         return head, await asyncio.wait_for(self.reader.readexactly(length), 5)

@@ -187,7 +187,7 @@ async def test_a_closed_link_says_so() -> None:
 
 
 async def raw_server(*responses: bytes, hold: bool = False):
-    """A server that sends these bytes, one response a request, and then hangs up unless it holds."""
+    """A server that sends these bytes, one response a request, then hangs up unless it holds."""
     seen: list[bytes] = []
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

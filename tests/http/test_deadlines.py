@@ -30,7 +30,7 @@ async def test_an_idle_connection_is_closed_after_a_while() -> None:
         assert await peer.rest() == b""
     async with talking(Handlers(), QUICK) as peer:
         peer.send(f"GET /echo {HOST}")
-        await peer.answer()
+        await peer.response()
         assert await peer.rest() == b""
 
 
@@ -66,13 +66,13 @@ async def test_a_slow_body_that_makes_progress_is_read() -> None:
         for _ in range(60):
             peer.writer.write(b"x" * 200)
             await asyncio.sleep(0.01)
-        assert len((await peer.answer())[1]) == 12_000
+        assert len((await peer.response())[1]) == 12_000
 
 
 async def test_a_body_without_end_behind_its_answer_is_cut_off() -> None:
     async with talking(Handlers(), QUICK) as peer:
         peer.send(f"POST /limited {HOST}\ncontent-length: 3000000", b"x" * 2000)
-        assert (await peer.answer())[0].startswith("http/1.1 413")
+        assert (await peer.response())[0].startswith("http/1.1 413")
         assert await peer.cut()
 
 
@@ -117,7 +117,7 @@ async def test_a_handler_that_takes_long_has_no_deadline_of_ours() -> None:
         peer.send(f"GET /wait {HOST}")
         await asyncio.sleep(0.6)
         handlers.released.set()
-        assert (await peer.answer())[1] == b"released"
+        assert (await peer.response())[1] == b"released"
 
 
 async def test_a_refused_client_that_goes_on_sending_is_cut_off() -> None:
@@ -158,7 +158,7 @@ async def test_past_the_number_of_connections_the_longest_idle_one_is_closed() -
         for _ in range(5):
             peers.append(await stack.enter_async_context(connected(port)))
             peers[-1].send(f"GET /echo {HOST}")
-            await peers[-1].answer()
+            await peers[-1].response()
             await asyncio.sleep(0.06)
         assert [await peer.cut(0.05) for peer in peers] == [True, True, False, False, False]
 
@@ -175,10 +175,10 @@ async def test_a_connection_in_use_is_never_closed_for_another() -> None:
         async with connected(port) as late:
             assert (await late.rest()).startswith(b"HTTP/1.1 503 ")
         handlers.released.set()
-        assert [(await peer.answer())[1] for peer in busy] == [b"released"] * 2
+        assert [(await peer.response())[1] for peer in busy] == [b"released"] * 2
         async with connected(port) as later:
             later.send(f"GET /echo {HOST}")
-            assert (await later.answer())[0].startswith("http/1.1 200")
+            assert (await later.response())[0].startswith("http/1.1 200")
 
 
 def test_half_of_the_descriptors_stay_free_for_everything_else() -> None:

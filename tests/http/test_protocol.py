@@ -18,7 +18,7 @@ async def test_a_connection_is_kept_from_one_request_to_the_next() -> None:
     async with talking(Handlers()) as peer:
         for body in (b"one", b"", b"three"):
             peer.send(f"POST /echo?a=b%20c {HOST}\ncontent-length: {len(body)}", body)
-            head, came = await peer.answer()
+            head, came = await peer.response()
             assert head.startswith("http/1.1 200 ok\r\n")
             assert "x-query: a=b+c" in head
             assert came == body
@@ -30,7 +30,7 @@ async def test_a_body_may_come_in_chunks_and_byte_by_byte() -> None:
         for byte in raw + b"4\r\nfour\r\n3\r\nsix\r\n0\r\n\r\n":
             peer.writer.write(bytes([byte]))
             await peer.writer.drain()
-        assert (await peer.answer())[1] == b"foursix"
+        assert (await peer.response())[1] == b"foursix"
 
 
 async def test_requests_sent_ahead_are_answered_in_their_order() -> None:
@@ -42,23 +42,23 @@ async def test_requests_sent_ahead_are_answered_in_their_order() -> None:
         peer.send(f"POST /echo {HOST}\ncontent-length: 6", b"fou")
         await asyncio.sleep(0.01)
         peer.writer.write(b"rth")
-        answers = [(await peer.answer())[1] for _ in range(4)]
-        assert answers == [b"first", b"second", b"third", b"fourth"]
+        responses = [(await peer.response())[1] for _ in range(4)]
+        assert responses == [b"first", b"second", b"third", b"fourth"]
         assert handlers.order == ["first", "second", "third", "echo"]
 
 
 async def test_more_requests_than_are_read_ahead_are_still_answered_in_their_order() -> None:
-    async with talking(Handlers(), ServerLimits(ahead_bytes=1000)) as peer:
+    async with talking(Handlers(), ServerLimits(pipelined_bytes=1000)) as peer:
         bodies = [b"first", *(bytes([65 + number]) * 50_000 for number in range(20))]
         peer.send(f"GET /named?name=first {HOST}")
         for body in bodies[1:]:
             peer.send(f"POST /echo {HOST}\ncontent-length: {len(body)}", body)
-        assert [(await peer.answer())[1] for _ in bodies] == bodies
+        assert [(await peer.response())[1] for _ in bodies] == bodies
 
 
 async def test_a_client_that_sends_far_ahead_is_made_to_wait() -> None:
     handlers = Handlers()
-    async with talking(handlers, ServerLimits(ahead_bytes=1000)) as peer:
+    async with talking(handlers, ServerLimits(pipelined_bytes=1000)) as peer:
         peer.send(f"GET /wait {HOST}")
         await asyncio.wait_for(handlers.begun.wait(), 2)
         for _ in range(100):
@@ -72,7 +72,7 @@ async def test_a_client_that_waits_for_100_continue_gets_it() -> None:
         peer.send(f"POST /echo {HOST}\nexpect: 100-continue\ncontent-length: 2")
         assert (await peer.head()).startswith("http/1.1 100 ")
         peer.writer.write(b"ok")
-        assert (await peer.answer())[1] == b"ok"
+        assert (await peer.response())[1] == b"ok"
 
 
 async def test_an_answer_without_a_length_comes_in_chunks() -> None:
@@ -110,11 +110,11 @@ async def test_head_has_no_body() -> None:
 async def test_a_refused_body_is_read_over_so_that_the_refusal_arrives() -> None:
     async with talking(Handlers()) as peer:
         peer.send(f"POST /limited {HOST}\ncontent-length: 3000000", b"x" * 1_500_000)
-        head, _ = await peer.answer()
+        head, _ = await peer.response()
         assert head.startswith("http/1.1 413")
         peer.writer.write(b"x" * 1_500_000)
         peer.send(f"GET /echo {HOST}")
-        assert (await peer.answer())[0].startswith("http/1.1 200")
+        assert (await peer.response())[0].startswith("http/1.1 200")
     async with talking(Handlers()) as peer:
         peer.send(f"POST /limited {HOST}\nconnection: close\ncontent-length: 3000000", b"x" * 2000)
         await asyncio.sleep(0.1)
@@ -130,12 +130,12 @@ async def test_trailers_do_not_become_headers() -> None:
     trailers = b"host: evil\r\nauthorization: Bearer stolen\r\nx-session-id: other\r\n"
     async with talking(Handlers()) as peer:
         peer.send(f"POST /headers {CHUNKED}", b"1\r\nx\r\n0\r\n" + trailers + b"\r\n")
-        _, body = await peer.answer()
+        _, body = await peer.response()
         assert sorted(name for name, _ in json.loads(body)) == ["host", "transfer-encoding"]
         peer.send(f"POST /headers {CHUNKED}", b"1\r\nx\r\n")
         await asyncio.sleep(0.05)
         peer.writer.write(b"0\r\n" + trailers + b"\r\n")
-        assert b"evil" not in (await peer.answer())[1]
+        assert b"evil" not in (await peer.response())[1]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ async def test_a_body_in_very_small_chunks_is_not_taken_for_extensions() -> None
             peer.writer.write(b"1\r\nx\r\n" * 500)
             await asyncio.sleep(0.002)
         peer.writer.write(b"0\r\n\r\n")
-        assert (await peer.answer())[1] == b"x" * 10_000
+        assert (await peer.response())[1] == b"x" * 10_000
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.01])
@@ -200,9 +200,9 @@ async def test_a_large_body_before_it_does_not_count_as_the_head_of_the_next_req
     async with talking(Handlers(), SMALL) as peer:
         body = b"x" * 30_000
         peer.send(f"POST /echo {HOST}\ncontent-length: {len(body)}", body + b"GET /echo HT")
-        assert (await peer.answer())[1] == body
+        assert (await peer.response())[1] == body
         peer.writer.write(b"TP/1.1\r\nhost: x\r\n\r\n")
-        assert (await peer.answer())[0].startswith("http/1.1 200")
+        assert (await peer.response())[0].startswith("http/1.1 200")
 
 
 @pytest.mark.parametrize("hosts", ["", "host: a\nhost: a", "host: a\nHost: evil"])
@@ -210,9 +210,9 @@ async def test_a_request_has_exactly_one_host(hosts: str) -> None:
     handlers = Handlers()
     async with talking(handlers) as peer:
         peer.send(f"POST /echo HTTP/1.1\n{hosts}\ncontent-length: 0".replace("\n\n", "\n"))
-        answer = await peer.rest()
-        assert answer.startswith(b"HTTP/1.1 400 ")
-        assert b"bad_host" in answer
+        response = await peer.rest()
+        assert response.startswith(b"HTTP/1.1 400 ")
+        assert b"bad_host" in response
         assert handlers.order == []
 
 
@@ -228,9 +228,9 @@ async def test_what_cannot_be_read_for_sure_is_refused(sent: bytes) -> None:
     handlers = Handlers()
     async with talking(handlers) as peer:
         peer.writer.write(sent)
-        answer = await peer.rest()
-        assert answer.startswith(b"HTTP/1.1 400 ")
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 400
+        response = await peer.rest()
+        assert response.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["code"] == 400
         assert handlers.order == []
 
 
@@ -241,9 +241,9 @@ async def test_a_broken_chunk_never_passes_for_a_body(pause: float) -> None:
         peer.send(f"POST /limited {CHUNKED}", b"5\r\nhello\r\n")
         await asyncio.sleep(pause)
         peer.writer.write(b"nonsense\r\n")
-        answer = await peer.rest()
-        assert answer.startswith(b"HTTP/1.1 400 ")
-        assert answer.count(b"HTTP/1.1") == 1
+        response = await peer.rest()
+        assert response.startswith(b"HTTP/1.1 400 ")
+        assert response.count(b"HTTP/1.1") == 1
         assert handlers.order == ["ClientGone"]
 
 
@@ -256,14 +256,14 @@ async def test_an_upgrade_is_ignored_and_its_request_served(protocol: str) -> No
     async with talking(Handlers()) as peer:
         for body in (b"", b"hello"):
             peer.send(f"POST /echo {HOST}\n{upgrade}\ncontent-length: {len(body)}", body)
-            head, came = await peer.answer()
+            head, came = await peer.response()
             assert head.startswith("http/1.1 200")
             assert came == body
         peer.send(f"POST /echo {HOST}\n{upgrade}\ntransfer-encoding: chunked")
         await asyncio.sleep(0.02)
         peer.writer.write(b"2\r\nhi\r\n0\r\n\r\n")
         peer.send(f"POST /echo {HOST}\ncontent-length: 4", b"next")
-        assert [(await peer.answer())[1] for _ in range(2)] == [b"hi", b"next"]
+        assert [(await peer.response())[1] for _ in range(2)] == [b"hi", b"next"]
 
 
 async def test_connect_is_refused() -> None:
@@ -287,7 +287,7 @@ async def test_nothing_runs_after_a_connection_was_refused() -> None:
 
 
 async def test_a_request_between_one_under_way_and_a_refused_one_does_not_run() -> None:
-    """The one under way is answered: it was sent rightly, and its answer is what comes first."""
+    """The one under way is responded to: it was sent rightly, and its response is what comes first."""
     handlers = Handlers()
     async with talking(handlers) as peer:
         peer.writer.write(
@@ -296,8 +296,8 @@ async def test_a_request_between_one_under_way_and_a_refused_one_does_not_run() 
             b"nonsense\r\n\r\n"
         )
         peer.send(f"GET /named?name=third {HOST}")
-        assert (await peer.answer())[1] == b"first"
-        assert (await peer.answer())[0].startswith("http/1.1 400 ")
+        assert (await peer.response())[1] == b"first"
+        assert (await peer.response())[0].startswith("http/1.1 400 ")
         assert await peer.rest() == b""
         assert handlers.order == ["first"]
 
@@ -318,7 +318,7 @@ async def test_a_request_sent_ahead_that_closes_is_still_answered() -> None:
             b"GET /named?name=first HTTP/1.1\r\nhost: x\r\n\r\n"
             b"GET /named?name=second HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
         )
-        assert (await peer.answer())[1] == b"first"
+        assert (await peer.response())[1] == b"first"
         assert (await peer.rest()).endswith(b"second")
 
 
@@ -326,12 +326,14 @@ async def test_a_request_sent_ahead_that_closes_is_still_answered() -> None:
 
 
 @pytest.mark.failure_mode("F47")
-@pytest.mark.parametrize("ahead", [0, 1, 3, 1000], ids=lambda count: f"{count} requests ahead")
-async def test_a_handler_is_cancelled_when_its_client_leaves(ahead: int) -> None:
+@pytest.mark.parametrize(
+    "pipelined", [0, 1, 3, 1000], ids=lambda count: f"{count} pipelined requests"
+)
+async def test_a_handler_is_cancelled_when_its_client_leaves(pipelined: int) -> None:
     handlers = Handlers()
     async with talking(handlers) as peer:
         peer.send(f"GET /wait {HOST}")
-        for _ in range(ahead):
+        for _ in range(pipelined):
             peer.send(f"GET /echo {HOST}")
         await asyncio.wait_for(handlers.begun.wait(), 2)
         peer.send(f"POST /echo {HOST}\ncontent-length: 150000", b"x" * 150_000)
@@ -343,12 +345,12 @@ async def test_a_handler_is_cancelled_when_its_client_leaves(ahead: int) -> None
         assert handlers.order == []
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-async def test_a_stream_is_closed_when_its_client_leaves(ahead: int) -> None:
+@pytest.mark.parametrize("pipelined", [0, 1])
+async def test_a_stream_is_closed_when_its_client_leaves(pipelined: int) -> None:
     handlers = Handlers()
     async with talking(handlers) as peer:
         peer.send(f"GET /events {HOST}")
-        for _ in range(ahead):
+        for _ in range(pipelined):
             peer.send(f"GET /echo {HOST}")
         await asyncio.wait_for(handlers.begun.wait(), 2)
         peer.writer.close()
@@ -393,7 +395,7 @@ async def test_an_internal_error_says_nothing_of_its_cause_but_where_to_look(
 ) -> None:
     async with running(Handlers()) as port, connected(port) as peer:
         peer.send(f"GET /secret {HOST}\nx-request-id: mine-7")
-        head, body = await peer.answer()
+        head, body = await peer.response()
         assert head.startswith("http/1.1 500 ")
         assert b"swordfish" not in body
         assert json.loads(body)["error"]["request_id"] == "mine-7"

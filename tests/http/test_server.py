@@ -1,4 +1,4 @@
-"""How a listener ends: one drain setting, which decides when answers are cut off."""
+"""How a listener ends: one drain setting, which decides when responses are cut off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def test_the_end_waits_for_open_answers_and_takes_no_new_ones() -> None:
         asyncio.get_running_loop().call_later(0.3, handlers.released.set)
         begun = monotonic()
     assert 0.2 < monotonic() - begun < 10
-    head, body = await peer.answer()
+    head, body = await peer.response()
     assert body == b"released"
     assert "connection: close" in head
     assert await peer.rest() == b""

@@ -54,9 +54,9 @@ class RequestAuth:
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode()
+        presented = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode()
         # Every key is compared, so that the time tells nothing about which one is near.
-        if not sum(hmac.compare_digest(given, key) for key in self._keys):
+        if not sum(hmac.compare_digest(presented, key) for key in self._keys):
             raise Unauthorized(
                 "this server needs an API key: send 'Authorization: Bearer <key>'",
                 param="authorization",

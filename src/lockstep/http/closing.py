@@ -1,4 +1,4 @@
-"""How a connection ends: with a refusal, with its last answer, or cut off."""
+"""How a connection ends: with a refusal, with its last response, or cut off."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_LINGER = struct.pack("ii", 1, 0)
 
 def reset(transport: asyncio.Transport) -> None:
     """Cuts a connection off so that the client notices: an orderly end would pass for the end of
-    an answer that has no length, and what the system still holds for it would stay."""
+    a response that has no length, and what the system still holds for it would stay."""
     sock = transport.get_extra_info("socket")
     if sock is not None:
         with suppress(OSError):
@@ -27,17 +27,17 @@ def reset(transport: asyncio.Transport) -> None:
 
 
 def refusal(status: int, why: str, reason: str) -> bytes:
-    """The whole answer to a client that is heard no more."""
+    """The whole response to a client that gets no other."""
     body = msgspec.json.encode(error_body(status, why, reason))
     head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
     return STATUS_LINE[status] + head + b"%d\r\n\r\n%b" % (len(body), body)
 
 
-def last_answer(app: Any, cycle: RequestResponseCycle) -> Any:
+def last_response(app: Any, cycle: RequestResponseCycle) -> Any:
     """`app` for the last request of a connection, which the protocol closes and not uvicorn.
 
-    A client of HTTP/1.0 knows no chunks: there the end of the connection is the end of an answer
-    without a length, and a broken answer must not end in the same way.
+    A client of HTTP/1.0 knows no chunks: there the end of the connection is the end of a
+    response without a length, and a broken response must not end in the same way.
     """
     old = cycle.scope["http_version"] == "1.0"
 

@@ -28,11 +28,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its answer was ready."""
+    """The client closed the connection before its response was ready."""
 
 
 def json_response(body: bytes | bytearray | object, status: int = 200) -> Response:
-    """Bytes are sent as they are: they hold JSON already."""
+    """A response of JSON; bytes are sent as they are, for they hold JSON already."""
     raw = body if isinstance(body, bytes | bytearray) else msgspec.json.encode(body)
     return Response(bytes(raw), status, media_type="application/json")
 
@@ -58,8 +58,8 @@ async def read_json(request: Request, limit: int) -> bytes:
 
 def require_bearer(request: Request, token: str) -> None:
     """Raises Unauthorized unless the request carries this bearer token."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
+    scheme, _, presented = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(presented.encode(), token.encode()):
         raise Unauthorized(
             "this route needs the header 'Authorization: Bearer <admin token>'",
             param="authorization",

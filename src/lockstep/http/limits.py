@@ -1,4 +1,4 @@
-"""What a listener takes from its clients: sizes, deadlines, connections and file descriptors."""
+"""Limits of a listener: sizes, deadlines, connections and file descriptors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DESCRIPTORS = 1 << 16
 RESERVED_DESCRIPTORS = 64
 FEWEST_CONNECTIONS = 16
 DRAIN_SECONDS = 30.0
-"""How long a server that stops waits for the answers under way, unless told otherwise."""
+"""How long a server that stops waits for the responses under way, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,12 @@ class ServerLimits:
     connections         open at once; past it the longest idle one is closed, or a new one gets 503
     keep_alive_seconds  a connection may be without a request for so long
     head_seconds        a request line and its headers must be there so long after their first byte
-    progress_seconds    in so many seconds a body must grow, and an answer must be read, by
+    progress_seconds    in so many seconds a body must grow, and a response must be read, by
     progress_bytes      so many bytes, or come to its end; else 408, or the connection is cut
     head_bytes          size of a request line with its headers (431 past it)
     framing_bytes       trailers, chunk extensions and the like of one body (431 past it); trailers
                         are read over, they never become headers
-    ahead_bytes         requests sent before the answer to an earlier one; past it reading pauses
+    pipelined_bytes     requests sent before the response to an earlier one; past it reading pauses
     linger_seconds      a refused connection is still read for so long, so that the refusal arrives
     sweep_seconds       how often the deadlines are looked at
     """
@@ -41,13 +41,13 @@ class ServerLimits:
     progress_bytes: int = 64 << 10
     head_bytes: int = 64 << 10
     framing_bytes: int = 16 << 10
-    ahead_bytes: int = 256 << 10
+    pipelined_bytes: int = 256 << 10
     linger_seconds: float = 2.0
     sweep_seconds: float = 1.0
 
 
 LIMITS = ServerLimits()
-"""The limits of a listener that was given none."""
+"""The default limits."""
 
 
 def raise_descriptor_limit() -> int:

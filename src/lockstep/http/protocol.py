@@ -1,8 +1,8 @@
 """HTTP/1.1 on one connection: uvicorn's protocol, with the limits and deadlines that it lacks.
 
 Added to it: headers end with the head; head, trailers and chunk extensions have a size; head, body
-and unread answers have deadlines; one Host; `Upgrade` is ignored; a refused connection runs nothing
-more; and a handler learns at once that its client has gone, also when requests were sent ahead.
+and unread responses have deadlines; one Host; `Upgrade` is ignored; a refused connection runs
+nothing more; a handler learns at once that its client has gone, also while requests are pipelined.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from lockstep.http.closing import last_answer, refusal, reset
+from lockstep.http.closing import last_response, refusal, reset
 from lockstep.http.limits import ServerLimits
 from lockstep.http.presence import GONE, Presence
 
 CHUNK_FRAME = 12
-"""Bytes around a chunk that nobody is blamed for: its size in up to eight digits, two line ends."""
+"""Bytes around each chunk that do not count: its size in up to eight digits, two line ends."""
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
 LINE_BREAK = re.compile(rb"[\r\n\0]")
 
@@ -49,7 +49,7 @@ class ListenerConfig(uvicorn.Config):
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One client. Its requests are answered one after the other, in their order."""
+    """One client. Its requests are handled one after the other, in their order."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._last: RequestResponseCycle | None = None
         self._presence = Presence()
-        self._ahead = bytearray()
+        self._pipelined = bytearray()
         self._refusal: bytes | None = None
-        # Deaf: whatever else the client sends is read over.
-        self._deaf = self._in_head = self._in_body = False
+        # Whatever else the client sends is read and dropped, once this is set.
+        self._ignores_input = self._in_head = self._in_body = False
         self._messages = self._hosts = 0
         self._head_size = self._head_fed = self._framing = self._received = 0
         self._resumed = 0
@@ -79,22 +79,22 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
-            self._make_room()
+            self._close_one()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.pipeline.clear()
-        self._ahead.clear()
-        self._deaf = True
+        self._pipelined.clear()
+        self._ignores_input = True
         super().connection_lost(exc)
         self._leave()
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._ignores_input:
             return
         if self._waits():
             # Kept as bytes: reading goes on, so that a client that leaves is noticed.
-            self._ahead += data
-            if len(self._ahead) > self.limits.ahead_bytes:
+            self._pipelined += data
+            if len(self._pipelined) > self.limits.pipelined_bytes:
                 self.flow.pause_reading()
             return
         self._feed(data)
@@ -104,9 +104,9 @@ class HttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Lets the answer under way end, and closes the connection after it."""
+        """Lets the response under way end, and closes the connection after it."""
         self.pipeline.clear()
-        self._ahead.clear()
+        self._pipelined.clear()
         if self._running is None:
             self.transport.close()
         else:
@@ -114,24 +114,24 @@ class HttpProtocol(HttpToolsProtocol):
 
     @property
     def idle(self) -> bool:
-        """Whether the client neither waits for an answer nor is about to send a request."""
-        return self._running is None and not (self._in_head or self._in_body or self._deaf)
+        """Whether the client neither waits for a response nor is sending a request."""
+        return self._running is None and not (self._in_head or self._in_body or self._ignores_input)
 
-    def _make_room(self) -> None:
+    def _close_one(self) -> None:
         """Closes the connection that was idle for longest, or else this one."""
-        others = [
-            one
-            for one in cast("set[HttpProtocol]", self.connections)
-            if one is not self and one.idle
+        idle = [
+            other
+            for other in cast("set[HttpProtocol]", self.connections)
+            if other is not self and other.idle
         ]
-        if others:
-            leaving = min(others, key=lambda one: one._watched_since)
+        if idle:
+            leaving = min(idle, key=lambda other: other._watched_since)
         else:
             leaving = self
-            self._deaf = True
+            self._ignores_input = True
             many = f"{self.limits.connections} connections are open here, and all are in use"
             self.transport.write(refusal(503, f"{many}: try again later", "too_many_connections"))
-        # It counts no more: several may come before the event loop has closed it.
+        # Not counted any more: several may come before the event loop has closed it.
         self.connections.discard(leaving)
         leaving.transport.close()
 
@@ -169,7 +169,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _feed_without_upgrade(self, rest: bytes) -> None:
         """Takes a request that asks for another protocol as the HTTP/1.1 request that it is."""
-        if self._deaf:
+        if self._ignores_input:
             return
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -206,7 +206,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if self._deaf or self.parser.should_upgrade():
+        if self._ignores_input or self.parser.should_upgrade():
             return
         if self._head_size + len(self.url) > self.limits.head_bytes:
             self._refuse_head()
@@ -224,29 +224,29 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
-        if self._in_body and not self._deaf:
+        if self._in_body and not self._ignores_input:
             super().on_body(body)
 
     def on_chunk_header(self) -> None:
         self._framing -= CHUNK_FRAME
 
     def on_message_complete(self) -> None:
-        if not self._in_body or self._deaf:
+        if not self._in_body or self._ignores_input:
             return
         self._in_body = False
         super().on_message_complete()
         if self._last is self.cycle:
-            self._deaf = True
+            self._ignores_input = True
             if self.cycle.response_complete:
                 self.transport.close()
 
-    # Answering them
+    # Responding
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         self._presence = Presence()
         cast("dict[str, Any]", cycle.scope)["extensions"] = {GONE: self._presence.when_gone}
-        super()._start_asgi_task(cycle, app if cycle.keep_alive else last_answer(app, cycle))
+        super()._start_asgi_task(cycle, app if cycle.keep_alive else last_response(app, cycle))
 
     def on_response_complete(self) -> None:
         finished, self._running = self._running, None
@@ -257,19 +257,19 @@ class HttpProtocol(HttpToolsProtocol):
             self._hang_up(self._refusal)
         elif finished is self._last and finished is not None:
             # A body that nobody needed is read to its end first: else its sender might never see
-            # the answer.
+            # the response.
             if not self._in_body:
                 self.transport.close()
         else:
             if self.pipeline:
                 self._start_asgi_task(*self.pipeline.pop())
-            if self._ahead and not self._waits():
-                ahead = bytes(self._ahead)
-                self._ahead.clear()
-                self._feed(ahead)
+            if self._pipelined and not self._waits():
+                pipelined = bytes(self._pipelined)
+                self._pipelined.clear()
+                self._feed(pipelined)
 
     def _leave(self) -> None:
-        """Tells the handler of the request under way that nobody waits for its answer."""
+        """Tells the handler of the request under way that its client has gone."""
         running, self._running = self._running, None
         if running is not None:
             running.disconnected = True
@@ -281,36 +281,36 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(431, why, "head_too_large")
 
     def _refuse(self, status: int, why: str, reason: str) -> None:
-        """Runs nothing more of this client, and tells it why after the answers it waits for."""
-        if self._deaf:
+        """Runs nothing more of this client, and tells it why after the response it waits for."""
+        if self._ignores_input:
             return
-        self._deaf = True
+        self._ignores_input = True
         self.pipeline.clear()
-        self._ahead.clear()
-        answer = refusal(status, why, reason)
+        self._pipelined.clear()
+        response = refusal(status, why, reason)
         if self._waits():
-            self._refusal = answer  # told after the answer under way
+            self._refusal = response  # sent after the response under way
         elif self._in_body and self.cycle.response_started:
-            # A part of its answer is out, and nothing else can be said after it.
+            # A part of its response is out, and no other can follow it.
             self.cut()
         else:
             self._leave()
-            self._hang_up(answer)
+            self._hang_up(response)
 
     def cut(self) -> None:
         """Ends the connection at once, and with it the request under way."""
-        self._deaf = True
+        self._ignores_input = True
         self._leave()
         reset(self.transport)
 
-    def _hang_up(self, answer: bytes) -> None:
-        """Says why and nothing more; closed by the client, or by the next sweep but one.
+    def _hang_up(self, response: bytes) -> None:
+        """Sends a last response; the client closes the connection, or the next sweep but one does.
 
         Closing at once would reset the connection while the client still writes, and the refusal
         would be lost.
         """
         self._in_head = self._in_body = False
-        self.transport.write(answer)
+        self.transport.write(response)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:
@@ -350,7 +350,7 @@ class HttpProtocol(HttpToolsProtocol):
         transport = self.transport
         if self.flow.write_paused or transport.is_closing():
             return "reader", -transport.get_write_buffer_size()
-        if self._running is None and self._deaf and not self._in_body:
+        if self._running is None and self._ignores_input and not self._in_body:
             return "refused", 0
         if self._in_head and not self._waits():
             return "head", 0

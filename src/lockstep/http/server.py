@@ -1,4 +1,4 @@
-"""What every server process shares: sockets, serving, the admin token, and saying ready."""
+"""What every server process shares: sockets, serving, the admin token, and the ready line."""
 
 from __future__ import annotations
 
@@ -47,17 +47,18 @@ YOUNG = 50_000
 
 
 def say_ready(**fields: object) -> None:
+    """Writes the line of JSON on stdout that tells a supervisor that this process serves."""
     sys.stdout.write(json.dumps({"event": "ready", **fields}) + "\n")
     sys.stdout.flush()
 
 
 @contextlib.contextmanager
-def admin_token(given: str | None) -> Iterator[tuple[str, str | None]]:
+def admin_token(chosen: str | None) -> Iterator[tuple[str, str | None]]:
     """The token and, when it was made here, the 0600 file that holds it while the process lives."""
-    if given is not None:
-        if len(given) < 8:
+    if chosen is not None:
+        if len(chosen) < 8:
             raise BadRequest("the admin token is shorter than 8 characters", param="admin_token")
-        yield given, None
+        yield chosen, None
         return
     token = secrets.token_urlsafe(32)
     handle, path = tempfile.mkstemp(prefix="lockstep-admin-", suffix=".token")
@@ -86,6 +87,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(sock: socket.socket) -> str:
+    """The URL of a bound socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -102,16 +104,18 @@ class Listener(uvicorn.Server):
         self._connections = cast("set[HttpProtocol]", self.server_state.connections)
 
     async def start(self, sock: socket.socket) -> None:
+        """Listens on the socket."""
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         await self.startup(sockets=[sock])
 
     def sweep(self, now: float) -> None:
+        """Ends what is past its deadline, on every connection."""
         for connection in list(self._connections):
             connection.sweep(now)
 
     async def end(self, seconds: float) -> None:
-        """Takes no more requests; what has not been answered after `seconds` is cut off."""
+        """Takes no more requests; responses that are not out after `seconds` are cut off."""
         tasks, deadline = self.server_state.tasks, monotonic() + seconds
         for server in self.servers:
             server.close()
@@ -139,13 +143,13 @@ async def serving(
     drain_seconds: float = DRAIN_SECONDS,
     limits: ServerLimits = LIMITS,
 ) -> AsyncIterator[None]:
-    """Serves each app on its socket while the block runs; then lets open answers end.
+    """Serves each app on its socket while the block runs; then lets open responses end.
 
-    Answers that are not out `drain_seconds` after the end of the block are cut off. Each listener
+    Responses that are not out `drain_seconds` after the end of the block are cut off. Each listener
     has `limits`, with fewer connections where the system allows too few open files.
     """
-    room = connections_within(raise_descriptor_limit(), limits.connections, len(apps))
-    limits = replace(limits, connections=room)
+    connections = connections_within(raise_descriptor_limit(), limits.connections, len(apps))
+    limits = replace(limits, connections=connections)
     listeners = [Listener(ListenerConfig(app, limits)) for app, _ in apps]
     started: list[Listener] = []
     sweeping = asyncio.create_task(_sweep(listeners, limits.sweep_seconds))
@@ -156,7 +160,7 @@ async def serving(
         yield
     finally:
         await asyncio.gather(*[listener.end(drain_seconds) for listener in started])
-        # To the end of it: a client that does not read its answer has deadlines then, too.
+        # To the end of it: a client that does not read its response has deadlines then, too.
         sweeping.cancel()
 
 

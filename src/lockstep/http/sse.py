@@ -1,4 +1,4 @@
-"""Server-sent events, as every dialect of this field streams its answers."""
+"""Server-sent events, as every dialect streams its responses: written, and read back."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ MEDIA_TYPE = "text/event-stream"
 
 
 def event(payload: msgspec.Struct | dict[str, object]) -> bytes:
+    """One event with this payload as its JSON data."""
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
