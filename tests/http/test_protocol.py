@@ -287,7 +287,7 @@ async def test_nothing_runs_after_a_connection_was_refused() -> None:
 
 
 async def test_a_request_between_one_under_way_and_a_refused_one_does_not_run() -> None:
-    """The one under way is responded to: it was sent rightly, and its response is what comes first."""
+    """The one under way gets its response first: it was sent rightly."""
     handlers = Handlers()
     async with talking(handlers) as peer:
         peer.writer.write(
