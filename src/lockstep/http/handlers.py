@@ -159,6 +159,7 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes | None:
 
 
 async def on_lockstep_error(request: Request, error: Exception) -> Response:
+    """The response for a typed error, with Retry-After where it has one."""
     if not isinstance(error, LockstepError):
         raise error
     response = json_response(error_fields(error, request_id_of(request)), error.status)
@@ -168,6 +169,7 @@ async def on_lockstep_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
+    """The response for an error of the router: no such route, or another method."""
     if not isinstance(error, HTTPException):
         raise error
     where = f"{request.method} {request.url.path}"
@@ -179,10 +181,12 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def on_gone(_: Request, __: Exception) -> Response:
+    """What is logged as the status of a request whose client left; nobody reads it."""
     return Response(status_code=499)
 
 
 async def on_crash(request: Request, error: Exception) -> Response:
+    """The response for an unexpected error: a request id to find its cause in the log."""
     path = request.scope["path"].encode("unicode_escape").decode()
     named = request_id_of(request) or secrets.token_hex(8)
     # What went wrong inside is for the log only: a text of an error may hold anything.
@@ -200,4 +204,5 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
 
 
 def request_id_of(request: Request) -> str | None:
+    """The id of a request: the one its handler chose, else that of its header."""
     return getattr(request.state, "request_id", None) or request.headers.get("x-request-id")

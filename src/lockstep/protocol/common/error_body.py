@@ -48,6 +48,7 @@ def error_body(
     request_id: str | None = None,
     more: Mapping[str, object] | None = None,
 ) -> dict[str, object]:
+    """The body {"error": {...}} from its parts; `more` are fields beside the usual ones."""
     return {
         "error": {
             "message": message,

@@ -146,6 +146,7 @@ def entries(
     logprobs: Sequence[float],
     tops: Sequence[tuple[Ranked, ...]] | None = None,
 ) -> ChatLogprobs:
+    """The logprob entries of some tokens, with alternatives where the request wants them."""
     named = _names(shape.spelling, shape.tokens_as_ids)
     if not shape.top or tops is None:
         content = [

@@ -119,6 +119,7 @@ def logprobs_field(
     ranks: list[int] | None,
     tops: Sequence[tuple[Ranked, ...]] | None,
 ) -> GenerateLogprobs | FlatLogprobs | None:
+    """The logprobs of some tokens in the form that the request chose; None for none."""
     if form.logprobs is None:
         return None
     if form.logprobs == "flat":
@@ -132,6 +133,7 @@ def entries(
     ranks: Sequence[int] | None,
     tops: Sequence[tuple[Ranked, ...]] | None,
 ) -> GenerateLogprobs:
+    """One entry per token; the token itself is the first of its alternatives."""
     content = []
     for at, (token, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
         rank = ranks[at] if ranks is not None else None
@@ -160,6 +162,7 @@ def experts_field(experts: RoutedExperts | None, form: str) -> ExpertsField | st
 
 
 def choice_of(completion: Completion, form: Form) -> GenerateChoice:
+    """A finished choice of a response."""
     return GenerateChoice(
         index=completion.index,
         finish_reason=completion.finish,
@@ -180,6 +183,7 @@ def choice_of(completion: Completion, form: Form) -> GenerateChoice:
 def usage_of(
     prompt_tokens: int, completion_tokens: int, cached: int | None = None
 ) -> GenerateUsage:
+    """The token counts of a response; `cached` are prompt tokens from the prefix cache."""
     details = None if cached is None else {"cached_tokens": cached}
     return GenerateUsage(
         prompt_tokens, prompt_tokens + completion_tokens, completion_tokens, details
