@@ -1,4 +1,4 @@
-"""Sessions: what was answered is kept, branches and all, and nothing is dropped unseen."""
+"""Sessions: every turn whose reply was sent is stored, with its branches, until it is read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -471,3 +472,38 @@ async def test_the_ids_kept_as_json_count_as_memory(renderer: Renderer) -> None:
         assert isinstance(plan.prompt_ids, LazyIds)
         sessions.cache.find("s")
         assert sessions.cache.nbytes >= without + 2 * (plan.parent.end if plan.parent else 0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_session_that_is_being_deleted_is_gone_unless_the_file_keeps_it(
+    renderer: Renderer, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    begun, go_on, remove = threading.Event(), threading.Event(), tables.remove
+
+    def slow(connection: sqlite3.Connection, ids: list[int]) -> None:
+        begun.set()
+        go_on.wait(30)
+        if fails:
+            raise OSError("disk full")
+        remove(connection, ids)
+
+    monkeypatch.setattr(tables, "remove", slow)
+    async with Sessions() as sessions:
+        await talk(sessions, "a", renderer, 2)
+        deleting = asyncio.create_task(sessions.delete("a"))
+        try:
+            await asyncio.to_thread(begun.wait, 30)
+            for attempt in (sessions.info("a"), sessions.samples("a"), sessions.delete("a")):
+                with pytest.raises(NotFound, match="no session 'a'"):
+                    await attempt
+            with pytest.raises(Conflict, match="being deleted: try again"):
+                await sessions.open("a", renderer)
+        finally:
+            go_on.set()
+        if not fails:
+            await deleting
+            assert len(sessions) == 0
+            return
+        with pytest.raises(Unavailable, match="disk full"):
+            await deleting
+        assert (await sessions.info("a")).turns == 2
