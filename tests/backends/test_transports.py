@@ -180,7 +180,7 @@ async def test_one_failed_choice_fails_the_request_with_its_own_error(name: Any)
 
 @pytest.mark.failure_mode("F17")
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_prompt_without_room_is_not_sent(name: Any) -> None:
+async def test_a_prompt_that_fills_the_context_is_not_sent(name: Any) -> None:
     async with serving(script(name, length=3)) as server:
         transport = await open_transport(server.url, name)
         for model in ("m", "ada", None):

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from lockstep.models import bundled
 from lockstep.render import CallStatus, Renderer
+from lockstep.render.bridge import FamilyBridge
 from lockstep.tokens.errors import BadRequest, UnknownModel
 from tests.ledger.rollouts import TOOLS
 
@@ -42,10 +43,14 @@ def test_a_family_is_found_by_what_it_writes(
     assert (renderer.family, renderer.bridge) == (family, bridge)
 
 
-def test_a_look_alike_with_another_template_is_no_family() -> None:
+def look_alike() -> Renderer:
     tokenizer = AutoTokenizer.from_pretrained(bundled("tiny"))
     tokenizer.chat_template = tokenizer.chat_template.replace("# Tools", "# My tools")
-    renderer = Renderer(tokenizer, model_type="qwen3")
+    return Renderer(tokenizer, model_type="qwen3")
+
+
+def test_a_look_alike_with_another_template_is_no_family() -> None:
+    renderer = look_alike()
     assert renderer.family is None
     assert renderer.bridge == "template"
 
@@ -213,6 +218,33 @@ async def test_rendering_leaves_the_event_loop_free(renderer: Renderer) -> None:
     await beating
     assert len(ids) > 120_000
     assert longest_gap < 0.5 * took
+
+
+@pytest.mark.parametrize("name", ["tiny", "template"])
+def test_space_around_a_message_is_no_part_of_it(name: str) -> None:
+    renderer = Renderer.load("tiny") if name == "tiny" else look_alike()
+    parsed = parse(renderer, "<think>\n\n Hm. \n</think>\n\n  503 \n<|im_end|>")
+    assert (parsed.content, parsed.reasoning) == ("503", "Hm.")
+    verbatim = renderer.parse(renderer.encode("  503 \n<|im_end|>"), verbatim=True)
+    assert verbatim.content == "  503 \n"
+
+
+def test_a_family_that_bridges_otherwise_than_the_template_is_not_used(renderer: Renderer) -> None:
+    class Bridging:
+        """A family whose bridge appends one id, or has no way on."""
+
+        def __init__(self, *extension: int) -> None:
+            self.extension = extension
+
+        def bridge_to_next_turn(
+            self, prompt: list[int], completion: list[int], messages: Any, tools: Any
+        ) -> Any:
+            ids = [*prompt, *completion, *self.extension]
+            return SimpleNamespace(token_ids=ids) if self.extension else None
+
+    close = renderer.stop_token_ids[0]
+    assert not FamilyBridge(Bridging(1)).agrees_with(renderer.template, close)
+    assert FamilyBridge(Bridging()).agrees_with(renderer.template, close)
 
 
 def test_threads_may_share_a_renderer(renderer: Renderer) -> None:

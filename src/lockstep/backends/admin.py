@@ -193,5 +193,5 @@ class TellsContents(Protocol):
     """A driver whose worker can tell what it read when it loaded its weights."""
 
     async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
-        """Of the live or the staged weights; `tensors` asks for the digest of each."""
+        """What was read for the live or the staged weights; `tensors` adds the digest of each."""
         ...

@@ -1,4 +1,4 @@
-"""Finds out what kind of server answers at a URL, without changing anything there."""
+"""Finds out what kind of server is at a URL, without changing anything there."""
 
 from __future__ import annotations
 

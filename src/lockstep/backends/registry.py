@@ -1,6 +1,6 @@
 """Every kind of server by name: opens its transport or its admin driver.
 
-A name that is not given is found out by `detect`. A new engine is a line in these tables.
+Without a name, `detect` finds out what the server is. A new engine is a line in these tables.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class DynamoTransport(HttpTransport):
         if nvext.setdefault(PIN, self._pin) != self._pin:
             raise BadRequest(
                 f"nvext.{PIN} is {nvext[PIN]}, but this URL is that of worker {self._pin}: leave "
-                "it out, or ask the frontend itself",
+                "it out, or use the URL of the frontend",
                 param=f"nvext.{PIN}",
             )
         return replace(request, nvext=nvext)
