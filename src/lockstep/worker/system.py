@@ -78,6 +78,7 @@ class SystemPlane:
         return msgspec.json.Decoder(body), run
 
     async def dispatch(self, http: Request) -> Response:
+        """Runs the method that the path names, for callers with the token."""
         require_bearer(http, self._token)
         name = http.path_params["method"]
         if name not in self.methods:
@@ -96,6 +97,7 @@ class SystemPlane:
         return {"message": "Engine paused", "mode": body.mode, "clear_cache": body.clear_cache}
 
     async def resume(self, body: control.Resume) -> Fields:
+        """Goes on generating. Raises Conflict when other weights are served than were proved."""
         self._sequence_numbers.check(body.sequence_number)
         serves = self._serves()
         if body.proved not in (None, serves):
@@ -115,6 +117,7 @@ class SystemPlane:
         return {"request_id": body.request_id, "aborted": stopped}
 
     async def liveness(self, _: control.EmptyBody) -> Fields:
+        """Counters and what is served, once the engine's thread has responded."""
         await self.engine.ping()
         return {
             "alive": True,
@@ -131,6 +134,7 @@ class SystemPlane:
         return {"version": self.engine.version, "version_declared": True}
 
     async def stage(self, body: control.Stage) -> Fields:
+        """Loads weights beside the live ones, from exactly one source."""
         if body.model_path is not None:
             weights = await self._stage_directory(body.model_path, body.weight_version)
         else:
@@ -174,6 +178,7 @@ class SystemPlane:
         check_names(sent, layout.places, "the update", tied=tied)
 
     async def commit(self, body: control.Commit) -> Fields:
+        """Serves the staged weights. Raises Conflict when others are staged than the body names."""
         staged = self.engine.staged_version
         if body.weight_version not in (None, staged):
             raise Conflict(
@@ -184,6 +189,7 @@ class SystemPlane:
         return {"version": await self.engine.commit()}
 
     async def rollback(self, body: control.Rollback) -> Fields:
+        """Drops what is staged, or else serves the weights before the last commit again."""
         # Nothing is awaited between this look and the engine's own lock.
         if body.weights_id not in (None, self._weights_id()):
             raise Conflict(
@@ -194,6 +200,7 @@ class SystemPlane:
         return {"version": await self.engine.rollback()}
 
     async def update_from_disk(self, body: control.FromDisk) -> Fields:
+        """Stages and commits a directory at once, without a probe: Dynamo's own method."""
         await self._stage_directory(body.model_path, body.weight_version)
         return {"version": await self.engine.commit(), "version_declared": True}
 
