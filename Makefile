@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-engines lint format docs bench clean
+.PHONY: demo test test-cpus test-docs test-engines lint format docs bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,8 +15,18 @@ demo: $(VENV)/.ready
 		echo "The demo ended with code $$code: $(BIN)/lockstep doctor says what this machine can do" >&2; \
 		exit $$code; }
 
+PYTEST := $(BIN)/pytest -n 2 --dist loadscope
+
 test: $(VENV)/.ready
-	$(BIN)/pytest -n 2 --dist loadscope --ignore tests/engines
+	$(PYTEST) --ignore tests/engines --ignore tests/cpus --ignore tests/docs
+
+# The self-test and short demos on every kind of CPU that this one can play.
+test-cpus: $(VENV)/.ready
+	$(PYTEST) tests/cpus
+
+# Every command and Python block of README and docs.
+test-docs: $(VENV)/.ready
+	$(PYTEST) tests/docs
 
 # Real vLLM and real Dynamo, each in an environment of its own.
 test-engines: $(VENV)/.ready
