@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
@@ -209,6 +209,37 @@ class AdminClient:
                 if spent or not idempotent or self._closed:
                     raise name_worker(error, self.url, what) from None
             await asyncio.sleep(pause)
+
+
+class AdminOptions(TypedDict, total=False):
+    """What may be set on any admin driver."""
+
+    budgets: CallBudgets
+    backoff: float
+
+
+class HttpAdmin:
+    """What every admin driver shares: its client, its budgets, and how it is closed."""
+
+    client_class: type[AdminClient] = AdminClient
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        budgets: CallBudgets = BUDGETS,
+        backoff: float = 0.1,
+    ) -> None:
+        self._client = self.client_class(url, token=token, backoff=backoff)
+        self._budgets = budgets
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    async def close(self) -> None:
+        await self._client.close()
 
 
 def name_worker(error: LockstepError, worker: str, what: str) -> LockstepError:

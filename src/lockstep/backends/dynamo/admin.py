@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
@@ -17,7 +17,7 @@ from lockstep.backends.admin import (
     WeightContents,
     WorkerView,
 )
-from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
+from lockstep.backends.admin_client import AdminClient, AdminOptions, CallBudget, HttpAdmin
 from lockstep.backends.lockstep.admin import LockstepAdmin, join_body
 from lockstep.backends.reload_weights import ReloadedWeights
 from lockstep.protocol.common.decode_error import stated_error
@@ -34,7 +34,7 @@ TRANSACTION = frozenset({"stage", "commit", "rollback", "probe", "liveness_probe
 """What a Lockstep engine behind Dynamo advertises beside Dynamo's own routes."""
 
 
-class DynamoAdmin:
+class DynamoAdmin(HttpAdmin):
     """One Dynamo worker, by its system URL and the routes that discovery lists for it.
 
     dynamo.vllm cannot stage or score: there `commit` loads while paused, and proving needs the
@@ -45,25 +45,18 @@ class DynamoAdmin:
 
     def __init__(
         self,
-        system_url: str,
+        url: str,
         routes: Iterable[str],
         token: str | None = None,
-        *,
-        budgets: CallBudgets = BUDGETS,
-        backoff: float = 0.1,
+        **options: Unpack[AdminOptions],
     ) -> None:
+        super().__init__(url, token, **options)
         self.routes = frozenset(routes)
-        self._client = AdminClient(system_url, token=token, backoff=backoff)
-        self._budgets = budgets
         self._own: LockstepAdmin | None = None
         if self.routes >= TRANSACTION:
-            self._own = _Advertised(system_url, token, budgets=budgets, backoff=backoff)
+            self._own = _Advertised(url, token, **options)
         self._reloads = ReloadedWeights(self.url, self._load, self._ready, untouched=(Conflict,))
         self._adapters: dict[str, str] = {}
-
-    @property
-    def url(self) -> str:
-        return self._client.url
 
     @property
     def stages(self) -> bool:
@@ -187,7 +180,7 @@ class DynamoAdmin:
         self._adapters.pop(name, None)
 
     async def close(self) -> None:
-        await self._client.close()
+        await super().close()
         if self._own is not None:
             await self._own.close()
 
@@ -254,21 +247,6 @@ class DynamoAdmin:
         return await self._client.command(f"/engine/{route}", body, budget, idempotent=idempotent)
 
 
-class _Advertised(LockstepAdmin):
-    """A Lockstep worker whose routes are served by Dynamo, which sends errors with status 200."""
-
-    def __init__(
-        self,
-        system_url: str,
-        token: str | None = None,
-        *,
-        budgets: CallBudgets = BUDGETS,
-        backoff: float = 0.1,
-    ) -> None:
-        super().__init__(system_url, token, budgets=budgets, backoff=backoff)
-        self._client = _ReasonClient(system_url, token=token, backoff=backoff)
-
-
 class _ReasonClient(AdminClient):
     """Takes the error from its stable `reason`, not from its words."""
 
@@ -279,6 +257,12 @@ class _ReasonClient(AdminClient):
             if error is not None:
                 raise error
         return super().check_status(body, what)
+
+
+class _Advertised(LockstepAdmin):
+    """A Lockstep worker whose routes are served by Dynamo, which sends errors with status 200."""
+
+    client_class = _ReasonClient
 
 
 def _update_route(source: Source) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
@@ -21,7 +21,7 @@ from lockstep.backends.admin import (
     WeightContents,
     WorkerView,
 )
-from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
+from lockstep.backends.admin_client import AdminOptions, CallBudget, HttpAdmin
 from lockstep.protocol.control import worker as control
 from lockstep.tokens.errors import (
     BadLogprob,
@@ -58,29 +58,17 @@ class _Contents(msgspec.Struct):
     tensors: dict[str, str] = {}
 
 
-class LockstepAdmin:
+class LockstepAdmin(HttpAdmin):
     """One Lockstep worker, by the URL and the token of its system port."""
 
     name: AdminName = "lockstep"
     stages = True
     probes_while_paused = True
 
-    def __init__(
-        self,
-        system_url: str,
-        token: str | None = None,
-        *,
-        budgets: CallBudgets = BUDGETS,
-        backoff: float = 0.1,
-    ) -> None:
-        self._client = AdminClient(system_url, token=token, backoff=backoff)
-        self._budgets = budgets
+    def __init__(self, url: str, token: str | None = None, **options: Unpack[AdminOptions]) -> None:
+        super().__init__(url, token, **options)
         self._name = secrets.token_hex(8)
         self._numbers = count(1)
-
-    @property
-    def url(self) -> str:
-        return self._client.url
 
     async def view(self) -> WorkerView:
         state = await self._look()
@@ -236,9 +224,6 @@ class LockstepAdmin:
             return None if name in (await self._look()).adapter_labels else True
 
         await self._client.exactly_once("unload_lora_adapter", unload, settled, self._budgets.quick)
-
-    async def close(self) -> None:
-        await self._client.close()
 
     def _sequence_number(self) -> control.SequenceNumber:
         return control.SequenceNumber(caller=self._name, number=next(self._numbers))

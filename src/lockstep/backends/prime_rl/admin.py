@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Unpack
 
 from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, WorkerView
-from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
+from lockstep.backends.admin_client import AdminOptions, CallBudget, HttpAdmin
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.backends.reload_weights import ReloadedWeights
 from lockstep.backends.vllm.adapters import AdapterCalls
@@ -23,7 +24,7 @@ from lockstep.tokens.errors import (
 PAUSE = "/pause?mode=keep&clear_cache=false"
 
 
-class PrimeAdmin:
+class PrimeAdmin(HttpAdmin):
     """One inference server of prime-rl. It tells neither its version nor whether it is paused.
 
     It only pauses with `keep`, and does not drop prefixes cached under older weights by itself:
@@ -34,23 +35,11 @@ class PrimeAdmin:
     stages = False
     probes_while_paused = False
 
-    def __init__(
-        self,
-        base_url: str,
-        token: str | None = None,
-        *,
-        budgets: CallBudgets = BUDGETS,
-        backoff: float = 0.1,
-    ) -> None:
-        self._client = AdminClient(base_url, token=token, backoff=backoff)
-        self._budgets = budgets
+    def __init__(self, url: str, token: str | None = None, **options: Unpack[AdminOptions]) -> None:
+        super().__init__(url, token, **options)
         self._paused = False
         self._reloads = ReloadedWeights(self.url, self._load, self._ready)
-        self._adapters = AdapterCalls(self._client, budgets, "/load_lora_adapter")
-
-    @property
-    def url(self) -> str:
-        return self._client.url
+        self._adapters = AdapterCalls(self._client, self._budgets, "/load_lora_adapter")
 
     async def view(self) -> WorkerView:
         raw = await self._client.get("/liveness", self._budgets.quick)
@@ -137,9 +126,6 @@ class PrimeAdmin:
 
     async def unload_adapter(self, name: str) -> None:
         await self._adapters.unload(name)
-
-    async def close(self) -> None:
-        await self._client.close()
 
     async def _load(self, source: Source, version: str) -> None:
         path = "/update_weights"

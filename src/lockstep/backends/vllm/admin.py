@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 from uuid import uuid4
 
 from lockstep.backends.admin import (
@@ -17,7 +17,7 @@ from lockstep.backends.admin import (
     WeightContents,
     WorkerView,
 )
-from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudget, CallBudgets
+from lockstep.backends.admin_client import AdminClient, AdminOptions, CallBudget, HttpAdmin
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.backends.reload_weights import ReloadedWeights
 from lockstep.backends.vllm.adapters import AdapterCalls
@@ -36,7 +36,7 @@ from lockstep.tokens.errors import (
 INITIAL_VERSION = "default"
 
 
-class VllmAdmin:
+class VllmAdmin(HttpAdmin):
     """One vLLM server. `detect_extension` must run first: with the Lockstep worker extension it can
     stage and score.
 
@@ -47,24 +47,12 @@ class VllmAdmin:
 
     name: AdminName = "vllm"
 
-    def __init__(
-        self,
-        base_url: str,
-        token: str | None = None,
-        *,
-        budgets: CallBudgets = BUDGETS,
-        backoff: float = 0.1,
-    ) -> None:
-        self._client = AdminClient(base_url, token=token, backoff=backoff)
-        self._budgets = budgets
+    def __init__(self, url: str, token: str | None = None, **options: Unpack[AdminOptions]) -> None:
+        super().__init__(url, token, **options)
         self._extension_view: ExtensionView | None = None
-        self._extension = ExtensionClient(self._client, budgets, self._quiet, self._label)
+        self._extension = ExtensionClient(self._client, self._budgets, self._quiet, self._label)
         self._reloads = ReloadedWeights(self.url, self._load, self._ready)
-        self._adapters = AdapterCalls(self._client, budgets, "/v1/load_lora_adapter")
-
-    @property
-    def url(self) -> str:
-        return self._client.url
+        self._adapters = AdapterCalls(self._client, self._budgets, "/v1/load_lora_adapter")
 
     @property
     def stages(self) -> bool:
@@ -194,9 +182,6 @@ class VllmAdmin:
 
     async def unload_adapter(self, name: str) -> None:
         await self._adapters.unload(name)
-
-    async def close(self) -> None:
-        await self._client.close()
 
     # Parts
 
