@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
 from lockstep.backends.merge_streams import merge_streams
+from lockstep.backends.transport import CompletionStream
 from lockstep.protocol.common.request import GenerateRequest
-from lockstep.protocol.common.response import StreamDelta
 from lockstep.tokens import Completion
 
 One = Callable[[GenerateRequest, int], Awaitable[Completion]]
-OneStream = Callable[[GenerateRequest, int], AsyncGenerator[StreamDelta | Completion, None]]
+OneStream = Callable[[GenerateRequest, int], CompletionStream]
 
 
 async def gather(request: GenerateRequest, one: One) -> list[Completion]:
@@ -32,9 +32,7 @@ async def gather(request: GenerateRequest, one: One) -> list[Completion]:
     return [task.result() for task in tasks]
 
 
-async def merge(
-    request: GenerateRequest, one: OneStream
-) -> AsyncGenerator[StreamDelta | Completion, None]:
+async def merge(request: GenerateRequest, one: OneStream) -> CompletionStream:
     """The deltas of n streams as they come, then the n completions in order."""
     streams = [one(request.alone(index), index) for index in range(request.sampling.n)]
     completions: list[Completion] = []

@@ -10,8 +10,18 @@ from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import Reading, StreamDelta
 from lockstep.tokens import Completion
 
-__all__ = ["GenerateRequest", "ModelCard", "Relay", "StreamDelta", "Transport", "TransportName"]
+__all__ = [
+    "CompletionStream",
+    "GenerateRequest",
+    "ModelCard",
+    "Relay",
+    "StreamDelta",
+    "Transport",
+    "TransportName",
+]
 
+CompletionStream = AsyncGenerator[StreamDelta | Completion, None]
+"""Deltas as they come, then the completions."""
 TransportName = Literal["vllm", "dynamo", "dynamo-generate", "sglang"]
 
 
@@ -55,7 +65,7 @@ class Transport(Protocol):
         """The n completions in order of their index. Cancelling it stops the server's work."""
         ...
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[StreamDelta | Completion, None]:
+    def stream(self, request: GenerateRequest) -> CompletionStream:
         """Deltas as they come, then the n completions, equal to those `generate` would give.
 
         Closing the iterator early closes the connection, so that the server stops.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-
 from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.repeated_choices import gather
-from lockstep.backends.transport import ModelCard, TransportName
+from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
 from lockstep.protocol.common.base64_extract import Base64Extractor
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
@@ -33,9 +31,7 @@ class DynamoGenerateTransport(HttpTransport):
         card = await self._limits.check_length(request)
         return await gather(request, lambda one, index: self._one(one, index, card))
 
-    async def stream(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[StreamDelta | Completion, None]:
+    async def stream(self, request: GenerateRequest) -> CompletionStream:
         completions = await self.generate(request)
         for each in completions:
             yield StreamDelta(each.index, list(each.token_ids), list(each.logprobs))

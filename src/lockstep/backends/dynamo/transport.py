@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any
@@ -13,7 +12,7 @@ import msgspec
 
 from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.repeated_choices import gather, merge
-from lockstep.backends.transport import ModelCard, TransportName
+from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
 from lockstep.http.client import HttpClient
 from lockstep.protocol.common.base64_extract import Base64Extractor
 from lockstep.protocol.common.request import GenerateRequest
@@ -74,9 +73,7 @@ class DynamoTransport(HttpTransport):
         card = await self._limits.check_length(request)
         return await gather(request, lambda one, index: self._one(one, index, card))
 
-    async def stream(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[StreamDelta | Completion, None]:
+    async def stream(self, request: GenerateRequest) -> CompletionStream:
         request = self._pinned(request)
         encode_dynamo(request.alone(0), mode=self._mode)
         card = await self._limits.check_length(request)
@@ -109,7 +106,7 @@ class DynamoTransport(HttpTransport):
 
     async def _follow(
         self, request: GenerateRequest, index: int, card: ModelCard | None
-    ) -> AsyncGenerator[StreamDelta | Completion, None]:
+    ) -> CompletionStream:
         decoder = DynamoStreamDecoder(self._reading(request, card, index))
         body = encode_dynamo(request, mode=self._mode, stream=True)
         events = self._http.events(ROUTE, body, timeout=request.timeout, headers=_headers(request))

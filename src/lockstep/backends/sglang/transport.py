@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
 
 from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.repeated_choices import gather, merge
-from lockstep.backends.transport import ModelCard, TransportName
+from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
 from lockstep.http.client import HttpClient
 from lockstep.protocol.common.base64_extract import Base64Extractor
 from lockstep.protocol.common.request import GenerateRequest
-from lockstep.protocol.common.response import StreamDelta
 from lockstep.protocol.sglang.generate import (
     Layout,
     SglangStreamDecoder,
@@ -54,9 +52,7 @@ class SglangTransport(HttpTransport):
         card = await self._prepare(request)
         return await gather(request, lambda one, index: self._one(one, index, card))
 
-    async def stream(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[StreamDelta | Completion, None]:
+    async def stream(self, request: GenerateRequest) -> CompletionStream:
         card = await self._prepare(request)
         async with aclosing(merge(request, lambda one, at: self._follow(one, at, card))) as items:
             async for item in items:
@@ -90,7 +86,7 @@ class SglangTransport(HttpTransport):
 
     async def _follow(
         self, request: GenerateRequest, index: int, card: ModelCard | None
-    ) -> AsyncGenerator[StreamDelta | Completion, None]:
+    ) -> CompletionStream:
         decoder = SglangStreamDecoder(self._reading(request, card, index), self._layout)
         body = self._encode(request, card, stream=True)
         events = self._http.events(ROUTE, body, timeout=request.timeout, headers=request.headers)

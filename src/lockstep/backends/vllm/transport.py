@@ -8,11 +8,11 @@ from contextlib import aclosing
 import msgspec
 
 from lockstep.backends.http_transport import HttpTransport
-from lockstep.backends.transport import ModelCard, Relay, TransportName
+from lockstep.backends.transport import CompletionStream, ModelCard, Relay, TransportName
 from lockstep.http.client import HttpClient
 from lockstep.protocol.common.base64_extract import Base64Extractor
 from lockstep.protocol.common.request import GenerateRequest
-from lockstep.protocol.common.response import Reading, StreamDelta
+from lockstep.protocol.common.response import Reading
 from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
 from lockstep.protocol.vllm.encode_generate import encode_lockstep, encode_vllm
 from lockstep.protocol.vllm.generate_response import REQUEST_ID_PREFIX
@@ -55,9 +55,7 @@ class VllmTransport(HttpTransport):
         )
         return decode_generate(response, reading)
 
-    async def stream(
-        self, request: GenerateRequest
-    ) -> AsyncGenerator[StreamDelta | Completion, None]:
+    async def stream(self, request: GenerateRequest) -> CompletionStream:
         body, reading = await self._prepare(request, stream=True)
         decoder = GenerateStreamDecoder(reading)
         batches = self._http.event_batches(
