@@ -49,14 +49,14 @@ def test_where_exact_cannot_be_had_the_demo_is_close_and_says_why(tmp_path: Path
     assert 0 < row["mismatch_max"] < CLOSE_BOUND["float32"]
     reason = f"close: max |Δ| {row['mismatch_max']:.1e} because the workers do not compute exactly"
     assert row["mismatch"].startswith(reason)
-    assert "close was asked for" in row["mismatch"]
+    assert "close was requested" in row["mismatch"]
     assert row["mismatch"] in process.stderr
     assert row["mismatch"] in Path(row["report"]).read_text()
     for shown in (process.stderr, Path(row["report"]).read_text().partition("<script")[0]):
         assert "exactly 0" not in shown
     plan = numerics(tmp_path)
     assert (plan["mode"], plan["bound"]) == ("close", CLOSE_BOUND["float32"])
-    assert "close was asked for" in plan["reason"]
+    assert "close was requested" in plan["reason"]
 
 
 @pytest.mark.failure_mode("F65")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -129,6 +130,22 @@ async def test_a_queue_raises_what_its_tasks_raise() -> None:
         async with GroupQueue(broken(), never, limit=4) as queue:
             taken = [await asyncio.gather(queue.take(), return_exceptions=True) for _ in "ab"]
     assert "the dataset is gone" in [str(one) for (one,) in taken]
+
+
+async def test_of_several_groups_that_fail_one_is_raised_and_none_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fails(number: int, _: Task) -> RolloutGroup:
+        raise BadRequest(f"group {number}")
+
+    async with asyncio.timeout(SECONDS):
+        async with GroupQueue(enumerate([TASK] * 4), fails, limit=4) as queue:
+            with pytest.raises(BadRequest, match="group 0"):
+                await queue.take()
+            await asyncio.sleep(0)
+    del queue
+    gc.collect()
+    assert caplog.records == []
 
 
 async def test_nested_groups_of_errors_become_the_one_that_names_its_cause() -> None:

@@ -75,13 +75,8 @@ def _choice_ids(response: Body) -> list[list[int]]:
     return [one["token_ids"] for one in response.get("choices", ()) if "token_ids" in one]
 
 
-def _used(response: Body) -> int | None:
-    count = (response.get("usage") or {}).get("prompt_tokens")
-    return count if isinstance(count, int) else None
-
-
-def _sglang_used(response: Body) -> int | None:
-    count = (response.get("meta_info") or {}).get("prompt_tokens")
+def _used(response: Body, key: str = "usage") -> int | None:
+    count = (response.get(key) or {}).get("prompt_tokens")
     return count if isinstance(count, int) else None
 
 
@@ -107,6 +102,6 @@ DIALECTS: dict[TransportName, RawDialect] = {
         _sglang,
         lambda _: None,
         lambda response: [response["output_ids"]] if "output_ids" in response else [],
-        _sglang_used,
+        lambda response: _used(response, "meta_info"),
     ),
 }  # fmt: skip

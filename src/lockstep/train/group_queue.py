@@ -62,6 +62,7 @@ class GroupQueue:
     def _on_end(self, playing: asyncio.Task[RolloutGroup]) -> None:
         self._running.discard(playing)
         if not playing.cancelled():
+            playing.exception()  # of several that fail only the first is taken: no log of the rest
             self._ended.put_nowait(playing)
         self._tell_end()
 

@@ -18,9 +18,8 @@ from lockstep.train.config import TrainConfig
 from lockstep.train.envs.environment import Environment, Task, load_environment
 from lockstep.train.failure import tasks_ended
 from lockstep.train.group_queue import GroupQueue
-from lockstep.train.learning.base_check import check_base
 from lockstep.train.learning.batch import Clock, RolloutGroup, is_stale
-from lockstep.train.learning.exactness import Exactness, base_card
+from lockstep.train.learning.exactness import Exactness, base_card, check_base
 from lockstep.train.learning.learner import Learner, own_plan
 from lockstep.train.publish import FleetLike, Publisher
 from lockstep.train.records.metrics import Evaluation, RunResult, StepMetrics
@@ -163,8 +162,9 @@ class Trainer:
             lambda: Learner(self.config, exact=exactness.is_exact, weights=weights)
         )
         self._steps = StepRunner(
-            self.config, self.directory, learner, self._publisher, exactness=exactness,
-            policy=self._policy, teacher=self._teacher, in_thread=self._in_thread, on_step=on_step,
+            config=self.config, directory=self.directory, learner=learner,
+            publisher=self._publisher, exactness=exactness, policy=self._policy,
+            teacher=self._teacher, in_thread=self._in_thread, on_step=on_step,
         )  # fmt: skip
         return learner
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter, time
 from typing import Any
 
@@ -15,9 +15,8 @@ from lockstep.train.learning.distill import teacher_logprobs
 from lockstep.train.learning.exactness import Exactness
 from lockstep.train.learning.learner import Learner
 from lockstep.train.publish import Published, Publisher
-from lockstep.train.records.metrics import StepMetrics
+from lockstep.train.records.metrics import StepMetrics, nothing_learnt, step_metrics
 from lockstep.train.records.run_dir import RunDirectory
-from lockstep.train.records.step_metrics import nothing_learnt, step_metrics
 from lockstep.train.records.transcript import transcripts
 
 OnStep = Callable[[StepMetrics], None]
@@ -25,6 +24,7 @@ InThread = Callable[..., Awaitable[Any]]
 """Runs a function of torch in the one thread that torch has."""
 
 
+@dataclass(slots=True, kw_only=True)
 class StepRunner:
     """Takes the steps of one run.
 
@@ -32,32 +32,20 @@ class StepRunner:
     and `clock` knows the versions that this run has published.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        directory: RunDirectory,
-        learner: Learner,
-        publisher: Publisher,
-        *,
-        exactness: Exactness,
-        policy: Policy,
-        teacher: Policy | None,
-        in_thread: InThread,
-        on_step: OnStep | None,
-    ) -> None:
-        self._config = config
-        self._directory = directory
-        self._learner = learner
-        self._publisher = publisher
-        self._exactness = exactness
-        self._policy = policy
-        self._teacher = teacher
-        self._in_thread = in_thread
-        self._on_step = on_step
-        self._skipped = 0
-        self.clock = Clock()
-        self.metrics: list[StepMetrics] = []
-        self.current: Published
+    config: TrainConfig
+    directory: RunDirectory
+    learner: Learner
+    publisher: Publisher
+    exactness: Exactness
+    policy: Policy
+    teacher: Policy | None
+    in_thread: InThread
+    on_step: OnStep | None
+    clock: Clock = field(default_factory=Clock)
+    metrics: list[StepMetrics] = field(default_factory=list)
+    current: Published = field(init=False)
+    skipped: int = 0
+    """Steps in a row that had nothing to learn from."""
 
     async def take(
         self,
@@ -73,30 +61,23 @@ class StepRunner:
         exactness was demanded and did not hold, and what the fleet raises.
         """
         rollout_seconds = perf_counter() - begun
-        batch = make_batch(groups, self.clock, step - 1, self._config, max_off_policy)
+        batch = make_batch(groups, self.clock, step - 1, self.config, max_off_policy)
         batch = replace(batch, dropped=batch.dropped + late)
         if not batch.learnt_tokens:
             self._skip(step, batch, rollout_seconds)
             return
-        self._skipped = 0
+        self.skipped = 0
         batch = await self._with_teacher(batch)
         at = perf_counter()
-        outcome = await self._in_thread(self._learner.step, batch, step)
+        outcome = await self.in_thread(self.learner.step, batch, step)
         draft = step_metrics(step, batch, outcome, rollout_seconds, perf_counter() - at)
         self._check_mismatch(draft)
         at = perf_counter()
-        await self._in_thread(self.save, step, draft)
+        await self.in_thread(self.save, step, draft)
         save_seconds = perf_counter() - at
-        self._directory.samples(
-            transcripts(
-                step,
-                self._config.env.name,
-                batch,
-                outcome.logprobs,
-                self._policy.renderer().tokenizer,
-                self._config.rollout.samples_shown,
-            )
-        )
+        env, shown = self.config.env.name, self.config.rollout.samples_shown
+        tokenizer = self.policy.renderer().tokenizer
+        self.directory.samples(transcripts(step, env, batch, outcome.logprobs, tokenizer, shown))
         published = await self.publish(step)
         total = perf_counter() - begun
         rate = batch.tokens / total
@@ -105,11 +86,11 @@ class StepRunner:
 
     async def _with_teacher(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the teacher's logprobs of every sample, where the run has a teacher."""
-        if self._teacher is None:
+        if self.teacher is None:
             return batch
         samples = [item.sample for item in batch.items]
-        temperature = self._config.rollout.temperature
-        scores = await teacher_logprobs(self._teacher, samples, temperature=temperature)
+        temperature = self.config.rollout.temperature
+        scores = await teacher_logprobs(self.teacher, samples, temperature=temperature)
         pairs = zip(batch.items, scores, strict=True)
         return replace(batch, items=tuple(replace(item, teacher=s) for item, s in pairs))
 
@@ -118,16 +99,16 @@ class StepRunner:
 
         Raises Conflict when there were more of them in a row than the config allows.
         """
-        self._skipped += 1
+        self.skipped += 1
         reason = (
             f"no token to learn from: {batch.dropped} samples were dropped "
             f"({batch.aborts} aborts, {batch.mixed} of mixed versions)"
         )
-        self._directory.event("skipped", step=step, in_a_row=self._skipped, reason=reason)
-        if self._skipped > self._config.loop.max_skipped:
+        self.directory.event("skipped", step=step, in_a_row=self.skipped, reason=reason)
+        if self.skipped > self.config.loop.max_skipped:
             raise Conflict(
-                f"step {step} had {reason}, and so had all of the last {self._skipped} steps; "
-                f"loop.max_skipped allows {self._config.loop.max_skipped} in a row: look at "
+                f"step {step} had {reason}, and so had all of the last {self.skipped} steps; "
+                f"loop.max_skipped allows {self.config.loop.max_skipped} in a row: look at "
                 "loop.aborted, loop.mixed and loop.max_off_policy, and at the fleet's events",
                 param="loop.max_skipped",
             )
@@ -140,12 +121,12 @@ class StepRunner:
 
         Raises NotExact for them where exactness was demanded.
         """
-        worst, bound = draft.more["mismatch_max"], self._exactness.bound
+        worst, bound = draft.more["mismatch_max"], self.exactness.bound
         # Tokens of older weights differ by what was learnt since: they say nothing of arithmetic.
         if draft.off_policy_max > 0 or worst <= bound:
             return
-        self._directory.event("mismatch", step=draft.step, mismatch_max=worst, bound=bound)
-        if self._config.learner.exact:
+        self.directory.event("mismatch", step=draft.step, mismatch_max=worst, bound=bound)
+        if self.config.learner.exact:
             raise NotExact(
                 f"exactness was demanded, and the trainer's logprobs of step {draft.step} are off "
                 f"by up to {worst:.3g} from the engine's under the same weights",
@@ -155,30 +136,30 @@ class StepRunner:
     def save(self, step: int, draft: StepMetrics | None) -> None:
         """Writes the trainer's state, then the checkpoint of the step."""
         # In this order: where the checkpoint is stable, nothing that resuming needs is missing.
-        self._directory.save_state(
+        self.directory.save_state(
             step,
             {
-                **self._learner.state(),
+                **self.learner.state(),
                 "step": step,
                 "versions": dict(self.clock.steps),
-                "suffix": self._publisher.suffix,
+                "suffix": self.publisher.suffix,
                 "metrics": None if draft is None else draft.to_json(),
             },
         )
-        self._learner.save(self._directory.checkpoint(step), f"step-{step}")
+        self.learner.save(self.directory.checkpoint(step), f"step-{step}")
 
     async def publish(self, step: int) -> Published:
         """Has the fleet serve the checkpoint of the step; raises what `Publisher.publish` does."""
         started = time()
-        published = await self._publisher.publish(self._directory.checkpoint(step), step)
+        published = await self.publisher.publish(self.directory.checkpoint(step), step)
         self.current = published
         self.clock.tick(published.label, step)
-        self._directory.event(
+        self.directory.event(
             "update", step=step, version=published.version, started=started,
             seconds=published.seconds, pause_seconds=published.pause_seconds,
             workers=list(published.workers),
         )  # fmt: skip
-        self._directory.prune(self._config.loop.keep_checkpoints)
+        self.directory.prune(self.config.loop.keep_checkpoints)
         return published
 
     def report(self, draft: StepMetrics, published: Published) -> None:
@@ -191,6 +172,6 @@ class StepRunner:
             workers=published.workers,
         )
         self.metrics.append(metrics)
-        self._directory.metrics(metrics.to_json())
-        if self._on_step is not None:
-            self._on_step(metrics)
+        self.directory.metrics(metrics.to_json())
+        if self.on_step is not None:
+            self.on_step(metrics)

@@ -9,8 +9,7 @@ from pathlib import Path
 from time import monotonic
 from uuid import uuid4
 
-from lockstep.check.compare import describe, largest_difference
-from lockstep.check.outcome import NotApplicable, require
+from lockstep.check.outcome import NotApplicable, describe, largest_difference, require
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 

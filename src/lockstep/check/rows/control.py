@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from lockstep.backends.admin import PauseMode
-from lockstep.check.compare import require_same
 from lockstep.check.inflight import in_flight
-from lockstep.check.outcome import require
+from lockstep.check.outcome import require, require_same
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from lockstep.check.compare import describe, largest_difference
-from lockstep.check.outcome import require
+from lockstep.check.outcome import describe, largest_difference, require
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from lockstep.check.compare import describe, difference, require_same
 from lockstep.check.dialect import engine_data
-from lockstep.check.outcome import require
+from lockstep.check.outcome import describe, difference, require, require_same
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 

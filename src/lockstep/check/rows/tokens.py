@@ -6,9 +6,8 @@ from contextlib import aclosing
 from uuid import uuid4
 
 from lockstep.backends import StreamDelta
-from lockstep.check.compare import require_same
 from lockstep.check.inflight import in_flight
-from lockstep.check.outcome import Broken, NotApplicable, require
+from lockstep.check.outcome import Broken, NotApplicable, require, require_same
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 from lockstep.tokens import Completion

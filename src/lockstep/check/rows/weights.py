@@ -7,9 +7,8 @@ from contextlib import asynccontextmanager
 from uuid import uuid4
 
 from lockstep.backends.admin import Admin, Source
-from lockstep.check.compare import describe, difference, largest_difference, require_same
 from lockstep.check.inflight import in_flight
-from lockstep.check.outcome import require
+from lockstep.check.outcome import describe, difference, largest_difference, require, require_same
 from lockstep.check.row import RowGroup
 from lockstep.check.rows.versions import spans
 from lockstep.check.target import Target

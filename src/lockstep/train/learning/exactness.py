@@ -6,13 +6,18 @@ rules: logprobs of equal weights may differ by `CLOSE_BOUND` and no more.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from lockstep.backends.transport import ModelCard
-from lockstep.tokens.errors import NotExact
+from lockstep.checkpoint.probe import builtin
+from lockstep.client.policy import connect
+from lockstep.tokens.errors import Conflict, NotExact
 from lockstep.tokens.numerics import NumericsPlan
-from lockstep.train.config import LearnerConfig
+from lockstep.train.config import LearnerConfig, TrainConfig
+from lockstep.train.learning.learner import Learner
+from lockstep.train.retry import RetryPolicy
 
 CLOSE_BOUND = {"float32": 1e-3, "bfloat16": 0.5}
 """How far a logprob of the trainer may be from the engine's in close mode, by the trainer's type.
@@ -81,6 +86,30 @@ def base_card(cards: list[ModelCard], model: str | None) -> ModelCard | None:
     bases = [card for card in cards if card.parent is None]
     named = [card for card in bases if card.id == model]
     return next(iter(named or bases), None)
+
+
+async def check_base(learner: Learner, url: str, config: TrainConfig, retry: RetryPolicy) -> None:
+    """Raises Conflict when the base weights of trainer and fleet are not the same.
+
+    The fleet would find out as well, but only by keeping every worker out.
+    """
+    model = learner.model
+    text = model.config.get_text_config()
+    ids = list(builtin(text.vocab_size, text.max_position_embeddings)[1])
+    ours = await asyncio.to_thread(learner.base_logprobs, ids)
+    async with connect(url, config.serve.model, api_key=config.serve.api_key) as base:
+        scores = await retry.call("score", lambda _: base.score(ids))
+    worst = max(abs(a - b) for a, b in zip(ours, scores.logprobs[1:], strict=True))
+    tolerance = config.learner.probe_tolerance
+    if tolerance is None:
+        tolerance = 0.0 if learner.exact else CLOSE_BOUND[config.learner.dtype]
+    if worst > tolerance:
+        raise Conflict(
+            f"the fleet serves version {scores.version!r}, whose logprobs are off by up to "
+            f"{worst:.3g} from those of model {config.model!r}: an adapter trained on one does not "
+            "fit the other; serve that model, or push its weights first",
+            param="model",
+        )
 
 
 def _difference(trainer: NumericsPlan, workers: NumericsPlan | None) -> str:

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lockstep.train.learning.batch import TrainBatch
 from lockstep.train.learning.exactness import Exactness
+from lockstep.train.learning.learner import StepOutcome
+
+NAMED = ("mismatch_kl", "masked_mismatch_kl", "is_masked", "is_masked_low", "is_masked_high",
+         "entropy", "loss", "grad_norm", "lr")  # fmt: skip
+"""Metrics that every learner has; others come with some losses only."""
+COUNTED = ("solved", "tokens", "off_policy", "off_policy_max", "mixed", "breaks", "aborts",
+           "dropped", "retries")  # fmt: skip
+"""What a batch counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +48,14 @@ class StepMetrics:
     aborts: int
     dropped: int
     retries: int
-    version: str
-    pause_seconds: float
+    version: str = ""
+    pause_seconds: float = 0.0
     time_rollout: float
     time_train: float
-    time_save: float
-    time_update: float
+    time_save: float = 0.0
+    time_update: float = 0.0
     time_step: float
-    workers: tuple[Mapping[str, Any], ...]
+    workers: tuple[Mapping[str, Any], ...] = ()
     skipped: int = 0
     more: Mapping[str, float] = field(default_factory=dict)
 
@@ -99,3 +108,32 @@ class RunResult:
     def max_difference(self) -> float:
         """The furthest that a logprob of the trainer was from the engine's, in any step."""
         return max((step.more.get("mismatch_max", 0.0) for step in self.steps), default=0.0)
+
+
+def nothing_learnt() -> StepOutcome:
+    """The outcome of a step without a token to learn from: the weights are as before."""
+    return StepOutcome(dict.fromkeys((*NAMED, "mismatch_max"), 0.0), [])
+
+
+def step_metrics(
+    step: int, batch: TrainBatch, outcome: StepOutcome, rollout_seconds: float, train_seconds: float
+) -> StepMetrics:
+    """All that is known of a step before its weights are saved and published."""
+    count = max(len(batch.rewards), 1)
+    mean = sum(batch.rewards) / count
+    variance = sum((reward - mean) ** 2 for reward in batch.rewards) / count
+    seconds = rollout_seconds + train_seconds
+    values: dict[str, Any] = {name: outcome.metrics[name] for name in NAMED}
+    values |= {name: getattr(batch, name) for name in COUNTED}
+    return StepMetrics(
+        step=step,
+        reward=mean,
+        reward_std=variance**0.5,
+        tokens_per_second=batch.tokens / max(seconds, 1e-9),
+        **values,
+        skipped=int(not batch.learnt_tokens),
+        time_rollout=rollout_seconds,
+        time_train=train_seconds,
+        time_step=seconds,
+        more={name: value for name, value in outcome.metrics.items() if name not in NAMED},
+    )
