@@ -5,7 +5,7 @@
 #
 # Run again, it does nothing unless this file, pyproject.toml or constraints.txt has changed.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd -P "$(dirname "$0")/.."
 
 VENV="${1:-.venv-dynamo}"
 PYTHON="${PYTHON:-python3}"

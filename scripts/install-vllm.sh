@@ -5,7 +5,7 @@
 # Every version is pinned and nothing is resolved: torchvision, torchaudio and torchcodec (whose
 # CUDA builds break the import), triton (1 GB, which only xgrammar asks for) and opencv stay out.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd -P "$(dirname "$0")/.."
 venv="${1:-.venv-vllm}"
 python="${PYTHON:-python3}"
 wanted="scripts/vllm-requirements.txt"

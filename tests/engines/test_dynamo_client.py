@@ -183,7 +183,7 @@ async def test_stop_strings_are_refused_by_client_and_worker(
         await policy.transport.generate(
             GenerateRequest(prompt_ids=PROMPT, model="tiny", stop=("a",))
         )
-    link = policy.transport._link  # type: ignore[attr-defined]
+    link = policy.transport._http  # type: ignore[attr-defined]
     body = b"""{"model":"tiny","messages":[{"role":"user","content":"x"}],"stop":["a"],
                "nvext":{"token_data":[10,20],"extra_fields":["engine_data"]}}"""
     with pytest.raises(BadRequest, match="loses engine_data"):

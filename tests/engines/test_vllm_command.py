@@ -52,6 +52,8 @@ def test_the_server_gets_the_flags_and_the_environment_that_lockstep_needs() -> 
     started = vllm_server.command("python", "tiny", "8100", wanted, cpu=True)
     assert started[-3:] == wanted
     assert {"--enable-scale-out", "--enforce-eager", "127.0.0.1"} <= set(started)
+    assert started[started.index("--dtype") + 1] == "float32"  # bf16 dies where AMX is forbidden
+    assert "--dtype" not in vllm_server.command("python", "tiny", "8100", wanted, cpu=False)
     environ = vllm_server.environment({"VLLM_CPU_KVCACHE_SPACE": "4"}, wanted, cpu=True)
     assert environ["VLLM_CPU_KVCACHE_SPACE"] == "4"  # what the user set stays
     assert environ["VLLM_SERVER_DEV_MODE"] == environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
