@@ -60,8 +60,8 @@ def command(
 ) -> list[str]:
     """How the server is started. Options in `arguments` come last, and so beat the defaults."""
     path = bundled(model) or Path(model)
-    # By itself vLLM takes float32 weights for bfloat16, in which it dies on CPUs that list AMX under
-    # a hypervisor that forbids it.
+    # By itself vLLM takes float32 weights for bfloat16, in which it dies on CPUs that list AMX
+    # under a hypervisor that forbids it.
     cpu_flags = ("--enforce-eager", "--dtype", "float32") if cpu else ()  # see TORCHDYNAMO_DISABLE
     return [
         python, "-m", "vllm.entrypoints.openai.api_server",
