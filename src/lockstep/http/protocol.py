@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from lockstep.http.closing import last_response, refusal, reset
+from lockstep.http.coalescing import CoalescingTransport
 from lockstep.http.limits import ServerLimits
 from lockstep.http.presence import GONE, Presence
 
@@ -77,7 +78,8 @@ class HttpProtocol(HttpToolsProtocol):
     # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        joined = CoalescingTransport(transport, self.loop)
+        super().connection_made(cast(asyncio.Transport, joined))
         if len(self.connections) > self.limits.connections:
             self._close_one()
 

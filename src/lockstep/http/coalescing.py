@@ -1,0 +1,56 @@
+"""A transport that writes once what one turn of the event loop wrote in many pieces.
+
+The events of a stream often come together, and each write to a socket costs more than the event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+HELD_BYTES = 64 << 10
+"""Held at most: past it the socket is written to, so that its own flow control sees the rest."""
+
+
+class CoalescingTransport:
+    """All of `transport`, with writes that are joined until the event loop's next turn."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._pieces:
+            self._loop.call_soon(self._flush)
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._size > HELD_BYTES:
+            self._flush()
+
+    def get_write_buffer_size(self) -> int:
+        return self._size + self._transport.get_write_buffer_size()
+
+    def write_eof(self) -> None:
+        """Ends the sending side after what was written."""
+        self._flush()
+        self._transport.write_eof()
+
+    def close(self) -> None:
+        """Closes the connection after what was written."""
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+        self._pieces, self._size = [], 0
+        self._transport.abort()
+
+    def _flush(self) -> None:
+        if self._pieces:
+            pieces, self._pieces, self._size = self._pieces, [], 0
+            self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
