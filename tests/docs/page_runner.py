@@ -150,7 +150,8 @@ class PageRunner:
         self.environ = dict(pair.split("=", 1) for pair in exported if "=" in pair)
 
     def _start(self, command: str, place: str) -> None:
-        ports = frozenset(re.findall(r"\b\d{4,5}\b", command)) & frozenset(self.ports.values())
+        # Those it listens on: a gateway also names the port of the server before it.
+        ports = frozenset(re.findall(r"port[ =](\d{4,5})\b", command))
         for other in [each for each in self.servers if each.ports & ports]:
             other.stop()
             self.servers.remove(other)
