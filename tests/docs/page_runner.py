@@ -180,6 +180,8 @@ class PageRunner:
             head += f" --port {self.ports['8000']}"
         if kind in ("serve", "gateway") and "--admin-port" not in head:
             head += f" --admin-port {self.ports['8001']}"
+        if kind == "dynamo up" and "--rl-port" not in head:
+            head += f" --rl-port {self.ports['8001']}"
         return head + separator + rest
 
     def _moved(self, text: str) -> str:

@@ -11,9 +11,9 @@ from tests.docs.page_runner import reading
 from tests.engines.vllm_servers import Slot
 
 pytestmark = pytest.mark.timeout(900)
-# Blocks for Dynamo are not run yet: its frontend lists workers on a second port, which the reader
-# of pages does not move. What they show is tested in test_dynamo_fleet.py.
-CASES = [(page, "vllm") for page in pages() if runnable(page, "vllm")]
+CASES = [
+    (page, engine) for engine in ("vllm", "dynamo") for page in pages() if runnable(page, engine)
+]
 
 
 @pytest.mark.parametrize(("page", "engine"), CASES)
