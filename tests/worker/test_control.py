@@ -461,13 +461,19 @@ async def test_routed_experts_come_in_both_forms_and_from_any_row(own: WorkerPro
     options = {"max_tokens": 5, "seed": 1, "ignore_eos": True}
     _, plain = await own.generate(PROMPT, **options)
     assert plain["choices"][0]["routed_experts"] is None
+    _, unasked = await own.generate(PROMPT, **options, routed_experts_prompt_start=4)
+    assert unasked["choices"][0]["routed_experts"] is None
     _, body = await own.generate(PROMPT, **options, return_routed_experts=True)
     raw = body["choices"][0]["routed_experts"]
     assert raw["shape"] == [len(PROMPT) + 5 - 1, 2, 2]
     whole = np.frombuffer(base64.b64decode(raw["data"]), raw["dtype"]).reshape(raw["shape"])
     assert whole.max() < 8
     _, body = await own.generate(
-        PROMPT, **options, routed_experts_prompt_start=4, routed_experts_format="npy"
+        PROMPT,
+        **options,
+        return_routed_experts=True,
+        routed_experts_prompt_start=4,
+        routed_experts_format="npy",
     )
     text = body["choices"][0]["routed_experts"]
     rest = np.load(io.BytesIO(base64.b64decode(text)))

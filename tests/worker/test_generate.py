@@ -169,6 +169,18 @@ async def test_bad_input_is_refused_by_name(
         assert response["error"]["request_id"].startswith("generate-tokens-")
 
 
+async def test_a_start_of_experts_has_no_effect_on_a_model_without_them(
+    worker: WorkerProcess,
+) -> None:
+    # Stock clients send it with every bridged turn, whatever the model.
+    options = {"max_tokens": 4, "seed": 3}
+    _, plain = await worker.generate([1, 2, 3], **options)
+    _, response = await worker.generate([1, 2, 3], **options, routed_experts_prompt_start=2)
+    assert response["choices"] == plain["choices"]
+    _, refused = await worker.generate([1, 2, 3], **options, routed_experts_prompt_start=4)
+    assert refused["error"]["param"] == "sampling_params.routed_experts_prompt_start"
+
+
 @pytest.mark.failure_mode("F17")
 async def test_a_prompt_without_room_is_refused_with_both_numbers(worker: WorkerProcess) -> None:
     _, response = await worker.generate([1] * 1500, max_tokens=1)

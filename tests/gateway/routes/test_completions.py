@@ -99,6 +99,11 @@ async def test_ids_and_text_are_the_same_prompt(client: Client, renderer: Render
     assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
 
 
+async def test_a_start_of_experts_alone_requests_none(client: Client) -> None:
+    response = await client.complete(prompt=IDS, max_tokens=2, routed_experts_prompt_start=3)
+    assert response["choices"][0].get("routed_experts") is None
+
+
 @pytest.mark.failure_mode("F44")
 async def test_logprobs_are_the_engines(client: Client, worker: WorkerProcess) -> None:
     options = {"temperature": 0.7, "seed": 5, "max_tokens": 8}

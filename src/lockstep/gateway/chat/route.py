@@ -139,6 +139,7 @@ def _generate_request(
         cache_salt=chat.salt,
         priority=chat.rank,
         experts_start=chat.experts_start,
+        experts_skipped=chat.routed_experts_prompt_start,
         weight_version=chat.weight_version,
         min_weight_version=chat.min_weight_version,
         headers={"X-Request-Id": chosen_id},

@@ -85,7 +85,7 @@ class CompletionsRoutes:
             if not ids:
                 where = "prompt" if len(inputs) == 1 else f"prompt[{at}]"
                 raise BadTokenId(f"{where} is empty: it has no token", param=where)
-            _check_start(body.experts_start, len(ids))
+            _check_start(body.routed_experts_prompt_start, len(ids))
             request = GenerateRequest(
                 prompt_ids=ids,
                 sampling=sampling,
@@ -94,6 +94,7 @@ class CompletionsRoutes:
                 cache_salt=body.cache_salt,
                 priority=body.priority or 0,
                 experts_start=body.experts_start,
+                experts_skipped=body.routed_experts_prompt_start,
                 weight_version=body.weight_version,
                 min_weight_version=body.min_weight_version,
             )

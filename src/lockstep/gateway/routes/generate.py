@@ -245,6 +245,7 @@ def _generate_request(
         cache_salt=fields.cache_salt,
         priority=fields.priority,
         experts_start=fields.experts_start,
+        experts_skipped=fields.experts_skipped,
         weight_version=fields.weight_version,
         min_weight_version=fields.min_weight_version,
         headers={"X-Request-Id": bare},

@@ -22,6 +22,8 @@ class GenerateRequest:
 
     `priority` has vLLM's sign everywhere: lower is sooner; each dialect turns it into its own.
     `experts_start` requests routed experts from that position on; None requests none.
+    `experts_skipped` requests none either: where a server returns them by itself, it leaves out
+    the rows before that position.
     `weight_version` demands one version, `min_weight_version` a floor. `stop` are stop strings,
     `nvext` is merged into Dynamo's extension, `features` carries vLLM's multimodal payload.
     `timeout` is in seconds over the whole call. `allow_nonfinite` keeps NaN and sentinel logprobs
@@ -35,6 +37,7 @@ class GenerateRequest:
     cache_salt: str | None = None
     priority: int = 0
     experts_start: int | None = None
+    experts_skipped: int | None = None
     weight_version: str | None = None
     min_weight_version: str | None = None
     stop: tuple[str, ...] = ()
@@ -54,18 +57,26 @@ class GenerateRequest:
             )
         if not -(2**63) <= self.priority < 2**63:
             raise BadRequest(f"priority is {self.priority}: it must fit 64 bits", param="priority")
-        start = self.experts_start
-        if start is not None and not 0 <= start <= len(self.prompt_ids):
-            raise BadRequest(
-                f"experts_start is {start}: expected a position of the prompt, "
-                f"0 to {len(self.prompt_ids)}",
-                param="experts_start",
-            )
+        for field, start in (
+            ("experts_start", self.experts_start),
+            ("routed_experts_prompt_start", self.experts_skipped),
+        ):
+            if start is not None and not 0 <= start <= len(self.prompt_ids):
+                raise BadRequest(
+                    f"{field} is {start}: expected a position of the prompt, "
+                    f"0 to {len(self.prompt_ids)}",
+                    param=field,
+                )
         for name in ("weight_version", "min_weight_version"):
             if (label := getattr(self, name)) is not None:
                 check_label(label, name)
         if self.timeout is not None and self.timeout <= 0:
             raise BadRequest(f"timeout is {self.timeout}: expected seconds > 0", param="timeout")
+
+    @property
+    def first_experts_row(self) -> int | None:
+        """The position of the first row of routed experts, if any come."""
+        return self.experts_skipped if self.experts_start is None else self.experts_start
 
     def alone(self, index: int) -> GenerateRequest:
         """This request for choice `index` only, for servers that give one choice per request.

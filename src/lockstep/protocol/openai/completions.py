@@ -101,8 +101,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def experts_start(self) -> int | None:
-        start = self.routed_experts_prompt_start
-        return 0 if start is None and self.return_routed_experts else start
+        """The first row of routed experts to return, or None when they were not requested."""
+        return (self.routed_experts_prompt_start or 0) if self.return_routed_experts else None
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or ids. Raises BadRequest or BadTokenId that names the first

@@ -316,7 +316,7 @@ def _experts(
         return None
     total = len(request.prompt_ids) + sampled
     return read_experts(
-        choice.routed_experts, extracted, total=total, first_row=request.experts_start
+        choice.routed_experts, extracted, total=total, first_row=request.first_experts_row
     )
 
 

@@ -89,7 +89,7 @@ def _body(
 
 def _params(request: GenerateRequest) -> SamplingParams:
     params = SamplingParams(**write_sampling(request.sampling, NAMES, LEFT_OUT_WHEN_OFF))
-    params.routed_experts_prompt_start = request.experts_start
+    params.routed_experts_prompt_start = request.first_experts_row
     params.stop = list(request.stop) or None
     return params
 

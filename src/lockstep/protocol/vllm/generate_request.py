@@ -105,9 +105,17 @@ class GenerateFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
 
     @property
     def experts_start(self) -> int | None:
-        """The first row of routed experts to return, or None when they were not requested."""
-        start = self.sampling_params.routed_experts_prompt_start
-        return 0 if start is None and self.return_routed_experts else start
+        """The first row of routed experts to return, or None when they were not requested.
+
+        As with vLLM, `routed_experts_prompt_start` requests nothing by itself: clients send it
+        with every request, also to models that have no experts.
+        """
+        return (self.experts_skipped or 0) if self.return_routed_experts else None
+
+    @property
+    def experts_skipped(self) -> int | None:
+        """How many rows to leave out where the server returns routed experts."""
+        return self.sampling_params.routed_experts_prompt_start
 
     @property
     def form(self) -> Form:
@@ -181,7 +189,7 @@ def _check(request: GenerateFields, ids: Sequence[int]) -> None:
     for name in ("weight_version", "min_weight_version"):
         if (label := getattr(request, name)) is not None:
             check_label(label, name)
-    start = request.experts_start
+    start = request.experts_skipped
     if start is not None and not 0 <= start <= len(ids):
         raise BadRequest(
             f"sampling_params.routed_experts_prompt_start is {start}: expected a position of the "

@@ -105,7 +105,7 @@ def _body(fields: Fields, extra: Fields, wanted: set[str]) -> Fields:
     start = next((a for a in fields.get("annotations") or () if a.startswith(EXPERTS_FROM)), None)
     if start is not None:
         body["sampling_params"]["routed_experts_prompt_start"] = _whole(start)
-    elif "routed_experts" in wanted:
+    if start is not None or "routed_experts" in wanted:
         body["return_routed_experts"] = True
     return body
 
