@@ -47,11 +47,7 @@ class ModelLimits:
         if card is not None and card.max_model_len is not None:
             length = len(request.prompt_ids)
             if length >= card.max_model_len:
-                raise PromptTooLong(
-                    f"the prompt has {length} tokens and {card.id} holds {card.max_model_len}: "
-                    "not one more token fits",
-                    param="prompt_ids",
-                )
+                raise PromptTooLong.of(length, card.max_model_len, param="prompt_ids")
         return card
 
     @property

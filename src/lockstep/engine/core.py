@@ -170,6 +170,11 @@ class Core:
     # Stepping
 
     @property
+    def scores_beside(self) -> bool:
+        """Whether a probe may be scored in another thread, beside the steps of this one."""
+        return self.options.device == "cpu"
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         if self.state == "paused":
@@ -245,8 +250,8 @@ class Core:
             check_ids(token_ids, self.config.vocab_size)
             if len(token_ids) > self.max_len:
                 raise PromptTooLong(
-                    f"{len(token_ids)} tokens are to be scored, but max_model_len is "
-                    f"{self.max_len}",
+                    f"This model's maximum context length is {self.max_len} tokens. However, "
+                    f"{len(token_ids)} tokens are to be scored. Score a shorter sequence.",
                     param="token_ids",
                 )
 

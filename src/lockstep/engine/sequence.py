@@ -43,11 +43,7 @@ class EngineRequest:
             if ids := getattr(self.sampling, name):
                 check_ids(list(ids), config.vocab_size, name)
         if len(self.prompt_ids) >= max_len:
-            raise PromptTooLong(
-                f"the prompt has {len(self.prompt_ids)} tokens, but max_model_len is {max_len} and "
-                "at least one token must be generated",
-                param="token_ids",
-            )
+            raise PromptTooLong.of(len(self.prompt_ids), max_len, param="token_ids")
         start = self.experts_start
         if start is not None and (start < 0 or not config.moe_layers):
             reason = f"{start} is negative" if start < 0 else "but this model has none"

@@ -103,7 +103,23 @@ class BadTokenId(BadRequest):
 
 
 class PromptTooLong(BadRequest):
+    """The context cannot hold one more token. `of` words it as clients recognise it."""
+
     code = "prompt_too_long"
+
+    @classmethod
+    def of(cls, length: int, limit: int, *, param: str) -> PromptTooLong:
+        """The error of a prompt of `length` tokens for a context of `limit`.
+
+        Clients that shorten the conversation, or give up at once, look for the first words and for
+        "reduce the length of the messages"; without them they take it for a passing fault.
+        """
+        return cls(
+            f"This model's maximum context length is {limit} tokens. However, your prompt has "
+            f"{length} tokens, and room for at least one more is needed. Please reduce the length "
+            "of the messages.",
+            param=param,
+        )
 
 
 class Unauthorized(LockstepError):

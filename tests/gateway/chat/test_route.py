@@ -22,6 +22,7 @@ from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.server import listen, serving, url_of
+from lockstep.protocol.common.error_body import CODES
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.dynamo.nvext import instance_id
 from lockstep.render import Renderer
@@ -67,7 +68,7 @@ class Served:
         response = await self.http.post(path, json={"model": "tiny", **body}, headers=headers)
         assert response.status_code == status, response.text
         error = response.json()["error"]
-        assert error["code"] == status
+        assert error["code"] == CODES.get(error["reason"], status)
         assert error["request_id"]
         return error
 

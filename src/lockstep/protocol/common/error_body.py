@@ -25,8 +25,20 @@ TYPES = {
 }
 
 
+CODES = {
+    "prompt_too_long": "context_length_exceeded",
+    "unknown_model": "model_not_found",
+    "unauthorized": "invalid_api_key",
+    "busy": "rate_limit_exceeded",
+}
+"""OpenAI's codes that clients match, by our reason; every other error has its status as the code,
+as vLLM's have."""
+
+
 def error_fields(error: LockstepError, request_id: str | None = None) -> dict[str, object]:
     """The body {"error": {...}}: vLLM's four fields, and Lockstep's stable code as `reason`.
+
+    `code` is OpenAI's where clients look for it (`CODES`), else the status.
 
     What else the error carries stands beside them, where there is any: `retry_after` and the
     fields of its class; the record of a failed operation stands beside `error`.
@@ -54,7 +66,7 @@ def error_body(
             "message": message,
             "type": TYPES.get(status, "InternalServerError"),
             "param": param,
-            "code": status,
+            "code": CODES.get(reason, status),
             "reason": reason,
             "request_id": request_id,
             **(more or {}),

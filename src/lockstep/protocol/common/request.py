@@ -57,15 +57,15 @@ class GenerateRequest:
             )
         if not -(2**63) <= self.priority < 2**63:
             raise BadRequest(f"priority is {self.priority}: it must fit 64 bits", param="priority")
-        for field, start in (
+        for option, start in (
             ("experts_start", self.experts_start),
             ("routed_experts_prompt_start", self.experts_skipped),
         ):
             if start is not None and not 0 <= start <= len(self.prompt_ids):
                 raise BadRequest(
-                    f"{field} is {start}: expected a position of the prompt, "
+                    f"{option} is {start}: expected a position of the prompt, "
                     f"0 to {len(self.prompt_ids)}",
-                    param=field,
+                    param=option,
                 )
         for name in ("weight_version", "min_weight_version"):
             if (label := getattr(self, name)) is not None:

@@ -1,0 +1,83 @@
+"""Errors that well-known clients recognise by their code or wording, on the gateway's own routes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+import pytest_asyncio
+
+from lockstep.fleet.routing.pool import Pool
+from lockstep.gateway.app import GatewayOptions, data_app
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.metrics import GatewayMetrics
+from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.http.server import listen, serving, url_of
+from tests.processes import WorkerProcess
+
+LIMIT = 128
+LONG = [{"role": "user", "content": "far too long " * 100}]
+IDS = [1] * LIMIT
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": LONG},
+    "/sessions/long/v1/chat/completions": {"messages": LONG},
+    "/v1/chat/completions/tokens": {"tokens": IDS, "messages": []},
+    "/v1/completions": {"prompt": IDS},
+    "/inference/v1/generate": {"token_ids": IDS, "sampling_params": {}},
+}
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    process = WorkerProcess("--max-model-len", str(LIMIT), "--max-num-seqs", "4")
+    yield process
+    process.stop()
+
+
+@pytest_asyncio.fixture
+async def gateway(worker: WorkerProcess) -> AsyncIterator[str]:
+    async with Pool() as pool, Sessions() as sessions:
+        await pool.add(worker.url)
+        context = GatewayContext(
+            pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=sessions
+        )
+        app = data_app(context, GatewayOptions(), GatewayMetrics(context))
+        with listen("127.0.0.1", 0) as sock:
+            async with serving([(app, sock)]):
+                yield url_of(sock)
+
+
+@pytest.mark.failure_mode("F52")
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_overlong_prompt_has_openai_s_code_and_vllm_s_words(
+    gateway: str, path: str, stream: bool
+) -> None:
+    async with aiohttp.ClientSession() as http:
+        body = {**BODIES[path], "stream": stream}
+        async with http.post(gateway + path, json=body) as response:
+            assert response.status == 400
+            error = json.loads(await response.text())["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert error["reason"] == "prompt_too_long"
+    assert f"This model's maximum context length is {LIMIT} tokens" in error["message"]
+    assert "reduce the length of the messages" in error["message"]
+
+
+@pytest.mark.failure_mode("F52")
+async def test_openai_s_client_reads_the_code(gateway: str) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError) as long:
+        await client.chat.completions.create(model="tiny", messages=LONG)  # type: ignore[arg-type]
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.chat.completions.create(
+            model="gpt-9", messages=[{"role": "user", "content": "Hi"}]
+        )
+    assert unknown.value.code == "model_not_found"
+    await client.close()
