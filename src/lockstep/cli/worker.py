@@ -12,6 +12,7 @@ import typer
 from lockstep.http.limits import DRAIN_SECONDS
 from lockstep.settings import Settings
 from lockstep.tokens import LogprobMode
+from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.numerics import PORTABLE_ENVIRONMENT
 
 _listen_option = partial(typer.Option, rich_help_panel="Listening")
@@ -25,6 +26,13 @@ def worker(
             help="A bundled model (tiny, tiny-moe) or a directory with a Hugging Face model."
         ),
     ] = "tiny",
+    script: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of rules (JSON lines) that decides what is said, in place of the model: for "
+            "tests of agents, with 131,072 tokens of context."
+        ),
+    ] = None,
     runtime: Annotated[
         Literal["http", "dynamo"],
         _listen_option(
@@ -110,7 +118,13 @@ def worker(
     if logprobs_mode is None:  # Dynamo's own workers for RL compute processed ones
         logprobs_mode = "processed" if runtime == "dynamo" else "raw"
     settings = Settings.read()
+    if script is not None and runtime == "dynamo":
+        raise BadRequest("--script is for --runtime http only", param="script")
     start = run_dynamo_worker if runtime == "dynamo" else run_worker
+    if script is not None:
+        from lockstep.scripted.core import scripted_engine
+
+        start = partial(run_worker, make_engine=scripted_engine(script))
     start(
         WorkerOptions(
             model=model,

@@ -38,12 +38,19 @@ class Engine:
     Use it as an async context manager, or call `start` and `close`.
     """
 
-    def __init__(self, model: str | Path, options: EngineOptions | None = None) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        options: EngineOptions | None = None,
+        *,
+        make_core: Callable[[Path, EngineOptions], Core] = Core,
+    ) -> None:
+        """`make_core` makes what takes the requests, where that is not the model itself."""
         self.options = options or EngineOptions()
         before = torch.get_num_threads()
         torch.set_num_threads(self.options.threads)
         try:
-            self.core = Core(bundled(str(model)) or Path(model), self.options)
+            self.core = make_core(bundled(str(model)) or Path(model), self.options)
         finally:
             torch.set_num_threads(before)
         self._commands: deque[Callable[[], None]] = deque()
@@ -235,7 +242,7 @@ class Engine:
     @property
     def arithmetic(self) -> str:
         """ "exact", "portable" or "close": the option, or what this machine can do of it."""
-        return self.core.model.arithmetic.name
+        return self.core.plan.arithmetic
 
     @property
     def plan(self) -> NumericsPlan:
@@ -290,7 +297,7 @@ class Engine:
             "version": core.served.weights.version,
             "staged": self.staged_version,
             "adapters": sorted(core.served.adapters),
-            "arithmetic": core.model.arithmetic.name,
+            "arithmetic": core.plan.arithmetic,
             "arithmetic_note": core.arithmetic_note,
             "numerics": core.plan.to_json(),
         }

@@ -63,7 +63,7 @@ class Prober:
         """
         engine, core = self._engine, self._engine.core
         weights = self.weights(staged)
-        if engine.options.device == "cpu" and core.state == "running" and sequences:
+        if core.scores_beside and core.state == "running" and sequences:
             core.check_scored(sequences)
             loaded = None if adapter is None else core.served.adapter(adapter)
             async with self._turn:

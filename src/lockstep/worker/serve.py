@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -45,22 +46,25 @@ class WorkerOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
-def run_worker(options: WorkerOptions) -> None:
+MakeEngine = Callable[[str, EngineOptions], Engine]
+
+
+def run_worker(options: WorkerOptions, make_engine: MakeEngine = Engine) -> None:
     """Serves until SIGTERM or SIGINT; prints one JSON line on stdout when ready.
 
     Raises Forbidden before it starts when the data port would be open to everybody.
     """
     check_exposure(options.host, options.api_keys, options.insecure)
-    run(_serve(options))
+    run(_serve(options, make_engine))
 
 
-async def _serve(options: WorkerOptions) -> None:
+async def _serve(options: WorkerOptions, make_engine: MakeEngine) -> None:
     name = options.served_name or Path(options.model).name
     with admin_token(options.admin_token) as (token, token_file), contextlib.ExitStack() as stack:
         data_socket = stack.enter_context(listen(options.host, options.port))
         system_socket = stack.enter_context(listen("127.0.0.1", options.system_port))
         worker = options.engine.worker or url_of(data_socket).removeprefix("http://")
-        engine = Engine(options.model, replace(options.engine, worker=worker))
+        engine = make_engine(options.model, replace(options.engine, worker=worker))
         data = DataPlane(
             engine,
             name,

@@ -1,0 +1,227 @@
+"""The engine of a scripted worker: a script decides the tokens, hashes give their logprobs.
+
+Requests, streams, pauses, aborts, weights and versions are those of the embedded engine; only the
+model is missing. Nothing is computed from the weights but their digest, so an update changes every
+logprob and a prompt of 128,000 tokens takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.engine import Engine, EngineOptions, EngineRequest, ModelConfig
+from lockstep.engine.core import Core
+from lockstep.engine.model.lora import Adapter
+from lockstep.engine.numerics.plan import plan
+from lockstep.engine.sampler import uniform
+from lockstep.engine.scheduler import Scheduler
+from lockstep.engine.sequence import RequestHandle, Sequence
+from lockstep.engine.weights.served import ServedWeights
+from lockstep.engine.weights.weights import Weights
+from lockstep.models import bundled
+from lockstep.scripted.distribution import HashedDistribution
+from lockstep.scripted.responder import Responder, ScriptedReply
+from lockstep.scripted.script import Script
+from lockstep.tokens import PromptLogprob
+from lockstep.tokens.errors import BadRequest, UnknownModel
+
+CONTEXT = 131_072
+"""Tokens of prompt and completion, unless told otherwise."""
+NAP_SECONDS = 0.01
+"""Longest sleep between two steps while every sequence waits: commands must not wait longer."""
+REASON = "a scripted worker has no model: its logprobs are hashes of the tokens before"
+
+
+@dataclass(slots=True)
+class _Speech:
+    """What a sequence still says: its state in the distribution, and when the next token is due."""
+
+    reply: ScriptedReply
+    state: int
+    due: float
+
+
+class _NoPrefixes:
+    """A prefix cache that holds nothing: there is nothing to compute again."""
+
+    hits = queries = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def clear(self) -> None:
+        """There is nothing to forget."""
+
+    def store(self, root: bytes, tokens: list[int], slot: int) -> None:
+        """Nothing was computed that could be kept."""
+
+
+class _NoCache:
+    """Stands where keys, values and routed experts would lie."""
+
+    experts = None
+
+
+class ScriptedCore(Core):
+    """Core whose tokens come from a script. `directory` holds a tokenizer, and perhaps weights.
+
+    Without weights there it serves those of the bundled model, of which only the digest matters.
+    Temperature and the like change nothing: tokens are scored by the distribution they come with.
+    """
+
+    def __init__(self, directory: Path, options: EngineOptions, script: Script) -> None:
+        if not (directory / "tokenizer.json").is_file():
+            raise UnknownModel(f"{directory} has no tokenizer.json", param="model")
+        self.options = options
+        self._responder = Responder(script, directory)
+        renderer = self._responder.renderer
+        own = any(directory.glob("*.safetensors")) and (directory / "config.json").is_file()
+        weights = directory if own else bundled("tiny") or directory
+        config = ModelConfig.read(weights)
+        self.served = ServedWeights(weights, config, options)
+        self.config = replace(
+            config,
+            vocab_size=config.vocab_size if own else len(renderer.tokenizer),
+            eos_ids=frozenset(renderer.stop_token_ids),
+            moe_layers=(),
+        )
+        self.max_len = options.max_model_len or CONTEXT
+        self._distribution = HashedDistribution(self.config.vocab_size)
+        self.arithmetic_note = REASON
+        self.plan = plan("close", device="cpu", dtype=options.dtype, rows=0, reason=REASON)
+        self.cache = _NoCache()  # type: ignore[assignment]
+        self.prefixes = _NoPrefixes()  # type: ignore[assignment]
+        self.scheduler = Scheduler(options.max_seqs, options.max_batch_tokens, _no_move)
+        self.handles: dict[Sequence, RequestHandle] = {}
+        self.state = "running"
+        self.overlapped = None
+        self.steps = self.prompt_tokens = self.generated_tokens = 0
+        self._on_quiet = []
+        self._replies: dict[RequestHandle, ScriptedReply] = {}
+        self._speeches: dict[Sequence, _Speech] = {}
+
+    @property
+    def scores_beside(self) -> bool:
+        return False
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises also the error that the script wants for this request."""
+        super().check(request)
+        at, rule = self._responder.find(request.prompt_ids)
+        if rule.error is not None and not rule.error.after_tokens:
+            self._responder.count(at)
+            raise rule.error.error()
+
+    def submit(self, handle: RequestHandle) -> None:
+        super().submit(handle)
+        self._replies[handle] = self._responder.take(handle.request.prompt_ids)
+
+    def score_all(
+        self,
+        sequences: list[list[int]],
+        *,
+        adapter: str | None = None,
+        weights: Weights | None = None,
+    ) -> list[list[float]]:
+        """Logprobs of every token after the first: of the very distribution tokens come with."""
+        self.check_scored(sequences)
+        loaded = None if adapter is None else self.served.adapter(adapter)
+        opening = self._start(weights or self.served.weights, loaded)
+        return [
+            self._distribution.logprobs(self._distribution.after(opening, ids[:1]), ids[1:])
+            for ids in sequences
+        ]
+
+    def _step(self) -> None:
+        self._admit()
+        now = time.monotonic()
+        due = [one for one in self.scheduler.running if self._speeches[one].due <= now]
+        if not due:
+            waits = [self._speeches[one].due - now for one in self.scheduler.running]
+            time.sleep(min([*waits, NAP_SECONDS]))
+            return
+        self.steps += 1
+        for sequence in due:
+            if sequence in self.handles:
+                self._speak(sequence)
+        self._check_drained()
+
+    def _speak(self, sequence: Sequence) -> None:
+        """One token of a sequence, or the error that the script wants after the last."""
+        speech, sampling = self._speeches[sequence], sequence.request.sampling
+        rule, said = speech.reply.rule, sequence.generated
+        if rule.error is not None and said >= rule.error.after_tokens:
+            self._fail(self.handles[sequence], rule.error.error())
+            return
+        scripted = speech.reply.token_ids
+        banned = sequence.end_ids if said < sampling.min_tokens else ()
+        if said < len(scripted) and scripted[said] not in banned:
+            token = scripted[said]
+        else:  # the script is at its end, but the request may not end yet
+            number = uniform(sequence.seed, said)
+            token = self._distribution.draw(speech.state, number, banned)
+        allowed = sampling.allowed_token_ids
+        if allowed is not None and token not in allowed:
+            why = f"the script says token {token} at position {said}, which is not allowed"
+            self._fail(self.handles[sequence], BadRequest(why, param="allowed_token_ids"))
+            return
+        sampled = self._distribution.sampled(speech.state, token, sampling.logprobs)
+        speech.state = self._distribution.after(speech.state, (token,))
+        speech.due = time.monotonic() + rule.token_delay
+        self.take(sequence, sampled)
+        sequence.computed = len(sequence.tokens) - 1
+
+    def _load_prefix(self, sequence: Sequence, slot: int) -> None:
+        """Makes a sequence ready to speak, at its start or again under new weights."""
+        reply = self._replies[self.handles[sequence]]
+        begun = self._speeches.get(sequence)
+        opening = self._start(self.served.weights, sequence.adapter)
+        sequence.root = b"scripted"
+        sequence.computed = sequence.prompt_len
+        if sequence.wants_prompt_logprobs:
+            sequence.prompt_logprobs = [None, *self._prompt_logprobs(sequence, opening)]
+        if reply.rule.finish == "length":
+            end = sequence.prompt_len + max(1, len(reply.token_ids))
+            sequence.max_total = min(sequence.max_total, end)
+        self._speeches[sequence] = _Speech(
+            reply,
+            self._distribution.after(opening, sequence.tokens),
+            begun.due if begun is not None else time.monotonic() + reply.rule.delay,
+        )
+
+    def _prompt_logprobs(self, sequence: Sequence, opening: int) -> list[PromptLogprob]:
+        count = sequence.request.sampling.prompt_logprobs or 0
+        first, *rest = sequence.request.prompt_ids
+        state, scored = self._distribution.after(opening, (first,)), []
+        for token in rest:
+            one = self._distribution.sampled(state, token, count)
+            scored.append(PromptLogprob(token, one.logprob, one.rank, one.top))
+            state = self._distribution.after(state, (token,))
+        return scored
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._speeches.pop(sequence, None)
+        super()._leave(sequence)
+        live = set(self.handles.values())
+        self._replies = {one: reply for one, reply in self._replies.items() if one in live}
+
+    def _start(self, weights: Weights, adapter: Adapter | None) -> int:
+        name = weights.digest or f"{weights.version}.{weights.epoch}"
+        return self._distribution.start(name if adapter is None else f"{name}|{adapter.label}")
+
+
+def scripted_engine(path: Path) -> Callable[[str, EngineOptions], Engine]:
+    """What makes the engine of a scripted worker. Raises BadRequest for a script it cannot read."""
+    script = Script.read(path)
+
+    def make_core(directory: Path, options: EngineOptions) -> Core:
+        return ScriptedCore(directory, options, script)
+
+    return lambda model, options: Engine(model, options, make_core=make_core)
+
+
+def _no_move(source: int, target: int, sequence: Sequence) -> None:
+    """There is nothing in a slot that could move."""

@@ -1,0 +1,98 @@
+"""Finds the rule for a prompt, and writes what it says in the chat format of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.render import Renderer
+from lockstep.render.messages import Plain
+from lockstep.scripted.script import PromptView, Rule, Script
+from lockstep.tokens.errors import BadRequest
+
+_QUESTION: Plain = {"role": "user", "content": "Question."}
+_ANSWER: Plain = {"role": "assistant", "content": "BRIDGEANSWER"}
+_NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedReply:
+    """The ids that a rule says."""
+
+    rule: Rule
+    token_ids: list[int]
+
+
+class Responder:
+    """A script in the chat format of one tokenizer."""
+
+    def __init__(self, script: Script, tokenizer: Path) -> None:
+        self._script = script
+        self.renderer = Renderer.load(tokenizer)
+        template = self.renderer.template
+        self._opened = template.text([_QUESTION], None, add_generation_prompt=True)
+        closed = template.text([_QUESTION], None, add_generation_prompt=False)
+        self._opening = self._opened.removeprefix(closed)
+        self._close = self._close_id()
+        self._close_text = self.renderer.decode([self._close])
+
+    def find(self, prompt_ids: Sequence[int]) -> tuple[int, Rule]:
+        """The rule for this prompt. Raises BadRequest when there is none."""
+        return self._script.find(self._view(prompt_ids))
+
+    def take(self, prompt_ids: Sequence[int]) -> ScriptedReply:
+        """What to say to this prompt; counts the use of its rule. Raises BadRequest like `find`."""
+        at, rule = self.find(prompt_ids)
+        self._script.take(at)
+        return ScriptedReply(rule, self._ids(rule))
+
+    def count(self, at: int) -> None:
+        """Counts the use of a rule that says nothing."""
+        self._script.take(at)
+
+    def _view(self, prompt_ids: Sequence[int]) -> PromptView:
+        text = self.renderer.decode(prompt_ids)
+        body = text.removesuffix(self._opening)
+        end = body.rfind(self._close_text)
+        end = len(body) if end < 0 else end
+        start = body.rfind(self._close_text, 0, end)
+        last = body[start + len(self._close_text) if start >= 0 else 0 : end]
+        turn = body.count(self._opening) if self._opening else 0
+        return PromptView(text, last, turn)
+
+    def _ids(self, rule: Rule) -> list[int]:
+        text = self._written(rule) if rule.raw is None else rule.raw
+        ids = self.renderer.template.encode(text)
+        return ids if rule.finish == "length" else [*ids, self._close]
+
+    def _written(self, rule: Rule) -> str:
+        reply: Plain = {"role": "assistant", "content": rule.say}
+        if rule.think:
+            reply["reasoning_content"] = rule.think
+        if rule.calls:
+            reply["tool_calls"] = [
+                {
+                    "id": f"call_{at}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for at, call in enumerate(rule.calls)
+            ]
+        whole = self.renderer.template.text([_QUESTION, reply], None, add_generation_prompt=False)
+        if not whole.startswith(self._opened):
+            raise BadRequest(
+                "the chat template does not write a reply after its own opening of a turn: say it "
+                "with raw",
+                param="script",
+            )
+        body = whole[len(self._opened) : whole.rfind(self._close_text)]
+        return body if rule.think else body.removeprefix(_NO_THOUGHT)
+
+    def _close_id(self) -> int:
+        """The token that ends an assistant turn."""
+        template = self.renderer.template
+        whole = template.text([_QUESTION, _ANSWER], None, add_generation_prompt=False)
+        rest = template.encode(whole.rpartition(str(_ANSWER["content"]))[2])
+        ends = self.renderer.stop_token_ids
+        return next((token for token in rest if token in ends), ends[0])
