@@ -222,7 +222,7 @@ async def test_bytes_have_limits_too(renderer: Renderer, limit: str, refusal: An
 
 async def test_a_session_that_nobody_uses_expires_and_is_counted(renderer: Renderer) -> None:
     now = 1000.0
-    async with Sessions(ttl_seconds=60, expire_unread=True, clock=lambda: now) as sessions:
+    async with Sessions(ttl_seconds=60, expire_unread=True, monotonic=lambda: now) as sessions:
         await talk(sessions, "old", renderer, 2)
         await talk(sessions, "held", renderer, 1)
         now += 50
@@ -244,7 +244,7 @@ async def test_a_session_whose_samples_nobody_read_does_not_expire(
     renderer: Renderer, tmp_path: Path
 ) -> None:
     now, path = 1000.0, str(tmp_path / "sessions.db")
-    async with Sessions(path, ttl_seconds=60, clock=lambda: now) as sessions:
+    async with Sessions(path, ttl_seconds=60, monotonic=lambda: now) as sessions:
         for name in ("unread", "read", "read and gone on"):
             messages = await talk(sessions, name, renderer, 2)
         await sessions.samples("read")
@@ -254,8 +254,8 @@ async def test_a_session_whose_samples_nobody_read_does_not_expire(
         )
         unread = {each.id: each.unread_turns for each in await sessions.page()}
         assert unread == {"unread": 2, "read": 0, "read and gone on": 1}
-    now += 61
-    async with Sessions(path, ttl_seconds=60, clock=lambda: now) as sessions:
+    async with Sessions(path, ttl_seconds=60, monotonic=lambda: now) as sessions:
+        now += 61
         assert await sessions.sweep() == 1
         assert [each.id for each in await sessions.page()] == ["read and gone on", "unread"]
         for name in ("read and gone on", "unread"):
@@ -263,20 +263,133 @@ async def test_a_session_whose_samples_nobody_read_does_not_expire(
         assert await sessions.sweep() == 2
 
 
-async def test_a_file_of_the_format_before_is_read_and_its_sessions_count_as_unread(
+FORMAT_3_ONLY = (
+    "ALTER TABLE sessions DROP COLUMN active",
+    "ALTER TABLE sessions DROP COLUMN minted",
+    "ALTER TABLE turns DROP COLUMN checksum",
+    "DROP TABLE facts",
+)
+OLD_FORMATS = {
+    1: (*FORMAT_3_ONLY, "ALTER TABLE sessions DROP COLUMN read_turns"),
+    2: FORMAT_3_ONLY,
+}
+
+
+@pytest.mark.parametrize("version", OLD_FORMATS)
+async def test_a_file_of_a_format_before_is_read_and_goes_on(
+    renderer: Renderer, tmp_path: Path, version: int
+) -> None:
+    path = str(tmp_path / "sessions.db")
+    async with Sessions(path) as sessions:
+        messages = await talk(sessions, "a", renderer, 2)
+        samples = await sessions.samples("a")
+    with sqlite3.connect(path) as connection:
+        for statement in OLD_FORMATS[version]:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+    async with Sessions(path, ttl_seconds=60) as sessions:
+        assert (await sessions.info("a")).unread_turns == (2 if version == 1 else 0)
+        assert await sessions.sweep() == 0
+        assert await sessions.samples("a") == samples
+        await say(await sessions.open("a", renderer), renderer, [*messages, MORE], "more")
+    async with Sessions(path) as sessions:
+        assert (await sessions.info("a")).turns == 3
+        assert len(await sessions.samples("a")) == 1
+
+
+async def test_a_clock_that_jumps_deletes_no_session(renderer: Renderer, tmp_path: Path) -> None:
+    path, wall, ticks = str(tmp_path / "sessions.db"), 1e9, 50.0
+    options: dict[str, Any] = {"ttl_seconds": 86400, "expire_unread": True}
+    clocks: dict[str, Any] = {"clock": lambda: wall, "monotonic": lambda: ticks}
+    async with Sessions(path, **options, **clocks) as sessions:
+        await talk(sessions, "a", renderer, 1)
+        for jump in (28 * 3600, -60 * 3600, 400 * 86400):
+            wall += jump
+            assert await sessions.sweep() == 0
+    wall += 28 * 3600
+    ticks = 3.0  # the machine was started anew
+    async with Sessions(path, **options, **clocks) as sessions:
+        assert await sessions.sweep() == 0
+        ticks += 86300
+        assert await sessions.sweep() == 0
+    async with Sessions(path, **options, **clocks) as sessions:
+        ticks += 101
+        assert await sessions.sweep() == 1
+
+
+def flip(path: str, at: int, turn: int, bit: int) -> None:
+    """Flips one bit of a stored turn."""
+    with sqlite3.connect(path) as connection:
+        where = "session = 1 AND turn = ?"
+        (data,) = connection.execute(f"SELECT data FROM turns WHERE {where}", (turn,)).fetchone()
+        damaged = bytearray(data)
+        damaged[at % len(data)] ^= 1 << bit
+        connection.execute(f"UPDATE turns SET data = ? WHERE {where}", (bytes(damaged), turn))
+    connection.close()
+
+
+async def test_a_turn_with_one_bit_flipped_is_never_read_as_good(
     renderer: Renderer, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "sessions.db")
     async with Sessions(path) as sessions:
-        await talk(sessions, "a", renderer, 2)
+        messages = await talk(sessions, "a", renderer, 3)
         samples = await sessions.samples("a")
-    with sqlite3.connect(path) as connection:
-        connection.execute("ALTER TABLE sessions DROP COLUMN read_turns")
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()
+    for number in range(21):
+        where = (number * 37, number % 3, number % 8)
+        flip(path, *where)
+        async with Sessions(path) as sessions:
+            with pytest.raises(Unavailable, match="not as it was written"):
+                await sessions.samples("a")
+            with pytest.raises(Unavailable, match="not as it was written"):
+                await say(await sessions.open("a", renderer), renderer, [*messages, MORE], "more")
+        flip(path, *where)
     async with Sessions(path) as sessions:
-        assert (await sessions.info("a")).unread_turns == 2
         assert await sessions.samples("a") == samples
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE sessions SET turns = 'many'",
+        "UPDATE sessions SET tokenizer = 7",
+        "UPDATE sessions SET used = 'yesterday'",
+        "UPDATE sessions SET minted = x'ff00'",
+        "UPDATE sessions SET name = x'ff'",
+        "UPDATE sessions SET turns = 99",
+        "UPDATE turns SET turn = turn + 9",
+        "UPDATE turns SET data = 'text'",
+        "UPDATE breaks SET cause = x'00'",
+    ],
+)
+async def test_damaged_rows_are_typed_errors_and_spare_the_others(
+    renderer: Renderer, tmp_path: Path, damage: str
+) -> None:
+    path = str(tmp_path / "sessions.db")
+    async with Sessions(path) as sessions:
+        await talk(sessions, "bad", renderer, 2)
+        session = await sessions.open("bad", renderer)
+        edited = [ASK, {"role": "assistant", "content": "I never said this"}, MORE]
+        await say(session, renderer, edited, "so")
+        await talk(sessions, "good", renderer, 2)
+        good = await sessions.samples("good")
+    with sqlite3.connect(path) as connection:
+        row = "id" if "sessions" in damage else "session"
+        assert connection.execute(f"{damage} WHERE {row} = 1").rowcount
+    connection.close()
+    name = "(damaged row 1)" if "name" in damage else "bad"
+    async with Sessions(path) as sessions:
+        assert await sessions.samples("good") == good
+        with pytest.raises(Unavailable, match="delete the session"):
+            await sessions.samples(name)
+        with pytest.raises(Unavailable, match="delete the session"):
+            await sessions.open(name, renderer)
+        await talk(sessions, "new", renderer, 1)
+        assert len(await sessions.page()) == (2 if "name" in damage else 3)
+        await sessions.delete(name)
+        await talk(sessions, "bad", renderer, 1)
+        assert len(await sessions.samples("bad")) == 1
 
 
 async def test_a_deleted_session_takes_no_more_turns_and_its_id_is_free(renderer: Renderer) -> None:
@@ -380,7 +493,7 @@ async def test_turns_that_cannot_be_read_are_not_the_callers_fault(
         await talk(sessions, "a", renderer, 2)
     assert path.stat().st_mode & 0o077 == 0
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE turns SET data = x'93' WHERE turn = 1")
+        connection.execute("UPDATE turns SET data = x'93', checksum = x'' WHERE turn = 1")
     connection.close()
     async with Sessions(str(path)) as sessions:
         with pytest.raises(Unavailable, match="'a' cannot be read back"):
@@ -395,7 +508,7 @@ async def test_turns_that_cannot_be_read_are_not_the_callers_fault(
 async def test_many_expire_at_once(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expiry, "SWEPT_AT_ONCE", 3)
     now = 0.0
-    async with Sessions(ttl_seconds=1, expire_unread=True, clock=lambda: now) as sessions:
+    async with Sessions(ttl_seconds=1, expire_unread=True, monotonic=lambda: now) as sessions:
         for at in range(8):
             await talk(sessions, str(at), renderer, 1)
         now = 2.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from lockstep.gateway.sessions import tables
 from lockstep.gateway.sessions.cache import SessionCache
 from lockstep.gateway.sessions.index import SessionEntry, SessionIndex
 from lockstep.gateway.sessions.limits import SessionCounts
+from lockstep.gateway.sessions.service_clock import ServiceClock
 from lockstep.gateway.sessions.store import SessionStore
 from lockstep.tokens.errors import Conflict, LockstepError
 
@@ -25,8 +26,8 @@ SWEPT_AT_ONCE = 200
 class SessionExpiry:
     """Deletes sessions from the file, the index and the cache.
 
-    A session expires when it was not used for `ttl_seconds` and its samples were read since its
-    last turn, or when `expire_unread` is set.
+    A session expires when it was not used for `ttl_seconds` of the service clock and its samples
+    were read since its last turn, or when `expire_unread` is set.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class SessionExpiry:
         *,
         ttl_seconds: float,
         expire_unread: bool,
-        clock: Callable[[], float],
+        clock: ServiceClock,
     ) -> None:
         self._store, self._index, self._cache, self._counts = store, index, cache, counts
         self._ttl, self._expire_unread, self._clock = ttl_seconds, expire_unread, clock
@@ -62,16 +63,25 @@ class SessionExpiry:
             await asyncio.sleep(min(SWEEP_SECONDS, self._ttl))
             try:
                 await self.sweep()
+                await self.save_clock()
             except LockstepError as error:
                 log.warning(
                     "expired sessions could not be deleted, the next try is in %g s: %s",
                     SWEEP_SECONDS, error.message,
                 )  # fmt: skip
 
+    async def save_clock(self) -> None:
+        """Stores the service clock. Raises Unavailable when the file cannot be written."""
+        await self._store.write(functools.partial(tables.save_clock, seconds=self._clock.now()))
+
     def _expired(self) -> Iterator[SessionEntry]:
-        since = self._clock() - self._ttl
+        since = self._clock.now() - self._ttl
         for entry in self._index:
-            if entry.used >= since or not (entry.was_read or self._expire_unread):
+            if (
+                entry.damaged
+                or entry.active >= since
+                or not (entry.was_read or self._expire_unread)
+            ):
                 continue
             if self._cache.release(entry.name):
                 yield entry

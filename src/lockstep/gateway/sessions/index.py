@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lockstep.gateway.sessions.tables import SessionRow
-from lockstep.tokens.errors import NotFound
+from lockstep.gateway.sessions.minted_key import MintedKey
+from lockstep.gateway.sessions.tables import SessionRow, damaged_row
+from lockstep.tokens.errors import NotFound, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,15 @@ class SessionInfo:
 class SessionEntry:
     """A session in the index; unlike its row in the file it changes with every turn."""
 
-    __slots__ = ("bytes", "created", "id", "name", "read_turns", "tokenizer", "turns", "used")
+    __slots__ = ("active", "bytes", "created", "damaged", "id", "minted", "name", "read_turns",
+                 "tokenizer", "turns", "used")  # fmt: skip
 
-    def __init__(self, row: SessionRow) -> None:
+    def __init__(self, row: SessionRow, *, damaged: bool = False) -> None:
         self.id, self.name, self.tokenizer = row.id, row.name, row.tokenizer
-        self.created, self.used = row.created, row.used
+        self.created, self.used, self.active = row.created, row.used, row.active
         self.turns, self.bytes, self.read_turns = row.turns, row.bytes, row.read_turns
+        self.damaged = damaged
+        self.minted = MintedKey.decode(row.minted)
 
     @property
     def was_read(self) -> bool:
@@ -47,8 +51,15 @@ class SessionEntry:
     def row(self) -> SessionRow:
         return SessionRow(
             self.id, self.name, self.tokenizer, self.created, self.used, self.turns, self.bytes,
-            self.read_turns,
+            self.read_turns, self.active, None if self.minted is None else self.minted.encode(),
         )  # fmt: skip
+
+    def check_whole(self) -> None:
+        """Raises Unavailable when its row in the file is damaged."""
+        if self.damaged:
+            raise Unavailable(
+                f"the stored row of session {self.name!r} is damaged: delete the session"
+            )
 
 
 class SessionIndex:
@@ -61,6 +72,7 @@ class SessionIndex:
     def __init__(self) -> None:
         self.nbytes = 0
         self._entries: dict[str, SessionEntry] = {}
+        self._by_key: dict[bytes, SessionEntry] = {}
         self._deleting: set[str] = set()
         self._next_id = 1
 
@@ -71,15 +83,28 @@ class SessionIndex:
         """The sessions that are not being deleted."""
         return (one for one in self._entries.values() if one.name not in self._deleting)
 
-    def restore(self, rows: Iterable[SessionRow]) -> None:
-        """Takes in the sessions that a file holds."""
+    def restore(self, rows: Iterable[SessionRow], damaged: Iterable[tuple[int, str]] = ()) -> None:
+        """Takes in the sessions that a file holds. Damaged ones keep their names, so that nobody
+        begins another session where they can still be deleted or mended."""
         for row in rows:
-            self._entries[row.name] = SessionEntry(row)
             self.nbytes += row.bytes
-            self._next_id = max(self._next_id, row.id + 1)
+            self._restored(SessionEntry(row))
+        for number, name in damaged:
+            self._restored(SessionEntry(damaged_row(number, name), damaged=True))
+
+    def _restored(self, entry: SessionEntry) -> None:
+        self._entries[entry.name] = entry
+        self._next_id = max(self._next_id, entry.id + 1)
+        if entry.minted is not None:
+            self._by_key[entry.minted.digest] = entry
 
     def get(self, name: str) -> SessionEntry | None:
         return self._entries.get(name)
+
+    def of_key(self, digest: bytes) -> SessionEntry | None:
+        """The session that the key with this digest was minted for."""
+        entry = self._by_key.get(digest)
+        return None if entry is None or entry.name in self._deleting else entry
 
     def require(self, name: str) -> SessionEntry:
         """The entry of that name. Raises NotFound."""
@@ -94,15 +119,26 @@ class SessionIndex:
     def is_deleting(self, name: str) -> bool:
         return name in self._deleting
 
-    def new_entry(self, name: str, tokenizer: bytes, now: float) -> SessionEntry:
+    def new_entry(
+        self,
+        name: str,
+        tokenizer: bytes,
+        now: float,
+        active: float,
+        minted: MintedKey | None = None,
+    ) -> SessionEntry:
         """An entry for a session without turns; it is in the index after `grow`."""
-        entry = SessionEntry(SessionRow(self._next_id, name, tokenizer, now, now, 0, 0, 0))
+        row = SessionRow(self._next_id, name, tokenizer, now, now, 0, 0, 0, active, None)
+        entry = SessionEntry(row)
+        entry.minted = minted
         self._next_id += 1
         return entry
 
     def grow(self, entry: SessionEntry, turns: int, nbytes: int) -> None:
         """Counts what is about to be written."""
         self._entries[entry.name] = entry
+        if entry.minted is not None:
+            self._by_key[entry.minted.digest] = entry
         entry.turns += turns
         entry.bytes += nbytes
         self.nbytes += nbytes
@@ -114,7 +150,7 @@ class SessionIndex:
         entry.turns -= turns
         entry.bytes -= nbytes
         self.nbytes -= nbytes
-        if not entry.turns:
+        if not entry.turns and entry.minted is None:
             del self._entries[entry.name]
 
     def begin_deleting(self, entries: Iterable[SessionEntry]) -> None:
@@ -126,3 +162,5 @@ class SessionIndex:
             if deleted:
                 self.nbytes -= entry.bytes
                 del self._entries[entry.name]
+                if entry.minted is not None:
+                    self._by_key.pop(entry.minted.digest, None)

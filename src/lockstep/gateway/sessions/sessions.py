@@ -22,6 +22,7 @@ from lockstep.gateway.sessions.samples import (
     last_turns,
     reading_back,
     samples_of,
+from lockstep.gateway.sessions.service_clock import ServiceClock
 )
 from lockstep.gateway.sessions.store import SessionStore
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
@@ -102,6 +103,7 @@ class Sessions:
         self.cache = SessionCache(cache_bytes)
         self._limits = SessionLimits(
             sessions=max_sessions,
+        monotonic: Callable[[], float] = time.monotonic,
             turns=max_turns,
             bytes_per_session=max_bytes_per_session,
             bytes_total=max_bytes_total,
@@ -111,19 +113,26 @@ class Sessions:
         self._index = SessionIndex()
         self._expiry = SessionExpiry(
             self._store,
+        self.secret = b""
             self._index,
+        self._service_clock = ServiceClock(monotonic)
             self.cache,
             self.counts,
             ttl_seconds=ttl_seconds,
             expire_unread=expire_unread,
-            clock=clock,
+            clock=self._service_clock,
         )
         self._loading: dict[str, asyncio.Task[CachedSession]] = {}
         self._fingerprints = TokenizerFingerprints()
         self._sweeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Sessions:
-        self._index.restore(await self._store.start())
+        stored = await self._store.start()
+        self.secret = stored.secret
+        self._service_clock.restore(stored.clock)
+        self._index.restore(stored.rows, stored.damaged)
+        for _, name in stored.damaged:
+            log.error("the stored row of session %r is damaged: delete the session", name)
         self._sweeping = asyncio.create_task(self._expiry.sweep_for_ever())
         return self
 
@@ -142,6 +151,8 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._index)
 
+        with suppress(LockstepError):  # the clock then goes on from the last sweep
+            await self._expiry.save_clock()
     def stats(self) -> dict[str, int]:
         """Sizes now and counts since the start, by the name of their metric."""
         return {
@@ -163,13 +174,16 @@ class Sessions:
         """
         tokenizer = await self._fingerprints.of(renderer)
         cached = self.cache.find(session_id) or await self._load(session_id, renderer, tokenizer)
-        if cached.entry.tokenizer != tokenizer:
+        entry = cached.entry
+        if not entry.turns:
+            entry.tokenizer = tokenizer
+        if entry.tokenizer != tokenizer:
             raise Conflict(
                 f"session {session_id!r} was recorded with another tokenizer: delete it, or use "
                 "another id",
                 param="x-session-id",
             )
-        cached.entry.used = self._clock()
+        self._touch(entry)
         return Session(self, cached, renderer, breaks)
 
     async def samples(self, session_id: str, *, train_aborted: bool = False) -> list[Sample]:
@@ -186,8 +200,11 @@ class Sessions:
     async def _samples(self, entry: SessionEntry, train_aborted: bool) -> list[Sample]:
         cached = self.cache.find(entry.name)
         if cached is None:
-            stored = await self._store.read(lambda db: tables.read_session(db, entry.id))
+            stored = await self._store.read(
+                lambda db: tables.read_session(db, entry.id, entry.name)
+            )
             with reading_back(entry.name):
+        entry.check_whole()
                 turns = await asyncio.to_thread(load_turns, stored.turns)
             return await asyncio.to_thread(samples_of, last_turns(turns), train_aborted)
         # Waits for the writes before it: a turn whose write may still fail is not to train on.
@@ -239,6 +256,8 @@ class Sessions:
         self.counts.breaks.update(cause for _, cause in cached.unsaved_breaks)
         if cached.entry.turns and cached.ended is None:
             self._write(cached, [])
+        if entry.minted is not None:
+            entry.minted.check_budget(entry.name)
 
     async def store(
         self, cached: CachedSession, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]
@@ -246,7 +265,10 @@ class Sessions:
         """See Session.commit."""
         cached.check_alive()
         nodes = cached.ledger.commit_all(plan, choices)
-        cached.entry.used = self._clock()
+        self._touch(cached.entry)
+        if (minted := cached.entry.minted) is not None:
+            tokens = sum(len(completion.token_ids) for completion, _ in choices)
+            cached.entry.minted = minted.spent(tokens)
         written = self._write(cached, nodes)
         self.cache.touch(cached)
         # Shielded: a client that goes away does not undo a turn that is being written.
@@ -297,13 +319,15 @@ class Sessions:
         count = len(self._index) + self.cache.without_turns
         self._limits.check_all(count, self._index.nbytes, self.counts)
         self.counts.opened += 1
-        new = self._index.new_entry(name, tokenizer, self._clock())
+            entry.check_whole()
+        now, active = self._clock(), self._service_clock.now()
+        new = self._index.new_entry(name, tokenizer, now, active)
         cached = CachedSession(new, Ledger(renderer, breaks=GATEWAY_BREAKS))
         self.cache.add(cached)
         return cached
 
     async def _read(self, entry: SessionEntry, renderer: Renderer) -> CachedSession:
-        stored = await self._store.read(lambda db: tables.read_session(db, entry.id))
+        stored = await self._store.read(lambda db: tables.read_session(db, entry.id, entry.name))
         with reading_back(entry.name):
             ledger = await renderer.offload(
                 Ledger.from_turns, stored.turns, stored.breaks, renderer

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from lockstep.fleet.control.file_lock import FileLock
-from lockstep.gateway.sessions.tables import MEMORY, SessionRow, connect, read_sessions
+from lockstep.gateway.sessions.tables import MEMORY, StoredFile, connect, read_file
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
 
 BATCH = 512
@@ -48,13 +48,13 @@ class SessionStore:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open = False
 
-    async def start(self) -> list[SessionRow]:
-        """Opens the file; the sessions in it. Raises BadRequest when it cannot be used."""
+    async def start(self) -> StoredFile:
+        """Opens the file; what it holds. Raises BadRequest when it cannot be used."""
         self._loop = asyncio.get_running_loop()
         self._open = True
         self._thread.start()
         try:
-            return await self.read(read_sessions)
+            return await self.read(read_file)
         except BaseException:
             await self.stop()
             raise
@@ -78,7 +78,10 @@ class SessionStore:
         return self._submit(work, True, undone)
 
     def read(self, work: Work[T]) -> asyncio.Future[T]:
-        """Does the work after every write that was submitted before."""
+        """Does the work after every write that was submitted before.
+
+        A file that cannot be read fails it as Unavailable.
+        """
         return self._submit(work, False, None)
 
     def _submit(
@@ -165,6 +168,10 @@ def _transact(
 def _attempt(connection: sqlite3.Connection, job: _Job) -> tuple[_Job, Any, Exception | None]:
     try:
         return job, job.work(connection), None
+    except sqlite3.Error as error:
+        if job.writes:
+            return job, None, error  # which undoes the transaction
+        return job, None, Unavailable(f"the session file cannot be read: {error}")
     except Exception as error:
         # Raised again where the job is awaited; this thread serves the other sessions.
         return job, None, error

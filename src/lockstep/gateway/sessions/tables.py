@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 from collections.abc import Iterable
+from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from lockstep.gateway.sessions.minted_key import MintedKey
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
 
-FORMAT = 2
+FORMAT = 3
 MEMORY = "memory"
+CHECKSUM_BYTES = 8
 SCHEMA = f"""
 CREATE TABLE sessions (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, tokenizer BLOB NOT NULL,
     created REAL NOT NULL, used REAL NOT NULL, turns INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    read_turns INTEGER NOT NULL DEFAULT 0);
+    read_turns INTEGER NOT NULL DEFAULT 0, active REAL NOT NULL DEFAULT 0, minted BLOB);
 CREATE TABLE turns (
     session INTEGER NOT NULL, turn INTEGER NOT NULL, data BLOB NOT NULL,
-    PRIMARY KEY (session, turn));
+    checksum BLOB NOT NULL DEFAULT x'', PRIMARY KEY (session, turn));
 CREATE TABLE breaks (
     session INTEGER NOT NULL, key BLOB NOT NULL, cause TEXT NOT NULL, PRIMARY KEY (session, key));
+CREATE TABLE facts (name TEXT PRIMARY KEY, value NOT NULL);
 PRAGMA user_version = {FORMAT};
 """
 MIGRATIONS = {
     1: "ALTER TABLE sessions ADD COLUMN read_turns INTEGER NOT NULL DEFAULT 0;",
+    # Turns of before have no checksum: one made now would vouch for what may be damaged already.
+    2: "ALTER TABLE sessions ADD COLUMN active REAL NOT NULL DEFAULT 0;"
+    "ALTER TABLE sessions ADD COLUMN minted BLOB;"
+    "ALTER TABLE turns ADD COLUMN checksum BLOB NOT NULL DEFAULT x'';"
+    "CREATE TABLE facts (name TEXT PRIMARY KEY, value NOT NULL);",
 }
 """What brings a file of an earlier format to the next one."""
 
 
 class SessionRow(NamedTuple):
-    """The row of a session. Times are seconds since 1970.
+    """The row of a session. Times are seconds since 1970, but `active` is of the service clock.
 
-    `read_turns` is how many turns it had when its samples were last read.
+    `read_turns` is how many turns it had when its samples were last read, `minted` the encoded
+    MintedKey of a session that was begun with a key of its own.
     """
 
     id: int
@@ -43,6 +54,27 @@ class SessionRow(NamedTuple):
     turns: int
     bytes: int
     read_turns: int
+    active: float
+    minted: bytes | None
+
+
+KINDS: tuple[Any, ...] = (int, str, bytes, float, float, int, int, int, float, bytes | None)
+"""The types of a row that is not damaged: SQLite itself would hold anything."""
+
+
+def damaged_row(number: int, name: str) -> SessionRow:
+    """What stands for a row that cannot be read."""
+    return SessionRow(number, name, b"", 0.0, 0.0, 0, 0, 0, 0.0, None)
+
+
+class StoredFile(NamedTuple):
+    """What a session file holds beside turns: its sessions, the ids and names of those whose rows
+    are damaged, a secret that only this file has, and the service clock when it was last saved."""
+
+    rows: list[SessionRow]
+    damaged: list[tuple[int, str]]
+    secret: bytes
+    clock: float
 
 
 class StoredSession(NamedTuple):
@@ -78,6 +110,10 @@ def connect(path: str) -> sqlite3.Connection:
             "it; give another --state-dir or --sessions",
             param="sessions",
         )
+    connection.execute(
+        "INSERT OR IGNORE INTO facts VALUES ('secret', ?), ('clock', 0.0)",
+        (secrets.token_bytes(32),),
+    )
     return connection
 
 
@@ -89,13 +125,15 @@ def write_turns(
 ) -> None:
     """Adds turns and breaks to a session, and brings its own row up to date."""
     connection.execute(
-        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?) "
-        "ON CONFLICT (id) DO UPDATE SET used = excluded.used, turns = excluded.turns, "
-        "bytes = excluded.bytes",
+        "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (id) DO UPDATE SET tokenizer = excluded.tokenizer, used = excluded.used, "
+        "turns = excluded.turns, bytes = excluded.bytes, active = excluded.active, "
+        "minted = excluded.minted",
         row,
     )
     connection.executemany(
-        "INSERT INTO turns VALUES (?, ?, ?)", ((row.id, at, data) for at, data in turns)
+        "INSERT INTO turns VALUES (?, ?, ?, ?)",
+        ((row.id, at, data, _checksum(row.id, at, data)) for at, data in turns),
     )
     connection.executemany(
         "INSERT OR IGNORE INTO breaks VALUES (?, ?, ?)",
@@ -110,6 +148,11 @@ def mark_read(connection: sqlite3.Connection, session: int, turns: int) -> None:
     )
 
 
+def save_clock(connection: sqlite3.Connection, seconds: float) -> None:
+    """Records the service clock, which goes on from there after a restart."""
+    connection.execute("UPDATE facts SET value = ? WHERE name = 'clock'", (seconds,))
+
+
 def remove(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
     """Deletes sessions with their turns and breaks."""
     rows = [(each,) for each in ids]
@@ -117,32 +160,68 @@ def remove(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
         connection.executemany(f"DELETE FROM {table} WHERE {column} = ?", rows)
 
 
-def read_session(connection: sqlite3.Connection, session: int) -> StoredSession:
-    """The turns and breaks of a session. Raises NotFound, or Unavailable when turns are missing."""
+def read_session(connection: sqlite3.Connection, session: int, name: str) -> StoredSession:
+    """The turns and breaks of a session. Raises NotFound, or Unavailable when turns are missing
+    or not as they were written."""
     counted = connection.execute("SELECT turns FROM sessions WHERE id = ?", (session,)).fetchone()
     if counted is None:
-        raise NotFound(f"session {session} was deleted meanwhile")
+        raise NotFound(f"session {name!r} was deleted meanwhile")
     rows = connection.execute(
-        "SELECT turn, data FROM turns WHERE session = ? ORDER BY turn", (session,)
+        "SELECT turn, data, checksum FROM turns WHERE session = ? ORDER BY turn", (session,)
     ).fetchall()
-    if [turn for turn, _ in rows] != list(range(counted[0])):
-        raise Unavailable(
-            f"the stored session {session} has {len(rows)} of its {counted[0]} turns: the file is "
-            "damaged; delete the session"
-        )
-    breaks = connection.execute("SELECT key, cause FROM breaks WHERE session = ?", (session,))
-    return StoredSession([data for _, data in rows], breaks.fetchall())
+    if [turn for turn, _, _ in rows] != list(range(counted[0])):
+        raise _damaged(name, f"it has {len(rows)} of its {counted[0]} turns")
+    for turn, data, checksum in rows:
+        known = data if isinstance(data, bytes) else b""
+        if checksum not in (b"", _checksum(session, turn, known)) or known is not data:
+            raise _damaged(name, f"it has a turn {turn} that is not as it was written")
+    breaks = connection.execute(
+        "SELECT key, cause FROM breaks WHERE session = ?", (session,)
+    ).fetchall()
+    if not all(isinstance(key, bytes) and isinstance(cause, str) for key, cause in breaks):
+        raise _damaged(name, "it has a break that is not as it was written")
+    return StoredSession([data for _, data, _ in rows], breaks)
 
 
 def read_page(connection: sqlite3.Connection, after: str, limit: int) -> list[SessionRow]:
-    """The first `limit` sessions whose names come after `after`."""
+    """The first `limit` sessions whose names come after `after`; a damaged one has no sizes."""
     rows = connection.execute(
-        "SELECT * FROM sessions WHERE name > ? ORDER BY name LIMIT ?", (after, limit)
+        "SELECT * FROM sessions WHERE name > ? AND typeof(name) = 'text' ORDER BY name LIMIT ?",
+        (after, limit),
     )
-    return [SessionRow(*each) for each in rows]
+    return [SessionRow(*each) if _is_whole(each) else damaged_row(*each[:2]) for each in rows]
 
 
-def read_sessions(connection: sqlite3.Connection) -> list[SessionRow]:
-    """All sessions, the least recently used first."""
-    rows = connection.execute("SELECT * FROM sessions ORDER BY used")
-    return [SessionRow(*each) for each in rows]
+def read_file(connection: sqlite3.Connection) -> StoredFile:
+    """All sessions, the least recently used first, and the facts about the file."""
+    rows = connection.execute("SELECT * FROM sessions ORDER BY active, used").fetchall()
+    facts = dict(connection.execute("SELECT name, value FROM facts"))
+    return StoredFile(
+        [SessionRow(*each) for each in rows if _is_whole(each)],
+        [(each[0], _shown_name(each)) for each in rows if not _is_whole(each)],
+        facts["secret"],
+        facts["clock"],
+    )
+
+
+def _checksum(session: int, turn: int, data: bytes) -> bytes:
+    """Of a turn and of where it stands: two turns that change places are damage as well."""
+    digest = blake2b(b"%d:%d:" % (session, turn), digest_size=CHECKSUM_BYTES)
+    digest.update(data)
+    return digest.digest()
+
+
+def _is_whole(row: tuple[Any, ...]) -> bool:
+    typed = all(isinstance(value, kind) for value, kind in zip(row, KINDS, strict=True))
+    return typed and MintedKey.is_readable(row[-1])
+
+
+def _shown_name(row: tuple[Any, ...]) -> str:
+    """The name of a damaged row; where that is damaged too, one that no session can have."""
+    return row[1] if isinstance(row[1], str) else f"(damaged row {row[0]})"
+
+
+def _damaged(name: str, what: str) -> Unavailable:
+    return Unavailable(
+        f"session {name!r} cannot be read back: {what}; the file is damaged, delete the session"
+    )
