@@ -22,8 +22,8 @@ from lockstep.gateway.sessions.samples import (
     last_turns,
     reading_back,
     samples_of,
-from lockstep.gateway.sessions.service_clock import ServiceClock
 )
+from lockstep.gateway.sessions.service_clock import ServiceClock
 from lockstep.gateway.sessions.store import SessionStore
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
 from lockstep.ledger.breaks import GATEWAY_BREAKS
@@ -98,24 +98,24 @@ class Sessions:
         max_bytes_total: int = 32 << 30,
         cache_bytes: int = 256 << 20,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = SessionCounts()
         self.cache = SessionCache(cache_bytes)
         self._limits = SessionLimits(
             sessions=max_sessions,
-        monotonic: Callable[[], float] = time.monotonic,
             turns=max_turns,
             bytes_per_session=max_bytes_per_session,
             bytes_total=max_bytes_total,
         )
+        self.secret = b""
         self._clock = clock
+        self._service_clock = ServiceClock(monotonic)
         self._store = SessionStore(path)
         self._index = SessionIndex()
         self._expiry = SessionExpiry(
             self._store,
-        self.secret = b""
             self._index,
-        self._service_clock = ServiceClock(monotonic)
             self.cache,
             self.counts,
             ttl_seconds=ttl_seconds,
@@ -146,13 +146,13 @@ class Sessions:
             self._sweeping.cancel()
             with suppress(asyncio.CancelledError):
                 await self._sweeping
+        with suppress(LockstepError):  # the clock then goes on from the last sweep
+            await self._expiry.save_clock()
         await self._store.stop()
 
     def __len__(self) -> int:
         return len(self._index)
 
-        with suppress(LockstepError):  # the clock then goes on from the last sweep
-            await self._expiry.save_clock()
     def stats(self) -> dict[str, int]:
         """Sizes now and counts since the start, by the name of their metric."""
         return {
@@ -192,6 +192,7 @@ class Sessions:
         The turns so far then count as read: the session may expire until there are more.
         """
         entry = self._index.require(session_id)
+        entry.check_whole()
         turns = entry.turns
         samples = await self._samples(entry, train_aborted)
         await self._mark_read(entry, turns)
@@ -204,7 +205,6 @@ class Sessions:
                 lambda db: tables.read_session(db, entry.id, entry.name)
             )
             with reading_back(entry.name):
-        entry.check_whole()
                 turns = await asyncio.to_thread(load_turns, stored.turns)
             return await asyncio.to_thread(samples_of, last_turns(turns), train_aborted)
         # Waits for the writes before it: a turn whose write may still fail is not to train on.
@@ -246,6 +246,8 @@ class Sessions:
         """Raises TooLarge or Busy when one more turn is past a limit, Conflict when it ended."""
         cached.check_alive()
         entry = cached.entry
+        if entry.minted is not None:
+            entry.minted.check_budget(entry.name)
         self._limits.check_session(entry.name, entry.turns, entry.bytes, self.counts)
         self._limits.check_all(0, self._index.nbytes, self.counts)
 
@@ -256,8 +258,6 @@ class Sessions:
         self.counts.breaks.update(cause for _, cause in cached.unsaved_breaks)
         if cached.entry.turns and cached.ended is None:
             self._write(cached, [])
-        if entry.minted is not None:
-            entry.minted.check_budget(entry.name)
 
     async def store(
         self, cached: CachedSession, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]
@@ -274,6 +274,9 @@ class Sessions:
         # Shielded: a client that goes away does not undo a turn that is being written.
         await asyncio.shield(written)
         self.counts.turns += len(nodes)
+
+    def _touch(self, entry: SessionEntry) -> None:
+        entry.used, entry.active = self._clock(), self._service_clock.now()
 
     def _write(self, cached: CachedSession, nodes: list[Node]) -> asyncio.Future[None]:
         """Gives turns and new breaks to the store; a failure ends the session in memory."""
@@ -309,6 +312,7 @@ class Sessions:
             raise Conflict(f"session {name!r} is being deleted: try again", param="x-session-id")
         entry = self._index.get(name)
         if entry is not None:
+            entry.check_whole()
             # One task for all requests that wait: a session must not be in memory twice.
             task = self._loading.get(name)
             if task is None:
@@ -319,7 +323,6 @@ class Sessions:
         count = len(self._index) + self.cache.without_turns
         self._limits.check_all(count, self._index.nbytes, self.counts)
         self.counts.opened += 1
-            entry.check_whole()
         now, active = self._clock(), self._service_clock.now()
         new = self._index.new_entry(name, tokenizer, now, active)
         cached = CachedSession(new, Ledger(renderer, breaks=GATEWAY_BREAKS))
