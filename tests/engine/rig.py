@@ -66,7 +66,7 @@ class Result:
 class Rig:
     def __init__(self, directory: Path, **options: Any) -> None:
         small = {"max_model_len": 1024, "max_seqs": 8, "max_batch_tokens": 128,
-                 "prefix_cache_bytes": 4 << 20}  # fmt: skip
+                 "prefix_cache_bytes": 4 << 20, "logprob_mode": "raw"}  # fmt: skip
         self.directory = directory
         self.core = Core(directory, EngineOptions(**(small | options)))
 

@@ -44,6 +44,14 @@ def serve(
         typer.Option(help="URL of a vLLM server that runs already; may be repeated."),
     ] = None,
     workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
+    logprobs_mode: Annotated[
+        LogprobMode | None,
+        typer.Option(
+            help="processed: of the distribution that tokens are drawn from; raw: of the model's "
+            "own. By default processed; with --worker what those servers were started with, raw "
+            "unless this says otherwise."
+        ),
+    ] = None,
     worker_args: Annotated[
         str, typer.Option(help="Options of `lockstep worker` for each of them, in one string.")
     ] = "",
@@ -55,7 +63,9 @@ def serve(
     model_dir = bundled(model) or Path(model)
     source: WorkerSource
     if engine == "vllm":
-        source = _vllm(model, workers, tuple(worker or ()), vllm_args or (), arguments, settings)
+        source = _vllm(
+            model, workers, tuple(worker or ()), vllm_args or (), logprobs_mode, arguments, settings
+        )
     elif worker or vllm_args:
         raise BadRequest(
             "--worker and options after -- are for vLLM servers: add --engine vllm",
@@ -69,7 +79,8 @@ def serve(
                 param="model",
             )
         require_extra("engine")
-        own = tuple(shlex.split(worker_args))
+        mode = () if logprobs_mode is None else ("--logprobs-mode", logprobs_mode)
+        own = (*mode, *shlex.split(worker_args))
         source = EmbeddedWorkers(model, workers, own, arguments.drain_seconds)
     arguments = replace(arguments, tokenizer=arguments.tokenizer or model)
     GatewayProcess(source, arguments, settings, model_dir).run()
@@ -122,6 +133,7 @@ def _vllm(
     count: int,
     urls: tuple[str, ...],
     own: Sequence[str],
+    mode: LogprobMode | None,
     arguments: GatewayArguments,
     settings: Settings,
 ) -> WorkerSource:
@@ -129,9 +141,17 @@ def _vllm(
     from lockstep.launch.interpreter import VLLM, find_python
 
     if urls:
-        return RunningVllm(urls, settings.worker_api_key)
+        return RunningVllm(urls, settings.worker_api_key, mode)
+    if any(one.partition("=")[0] == "--logprobs-mode" for one in own):
+        raise BadRequest(
+            "--logprobs-mode stands after --: give it to lockstep serve, before --, as responses "
+            "must say which logprobs they hold",
+            param="logprobs_mode",
+        )
     python = find_python(VLLM, settings.vllm_python)
-    return VllmWorkers(model, count, tuple(own), python, arguments.drain_seconds)
+    return VllmWorkers(
+        model, count, tuple(own), python, arguments.drain_seconds, mode or "processed"
+    )
 
 
 def _hide_torch() -> None:

@@ -88,12 +88,19 @@ def worker(
         int, _engine_option(help="Megabytes of KV cache for shared prefixes; 0: off.")
     ] = 256,
     logprobs_mode: Annotated[
-        LogprobMode | None,
+        LogprobMode,
         _engine_option(
-            help="raw: of the model's distribution; processed: after temperature, top-p and top-k. "
-            "By default raw, and processed with --runtime dynamo."
+            help="processed: of the distribution that tokens are drawn from, after temperature, "
+            "top-p, penalties and the like; raw: of the model's own. Requests may choose the other."
         ),
-    ] = None,
+    ] = "processed",
+    return_routed_experts: Annotated[
+        bool,
+        _engine_option(
+            "--return-routed-experts",
+            help="Return the routed experts of a mixture-of-experts model for every request.",
+        ),
+    ] = False,
     weight_version: Annotated[
         str, _engine_option(help="Version label of the weights it starts with.")
     ] = "default",
@@ -115,8 +122,6 @@ def worker(
     from lockstep.worker.dynamo.worker import run_dynamo_worker
     from lockstep.worker.serve import WorkerOptions, run_worker
 
-    if logprobs_mode is None:  # Dynamo's own workers for RL compute processed ones
-        logprobs_mode = "processed" if runtime == "dynamo" else "raw"
     settings = Settings.read()
     if script is not None and runtime == "dynamo":
         raise BadRequest("--script is for --runtime http only", param="script")
@@ -137,6 +142,7 @@ def worker(
             insecure=insecure,
             checkpoint_roots=tuple(checkpoint_root or ()),
             drain_seconds=drain_seconds,
+            return_routed_experts=return_routed_experts,
             engine=EngineOptions(
                 device=device,
                 dtype=dtype,

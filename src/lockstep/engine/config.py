@@ -153,7 +153,7 @@ class EngineOptions:
     max_batch_tokens: int = 1024
     kv_bytes: int = 2 << 30
     prefix_cache_bytes: int = 256 << 20
-    logprob_mode: LogprobMode = "raw"
+    logprob_mode: LogprobMode = "processed"
     weight_version: str = "default"
     worker: str | None = None
     max_adapters: int = 32

@@ -13,12 +13,12 @@ from torch import Tensor
 from lockstep.engine.config import EngineOptions
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.model import Model, Segment
+from lockstep.engine.processing import TokenCounts, penalizes, process_spans
 from lockstep.engine.sampler import Sampled, SamplingRow, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Work
-from lockstep.engine.scoring import logprobs_of
 from lockstep.engine.sequence import Sequence
 from lockstep.engine.weights.weights import Weights
-from lockstep.tokens import PromptLogprob
+from lockstep.tokens import PromptLogprob, ShapedSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,13 @@ class ModelRunner:
         targets = sequence.tokens[first : min(first + work.count, sequence.prompt_len)]
         if not targets or options.prompt_logprobs is None:
             return
-        mode = options.logprob_mode or self._mode
-        temperature = options.temperature if mode == "processed" else 1.0
-        logprobs, ids = logprobs_of(self._model, weights, hidden, row, targets, temperature or 1.0)
+        logits = self._model.logits(weights, hidden, range(row, row + len(targets)))
+        if (options.logprob_mode or self._mode) == "processed":
+            spans = self._scored_spans(sequence, first, len(targets))
+            window = sequence.tokens[: first + len(targets)]
+            logits = process_spans(logits, window, spans, options.temperature, first=first)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        ids = torch.tensor(targets, device=hidden.device)
         chosen, ranks = score(logprobs, ids)
         tops = top_logprobs(logprobs, [options.prompt_logprobs] * len(targets))
         sequence.prompt_logprobs += [
@@ -108,11 +112,22 @@ class ModelRunner:
             for fields in zip(targets, chosen.tolist(), ranks.tolist(), tops, strict=True)
         ]
 
+    def _scored_spans(self, sequence: Sequence, first: int, count: int) -> list[ShapedSpan]:
+        """The tokens among `count` from `first` on that are scored as if they had been sampled."""
+        start, shaping = sequence.request.sampling.score_start, sequence.shaping
+        if start is None or shaping is None or start >= first + count:
+            return []
+        return [ShapedSpan(start, first + count, shaping)]
+
     def _sampling_row(self, sequence: Sequence) -> SamplingRow:
         options = sequence.request.sampling
+        if sequence.counts is None and penalizes(options):
+            vocab, device = self._model.config.vocab_size, self._cache.k.device
+            sequence.counts = TokenCounts(sequence.request.prompt_ids, vocab, device)
         return SamplingRow(
             options,
             options.logprob_mode or self._mode,
             uniform(sequence.seed, sequence.generated),
             banned=sequence.end_ids if sequence.generated < options.min_tokens else (),
+            counts=sequence.counts,
         )

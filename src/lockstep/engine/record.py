@@ -23,6 +23,7 @@ def completion(
         versions=merge_spans(sequence.versions),
         logprob_mode=sampling.logprob_mode or options.logprob_mode,
         temperature=sampling.temperature,
+        shaping=sequence.shaping,
         index=sequence.index,
         request_id=sequence.request.request_id,
         stop_token=sequence.stop_token,

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.engine.processing import HIDDEN, LogitsRow, TokenCounts, process
 from lockstep.tokens import LogprobMode, Ranked, Sampling
 
-HIDDEN = float("-inf")
 _MASK = (1 << 64) - 1
 
 
@@ -22,7 +22,12 @@ class SamplingRow(NamedTuple):
     mode: LogprobMode
     uniform: float
     banned: tuple[int, ...] = ()
-    """Tokens that must not come yet (ends, before min_tokens)."""
+    counts: TokenCounts | None = None
+
+    @property
+    def processing(self) -> LogitsRow:
+        """What is done to the logits before a token is drawn."""
+        return LogitsRow(self.sampling, self.sampling.temperature, self.banned, self.counts)
 
 
 class Sampled(NamedTuple):
@@ -47,15 +52,15 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
 
     A row that is no distribution, as its logits or its options are out of range, gets logprob NaN.
     """
-    shaped = _shape(logits, rows)
+    shaped = process(logits, [row.processing for row in rows])
     tokens, totals = _draw(shaped, [row.uniform for row in rows])
     greedy = [at for at, row in enumerate(rows) if row.sampling.temperature == 0]
     if greedy:
         tokens[greedy] = shaped[greedy].argmax(dim=-1)
-    logprobs = torch.log_softmax(logits, dim=-1)
-    processed = [at for at, row in enumerate(rows) if row.mode == "processed"]
-    if processed and shaped is not logits:
-        logprobs[processed] = torch.log_softmax(shaped[processed], dim=-1)
+    raw = [at for at, row in enumerate(rows) if row.mode == "raw"]
+    logprobs = torch.log_softmax(shaped, dim=-1)
+    if raw and shaped is not logits:
+        logprobs[raw] = torch.log_softmax(logits[raw], dim=-1)
     chosen, ranks = score(logprobs, tokens)
     tops = top_logprobs(logprobs, [row.sampling.logprobs for row in rows])
     columns = tokens.tolist(), chosen.tolist(), ranks.tolist(), tops, totals.tolist()
@@ -85,63 +90,6 @@ def top_logprobs(logprobs: Tensor, wanted: Sequence[int]) -> list[tuple[Ranked, 
         )
         for row, count in enumerate(wanted)
     ]
-
-
-def _shape(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The logits that are sampled from: biased, masked, tempered and truncated, row by row.
-
-    The logits themselves where no row changes them.
-    """
-    if not any(row.banned or _shapes(row.sampling) for row in rows):
-        return logits
-    temperatures = [row.sampling.temperature or 1.0 for row in rows]
-    shaped = logits / torch.tensor(temperatures, device=logits.device)[:, None]
-    for at, row in enumerate(rows):
-        options = row.sampling
-        if options.logit_bias:
-            ids = list(options.logit_bias)
-            bias = torch.tensor(list(options.logit_bias.values()), device=logits.device)
-            shaped[at, ids] = (logits[at, ids] + bias) / temperatures[at]
-        if options.allowed_token_ids is not None:
-            kept = torch.full_like(shaped[at], HIDDEN)
-            ids = list(options.allowed_token_ids)
-            kept[ids] = shaped[at, ids]
-            shaped[at] = kept
-        if row.banned:
-            shaped[at, list(row.banned)] = HIDDEN
-        if options.top_k or options.top_p < 1 or options.min_p:
-            shaped[at] = _truncate(shaped[at], options)
-    return shaped
-
-
-def _shapes(options: Sampling) -> bool:
-    return options.temperature not in (0.0, 1.0) or restricts(options)
-
-
-def restricts(options: Sampling) -> bool:
-    """Whether an option other than the temperature changes the distribution that is sampled."""
-    return bool(
-        options.logit_bias
-        or options.allowed_token_ids is not None
-        or options.top_k
-        or options.top_p < 1
-        or options.min_p
-    )
-
-
-def _truncate(logits: Tensor, options: Sampling) -> Tensor:
-    """One row with all but the tokens that top_k, top_p and min_p leave hidden."""
-    ordered, ids = logits.sort(descending=True, stable=True)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if options.top_k:
-        keep[options.top_k :] = False
-    probs = torch.softmax(ordered.masked_fill(~keep, HIDDEN), dim=-1)
-    if options.top_p < 1:
-        before = probs.cumsum(dim=-1) - probs
-        keep &= before < options.top_p
-    if options.min_p:
-        keep &= probs >= options.min_p * probs[0]
-    return torch.full_like(logits, HIDDEN).scatter(0, ids[keep], ordered[keep])
 
 
 def _draw(shaped: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:

@@ -28,21 +28,6 @@ class _Piece:
     end: int
 
 
-def logprobs_of(
-    model: Model,
-    weights: Weights,
-    hidden: Tensor,
-    row: int,
-    targets: list[int],
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Logprobs over the vocabulary at rows from `row` on, and the ids of `targets` as a tensor."""
-    logits = model.logits(weights, hidden, range(row, row + len(targets)))
-    if temperature != 1.0:
-        logits = logits / temperature
-    return torch.log_softmax(logits, dim=-1), torch.tensor(targets, device=hidden.device)
-
-
 def score_sequences(
     model: Model,
     weights: Weights,
@@ -97,7 +82,9 @@ def _scores(model: Model, weights: Weights, hidden: Tensor, targets: list[int]) 
     # Many rows at once, whatever sequences they are of; not all, as a row has a whole vocabulary.
     for start in range(0, len(targets), LOGIT_ROWS):
         chosen = targets[start : start + LOGIT_ROWS]
-        logprobs, ids = logprobs_of(model, weights, hidden, start, chosen)
+        logits = model.logits(weights, hidden, range(start, start + len(chosen)))
+        logprobs = torch.log_softmax(logits, dim=-1)
+        ids = torch.tensor(chosen, device=hidden.device)
         values += logprobs.gather(-1, ids[:, None]).squeeze(-1).tolist()
     return values
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.lora import Adapter
+from lockstep.engine.processing import TokenCounts
 from lockstep.engine.sampler import Sampled
 from lockstep.tokens import Completion, Finish, LockstepError, PromptLogprob, Ranked, Sampling
 from lockstep.tokens.errors import BadRequest, PromptTooLong
@@ -102,6 +103,7 @@ class Sequence:
         limit = request.sampling.max_tokens
         self.max_total = max_len if limit is None else min(max_len, self.prompt_len + limit)
         self.end_ids = request.end_ids(eos_ids)
+        self.shaping = request.sampling.shaping(tuple(eos_ids))
         self._eos_ids = frozenset[int]() if request.sampling.ignore_eos else eos_ids
         self.adapter: Adapter | None = None
         self.root = b""
@@ -113,6 +115,7 @@ class Sequence:
         self.old_experts: Tensor | None = None
         self.finish: Finish | None = None
         self.stop_token: int | None = None
+        self.counts: TokenCounts | None = None
 
     @property
     def output_ids(self) -> list[int]:
@@ -152,6 +155,8 @@ class Sequence:
         self.ranks.append(sampled.rank)
         self.tops.append(sampled.top)
         self.versions.append(version)
+        if self.counts is not None:
+            self.counts.add(token)
         if token in self._eos_ids:
             return "stop"
         if token in self.request.sampling.stop_token_ids:

@@ -15,6 +15,7 @@ from lockstep.tokens.errors import (
 )
 from lockstep.tokens.experts import RoutedExperts
 from lockstep.tokens.sampling import LogprobMode
+from lockstep.tokens.shaping import Shaping
 
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 FINISHES: tuple[str, ...] = get_args(Finish)
@@ -58,6 +59,9 @@ class Completion:
     every logprob is finite (unless `allow_nonfinite`, which leaves them as they came);
     experts, when present, have a row for every token but the last. `prompt_ids` are those that were
     sent; a gateway that only relays them leaves them undecoded, and they read like a list.
+    `shaping` is what beside the temperature shaped the distribution, None where nothing did.
+    `stop_reason` is the stop string that ended it, `stop_tokens` how many of the last tokens hold
+    part of it; they stay in `token_ids`, and None says that the server did not count them.
     """
 
     token_ids: list[int]
@@ -67,9 +71,12 @@ class Completion:
     versions: tuple[VersionSpan, ...]
     logprob_mode: LogprobMode = "raw"
     temperature: float = 1.0
+    shaping: Shaping | None = None
     index: int = 0
     request_id: str = ""
     stop_token: int | None = None
+    stop_reason: str | None = None
+    stop_tokens: int | None = None
     top_logprobs: list[tuple[Ranked, ...]] | None = None
     ranks: list[int] | None = None
     prompt_logprobs: list[PromptLogprob | None] | None = None

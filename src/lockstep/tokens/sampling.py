@@ -8,14 +8,16 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.shaping import Shaping
 
 LogprobMode = Literal["raw", "processed"]
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 100
 MAX_N = 1024
 # Beyond these, fp32 has no precision left: the distribution would be NaN, or not the one requested.
 MIN_TEMPERATURE = 1e-4
 MIN_TOP_P = 1e-6
 MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +28,18 @@ class Sampling:
     always comes); `prompt_logprobs` the same for prompt tokens, or None for not at all.
     `logprob_mode` "raw" takes logprobs from the model's untouched distribution, "processed" from
     the one that was sampled from; None leaves it to the engine. Temperature 0 is greedy.
+    `repetition_penalty` counts prompt and completion, the other two the completion only.
+    To a prompt's processed logprobs only the temperature is applied, unless `score_start` is given:
+    tokens from there on are scored as if they had been sampled with all these options.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -42,6 +50,7 @@ class Sampling:
     logit_bias: Mapping[int, float] | None = None
     logprobs: int = 0
     prompt_logprobs: int | None = None
+    score_start: int | None = None
     logprob_mode: LogprobMode | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +73,26 @@ class Sampling:
                     param="logit_bias",
                 )
 
+    def shaping(self, eos_ids: tuple[int, ...] = ()) -> Shaping | None:
+        """What beside the temperature shapes the distribution, in a model with these end tokens.
+
+        None where nothing does, which is the usual case.
+        """
+        ends = (*self.stop_token_ids, *(() if self.ignore_eos else eos_ids))
+        shaping = Shaping(
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=dict(self.logit_bias) if self.logit_bias else None,
+            allowed_token_ids=self.allowed_token_ids,
+            min_tokens=self.min_tokens,
+            end_ids=tuple(sorted(set(ends))) if self.min_tokens else (),
+        )
+        return None if shaping == Shaping() else shaping
+
 
 OPTIONAL = frozenset(field.name for field in fields(Sampling) if field.default is None)
 CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -74,6 +103,15 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda value: MIN_TOP_P <= value <= 1, f"between {MIN_TOP_P} and 1"),
     "top_k": (lambda value: value >= 0, ">= 0 (0 turns it off)"),
     "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
+    "presence_penalty": (
+        lambda value: abs(value) <= MAX_PENALTY,
+        f"between -{MAX_PENALTY:g} and {MAX_PENALTY:g}",
+    ),
+    "frequency_penalty": (
+        lambda value: abs(value) <= MAX_PENALTY,
+        f"between -{MAX_PENALTY:g} and {MAX_PENALTY:g}",
+    ),
+    "repetition_penalty": (lambda value: 0 < value < math.inf, "a finite number above 0"),
     "seed": (lambda value: -(2**63) <= value < 2**63, "a 64-bit integer"),
     "max_tokens": (lambda value: value >= 1, "at least 1"),
     "min_tokens": (lambda value: value >= 0, ">= 0"),
@@ -81,6 +119,7 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "allowed_token_ids": (lambda value: len(value) > 0, "a list with at least one id"),
     "logprobs": (lambda value: 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
     "prompt_logprobs": (lambda value: 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+    "score_start": (lambda value: value >= 0, ">= 0"),
     "logprob_mode": (lambda value: value in ("raw", "processed"), "raw or processed"),
 }
 """What each option may be, and in words for the error. NaN fails every comparison."""

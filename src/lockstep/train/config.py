@@ -49,7 +49,7 @@ class RolloutConfig:
     group_size: Annotated[int, "Rollouts per task, compared with each other."] = 8
     max_tokens: Annotated[int, "Most tokens of one turn."] = 48
     temperature: Annotated[float, "Of sampling."] = 1.0
-    logprobs: Annotated[LogprobMode, "raw, or processed where the temperature is not 1."] = "raw"
+    logprobs: Annotated[LogprobMode, "processed; raw only at temperature 1."] = "processed"
     concurrency: Annotated[int, "Most rollouts at once."] = 128
     experts: Annotated[bool, "Ask for the routed experts of every token."] = False
     samples_shown: Annotated[int, "Conversations per step that the report keeps."] = 2

@@ -17,21 +17,22 @@ from lockstep import engine as embedded
 from lockstep.engine import Engine
 from lockstep.http import sse
 from lockstep.http.auth import RequestAuth
+from lockstep.http.body import read_body
 from lockstep.http.handlers import (
     EXCEPTION_HANDLERS,
     EventStream,
     json_response,
-    read_json,
     unless_gone,
 )
+from lockstep.protocol.common.limits import LIMITS, RequestLimits
 from lockstep.protocol.common.model_card import ModelCard, ModelList
+from lockstep.protocol.common.request_id import check_request_id
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
 from lockstep.protocol.vllm.generate_request import GenerateBody, decode_request
 from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
 from lockstep.worker.metrics import WorkerMetrics
 
-BODY_LIMIT = 64 << 20
 PREFIX = wire.REQUEST_ID_PREFIX
 
 
@@ -43,7 +44,8 @@ def prefixed(request_id: str) -> str:
 class DataPlane:
     """Routes of the data port, over one engine that serves `model` (and its adapters).
 
-    Requests need one of `keys`, where there are any, and one of `hosts`, unless that is None.
+    Requests need one of `keys`, where there are any, and one of `hosts`, unless that is None. With
+    `return_routed_experts` every response has them. Raises BadRequest when the model has none.
     """
 
     def __init__(
@@ -54,13 +56,23 @@ class DataPlane:
         *,
         keys: Iterable[str] = (),
         hosts: Iterable[str] | None = None,
+        return_routed_experts: bool = False,
+        limits: RequestLimits = LIMITS,
     ) -> None:
+        if return_routed_experts and not engine.core.config.moe_layers:
+            raise BadRequest(
+                f"--return-routed-experts is set, but {model} is no mixture of experts: leave it "
+                "out",
+                param="return_routed_experts",
+            )
         self.engine = engine
         self.model = model
         self.root = root
         self.created = int(time.time())
         self.instance = secrets.token_hex(8)
         self.draining = False
+        self.limits = limits
+        self._always_experts = return_routed_experts
         self.metrics = WorkerMetrics(engine, model)
         self.app = Starlette(
             routes=[
@@ -77,8 +89,10 @@ class DataPlane:
     async def generate(self, http: Request) -> Response:
         """Generates for a request, whole or streamed. X-Request-Id beats the body's request_id."""
         header = http.headers.get("x-request-id")
+        check_request_id(header or None, "x-request-id")
         http.state.request_id = prefixed(header or secrets.token_hex(8))
-        body = decode_request(await read_json(http, BODY_LIMIT))
+        body = await read_body(http, decode_request, self.limits)
+        check_request_id(body.request_id or None)
         if body.request_id and not header:
             http.state.request_id = prefixed(body.request_id)
         if self.draining:
@@ -126,11 +140,17 @@ class DataPlane:
             priority=body.priority,
             cache_salt=body.cache_salt,
             adapter=self._adapter(body.model),
-            experts_start=body.experts_start,
+            experts_start=self._experts_start(body),
             weight_version=body.weight_version,
             min_weight_version=body.min_weight_version,
             skip_prefix_cache=bool(body.sampling_params.skip_reading_prefix_cache),
         )
+
+    def _experts_start(self, body: GenerateBody) -> int | None:
+        """The first row of routed experts to return: those requested, or those of every request."""
+        if body.experts_start is None and self._always_experts:
+            return body.experts_skipped or 0
+        return body.experts_start
 
     def _adapter(self, name: str | None) -> str | None:
         """The adapter that a model name means, None for the base. Raises UnknownModel."""
@@ -144,7 +164,7 @@ class DataPlane:
 
     async def abort(self, http: Request) -> Response:
         """Stops requests by id, with or without the prefix; returns how many it really stopped."""
-        body: AbortRequest = decode_abort(await read_json(http, BODY_LIMIT))
+        body: AbortRequest = await read_body(http, decode_abort, self.limits)
         if not body.request_ids:
             raise BadRequest("request_ids is empty: name at least one", param="request_ids")
         stopped = 0
@@ -178,6 +198,7 @@ class DataPlane:
             parent=parent,
             owned_by="lockstep",
             numerics=self.engine.plan,
+            logprob_mode=self.engine.options.logprob_mode,
             root=root,
             created=self.created,
         )

@@ -43,6 +43,7 @@ class WorkerOptions:
     insecure: bool = False
     checkpoint_roots: tuple[Path, ...] = ()
     drain_seconds: float = DRAIN_SECONDS
+    return_routed_experts: bool = False
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
@@ -71,6 +72,7 @@ async def _serve(options: WorkerOptions, make_engine: MakeEngine) -> None:
             bundled(options.model) or Path(options.model),
             keys=options.api_keys,
             hosts=hosts_of(options.host),
+            return_routed_experts=options.return_routed_experts,
         )
         system = SystemPlane(engine, token, options.checkpoint_roots)
         apps = [(data.app, data_socket), (system.app, system_socket)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.cli.serving.model_identity import ModelIdentity, served_model
 from lockstep.cli.serving.sources import ShowStatus, WorkerRows
+from lockstep.tokens import LogprobMode
 
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
@@ -26,6 +27,7 @@ class VllmWorkers:
     arguments: tuple[str, ...]
     python: Path
     drain_seconds: float
+    logprob_mode: LogprobMode
     starts_workers = True
 
     async def identity(self) -> ModelIdentity:
@@ -49,7 +51,7 @@ class VllmWorkers:
             self.model,
             self.count,
             python=self.python,
-            arguments=self.arguments,
+            arguments=("--logprobs-mode", f"{self.logprob_mode}_logprobs", *self.arguments),
             on_ready=count_up,
             on_restart=lambda child: pool.eject(child.id, "it was restarted"),
             drain_seconds=self.drain_seconds,
@@ -59,7 +61,9 @@ class VllmWorkers:
             await servers.ready()
             for child in servers.children:
                 admin = await open_admin(child.url, backend="vllm")
-                await fleet.add(child.url, admin, worker_id=child.id)
+                await fleet.add(
+                    child.url, admin, worker_id=child.id, logprob_mode=self.logprob_mode
+                )
             await pool.wait_ready(self.count, READY_SECONDS)
             yield [
                 {"id": one.id, "url": one.url, "system_url": one.url, "pid": one.pid}
@@ -76,6 +80,7 @@ class RunningVllm:
 
     urls: tuple[str, ...]
     api_key: str | None
+    logprob_mode: LogprobMode | None = None
     starts_workers = False
 
     async def identity(self) -> ModelIdentity:
@@ -94,7 +99,9 @@ class RunningVllm:
         async with fleet.pool, fleet:
             for url in self.urls:
                 admin = await open_admin(url, self.api_key, "vllm")
-                await fleet.add(url, admin, api_key=self.api_key)
+                await fleet.add(
+                    url, admin, api_key=self.api_key, logprob_mode=self.logprob_mode
+                )
             await fleet.pool.wait_ready(len(self.urls), READY_SECONDS)
             yield [
                 {"id": one.id, "url": one.url, "system_url": one.url, "pid": None}

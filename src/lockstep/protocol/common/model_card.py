@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from lockstep.protocol.common.response import decode_response
+from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import ContractError
 from lockstep.tokens.numerics import NumericsPlan
 
@@ -16,8 +17,8 @@ from lockstep.tokens.numerics import NumericsPlan
 class ModelCard:
     """A served model, or an adapter whose `parent` is its base model.
 
-    `numerics` is how its workers compute, where the server tells; `root` is where it was loaded
-    from.
+    Where the server tells: `numerics` is how its workers compute, `logprob_mode` which logprobs a
+    request gets that does not choose. `root` is where it was loaded from.
     """
 
     id: str
@@ -26,6 +27,7 @@ class ModelCard:
     parent: str | None = None
     owned_by: str | None = None
     numerics: NumericsPlan | None = None
+    logprob_mode: LogprobMode | None = None
     root: str | None = None
     created: int = 0
     object: str = "model"

@@ -27,6 +27,9 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -35,6 +38,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     allowed_token_ids: list[int] | None = None
     logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
+    score_start: int | None = None
     logprob_mode: LogprobMode | None = None
     routed_experts_prompt_start: int | None = None
 
@@ -42,9 +46,6 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     spaces_between_special_tokens: bool | None = None
 
     stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     watermarking: Any = None
@@ -56,9 +57,6 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
 
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "bad_words": ([],),
     "include_stop_str_in_output": (False,),
     "watermarking": (False,),
@@ -74,7 +72,9 @@ OPTIONS = tuple(field.name for field in fields(Sampling))
 BY_NAME = tuple(name for name in OPTIONS if name in SamplingFields.__struct_fields__)
 """Options that a body has under their own name. The others, `n` and `logprobs`, differ in type or
 meaning from dialect to dialect, so each passes them to `read_sampling` itself."""
-LEFT_OUT_WHEN_OFF = frozenset({"min_tokens", "stop_token_ids", "ignore_eos"})
+LEFT_OUT_WHEN_OFF = frozenset(
+    {"min_tokens", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"}
+)
 """Options that no server has a default of its own for: saying that they are off adds nothing."""
 
 

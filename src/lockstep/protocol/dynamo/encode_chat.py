@@ -10,7 +10,12 @@ import msgspec
 from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.sampling_fields import LEFT_OUT_WHEN_OFF, write_sampling
-from lockstep.protocol.vllm.encode_generate import refuse_mode, refuse_stop_strings, refuse_versions
+from lockstep.protocol.vllm.encode_generate import (
+    refuse_mode,
+    refuse_scoring,
+    refuse_stop_strings,
+    refuse_versions,
+)
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnknownField, UnsupportedField
 
@@ -57,6 +62,9 @@ NAMES: Mapping[str, str | None] = {
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
     "seed": "seed",
     "max_tokens": "max_completion_tokens",
     "min_tokens": "min_tokens",
@@ -67,6 +75,7 @@ NAMES: Mapping[str, str | None] = {
     "logprobs": None,  # `top_logprobs`, beside a `logprobs` that is only true or false
     "n": None,  # refused: one choice at a time
     "logit_bias": None,  # refused: it never reaches the engine
+    "score_start": None,  # refused: prompt logprobs are raw
     "logprob_mode": None,  # refused unless it is the server's
 }
 """Dynamo's name of each option; None for one that is not sent under a name of its own."""
@@ -83,6 +92,7 @@ def encode_dynamo(request: GenerateRequest, *, mode: LogprobMode, stream: bool =
     sampling = request.sampling
     refuse_versions(request, "Dynamo")
     refuse_mode(request, mode)
+    refuse_scoring(request, "Dynamo")
     refuse_stop_strings(request)
     if request.features is not None:
         raise NotImplementedError(

@@ -109,6 +109,7 @@ class ChatCompletionBody(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptField | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     nvext: NvextResponse | UnsetType = UNSET
+    logprob_mode: str | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +203,7 @@ def chat_response(
             prompt_entries(shape, first.prompt_logprobs) if shape.prompt_logprobs else None
         ),
         prompt_token_ids=as_list(first.prompt_ids) if shape.token_ids else None,
+        logprob_mode=first.logprob_mode,
     )
     if shape.extra_fields:
         body.nvext = extension(shape, first, first.token_ids, worker=worker, timing=timing)

@@ -48,6 +48,9 @@ NAMES: Mapping[str, str | None] = {
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
     "seed": "sampling_seed",
     "max_tokens": None,  # `max_new_tokens`, which the transport always decides
     "min_tokens": "min_new_tokens",
@@ -58,6 +61,7 @@ NAMES: Mapping[str, str | None] = {
     "prompt_logprobs": None,
     "n": None,  # refused: one choice at a time
     "allowed_token_ids": None,  # refused: SGLang has none
+    "score_start": None,  # refused: prompt logprobs know the temperature only
     "logprob_mode": None,  # refused unless it is the server's
 }
 """SGLang's name of each option; None for one that is not among its sampling_params."""
@@ -78,8 +82,13 @@ def encode_sglang(
     sampling = request.sampling
     refuse_versions(request, "SGLang")
     refuse_mode(request, mode)
-    if sampling.allowed_token_ids is not None or sampling.n != 1 or request.stop:
-        field = "n" if sampling.n != 1 else "stop" if request.stop else "allowed_token_ids"
+    refused = {
+        "n": sampling.n != 1,
+        "stop": bool(request.stop),
+        "allowed_token_ids": sampling.allowed_token_ids is not None,
+        "score_start": sampling.score_start is not None,
+    }
+    for field in (name for name, present in refused.items() if present):
         raise UnsupportedField(f"{field} is not supported by the SGLang transport", param=field)
     if request.features is not None:
         raise NotImplementedError("multimodal prompts need the `vllm` transport, not `sglang`")

@@ -12,12 +12,14 @@ from lockstep.protocol.common.sampling_fields import LEFT_OUT_WHEN_OFF, OPTIONS,
 from lockstep.protocol.vllm.generate_request import RelayedBody, SamplingParams
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnsupportedField
-from lockstep.tokens.sampling import MAX_LOGPROBS
 
 ENCODER = msgspec.json.Encoder()
+VLLM_MAX_LOGPROBS = 20
+"""What vLLM allows unless it was started with --max-logprobs."""
 NAMES: Mapping[str, str | None] = {
     **{option: option for option in OPTIONS},
     "logprob_mode": None,  # vLLM ignores it: `refuse_mode`, or set below for a Lockstep server
+    "score_start": None,  # `refuse_scoring`, or set below for a Lockstep server
 }
 
 
@@ -29,10 +31,12 @@ def encode_vllm(request: GenerateRequest, *, mode: LogprobMode, stream: bool = F
     """
     refuse_versions(request, "a plain vLLM server")
     refuse_mode(request, mode)
+    refuse_scoring(request, "vLLM")
     params = _params(request)
     if request.sampling.logprobs:
         # vLLM counts the sampled token among the k it lists: one more, and none is missing.
-        params.logprobs = min(request.sampling.logprobs + 1, MAX_LOGPROBS)
+        wanted = request.sampling.logprobs
+        params.logprobs = min(wanted + 1, max(wanted, VLLM_MAX_LOGPROBS))
     return ENCODER.encode(_body(request, params, stream=stream, features=request.features))
 
 
@@ -40,6 +44,7 @@ def encode_lockstep(request: GenerateRequest, *, stream: bool = False) -> bytes:
     """The body for a Lockstep server, which honours versions, logprob modes and row starts."""
     params = _params(request)
     params.logprob_mode = request.sampling.logprob_mode
+    params.score_start = request.sampling.score_start
     body = _body(request, params, stream=stream, features=request.features)
     body.weight_version = request.weight_version
     body.min_weight_version = request.min_weight_version
@@ -58,6 +63,7 @@ def encode_dynamo_generate(request: GenerateRequest, *, mode: LogprobMode) -> by
     """
     refuse_versions(request, "Dynamo")
     refuse_mode(request, mode)
+    refuse_scoring(request, "Dynamo")
     refuse_stop_strings(request)
     if request.features is not None:
         raise NotImplementedError("multimodal prompts need the `vllm` transport, not Dynamo's")
@@ -114,6 +120,20 @@ def refuse_mode(request: GenerateRequest, mode: LogprobMode) -> None:
             "change that per request: restart it with the other mode, or tell the transport "
             "which one it has",
             param="logprob_mode",
+        )
+
+
+def refuse_scoring(request: GenerateRequest, server: str) -> None:
+    """Raises UnsupportedField for processed scores of a prompt, which this server has only raw."""
+    sampling = request.sampling
+    heated = sampling.temperature not in (0.0, 1.0) and sampling.logprob_mode == "processed"
+    if sampling.score_start is not None or (sampling.prompt_logprobs is not None and heated):
+        field = "prompt_logprobs" if sampling.score_start is None else "score_start"
+        raise UnsupportedField(
+            f"{field} is {getattr(sampling, field)} with temperature {sampling.temperature:g}: the "
+            f"prompt logprobs of {server} are raw whatever its mode; score at temperature 1 "
+            "without other options, or use a Lockstep server",
+            param=field,
         )
 
 

@@ -20,8 +20,7 @@ from lockstep.tokens.errors import UnsupportedField
 Fields = dict[str, Any]
 VERBATIM = "vllm_tito"
 """Where the frontend puts the body of POST /inference/v1/generate."""
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-SAME_NAME = frozenset((*OPTIONS, *PENALTIES))
+SAME_NAME = frozenset(OPTIONS)
 REFUSED = ("best_of", "use_beam_search", "length_penalty", "guided_decoding")
 ENGINE_FIELDS = frozenset({"engine_data", "routed_experts", "prompt_logprobs"})
 """Extra fields that the frontend takes from the worker's response."""

@@ -1,0 +1,224 @@
+"""What options do to logits before a token is drawn: one way for sampling, scoring and a trainer.
+
+All of it is made of operations on whole rows that carry gradients, so that a trainer gets the bits
+of the engine from the engine's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.tokens import Sampling, ShapedSpan, Shaping
+
+HIDDEN = float("-inf")
+ROWS = 64
+"""Rows that are processed at once where a sequence is scored: each holds a vocabulary of counts."""
+NEUTRAL = Shaping()
+
+
+class TokenCounts:
+    """How often each token of a vocabulary came in a completion, and whether it came at all."""
+
+    def __init__(self, prompt_ids: Sequence[int], vocab: int, device: torch.device) -> None:
+        self.output = torch.zeros(vocab, device=device)
+        self.seen = torch.zeros(vocab, dtype=torch.bool, device=device)
+        self.seen[list(prompt_ids)] = True
+
+    def add(self, token: int) -> None:
+        """Counts a token of the completion."""
+        self.output[token] += 1
+        self.seen[token] = True
+
+    def copy(self) -> TokenCounts:
+        """The counts as they stand now."""
+        twin = TokenCounts.__new__(TokenCounts)
+        twin.output, twin.seen = self.output.clone(), self.seen.clone()
+        return twin
+
+
+class LogitsRow(NamedTuple):
+    """How to process one row of logits. `banned` tokens must not come yet (before min_tokens).
+
+    `counts` are needed where the options penalize tokens.
+    """
+
+    options: Sampling | Shaping
+    temperature: float
+    banned: tuple[int, ...] = ()
+    counts: TokenCounts | None = None
+
+    @property
+    def edits(self) -> bool:
+        """Whether single tokens are raised, lowered or hidden."""
+        options = self.options
+        return bool(
+            self.banned
+            or options.logit_bias
+            or options.allowed_token_ids is not None
+            or self.counts is not None
+        )
+
+
+def restricts(options: Sampling) -> bool:
+    """Whether an option other than the temperature changes the distribution that is sampled."""
+    return bool(
+        options.logit_bias
+        or options.allowed_token_ids is not None
+        or truncates(options)
+        or penalizes(options)
+    )
+
+
+def penalizes(options: Sampling | Shaping) -> bool:
+    """Whether the tokens so far change the distribution of the next."""
+    return bool(
+        options.presence_penalty or options.frequency_penalty or options.repetition_penalty != 1
+    )
+
+
+def truncates(options: Sampling | Shaping) -> bool:
+    """Whether only the most likely tokens can be drawn."""
+    return bool(options.top_k or options.top_p < 1 or options.min_p)
+
+
+def process(logits: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
+    """The logits that are sampled from: edited, tempered and truncated, row by row.
+
+    The logits themselves where no row changes them. Temperature 0 leaves them untempered.
+    """
+    edited = [at for at, row in enumerate(rows) if row.edits]
+    processed = _on_rows(logits, edited, lambda some: _edit(some, [rows[at] for at in edited]))
+    temperatures = [row.temperature or 1.0 for row in rows]
+    if any(temperature != 1.0 for temperature in temperatures):
+        processed = processed / _column(temperatures, logits)
+    cut = [at for at, row in enumerate(rows) if truncates(row.options)]
+    return _on_rows(processed, cut, lambda some: _truncate(some, [rows[at].options for at in cut]))
+
+
+def process_spans(
+    logits: Tensor,
+    token_ids: Sequence[int],
+    spans: Sequence[ShapedSpan],
+    temperature: float,
+    *,
+    first: int = 1,
+) -> Tensor:
+    """The logits of a sequence (tokens, vocab) as they were when its tokens were drawn.
+
+    The rows are of the tokens from `first` on. Those of tokens in no span are only tempered.
+    """
+    pieces: list[Tensor] = []
+    at = 0
+    for span in sorted(spans, key=lambda each: each.start):
+        start = max(span.start - first, 0)
+        pieces.append(_tempered(logits[at:start], temperature))
+        at = start
+        vocab, device = logits.shape[-1], logits.device
+        rows = span_rows(span, token_ids, temperature, vocab, device, max(first, span.start))
+        while chunk := [row for _, row in zip(range(ROWS), rows, strict=False)]:
+            pieces.append(process(logits[at : at + len(chunk)], chunk))
+            at += len(chunk)
+    pieces.append(_tempered(logits[at:], temperature))
+    return torch.cat(pieces)
+
+
+def span_rows(
+    span: ShapedSpan,
+    token_ids: Sequence[int],
+    temperature: float,
+    vocab: int,
+    device: torch.device,
+    first: int,
+) -> Iterator[LogitsRow]:
+    """How each token of a span was drawn, from token `first` on."""
+    shaping = span.shaping
+    counts = None
+    if penalizes(shaping):
+        counts = TokenCounts(token_ids[: span.start], vocab, device)
+        for token in token_ids[span.start : first]:
+            counts.add(token)
+    for position in range(first, span.end):
+        early = position - span.start < shaping.min_tokens
+        yield LogitsRow(
+            shaping,
+            temperature,
+            shaping.end_ids if early else (),
+            None if counts is None else counts.copy(),
+        )
+        if counts is not None:
+            counts.add(token_ids[position])
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature in (0.0, 1.0) else logits / temperature
+
+
+def _on_rows(logits: Tensor, at: list[int], change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The logits with some rows changed; the others are not even copied where all are."""
+    if not at:
+        return logits
+    if len(at) == len(logits):
+        return change(logits)
+    index = torch.tensor(at, device=logits.device)
+    return logits.index_copy(0, index, change(logits.index_select(0, index)))
+
+
+def _edit(logits: Tensor, rows: list[LogitsRow]) -> Tensor:
+    """Biases, then penalties, then masks, in vLLM's order."""
+    if any(row.options.logit_bias for row in rows):
+        bias = torch.zeros_like(logits)
+        for at, row in enumerate(rows):
+            for token, value in (row.options.logit_bias or {}).items():
+                bias[at, token] = value
+        logits = logits + bias
+    if any(row.counts is not None for row in rows):
+        logits = _penalize(logits, rows)
+    hidden: Tensor | None = None
+    for at, row in enumerate(rows):
+        allowed = row.options.allowed_token_ids
+        if allowed is None and not row.banned:
+            continue
+        if hidden is None:
+            hidden = torch.zeros_like(logits, dtype=torch.bool)
+        if allowed is not None:
+            hidden[at] = True
+            hidden[at, list(allowed)] = False
+        hidden[at, list(row.banned)] = True
+    return logits if hidden is None else logits.masked_fill(hidden, HIDDEN)
+
+
+def _penalize(logits: Tensor, rows: list[LogitsRow]) -> Tensor:
+    """Logits of tokens that came before, lowered (or raised) by the penalties of each row."""
+    none = torch.zeros(logits.shape[-1], device=logits.device)
+    output = torch.stack([none if row.counts is None else row.counts.output for row in rows])
+    seen = torch.stack([none.bool() if row.counts is None else row.counts.seen for row in rows])
+    repetition = _column([row.options.repetition_penalty for row in rows], logits)
+    frequency = _column([row.options.frequency_penalty for row in rows], logits)
+    presence = _column([row.options.presence_penalty for row in rows], logits)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen, repeated, logits)
+    return logits - frequency * output - presence * (output > 0)
+
+
+def _truncate(logits: Tensor, options: Sequence[Sampling | Shaping]) -> Tensor:
+    """All but the tokens that top_k, top_p and min_p leave are hidden."""
+    with torch.no_grad():
+        ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
+        vocab = logits.shape[-1]
+        ranks = torch.arange(vocab, device=logits.device)
+        keep = ranks < _column([one.top_k or vocab for one in options], logits)
+        probs = torch.softmax(ordered.masked_fill(~keep, HIDDEN), dim=-1)
+        # Rounded sums may pass 1 before the last token: without top_p nothing is cut there.
+        most = _column([one.top_p if one.top_p < 1 else torch.inf for one in options], logits)
+        keep &= probs.cumsum(dim=-1) - probs < most
+        keep &= probs >= _column([one.min_p for one in options], logits) * probs[:, :1]
+        hidden = torch.ones_like(keep).scatter(-1, ids, ~keep)
+    return logits.masked_fill(hidden, HIDDEN)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

@@ -1,0 +1,37 @@
+"""What shaped the distribution that tokens were drawn from: all a scorer must know beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shaping:
+    """Options beside the temperature that change the distribution of sampled tokens.
+
+    With these and the temperature, processed logprobs can be computed again from the model's
+    logits. `end_ids` must not come before `min_tokens`. The defaults change nothing.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ShapedSpan:
+    """Tokens [start, end) were drawn under `shaping` in one request, whose prompt ended at `start`.
+
+    Penalties and `min_tokens` count from `start` on.
+    """
+
+    start: int
+    end: int
+    shaping: Shaping
