@@ -54,7 +54,7 @@ class ModelRunner:
             if work in broken:
                 continue
             if work.sequence.wants_prompt_logprobs:
-                self._score_prompt(weights, work, hidden, end - work.count)
+                self.score_prompt(weights, work, hidden, end - work.count)
             if work.samples:
                 sampling.append(work)
                 rows.append(end - 1)
@@ -63,7 +63,7 @@ class ModelRunner:
         if not sampling:
             return BatchResult(broken, ())
         logits = self._model.logits(weights, hidden, rows)
-        tokens = sample(logits, [self._sampling_row(work.sequence) for work in sampling])
+        tokens = sample(logits, [self.sampling_row(work.sequence) for work in sampling])
         return BatchResult(broken, list(zip(sampling, tokens, strict=True)))
 
     def _segment(self, work: Work) -> Segment:
@@ -92,7 +92,8 @@ class ModelRunner:
         start = work.sequence.computed
         return self._cache.finite(work.slot, start, start + work.count)
 
-    def _score_prompt(self, weights: Weights, work: Work, hidden: Tensor, row: int) -> None:
+    def score_prompt(self, weights: Weights, work: Work, hidden: Tensor, row: int) -> None:
+        """Adds the logprobs of the prompt tokens after those of `work`, whose rows begin at `row`."""
         sequence, options = work.sequence, work.sequence.request.sampling
         first = sequence.computed + 1
         targets = sequence.tokens[first : min(first + work.count, sequence.prompt_len)]
@@ -119,7 +120,8 @@ class ModelRunner:
             return []
         return [ShapedSpan(start, first + count, shaping)]
 
-    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
+    def sampling_row(self, sequence: Sequence) -> SamplingRow:
+        """How the next token of a sequence is drawn."""
         options = sequence.request.sampling
         if sequence.counts is None and penalizes(options):
             vocab, device = self._model.config.vocab_size, self._cache.k.device

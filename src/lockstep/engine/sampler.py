@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.engine.processing import HIDDEN, LogitsRow, TokenCounts, process
+from lockstep.engine.processing import HIDDEN, LogitsRow, TokenCounts, process, restricts
 from lockstep.tokens import LogprobMode, Ranked, Sampling
 
 _MASK = (1 << 64) - 1
@@ -45,6 +45,14 @@ def uniform(seed: int, position: int) -> float:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return ((z ^ (z >> 31)) >> 40) / (1 << 24)
+
+
+def drawn_whole(row: SamplingRow) -> bool:
+    """Whether every token can be drawn with its own probability, at most tempered.
+
+    Kernels that know nothing else draw such rows; all others are drawn by `sample`.
+    """
+    return not row.banned and not restricts(row.sampling)
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
