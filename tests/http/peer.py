@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, read_json, unless_gone
+from lockstep.http.body import read_json
+from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, unless_gone
 from lockstep.http.limits import DRAIN_SECONDS, LIMITS, ServerLimits
 from lockstep.http.server import listen, serving
 

@@ -51,7 +51,9 @@ async def test_a_body_that_makes_no_progress_is_refused_and_its_handler_told(
 ) -> None:
     handlers = Handlers()
     async with talking(handlers, QUICK) as peer:
-        peer.send(f"POST /limited {HOST}\ncontent-length: 900", b"x" * 100)
+        peer.send(
+            f"POST /limited {HOST}\ncontent-type: application/json\ncontent-length: 900", b"x" * 100
+        )
         reading = asyncio.create_task(peer.rest())
         while not reading.done():
             peer.writer.write(dribbled)
@@ -71,7 +73,10 @@ async def test_a_slow_body_that_makes_progress_is_read() -> None:
 
 async def test_a_body_without_end_behind_its_answer_is_cut_off() -> None:
     async with talking(Handlers(), QUICK) as peer:
-        peer.send(f"POST /limited {HOST}\ncontent-length: 3000000", b"x" * 2000)
+        peer.send(
+            f"POST /limited {HOST}\ncontent-type: application/json\ncontent-length: 3000000",
+            b"x" * 2000,
+        )
         assert (await peer.response())[0].startswith("http/1.1 413")
         assert await peer.cut()
 

@@ -109,14 +109,20 @@ async def test_head_has_no_body() -> None:
 
 async def test_a_refused_body_is_read_over_so_that_the_refusal_arrives() -> None:
     async with talking(Handlers()) as peer:
-        peer.send(f"POST /limited {HOST}\ncontent-length: 3000000", b"x" * 1_500_000)
+        peer.send(
+            f"POST /limited {HOST}\ncontent-type: application/json\ncontent-length: 3000000",
+            b"x" * 1_500_000,
+        )
         head, _ = await peer.response()
         assert head.startswith("http/1.1 413")
         peer.writer.write(b"x" * 1_500_000)
         peer.send(f"GET /echo {HOST}")
         assert (await peer.response())[0].startswith("http/1.1 200")
     async with talking(Handlers()) as peer:
-        peer.send(f"POST /limited {HOST}\nconnection: close\ncontent-length: 3000000", b"x" * 2000)
+        peer.send(
+            f"POST /limited {HOST}\ncontent-type: application/json\nconnection: close\ncontent-length: 3000000",
+            b"x" * 2000,
+        )
         await asyncio.sleep(0.1)
         peer.writer.write(b"x" * 2_998_000)
         await peer.writer.drain()

@@ -29,11 +29,13 @@ from lockstep.gateway.routes.status import StatusRoutes
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.expiry import TTL_SECONDS
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.http.auth import RequestAuth, check_exposure, hosts_of
+from lockstep.http.auth import FixedKeys, RequestAuth, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.limits import DRAIN_SECONDS, LIMITS, ServerLimits
 from lockstep.http.route_templates import RouteTemplates
 from lockstep.http.server import listen, serving, url_of
+from lockstep.protocol.common.limits import LIMITS as REQUEST_LIMITS
+from lockstep.protocol.common.limits import RequestLimits
 from lockstep.tokens.errors import LockstepError
 
 
@@ -52,13 +54,13 @@ class GatewayOptions:
     expire_unread: bool = False
     tokenizer: str | None = None
     insecure: bool = False
-    body_limit: int = 64 << 20
+    limits: RequestLimits = REQUEST_LIMITS
     drain_seconds: float = DRAIN_SECONDS
     http: ServerLimits = LIMITS
 
     def check(self) -> None:
         """Raises Forbidden for a listener that anybody on the network could use."""
-        check_exposure(self.host, self.api_keys, self.insecure)
+        check_exposure(self.host, bool(self.api_keys), self.insecure)
 
 
 def data_app(
@@ -84,13 +86,13 @@ def data_app(
         routes=all_routes,
         middleware=[
             Middleware(metrics.middleware, templates=RouteTemplates(all_routes)),
-            Middleware(RequestAuth, keys=options.api_keys, hosts=hosts),
+            Middleware(RequestAuth, keys=FixedKeys(options.api_keys), hosts=hosts),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )
     return FastRoutes(
         routed,
-        RequestAuth(routed, keys=options.api_keys, hosts=hosts),
+        RequestAuth(routed, keys=FixedKeys(options.api_keys), hosts=hosts),
         metrics,
         at_root=generate,
         in_sessions=session_routes,
@@ -133,7 +135,7 @@ async def serve_gateway(
         )
         models = ModelRegistry(fleet.pool.models, options.tokenizer)
         context = GatewayContext(
-            pool=fleet.pool, models=models, sessions=sessions, body_limit=options.body_limit
+            pool=fleet.pool, models=models, sessions=sessions, limits=options.limits
         )
         metrics = GatewayMetrics(context)
         admin_hosts = hosts_of(options.admin_host)

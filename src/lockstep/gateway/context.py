@@ -11,6 +11,8 @@ from starlette.requests import Request
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.protocol.common.limits import LIMITS, RequestLimits
+from lockstep.protocol.common.request_id import check_request_id
 from lockstep.tokens.errors import BadRequest
 
 SESSION_ID = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
@@ -23,7 +25,7 @@ class GatewayContext:
     pool: Pool
     models: ModelRegistry
     sessions: Sessions
-    body_limit: int = 64 << 20
+    limits: RequestLimits = LIMITS
 
 
 def session_id(http: Request) -> str | None:
@@ -49,10 +51,12 @@ def session_id(http: Request) -> str | None:
 def request_id(http: Request, from_body: str | None = None) -> str:
     """The id of a request: the header X-Request-Id, else the body's, else a new one.
 
-    It is also put where error responses find it.
+    It is also put where error responses find it. Raises BadRequest for one that cannot be an id.
     """
     state = http.scope.setdefault("state", {})
-    current = state.get("request_id")
-    chosen: str = http.headers.get("x-request-id") or from_body or current or secrets.token_hex(12)
+    current, header = state.get("request_id"), http.headers.get("x-request-id")
+    check_request_id(header or None, "x-request-id")
+    check_request_id(from_body or None)
+    chosen: str = header or from_body or current or secrets.token_hex(12)
     state["request_id"] = chosen
     return chosen

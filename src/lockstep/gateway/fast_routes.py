@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.http.auth import RequestAuth
-from lockstep.http.handlers import ClientGone, Handler, on_crash, on_gone, on_lockstep_error
+from lockstep.http.body import ClientGone
+from lockstep.http.handlers import Handler, on_crash, on_gone, on_lockstep_error
 from lockstep.tokens.errors import LockstepError
 
 SESSIONS = "/sessions/"

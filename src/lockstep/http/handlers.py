@@ -1,4 +1,4 @@
-"""What every HTTP route shares: bodies with a limit, typed errors, and clients that go away."""
+"""What every HTTP route shares: typed errors, streams, and clients that go away."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from lockstep.http import sse
+from lockstep.http.body import ClientGone
 from lockstep.http.presence import GONE
 from lockstep.protocol.common.error_body import error_body, error_fields
-from lockstep.tokens.errors import BadRequest, LockstepError, TooLarge, Unauthorized
+from lockstep.protocol.common.limits import too_deep
+from lockstep.protocol.common.request_id import is_request_id
+from lockstep.tokens.errors import LockstepError, Unauthorized
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its response was ready."""
+CALLER = "caller"
+"""Where, in the state of a request, its caller is found: what is known about its key."""
 
 
 def json_response(body: bytes | bytearray | object, status: int = 200) -> Response:
@@ -37,29 +38,12 @@ def json_response(body: bytes | bytearray | object, status: int = 200) -> Respon
     return Response(bytes(raw), status, media_type="application/json")
 
 
-async def read_json(request: Request, limit: int) -> bytes:
-    """The raw body. Raises BadRequest unless it is declared as JSON, TooLarge past `limit`, and
-    ClientGone when the client leaves before its end."""
-    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if kind != "application/json":
-        raise BadRequest(f"content-type is {kind!r}: only application/json is read here")
-    chunks, size, more = [], 0, True
-    while more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunk, more = message.get("body", b""), message.get("more_body", False)
-        size += len(chunk)
-        if size > limit:
-            raise TooLarge(f"the body is larger than the limit of {limit} bytes")
-        chunks.append(chunk)
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
 def require_bearer(request: Request, token: str) -> None:
     """Raises Unauthorized unless the request carries this bearer token."""
     scheme, _, presented = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(presented.encode(), token.encode()):
+    # As bytes: header values are decoded as Latin-1, and texts beyond ASCII cannot be compared.
+    sent = presented.encode("latin-1")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(sent, token.encode()):
         raise Unauthorized(
             "this route needs the header 'Authorization: Bearer <admin token>'",
             param="authorization",
@@ -187,10 +171,16 @@ async def on_gone(_: Request, __: Exception) -> Response:
 
 async def on_crash(request: Request, error: Exception) -> Response:
     """The response for an unexpected error: a request id to find its cause in the log."""
+    if isinstance(error, RecursionError):
+        # JSON within every limit may still be too deep for what is done with it.
+        return await on_lockstep_error(request, too_deep())
     path = request.scope["path"].encode("unicode_escape").decode()
     named = request_id_of(request) or secrets.token_hex(8)
     # What went wrong inside is for the log only: a text of an error may hold anything.
-    log.error("%s %s failed, request %s", request.method, path, named, exc_info=error)
+    caller = request.scope.get("state", {}).get(CALLER)
+    log.error(
+        "%s %s failed, request %s, key %s", request.method, path, named, caller, exc_info=error
+    )
     why = f"internal error: the log of this server has its cause, under the request id {named}"
     return json_response(error_body(500, why, "internal_error", request_id=named), 500)
 
@@ -199,10 +189,15 @@ EXCEPTION_HANDLERS: dict[Any, Any] = {
     LockstepError: on_lockstep_error,
     HTTPException: on_http_error,
     ClientGone: on_gone,
+    RecursionError: on_crash,
     Exception: on_crash,
 }
 
 
 def request_id_of(request: Request) -> str | None:
-    """The id of a request: the one its handler chose, else that of its header."""
-    return getattr(request.state, "request_id", None) or request.headers.get("x-request-id")
+    """The id of a request: the one its handler chose, else that of its header, if it is one."""
+    chosen: str | None = getattr(request.state, "request_id", None)
+    if chosen is None:
+        header = request.headers.get("x-request-id", "")
+        return header if is_request_id(header) else None
+    return chosen

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from lockstep import engine as embedded
 from lockstep.engine import Engine
 from lockstep.http import sse
-from lockstep.http.auth import RequestAuth
+from lockstep.http.auth import FixedKeys, RequestAuth
 from lockstep.http.body import read_body
 from lockstep.http.handlers import (
     EXCEPTION_HANDLERS,
@@ -82,7 +82,7 @@ class DataPlane:
                 Route("/v1/models", self.models),
                 Route("/metrics", self.scrape),
             ],
-            middleware=[Middleware(RequestAuth, keys=keys, hosts=hosts)],
+            middleware=[Middleware(RequestAuth, keys=FixedKeys(keys), hosts=hosts)],
             exception_handlers=EXCEPTION_HANDLERS,
         )
 

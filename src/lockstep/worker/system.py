@@ -20,9 +20,11 @@ from lockstep.engine import Engine
 from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.shared_memory import read_shared
 from lockstep.engine.weights.weights import Weights
-from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, read_json, require_bearer
+from lockstep.http.body import read_json
+from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, require_bearer
 from lockstep.protocol.common.strict import decode
 from lockstep.protocol.control import worker as control
+from lockstep.protocol.control.generations import Generations
 from lockstep.protocol.control.worker import TensorSpec
 from lockstep.tokens.errors import BadRequest, Conflict, NotFound
 from lockstep.tokens.versions import check_label
@@ -46,6 +48,7 @@ class SystemPlane:
         self._groups: dict[str, Broadcast] = {}
         self._prober = Prober(engine)
         self._sequence_numbers = SequenceNumbers()
+        self._generations = Generations()
         self._incarnation = secrets.token_hex(8)
         self.methods: dict[str, Method] = {
             "pause_generation": self._method(control.PauseWorker, self.pause),
@@ -58,15 +61,15 @@ class SystemPlane:
             "update_weights_from_distributed": self._method(
                 control.FromGroup, self.update_from_group
             ),
-            "get_weight_version": self._method(control.EmptyBody, self.version),
+            "get_weight_version": self._look(control.EmptyBody, self.version),
             "load_lora_adapter": self._method(control.LoadLora, self.load_lora),
             "unload_lora_adapter": self._method(control.UnloadLora, self.unload_lora),
-            "liveness_probe": self._method(control.EmptyBody, self.liveness),
+            "liveness_probe": self._look(control.EmptyBody, self.liveness),
             "stage": self._method(control.Stage, self.stage),
             "commit": self._method(control.Commit, self.commit),
             "rollback": self._method(control.Rollback, self.rollback),
-            "probe": self._method(control.ProbeRequest, self.probe),
-            "weights_digest": self._method(control.WeightsDigest, self.weights_digest),
+            "probe": self._look(control.ProbeRequest, self.probe),
+            "weights_digest": self._look(control.WeightsDigest, self.weights_digest),
         }
         self.app = Starlette(
             routes=[Route("/engine/{method}", self.dispatch, methods=["POST"])],
@@ -74,8 +77,18 @@ class SystemPlane:
         )
 
     @staticmethod
-    def _method(body: type[B], run: Callable[[B], Awaitable[Fields]]) -> Method:
+    def _look(body: type[B], run: Callable[[B], Awaitable[Fields]]) -> Method:
+        """A method that changes nothing: anybody with the token may call it."""
         return msgspec.json.Decoder(body), run
+
+    def _method(self, body: type[B], run: Callable[[B], Awaitable[Fields]]) -> Method:
+        """A method that a gateway may not call any more once a later one was obeyed."""
+
+        async def fenced(decoded: Any) -> Fields:
+            self._generations.check(decoded.generation)
+            return await run(decoded)
+
+        return msgspec.json.Decoder(body), fenced
 
     async def dispatch(self, http: Request) -> Response:
         """Runs the method that the path names, for callers with the token."""
@@ -126,6 +139,7 @@ class SystemPlane:
             "incarnation": self._incarnation,
             "weights_id": self._weights_id(),
             "serves": self._serves(),
+            "generation": self._generations.highest,
         }
 
     # Weights

@@ -10,7 +10,8 @@ from lockstep.gateway.chat.stream import ChatStream
 from lockstep.gateway.chat.turn import ChatTurn
 from lockstep.gateway.chat.turns import ChatTurns
 from lockstep.gateway.context import GatewayContext, request_id
-from lockstep.http.handlers import EventStream, json_response, read_json
+from lockstep.http.body import read_body
+from lockstep.http.handlers import EventStream, json_response
 from lockstep.protocol.openai import chat_response as wire
 from lockstep.protocol.openai.chat_decode import decode_chat
 from lockstep.protocol.openai.chat_request import ChatRequest
@@ -43,7 +44,7 @@ class ChatRoutes:
 
     async def _read(self, http: Request) -> ChatRequest:
         request_id(http)
-        return decode_chat(await read_json(http, self._context.body_limit))
+        return await read_body(http, decode_chat, self._context.limits)
 
     async def _respond(self, http: Request, chat: ChatRequest) -> Response:
         turn = await self._turns.open(http, chat)

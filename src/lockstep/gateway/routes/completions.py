@@ -17,7 +17,8 @@ from lockstep.gateway.models import ServedModel
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.routes.completions_response import CompletionPrompt, CompletionWriter, Items
 from lockstep.gateway.routes.token_text import TokenSpelling
-from lockstep.http.handlers import EventStream, json_response, read_json, unless_gone
+from lockstep.http.body import read_body
+from lockstep.http.handlers import EventStream, json_response, unless_gone
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
 from lockstep.protocol.openai.completions import (
@@ -47,7 +48,7 @@ class CompletionsRoutes:
 
     async def complete(self, http: Request) -> Response:
         request_id(http)
-        body = decode_completion(await read_json(http, self._context.body_limit))
+        body = await read_body(http, decode_completion, self._context.limits)
         chosen_id = request_id(http, body.request_id)
         model = await self._context.models.resolve(body.model)
         renderer = await self._context.models.renderer()

@@ -16,7 +16,8 @@ from lockstep.backends.registry import open_admin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.state_view import fleet_state, worker_views
 from lockstep.gateway.context import GatewayContext
-from lockstep.http.handlers import json_response, read_json
+from lockstep.http.body import read_json
+from lockstep.http.handlers import json_response
 from lockstep.protocol.common.strict import decode
 from lockstep.protocol.control import fleet as wire
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable

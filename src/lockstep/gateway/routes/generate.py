@@ -22,7 +22,8 @@ from lockstep.fleet.worker import Worker
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.models import ServedModel
 from lockstep.http import sse
-from lockstep.http.handlers import EventStream, json_response, read_json, unless_gone
+from lockstep.http.body import read_body
+from lockstep.http.handlers import EventStream, json_response, unless_gone
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
     Reading,
@@ -69,8 +70,7 @@ class GenerateRoutes:
         """Completions of a prompt. A session header only steers routing: clients of this route
         keep their own ledger."""
         request_id(http)
-        raw = await read_json(http, self._context.body_limit)
-        fields, ids = decode_relayed(raw)
+        raw, fields, ids = await read_body(http, self._decoded, self._context.limits)
         model = await self._context.models.resolve(fields.model)
         request = _generate_request(fields, ids, model, request_id(http, fields.request_id))
         affinity = Affinity.of(
@@ -87,6 +87,11 @@ class GenerateRoutes:
             return await self._whole(worker, request, fields, model, raw)
 
         return json_response(await unless_gone(http, self._context.pool.run(affinity, call)))
+
+    def _decoded(self, raw: bytes) -> tuple[bytes, GenerateFields, Sequence[int]]:
+        fields, ids = decode_relayed(raw)
+        self._context.limits.check(fields)
+        return raw, fields, ids
 
     async def _whole(
         self,
@@ -123,7 +128,7 @@ class GenerateRoutes:
     async def abort(self, http: Request) -> Response:
         """Stops requests by id on whatever worker they run; says how many it really stopped."""
         request_id(http)
-        body = decode_abort(await read_json(http, self._context.body_limit))
+        body = await read_body(http, decode_abort, self._context.limits)
         if not body.request_ids:
             raise BadRequest("request_ids is empty: name at least one", param="request_ids")
         stopped = 0

@@ -11,7 +11,8 @@ from lockstep.gateway.chat.prompt import prompt_of
 from lockstep.gateway.chat.template import RendererVariants
 from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.gateway.openapi.route_doc import RouteDoc
-from lockstep.http.handlers import json_response, read_json
+from lockstep.http.body import read_body
+from lockstep.http.handlers import json_response
 from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.vllm.tokenize import (
@@ -55,7 +56,7 @@ class TokenizeRoutes:
 
     async def tokenize(self, http: Request) -> Response:
         request_id(http)
-        body = decode_tokenize(await read_json(http, self._context.body_limit))
+        body = await read_body(http, decode_tokenize, self._context.limits)
         model = await self._context.models.resolve(body.model)
         renderer = await self._context.models.renderer()
         if body.messages is None:
@@ -72,7 +73,7 @@ class TokenizeRoutes:
 
     async def detokenize(self, http: Request) -> Response:
         request_id(http)
-        body = decode_detokenize(await read_json(http, self._context.body_limit))
+        body = await read_body(http, decode_detokenize, self._context.limits)
         await self._context.models.resolve(body.model)
         renderer = await self._context.models.renderer()
         pieces = await renderer.offload(pieces_of, body.tokens, renderer, "tokens")

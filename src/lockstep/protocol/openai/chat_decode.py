@@ -6,12 +6,12 @@ stock clients work and nothing is quietly ignored.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import msgspec
 
 from lockstep.protocol.common import sampling_fields
+from lockstep.protocol.common.request_id import check_request_id
 from lockstep.protocol.common.strict import decode, refuse_unless_neutral
 from lockstep.protocol.dynamo.nvext import check_nvext
 from lockstep.protocol.openai.chat_request import ChatRequest
@@ -19,7 +19,6 @@ from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.ids import check_ids
 from lockstep.tokens.sampling import MAX_LOGPROBS
 
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PLACES = 2**31
 """Ids are only checked to be ids here; which of them exist is the engine's to say."""
 
@@ -75,7 +74,7 @@ def decode_chat(body: bytes) -> ChatRequest:
     refuse_unless_neutral(request, NEUTRAL)
     if request.nvext is not None:
         check_nvext(request.nvext, request.choices)
-    _check_request_id(request)
+    check_request_id(request.request_id)
     _check_stream(request)
     _check_stop(request)
     _check_lengths_and_logprobs(request)
@@ -101,17 +100,6 @@ def _check_places(request: ChatRequest) -> None:
             f"nvext.agent_hints.priority is {hinted} (higher is sooner), but priority is "
             f"{request.priority} (lower is sooner): give it in one place",
             param="nvext.agent_hints.priority",
-        )
-
-
-def _check_request_id(request: ChatRequest) -> None:
-    request_id = request.request_id
-    if request_id is not None and not REQUEST_ID.fullmatch(request_id):
-        # It goes into headers, where a line break would end one.
-        raise BadRequest(
-            f"request_id is {request_id!r}: expected 1 to 256 printable ASCII characters without "
-            "spaces",
-            param="request_id",
         )
 
 

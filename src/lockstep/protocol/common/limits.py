@@ -1,0 +1,156 @@
+"""What a request body may hold: sizes and counts past which it is refused before anything is done.
+
+They bound what one request costs a process in time and memory, whoever sends it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from typing import Any
+
+from lockstep.tokens.errors import BadRequest, TooLarge
+
+PIECE = 1 << 18
+"""Bytes looked at in one go: other threads may run between two pieces."""
+COUNTED: dict[str, str] = {
+    "messages": "messages",
+    "tools": "tools",
+    "prompt": "prompts",
+    "stop_token_ids": "stop_token_ids",
+    "logit_bias": "logit_bias",
+    "request_ids": "request_ids",
+}
+"""Fields of a body, in any dialect, and the limit of how many they hold."""
+NESTED = ("messages", "tools", "tool_choice", "chat_template_kwargs", "metadata")
+"""Fields whose values may be any JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Limits of one request body. Each is an option: `--limit NAME=NUMBER`.
+
+    body_bytes       its size
+    values           objects, lists and strings in it
+    items            things between commas, most of which are token ids
+    nesting          objects and lists within each other
+    messages, tools, prompts, stop_token_ids, logit_bias, request_ids: how many it lists
+    """
+
+    body_bytes: int = 16 << 20
+    values: int = 65_536
+    items: int = 2_000_000
+    nesting: int = 100
+    messages: int = 10_000
+    tools: int = 1024
+    prompts: int = 4096
+    stop_token_ids: int = 1024
+    logit_bias: int = 16_384
+    request_ids: int = 20_000
+
+    @classmethod
+    def parse(cls, options: Iterable[str]) -> RequestLimits:
+        """The limits with those that options of the form NAME=NUMBER set. Raises BadRequest."""
+        known = [field.name for field in fields(cls)]
+        chosen: dict[str, int] = {}
+        for option in options:
+            name, _, number = option.partition("=")
+            if name not in known or not re.fullmatch(r"[0-9]{1,12}", number):
+                raise BadRequest(
+                    f"--limit is {option!r}: expected NAME=NUMBER, with one of {', '.join(known)}",
+                    param="limit",
+                )
+            chosen[name] = int(number)
+        return replace(LIMITS, **chosen)
+
+    def check(self, request: Any) -> None:
+        """Raises BadRequest for a decoded body that lists too much, or nests too deeply."""
+        for owner, prefix in ((request, ""), (_inner(request), "sampling_params.")):
+            for field, limit in COUNTED.items():
+                listed = getattr(owner, field, None)
+                if isinstance(listed, list | dict) and len(listed) > getattr(self, limit):
+                    raise BadRequest(
+                        f"{prefix}{field} lists {len(listed)}: at most {getattr(self, limit)} are "
+                        f"taken here (--limit {limit}=NUMBER)",
+                        param=prefix + field,
+                    )
+        for field in NESTED:
+            value = getattr(request, field, None)
+            if value and isinstance(value, list | dict) and depth(value, self.nesting) is None:
+                raise too_deep(self.nesting, field)
+
+
+LIMITS = RequestLimits()
+"""The default limits."""
+
+
+def _inner(request: Any) -> Any:
+    return getattr(request, "sampling_params", None)
+
+
+def too_deep(limit: int | None = None, param: str = "body") -> BadRequest:
+    """The error for JSON whose objects and lists lie too deep within each other."""
+    how = "too deeply" if limit is None else f"more than {limit} levels deep"
+    return BadRequest(f"{param} is nested {how}: flatten it", param=param)
+
+
+def depth(value: Any, limit: int) -> int | None:
+    """How deep lists and dicts lie within each other; None past the limit."""
+    level = [value]
+    for at in range(limit + 1):
+        level = [
+            child
+            for each in level
+            for child in (each.values() if isinstance(each, dict) else each)
+            if isinstance(child, list | dict)
+        ]
+        if not level:
+            return at + 1
+    return None
+
+
+def rough_values(piece: bytes) -> int:
+    """Objects, lists and strings in JSON, told fast: what text quotes counts too."""
+    return piece.count(b"{") + piece.count(b"[") + piece.count(b'"') // 2
+
+
+class JsonShape:
+    """Counts what JSON holds while its pieces are fed to it, without decoding it.
+
+    For valid JSON the counts are exact; what is not valid is refused when it is decoded.
+    """
+
+    def __init__(self) -> None:
+        self.values = self.items = 0
+        self._in_string = False
+        self._escape = b""
+
+    def feed(self, piece: bytes) -> None:
+        if self._escape:
+            piece = self._escape + piece
+        # What a backslash escapes is no end of a string. Pairs go first, from left to right.
+        plain = piece.replace(rb"\\", b"")
+        self._escape = b"\\" if plain.endswith(b"\\") else b""
+        parts = plain.replace(rb"\"", b"").split(b'"')
+        outside = b"".join(islice(parts, self._in_string, None, 2))
+        strings = (len(parts) - self._in_string) // 2
+        self.values += strings + outside.count(b"{") + outside.count(b"[")
+        self.items += outside.count(b",")
+        self._in_string ^= len(parts) % 2 == 0
+
+
+def check_shape(pieces: Sequence[bytes], limits: RequestLimits) -> None:
+    """Raises TooLarge for JSON that holds more than it may. Takes as long as it takes to know."""
+    shape = JsonShape()
+    for piece in pieces:
+        for start in range(0, len(piece), PIECE):
+            shape.feed(piece[start : start + PIECE])
+            for name, what in (("values", "objects, lists and strings"), ("items", "items")):
+                if getattr(shape, name) > getattr(limits, name):
+                    raise TooLarge(
+                        f"the body holds more than {getattr(limits, name)} {what} "
+                        f"(--limit {name}=NUMBER)",
+                        param="body",
+                    )

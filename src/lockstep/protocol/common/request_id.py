@@ -1,0 +1,24 @@
+"""The id that a client gives a request: short and printable, as it goes into headers and logs."""
+
+from __future__ import annotations
+
+import re
+
+from lockstep.tokens.errors import BadRequest
+
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+def is_request_id(name: str) -> bool:
+    """Whether a text can be the id of a request."""
+    return REQUEST_ID.fullmatch(name) is not None
+
+
+def check_request_id(name: str | None, param: str = "request_id") -> None:
+    """Raises BadRequest for what cannot be the id of a request; None is no id, and passes."""
+    if name is not None and not is_request_id(name):
+        shown = name if len(name) <= 80 else f"{name[:77]}..."
+        raise BadRequest(
+            f"{param} is {shown!r}: expected 1 to 256 printable ASCII characters without spaces",
+            param=param,
+        )
