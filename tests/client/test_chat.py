@@ -105,7 +105,7 @@ async def test_a_turn_that_fails_leaves_the_conversation_as_it_was(
 async def test_an_aborted_turn_is_kept_not_trained_on_and_continued(
     policy: lockstep.Policy, worker: WorkerProcess
 ) -> None:
-    chat = policy.chat(max_tokens=600, min_tokens=600, temperature=1.0)
+    chat = policy.chat(max_tokens=600, min_tokens=600, temperature=1.0, logprob_mode="raw")
     sending = asyncio.create_task(chat.send("Reverse: 40213"))
     while not (await worker.control("liveness_probe"))[1]["running"]:
         await asyncio.sleep(0.005)

@@ -74,12 +74,20 @@ async def test_scores_say_their_temperature_and_version(policy: lockstep.Policy)
 
 
 @pytest.mark.failure_mode("F16")
+@pytest.mark.failure_mode("F53")
 async def test_turns_of_different_temperature_make_no_sample(policy: lockstep.Policy) -> None:
-    chat = policy.chat(temperature=1.0)
+    strict = policy.chat(temperature=1.0)
+    await strict.send("Reverse: 12")
+    before = list(strict.messages)
+    with pytest.raises(errors.Conflict, match="temperature"):
+        await strict.send("Reverse: 34", temperature=0.5)
+    assert strict.messages == before
+    chat = policy.chat(temperature=1.0, breaks="fork")
     await chat.send("Reverse: 12")
     await chat.send("Reverse: 34", temperature=0.5)
     with pytest.raises(errors.Conflict, match="temperature"):
         chat.sample()
+    assert [sample.temperature for sample in chat.samples()] == [1.0, 0.5]
 
 
 async def test_map_keeps_the_order_and_bounds_concurrency(policy: lockstep.Policy) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from pydantic import BaseModel
 
-from lockstep.ledger import Ledger
+from lockstep.ledger import Ledger, Node
 from lockstep.render import Renderer
-from lockstep.tokens import RoutedExperts
+from lockstep.tokens import RoutedExperts, Sample, TrainedSpan
 from lockstep.tokens.errors import BadExperts, BadRequest, Conflict, Misaligned, PrefixBreak
 from tests.ledger.rollouts import TOOLS, completion, finish_turn, say
 
@@ -270,18 +270,89 @@ def test_an_aborted_turn_goes_on_token_for_token(renderer: Renderer) -> None:
 
 
 @pytest.mark.failure_mode("F16")
+@pytest.mark.failure_mode("F53")
 @pytest.mark.parametrize("field", ["logprob_mode", "temperature", "adapter"])
-def test_a_branch_that_mixes_what_cannot_be_compared_is_refused(
+def test_a_branch_that_mixes_what_cannot_be_compared_is_split(
     renderer: Renderer, field: str
 ) -> None:
     ledger = Ledger(renderer)
-    messages: list[Any] = [user()]
     values: dict[str, Any] = {"logprob_mode": "processed", "temperature": 0.7, "adapter": "a"}
-    say(ledger, messages, "3<|im_end|>")
-    messages.append(user("And?"))
-    say(ledger, messages, "4<|im_end|>", **{field: values[field]})
+    other = {field: values[field]}
+    messages: list[Any] = [user()]
+    nodes = []
+    for text, options in (("3", {}), ("4", other), ("5", {})):
+        _, node, _ = say(ledger, messages, f"{text}<|im_end|>", **options)
+        nodes.append(node)
+        messages.append(user("And?"))
+    clean = [user("Another conversation.")]
+    say(ledger, clean, "6<|im_end|>")
+
+    usual, odd, last = ledger.samples()
+    assert usual.split == odd.split == (field,)
+    assert last.split == ()
+    assert getattr(odd, field) == values[field] != getattr(usual, field)
+    assert usual.token_ids == nodes[2].ids().tolist()
+    assert odd.token_ids == nodes[1].ids().tolist()
+    trained = [trained_positions(sample) for sample in (usual, odd)]
+    assert trained[0] == positions(nodes[0], nodes[2])
+    assert trained[1] == positions(nodes[1])
     with pytest.raises(Conflict, match=field):
-        ledger.samples()
+        ledger.sample(nodes[2])
+
+
+@pytest.mark.failure_mode("F55")
+def test_a_turn_that_branches_share_is_trained_once(renderer: Renderer) -> None:
+    ledger = Ledger(renderer)
+    messages: list[Any] = [user()]
+    _, shared, _ = say(ledger, messages, "3<|im_end|>")
+    ends = [
+        say(ledger, [*messages, user(text)], "4<|im_end|>")[1] for text in ("And?", "Or?", "No?")
+    ]
+    first, second, third = ledger.samples()
+    assert trained_positions(first) == positions(shared, ends[0])
+    assert first.trained_in == ()
+    for sample, end in ((second, ends[1]), (third, ends[2])):
+        assert trained_positions(sample) == positions(end)
+        assert sample.trained_in == (TrainedSpan(0, shared.sampled_start, shared.end),)
+        assert sample.token_ids == end.ids().tolist()
+    everything = ledger.samples(dedupe=False)
+    assert [trained_positions(sample) for sample in everything] == [
+        positions(shared, end) for end in ends
+    ]
+    assert [sample.trained_in for sample in everything] == [(), second.trained_in, third.trained_in]
+    assert [Sample.from_json(sample.to_json()) for sample in everything] == everything
+
+
+@pytest.mark.failure_mode("F55")
+def test_an_inner_part_that_is_trained_already_is_not_given_twice(renderer: Renderer) -> None:
+    ledger = Ledger(renderer)
+    messages: list[Any] = [user()]
+    say(ledger, messages, "3<|im_end|>", temperature=0.5)
+    for text in ("And?", "Or?"):
+        say(ledger, [*messages, user(text)], "4<|im_end|>")
+    assert [sample.temperature for sample in ledger.samples()] == [0.5, 1.0, 1.0]
+    assert len(ledger.samples(dedupe=False)) == 4
+
+
+@pytest.mark.failure_mode("F55")
+def test_an_aborted_turn_is_trained_in_the_branch_that_continues_it(renderer: Renderer) -> None:
+    ledger = Ledger(renderer)
+    messages: list[Any] = [user()]
+    _, cut, message = say(ledger, messages, "It i", finish="abort")
+    say(ledger, [*messages, user("Go on.")], "4<|im_end|>")
+    _, rest, _ = finish_turn(ledger, ledger.continue_(cut), [], "s three.<|im_end|>")
+    left, resumed = ledger.samples()
+    assert not set(trained_positions(left)) & set(positions(cut))
+    assert trained_positions(resumed) == positions(cut, rest)
+    assert resumed.trained_in == ()
+
+
+def positions(*nodes: Node) -> list[int]:
+    return [at for node in nodes for at in range(node.sampled_start, node.end)]
+
+
+def trained_positions(sample: Sample) -> list[int]:
+    return [at for at, trained in enumerate(sample.sampled_mask) if trained]
 
 
 @pytest.mark.failure_mode("F38")

@@ -12,6 +12,7 @@ from lockstep.backends.transport import Transport
 from lockstep.client.options import Options
 from lockstep.client.turn import Turn
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
+from lockstep.ledger.branch_sample import check_comparable
 from lockstep.ledger.breaks import CLIENT_BREAKS, check_breaks
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sample
@@ -67,7 +68,8 @@ class Chat:
     async def send(self, message: str | Any | Sequence[Any], **options: Any) -> Turn:
         """Appends a user message (or a message, or several) and returns the turn sampled for it.
 
-        Raises PrefixBreak with breaks="strict" where append only is impossible.
+        With breaks="strict" raises PrefixBreak where append only is impossible, and Conflict where
+        the options could not be in one sample with the turns before.
         """
         return await self._turn(_messages(message), options)
 
@@ -137,11 +139,14 @@ class Chat:
             raise Conflict("there is nothing to learn from yet: send a message first")
         return self.ledger.sample(self._last[1], train_aborted=train_aborted)
 
-    def samples(self, *, train_aborted: bool = False) -> list[Sample]:
-        """A sample for every branch; more than one only after prefix breaks with breaks="fork"."""
+    def samples(self, *, train_aborted: bool = False, dedupe: bool = True) -> list[Sample]:
+        """The samples of every branch; more than one only with breaks="fork".
+
+        With `dedupe` a token is trained in one of them only; see Ledger.samples.
+        """
         if self._ledger is None:
             return []
-        return self._ledger.samples(train_aborted=train_aborted)
+        return self._ledger.samples(train_aborted=train_aborted, dedupe=dedupe)
 
     async def _turn(self, new: list[Any], options: dict[str, Any]) -> Turn:
         merged = self._options.with_(**options)
@@ -151,6 +156,9 @@ class Chat:
             messages = [*self.messages, *new]
             ledger = await self._open()
             plan = await ledger.plan_async(messages, self.tools)
+            if self._breaks == "strict":
+                mode, temperature = merged.sampling.logprob_mode, merged.sampling.temperature
+                check_comparable(plan.parent, temperature=temperature, logprob_mode=mode)
             turn = await self._sample(plan, self._seeded(merged))
             self.messages = [*messages, turn.message]
             return turn

@@ -62,8 +62,8 @@ class SyncChat:
     def sample(self, *, train_aborted: bool = False) -> Sample:
         return self.chat.sample(train_aborted=train_aborted)
 
-    def samples(self, *, train_aborted: bool = False) -> list[Sample]:
-        return self.chat.samples(train_aborted=train_aborted)
+    def samples(self, *, train_aborted: bool = False, dedupe: bool = True) -> list[Sample]:
+        return self.chat.samples(train_aborted=train_aborted, dedupe=dedupe)
 
 
 class SyncPolicy:

@@ -115,10 +115,12 @@ class RemoteFleet:
         path = f"/v1/rl/workers/{quote(worker_id)}?drain_seconds={drain_seconds}"
         return self._decode(await self._client.delete(path, timeout=drain_seconds + 30))
 
-    async def samples(self, session: str, *, train_aborted: bool = False) -> list[Sample]:
-        """The samples of a session, one for every branch."""
-        flag = "true" if train_aborted else "false"
-        path = f"/v1/rl/sessions/{quote(session)}?train_aborted={flag}"
+    async def samples(
+        self, session: str, *, train_aborted: bool = False, dedupe: bool = True
+    ) -> list[Sample]:
+        """The samples of every branch of a session; with `dedupe` a token is trained in one."""
+        flags = f"train_aborted={train_aborted}&dedupe={dedupe}".lower()
+        path = f"/v1/rl/sessions/{quote(session)}?{flags}"
         body = self._decode(await self._client.get(path, timeout=60.0))
         return [Sample.from_json(msgspec.json.encode(each)) for each in body["samples"]]
 

@@ -1,52 +1,119 @@
-"""Turns one branch of a session into the sample that a trainer learns from."""
+"""Turns the branches of a session into the samples that a trainer learns from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from lockstep.ledger.tree import Node
-from lockstep.tokens import RoutedExperts, Sample, VersionSpan
+from lockstep.tokens import RoutedExperts, Sample, ShapedSpan, TrainedSpan, VersionSpan
 from lockstep.tokens.errors import BadExperts, Conflict
 
 COMPARABLE = ("logprob_mode", "temperature", "adapter")
+"""What all turns of a sample have in common: across them logprobs cannot be compared."""
+
+
+def branch_samples(ends: Iterable[Node], *, train_aborted: bool, dedupe: bool) -> list[Sample]:
+    """The samples of the branches that end with these turns, in their order.
+
+    A branch whose turns cannot be in one sample (`COMPARABLE`) is split: each part has the tokens
+    up to its last turn and trains its own turns only. What an earlier sample trains is in
+    `trained_in`, and masked with `dedupe`.
+    """
+    samples: list[Sample] = []
+    trained: dict[int, int] = {}
+    for end in ends:
+        for part in _parts(end.path()):
+            turns = part.trained_turns(train_aborted)
+            if dedupe and part.path[-1] is not end and all(turn.index in trained for turn in turns):
+                continue  # an inner part, which an earlier sample holds
+            samples.append(_sample(part, turns, trained, dedupe=dedupe))
+            for turn in turns:
+                trained.setdefault(turn.index, len(samples) - 1)
+    return samples
 
 
 def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
-    """The sample of the turns of one branch, from the root on.
+    """The one sample of a branch, given its turns from the root on.
 
-    Raises Conflict when they mix logprob modes, temperatures or adapters: such numbers are not
-    comparable, and no trainer can tell them apart afterwards.
+    Raises Conflict when they mix logprob modes, temperatures or adapters.
     """
     first = path[0]
-    ids: list[int] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[VersionSpan] = []
-    aborts = 0
-    for at, node in enumerate(path):
-        for field in COMPARABLE:
-            if (value := getattr(node, field)) != (expected := getattr(first, field)):
+    for node in path:
+        for name in COMPARABLE:
+            if (value := getattr(node, name)) != (expected := getattr(first, name)):
                 raise Conflict(
-                    f"turn {node.index} has {field} {value!r}, turn {first.index} before it "
-                    f"{expected!r}: a sample must not mix them",
-                    param=field,
+                    f"turn {node.index} has {name} {value!r}, turn {first.index} before it "
+                    f"{expected!r}: one sample cannot hold both; `samples` gives one for each",
+                    param=name,
                 )
-        # What a continuation resumed is part of its turn: only what nobody resumed is masked.
-        resumed = at + 1 < len(path) and path[at + 1].continues
-        aborted = node.finish == "abort" and not resumed
-        aborts += aborted
-        trained = train_aborted or not aborted
+    part = _Part(path, path, ())
+    return _sample(part, part.trained_turns(train_aborted), {}, dedupe=False)
+
+
+def check_comparable(parent: Node | None, **values: object) -> None:
+    """Raises Conflict when a turn with these values could not be in one sample with its parent.
+
+    For strict sessions, which refuse such a turn before it is sampled. None is not compared.
+    """
+    for name, value in values.items():
+        if parent is not None and value is not None and getattr(parent, name) != value:
+            raise Conflict(
+                f"{name} is {value!r}, but the turns before have {getattr(parent, name)!r}: one "
+                "sample cannot hold both; keep it the same, or allow branches with breaks='fork'",
+                param=name,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Turns of a branch that can be in one sample: `own`, and the path up to the last of them."""
+
+    path: Sequence[Node]
+    own: Sequence[Node]
+    split: tuple[str, ...]
+
+    def aborted_turns(self) -> list[Node]:
+        """What a continuation resumed is part of its turn: only what nobody resumed is aborted."""
+        resumed = {node.parent.index for node in self.path if node.continues and node.parent}
+        return [node for node in self.own if node.finish == "abort" and node.index not in resumed]
+
+    def trained_turns(self, train_aborted: bool) -> list[Node]:
+        aborted = () if train_aborted else {node.index for node in self.aborted_turns()}
+        return [node for node in self.own if node.index not in aborted]
+
+
+def _parts(path: Sequence[Node]) -> list[_Part]:
+    by_key: dict[tuple[object, ...], list[int]] = {}
+    for at, node in enumerate(path):
+        by_key.setdefault(tuple(getattr(node, name) for name in COMPARABLE), []).append(at)
+    split = tuple(
+        name for at, name in enumerate(COMPARABLE) if len({key[at] for key in by_key}) > 1
+    )
+    return [_Part(path[: at[-1] + 1], [path[each] for each in at], split) for at in by_key.values()]
+
+
+def _sample(
+    part: _Part, turns: Sequence[Node], trained: Mapping[int, int], *, dedupe: bool
+) -> Sample:
+    """The sample of a part; `trained` says which sample trains a turn already."""
+    first, last = part.own[0], part.path[-1]
+    ids: list[int] = []
+    for node in part.path:
         ids += node.prompt
         ids += node.sampled
-        mask += [False] * len(node.prompt) + [trained] * len(node.sampled)
-        logprobs += [0.0] * len(node.prompt)
-        logprobs += node.logprobs if trained else [0.0] * len(node.sampled)
-        if trained:
-            start = node.sampled_start
-            versions += [
-                VersionSpan(span.version, start + span.start, start + span.end)
-                for span in node.versions
-            ]
+    mask, logprobs = [False] * len(ids), [0.0] * len(ids)
+    versions: list[VersionSpan] = []
+    for node in turns:
+        if dedupe and node.index in trained:
+            continue
+        start, end = node.sampled_start, node.end
+        mask[start:end] = [True] * (end - start)
+        logprobs[start:end] = node.logprobs
+        versions += [
+            VersionSpan(span.version, start + span.start, start + span.end)
+            for span in node.versions
+        ]
     return Sample(
         token_ids=ids,
         sampled_mask=mask,
@@ -54,11 +121,26 @@ def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
         versions=tuple(versions),
         logprob_mode=first.logprob_mode,
         temperature=first.temperature,
-        experts=_joined([node.experts for node in path]),
+        experts=_joined([node.experts for node in part.path]),
         adapter=first.adapter,
-        breaks=path[-1].breaks,
-        aborts=aborts,
-        workers=tuple(dict.fromkeys(node.worker for node in path if node.worker)),
+        breaks=last.breaks,
+        aborts=len(part.aborted_turns()),
+        workers=tuple(dict.fromkeys(node.worker for node in part.own if node.worker)),
+        trained_in=tuple(
+            TrainedSpan(trained[node.index], node.sampled_start, node.end)
+            for node in turns
+            if node.index in trained and len(node.sampled)
+        ),
+        split=part.split,
+        shaping=tuple(
+            ShapedSpan(node.sampled_start, node.end, node.shaping)
+            for node in turns
+            if node.shaping is not None and len(node.sampled)
+        ),
+        stops=tuple(
+            (node.end - node.stop_tokens, node.end) for node in part.own if node.stop_tokens
+        ),
+        tool_parse_errors=sum(node.tool_parse_error is not None for node in part.own),
     )
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from lockstep.ledger.tree import IDS, LOGPROBS, Node
 from lockstep.render.messages import Message
-from lockstep.tokens import Finish, LogprobMode, RoutedExperts, VersionSpan
+from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, VersionSpan
 from lockstep.tokens.errors import BadRequest
 
 
@@ -44,6 +44,10 @@ class _Turn(msgspec.Struct, array_like=True):
     after_tool: bool
     thought: bool
     breaks: tuple[str, ...]
+    shaping: Shaping | None = None
+    stop_reason: str | None = None
+    stop_tokens: int = 0
+    tool_parse_error: str | None = None
 
 
 _TURN = msgspec.msgpack.Decoder(_Turn)
@@ -106,6 +110,10 @@ def _turn(node: Node, twin: int | None) -> _Turn:
         after_tool=node.after_tool,
         thought=node.thought,
         breaks=node.breaks,
+        shaping=node.shaping,
+        stop_reason=node.stop_reason,
+        stop_tokens=node.stop_tokens,
+        tool_parse_error=node.tool_parse_error,
     )
 
 
@@ -147,6 +155,10 @@ def _node(index: int, turn: _Turn, parent: Node | None, twin: Node | None) -> No
         after_tool=turn.after_tool,
         thought=turn.thought,
         breaks=turn.breaks,
+        shaping=turn.shaping,
+        stop_reason=turn.stop_reason,
+        stop_tokens=turn.stop_tokens,
+        tool_parse_error=turn.tool_parse_error,
     )
 
 

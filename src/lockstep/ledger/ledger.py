@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Any
 
 from lockstep.ledger import codec
-from lockstep.ledger.branch_sample import branch_sample, own_experts
+from lockstep.ledger.branch_sample import branch_sample, branch_samples, own_experts
 from lockstep.ledger.breaks import CLIENT_BREAKS, Breaks, check_breaks
 from lockstep.ledger.id_json_cache import IdJsonCache
 from lockstep.ledger.matching import (
@@ -178,6 +178,9 @@ class Ledger:
             after_tool=_after_tool(parent, plan.new_messages),
             thought=reply.reasoning is not None or self.renderer.thinks(completion.token_ids),
             breaks=plan.breaks,
+            shaping=completion.shaping,
+            stop_reason=completion.stop_reason,
+            stop_tokens=completion.stop_tokens or 0,
         )
         return node, twin
 
@@ -185,16 +188,20 @@ class Ledger:
         """The turns that follow this one; for None those that open the session."""
         return parent.children if parent is not None else self.roots
 
-    def samples(self, *, train_aborted: bool = False) -> list[Sample]:
-        """A sample for every branch, in the order in which the branches ended.
+    def samples(self, *, train_aborted: bool = False, dedupe: bool = True) -> list[Sample]:
+        """The samples of every branch, in the order in which the branches ended.
 
-        Tokens of an aborted turn that nobody continued are masked out, unless `train_aborted`.
-        Raises Conflict for a branch that mixes logprob modes, temperatures or adapters.
+        A branch that mixes logprob modes, temperatures or adapters is split into one for each.
+        Tokens of an aborted turn that nobody continued are masked out, unless `train_aborted`; and
+        so are, with `dedupe`, tokens that an earlier sample trains (`trained_in`).
         """
-        return [self.sample(leaf, train_aborted=train_aborted) for leaf in leaves(self.nodes)]
+        return branch_samples(leaves(self.nodes), train_aborted=train_aborted, dedupe=dedupe)
 
     def sample(self, node: Node, *, train_aborted: bool = False) -> Sample:
-        """The sample of the branch that ends with this turn. Raises Conflict like `samples`."""
+        """The one sample of the branch that ends with this turn, whatever other branches train.
+
+        Raises Conflict where the branch mixes logprob modes, temperatures or adapters.
+        """
         self._check_mine(node)
         return branch_sample(node.path(), train_aborted=train_aborted)
 

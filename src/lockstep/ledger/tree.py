@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.render.messages import Message, same, starts_with
-from lockstep.tokens import Finish, LogprobMode, RoutedExperts, VersionSpan
+from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, VersionSpan
 
 IDS = "i"
 """Token ids as 32-bit integers."""
@@ -20,6 +20,9 @@ PER_NODE = 1200
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Node:
     """One turn: the ids of its prompt, the ids that were sampled, and where they came from.
+
+    `tool_parse_error` says what was wrong with a tool call of the reply, `stop_tokens` how many of
+    the last ids hold the stop string `stop_reason`.
 
     `new_messages` and `prompt` are shared between turns of the same request. `continues` marks a
     turn that goes on where its parent was aborted: its `reply` takes the parent's place.
@@ -46,6 +49,10 @@ class Node:
     after_tool: bool = False
     thought: bool = False
     breaks: tuple[str, ...] = ()
+    shaping: Shaping | None = None
+    stop_reason: str | None = None
+    stop_tokens: int = 0
+    tool_parse_error: str | None = None
     children: list[Node] = field(default_factory=list, repr=False)
 
     @property

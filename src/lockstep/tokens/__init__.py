@@ -13,8 +13,9 @@ from lockstep.tokens.completion import (
 )
 from lockstep.tokens.errors import LockstepError
 from lockstep.tokens.experts import RoutedExperts
-from lockstep.tokens.sample import Sample
+from lockstep.tokens.sample import Sample, TrainedSpan
 from lockstep.tokens.sampling import LogprobMode, Sampling
+from lockstep.tokens.shaping import ShapedSpan, Shaping
 
 __all__ = [
     "FINISHES",
@@ -27,6 +28,9 @@ __all__ = [
     "RoutedExperts",
     "Sample",
     "Sampling",
+    "ShapedSpan",
+    "Shaping",
+    "TrainedSpan",
     "VersionSpan",
     "check_logprobs",
     "errors",

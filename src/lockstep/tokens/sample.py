@@ -12,19 +12,35 @@ from lockstep.tokens.completion import SENTINEL, VersionSpan, check_aligned
 from lockstep.tokens.errors import BadLogprob, BadVersions
 from lockstep.tokens.experts import RoutedExperts
 from lockstep.tokens.sampling import LogprobMode
+from lockstep.tokens.shaping import ShapedSpan
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSpan:
+    """Tokens [start, end) that sample number `sample` of the same session trains already."""
+
+    sample: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One trainable sequence: arrays of one length, and the record of what happened on the way.
 
-    logprobs are 0.0 where nothing was sampled, never null. Version spans use positions of this
-    sequence and cover exactly the sampled tokens. `breaks` lists the causes of prefix breaks
-    before this branch, `aborts` counts turns that were cut by an abort, `workers` names who
+    logprobs are 0.0 where nothing is to be trained, never null. Version spans use positions of this
+    sequence and cover exactly the tokens of `sampled_mask`. `breaks` lists the causes of prefix
+    breaks before this branch, `aborts` counts turns that were cut by an abort, `workers` names who
     sampled. Raises Misaligned, BadLogprob or BadVersions when the parts do not fit together.
+
+    `trained_in` are the sampled tokens that an earlier sample of the session trains; unless they
+    were asked for, they are masked. `split` names what differs between the turns of this branch,
+    which is why it is several samples. `shaping` says what beside the temperature shaped the
+    distribution of which tokens. `stops` are the spans of tokens that hold a stop string, and
+    `tool_parse_errors` counts turns with a tool call that could not be read.
     """
 
     token_ids: list[int]
@@ -38,6 +54,11 @@ class Sample:
     breaks: tuple[str, ...] = ()
     aborts: int = 0
     workers: tuple[str, ...] = ()
+    trained_in: tuple[TrainedSpan, ...] = ()
+    split: tuple[str, ...] = ()
+    shaping: tuple[ShapedSpan, ...] = ()
+    stops: tuple[tuple[int, int], ...] = ()
+    tool_parse_errors: int = 0
 
     def __post_init__(self) -> None:
         check_aligned(len(self.token_ids), self.sampled_mask, "mask entries")

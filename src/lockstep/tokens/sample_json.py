@@ -8,8 +8,9 @@ import msgspec
 
 from lockstep.tokens.completion import VersionSpan
 from lockstep.tokens.experts import RoutedExperts
-from lockstep.tokens.sample import Sample
+from lockstep.tokens.sample import Sample, TrainedSpan
 from lockstep.tokens.sampling import LogprobMode
+from lockstep.tokens.shaping import ShapedSpan
 
 
 def encode(sample: Sample) -> bytes:
@@ -41,6 +42,11 @@ class SampleLine(msgspec.Struct, forbid_unknown_fields=True):
     breaks: tuple[str, ...]
     aborts: int
     workers: tuple[str, ...]
+    trained_in: tuple[TrainedSpan, ...] = ()
+    split: tuple[str, ...] = ()
+    shaping: tuple[ShapedSpan, ...] = ()
+    stops: tuple[tuple[int, int], ...] = ()
+    tool_parse_errors: int = 0
 
     @classmethod
     def of(cls, sample: Sample) -> SampleLine:

@@ -113,6 +113,45 @@ async def test_an_edited_history_forks_or_is_refused_as_the_caller_chose(served:
     assert error["param"] == "x-session-breaks"
 
 
+@pytest.mark.failure_mode("F53")
+async def test_a_turn_at_another_temperature_splits_its_branch_or_is_refused(
+    served: Served,
+) -> None:
+    session = {"x-session-id": "mixed"}
+    response = await served.post(messages=REVERSE, max_tokens=8, headers=session)
+    more = [*REVERSE, response["choices"][0]["message"], *REVERSE]
+    error = await served.refusal(
+        status=409,
+        messages=more,
+        temperature=0.5,
+        headers={**session, "x-session-breaks": "strict"},
+    )
+    assert (error["reason"], error["param"]) == ("conflict", "temperature")
+    await served.post(messages=more, temperature=0.5, max_tokens=8, headers=session)
+    await served.post(messages=SUM, max_tokens=8, headers=session)
+    samples = await served.sessions.samples("mixed")
+    assert [(sample.temperature, sample.split) for sample in samples] == [
+        (1.0, ("temperature",)),
+        (0.5, ("temperature",)),
+        (1.0, ()),
+    ]
+
+
+@pytest.mark.failure_mode("F55")
+async def test_choices_that_follow_one_turn_train_it_once(served: Served) -> None:
+    session = {"x-session-id": "shared"}
+    response = await served.post(messages=REVERSE, max_tokens=8, headers=session)
+    more = [*REVERSE, response["choices"][0]["message"], *REVERSE]
+    await served.post(messages=more, n=3, max_tokens=8, headers=session)
+    everything = await served.sessions.samples("shared", dedupe=False)
+    samples = await served.sessions.samples("shared")
+    shared = response["usage"]["completion_tokens"]
+    for all_of_it, sample in zip(everything[1:], samples[1:], strict=True):
+        assert sum(all_of_it.sampled_mask) - sum(sample.sampled_mask) == shared
+        assert [span.sample for span in sample.trained_in] == [0]
+    assert samples[0] == everything[0]
+
+
 @pytest.mark.failure_mode("F21")
 async def test_a_turn_that_was_cut_is_closed_with_tokens_nobody_sampled(
     served: Served, renderer: Renderer

@@ -19,6 +19,7 @@ from lockstep.gateway.chat.turn import ChatTurn
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.sessions.sessions import Session
 from lockstep.http.handlers import unless_gone
+from lockstep.ledger.branch_sample import check_comparable
 from lockstep.ledger.breaks import GATEWAY_BREAKS, check_breaks
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.dynamo.nvext import instance_id
@@ -48,6 +49,13 @@ class ChatTurns:
         session = await self._session(http, renderer)
         prompt = await prompt_of(chat, renderer, session)
         request = _generate_request(chat, prompt, model.name, renderer, chosen_id)
+        if session is not None and session.strict and prompt.plan is not None:
+            check_comparable(
+                prompt.plan.parent,
+                temperature=request.sampling.temperature,
+                logprob_mode=request.sampling.logprob_mode,
+                adapter=model.adapter,
+            )
         headers: dict[str, str] = {}
         if clamp:
             request, headers = _clamped(request, model.max_model_len)

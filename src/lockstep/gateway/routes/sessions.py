@@ -44,13 +44,14 @@ class SessionRoutes:
     async def samples(self, http: Request) -> Response:
         """Every branch as a sample; msgpack holds the same fields, experts as bytes."""
         request_id(http)
-        _check_parameters(http, "format", "train_aborted")
+        _check_parameters(http, "format", "train_aborted", "dedupe")
         form = http.query_params.get("format", "json")
         if form not in ("json", "msgpack"):
             raise BadRequest(f"format is {form!r}: expected json or msgpack", param="format")
         name, aborted = http.path_params["id"], _flag(http, "train_aborted")
         info = await self._sessions.info(name)
-        samples = await self._sessions.samples(name, train_aborted=aborted)
+        dedupe = _flag(http, "dedupe", default="true")
+        samples = await self._sessions.samples(name, train_aborted=aborted, dedupe=dedupe)
         # A long session is megabytes: not on the event loop.
         if form == "msgpack":
             packed = await asyncio.to_thread(_msgpack, info, samples)
@@ -84,8 +85,8 @@ def _check_parameters(http: Request, *names: str) -> None:
             )
 
 
-def _flag(http: Request, name: str) -> bool:
-    text = http.query_params.get(name, "false")
+def _flag(http: Request, name: str, default: str = "false") -> bool:
+    text = http.query_params.get(name, default)
     if text.lower() not in FLAGS:
         raise BadRequest(f"{name} is {text!r}: expected true or false", param=name)
     return FLAGS[text.lower()]

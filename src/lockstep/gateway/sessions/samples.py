@@ -10,15 +10,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from lockstep.ledger import Node
-from lockstep.ledger.branch_sample import branch_sample
 from lockstep.render import Renderer
-from lockstep.tokens import Sample
 from lockstep.tokens.errors import LockstepError, Unavailable
-
-
-def samples_of(ends: Iterable[Node], train_aborted: bool) -> list[Sample]:
-    """The sample of each branch, given the turns that end them."""
-    return [branch_sample(end.path(), train_aborted=train_aborted) for end in ends]
 
 
 def last_turns(turns: Iterable[tuple[Node, object]]) -> list[Node]:

@@ -16,16 +16,17 @@ from lockstep.gateway.sessions import tables
 from lockstep.gateway.sessions.cache import CachedSession, SessionCache
 from lockstep.gateway.sessions.expiry import TTL_SECONDS, SessionExpiry
 from lockstep.gateway.sessions.index import SessionEntry, SessionIndex, SessionInfo
+from lockstep.gateway.sessions.keys import SessionKeys
 from lockstep.gateway.sessions.limits import SessionCounts, SessionLimits
 from lockstep.gateway.sessions.samples import (
     TokenizerFingerprints,
     last_turns,
     reading_back,
-    samples_of,
 )
 from lockstep.gateway.sessions.service_clock import ServiceClock
 from lockstep.gateway.sessions.store import SessionStore
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
+from lockstep.ledger.branch_sample import branch_samples
 from lockstep.ledger.breaks import GATEWAY_BREAKS
 from lockstep.ledger.codec import load_turns
 from lockstep.ledger.tree import leaves
@@ -47,6 +48,11 @@ class Session:
     @property
     def id(self) -> str:
         return self._cached.name
+
+    @property
+    def strict(self) -> bool:
+        """Whether turns that cannot be in one sample with those before are refused."""
+        return self._breaks == "strict"
 
     async def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> PromptPlan:
         """The prompt for these messages, its ids perhaps undecoded; see Ledger.plan.
@@ -122,6 +128,14 @@ class Sessions:
             expire_unread=expire_unread,
             clock=self._service_clock,
         )
+        self.keys = SessionKeys(
+            self._store,
+            self._index,
+            self.cache,
+            clock=clock,
+            service_clock=self._service_clock,
+            check_room=self._check_room,
+        )
         self._loading: dict[str, asyncio.Task[CachedSession]] = {}
         self._fingerprints = TokenizerFingerprints()
         self._sweeping: asyncio.Task[None] | None = None
@@ -186,19 +200,21 @@ class Sessions:
         self._touch(entry)
         return Session(self, cached, renderer, breaks)
 
-    async def samples(self, session_id: str, *, train_aborted: bool = False) -> list[Sample]:
-        """A sample of every branch. Raises NotFound, and Conflict like Ledger.samples.
+    async def samples(
+        self, session_id: str, *, train_aborted: bool = False, dedupe: bool = True
+    ) -> list[Sample]:
+        """The samples of every branch; see Ledger.samples. Raises NotFound.
 
         The turns so far then count as read: the session may expire until there are more.
         """
         entry = self._index.require(session_id)
         entry.check_whole()
         turns = entry.turns
-        samples = await self._samples(entry, train_aborted)
+        samples = await self._samples(entry, train_aborted=train_aborted, dedupe=dedupe)
         await self._mark_read(entry, turns)
         return samples
 
-    async def _samples(self, entry: SessionEntry, train_aborted: bool) -> list[Sample]:
+    async def _samples(self, entry: SessionEntry, **options: bool) -> list[Sample]:
         cached = self.cache.find(entry.name)
         if cached is None:
             stored = await self._store.read(
@@ -206,11 +222,11 @@ class Sessions:
             )
             with reading_back(entry.name):
                 turns = await asyncio.to_thread(load_turns, stored.turns)
-            return await asyncio.to_thread(samples_of, last_turns(turns), train_aborted)
+            return await asyncio.to_thread(branch_samples, last_turns(turns), **options)
         # Waits for the writes before it: a turn whose write may still fail is not to train on.
         await self._store.read(lambda db: None)
         cached.check_alive()
-        return await asyncio.to_thread(samples_of, leaves(cached.ledger.nodes), train_aborted)
+        return await asyncio.to_thread(branch_samples, leaves(cached.ledger.nodes), **options)
 
     async def _mark_read(self, entry: SessionEntry, turns: int) -> None:
         if entry.read_turns >= turns:
@@ -246,10 +262,15 @@ class Sessions:
         """Raises TooLarge or Busy when one more turn is past a limit, Conflict when it ended."""
         cached.check_alive()
         entry = cached.entry
-        if entry.minted is not None:
-            entry.minted.check_budget(entry.name)
+        if entry.terms is not None:
+            entry.terms.check_budget(entry.name)
         self._limits.check_session(entry.name, entry.turns, entry.bytes, self.counts)
         self._limits.check_all(0, self._index.nbytes, self.counts)
+
+    def _check_room(self) -> None:
+        """Raises Busy when there may not be one more session."""
+        count = len(self._index) + self.cache.without_turns
+        self._limits.check_all(count, self._index.nbytes, self.counts)
 
     def count_breaks(self, cached: CachedSession) -> None:
         """Counts new breaks, and stores those of a session that is stored."""
@@ -266,9 +287,9 @@ class Sessions:
         cached.check_alive()
         nodes = cached.ledger.commit_all(plan, choices)
         self._touch(cached.entry)
-        if (minted := cached.entry.minted) is not None:
+        if (terms := cached.entry.terms) is not None:
             tokens = sum(len(completion.token_ids) for completion, _ in choices)
-            cached.entry.minted = minted.spent(tokens)
+            cached.entry.terms = terms.spent(tokens)
         written = self._write(cached, nodes)
         self.cache.touch(cached)
         # Shielded: a client that goes away does not undo a turn that is being written.
@@ -320,8 +341,7 @@ class Sessions:
                 self._loading[name] = task
                 task.add_done_callback(lambda _: self._loading.pop(name))
             return await asyncio.shield(task)
-        count = len(self._index) + self.cache.without_turns
-        self._limits.check_all(count, self._index.nbytes, self.counts)
+        self._check_room()
         self.counts.opened += 1
         now, active = self._clock(), self._service_clock.now()
         new = self._index.new_entry(name, tokenizer, now, active)
