@@ -35,6 +35,10 @@ CODES = {
 as vLLM's have."""
 
 
+MESSAGE, PARAM = 4096, 256
+"""Most characters of a message and of a field's name: both may quote what the client sent."""
+
+
 def error_fields(error: LockstepError, request_id: str | None = None) -> dict[str, object]:
     """The body {"error": {...}}: vLLM's four fields, and Lockstep's stable code as `reason`.
 
@@ -63,12 +67,16 @@ def error_body(
     """The body {"error": {...}} from its parts; `more` are fields beside the usual ones."""
     return {
         "error": {
-            "message": message,
+            "message": _short(message, MESSAGE),
             "type": TYPES.get(status, "InternalServerError"),
-            "param": param,
+            "param": None if param is None else _short(param, PARAM),
             "code": CODES.get(reason, status),
             "reason": reason,
             "request_id": request_id,
             **(more or {}),
         }
     }
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -11,6 +11,8 @@ from typing import overload
 
 import msgspec
 
+from lockstep.tokens.errors import BadTokenId
+
 DECODER = msgspec.json.Decoder(list[int])
 ENCODER = msgspec.json.Encoder()
 IN_IDS = b"0123456789, \t\r\n"
@@ -35,8 +37,12 @@ class LazyIds(Sequence[int]):
         return cls(json)
 
     def decoded(self) -> list[int]:
+        """The ids as a list. Raises BadTokenId for a number that is too long to be one."""
         if self._ids is None:
-            self._ids = DECODER.decode(self.json)
+            try:
+                self._ids = DECODER.decode(self.json)
+            except msgspec.ValidationError as error:
+                raise BadTokenId(f"no token has such an id: {error}", param="token_ids") from None
         return self._ids
 
     def leading_json(self, count: int) -> bytes | None:

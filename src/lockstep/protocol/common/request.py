@@ -14,6 +14,8 @@ from lockstep.tokens.errors import BadRequest, BadTokenId
 from lockstep.tokens.versions import check_label
 
 MAX_SALT = 1024
+MOST_IDS = 1 << 31
+"""No vocabulary is as large; which ids exist is the engine's to say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +26,7 @@ class GenerateRequest:
     `experts_start` requests routed experts from that position on; None requests none.
     `experts_skipped` requests none either: where a server returns them by itself, it leaves out
     the rows before that position.
-    `weight_version` demands one version, `min_weight_version` a floor. `stop` are stop strings,
+    `weight_version` demands one version, `min_weight_version` a floor.
     `nvext` is merged into Dynamo's extension, `features` carries vLLM's multimodal payload.
     `timeout` is in seconds over the whole call. `allow_nonfinite` keeps NaN and sentinel logprobs
     on the completion, instead of refusing the response.
@@ -40,7 +42,6 @@ class GenerateRequest:
     experts_skipped: int | None = None
     weight_version: str | None = None
     min_weight_version: str | None = None
-    stop: tuple[str, ...] = ()
     nvext: Mapping[str, Any] | None = None
     features: Any = None
     headers: Mapping[str, str] | None = None
@@ -107,7 +108,7 @@ def check_prompt(ids: Sequence[int]) -> None:
     if _only_digits(ids):
         return
     for at, token in enumerate(ids):
-        if type(token) is not int or token < 0:
+        if type(token) is not int or not 0 <= token < MOST_IDS:
             raise BadTokenId(
                 f"prompt_ids[{at}] is {token!r} ({type(token).__name__}): token ids are plain "
                 "integers >= 0 (an array becomes a list of them with .tolist())",

@@ -8,11 +8,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from lockstep.protocol.common.limits import too_deep
 from lockstep.tokens.errors import BadRequest, UnknownField, UnsupportedField
 
 T = TypeVar("T")
 PATH = re.compile(r" - at `(?P<path>[^`]*)`$")
 UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
+TOKEN_ID = re.compile(r"[0-9]{1,18}")
 MISSING = re.compile(r"missing required field `(?P<name>[^`]*)`")
 
 
@@ -26,6 +28,8 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise BadRequest(f"the body is not JSON: {error}", param="body") from None
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body is not UTF-8: {error}", param="body") from None
+    except RecursionError:
+        raise too_deep() from None
 
 
 def explain(message: str, body: bytes) -> BadRequest:
@@ -43,8 +47,11 @@ def explain(message: str, body: bytes) -> BadRequest:
         return BadRequest(f"required field {field!r} is missing", param=field)
     try:
         shown = msgspec.json.encode(_at(msgspec.json.decode(body), path)).decode()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return BadRequest(f"the body is not JSON: {error}", param="body")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # What the typed decoder left before its end may be no JSON, or hold a number of 5,000
+        # digits: then nothing of it can be shown.
+        where = path or "body"
+        return BadRequest(f"{where} cannot be read: {expected} ({error})", param=where)
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     return BadRequest(f"{path or 'body'} is {shown}: {expected}", param=path or "body")
 
@@ -78,6 +85,7 @@ def read_biases(raw: dict[str, float] | None, field: str = "logit_bias") -> dict
     if raw is None:
         return None
     for token in raw:
-        if not token.isdecimal():
-            raise BadRequest(f"{field} has the key {token!r}: keys are token ids", param=field)
+        if TOKEN_ID.fullmatch(token) is None:
+            shown = token if len(token) <= 40 else f"{token[:37]}..."
+            raise BadRequest(f"{field} has the key {shown!r}: keys are token ids", param=field)
     return {int(token): bias for token, bias in raw.items()}
