@@ -28,7 +28,8 @@ from lockstep.ledger.matching import (
     light_prompt,
     read_request,
 )
-from lockstep.ledger.tree import IDS, LOGPROBS, Node, cost, leaves
+from lockstep.ledger.reading_cost import is_light
+from lockstep.ledger.tree import IDS, LOGPROBS, Node, Reply, cost, leaves
 from lockstep.render.messages import Message, canonical, plain_messages
 from lockstep.render.renderer import Renderer
 from lockstep.tokens import Completion, Sample
@@ -80,7 +81,10 @@ class Ledger:
         `lazy` the ids may stay JSON (LazyIds), for a caller that only forwards them.
         """
         renderer = renderer or self.renderer
-        request = read_request(self.roots, messages, tools)
+        if is_light(messages, tools):
+            request = read_request(self.roots, messages, tools)
+        else:
+            request = await renderer.offload(read_request, self.roots[:], messages, tools)
         prompt = light_prompt(request, renderer)
         if prompt is None:
             # A copy: turns may be committed while the threads work, and count from the next plan.
@@ -111,7 +115,7 @@ class Ledger:
         )
 
     def commit(self, plan: PromptPlan, completion: Completion, message: Any) -> Node:
-        """Stores the sampled turn with the assistant message that was handed on for it.
+        """Stores the sampled turn with the assistant message (or Reply) that was handed on for it.
 
         Nothing is stored unless everything fits. Raises Misaligned when the completion is not of
         this plan's prompt, BadExperts when its rows do not cover the turn.
@@ -143,7 +147,8 @@ class Ledger:
         if parent is not None:
             self._check_mine(parent)
         _check_prompt(plan.prompt_ids, completion.prompt_ids)
-        (fields,) = plain_messages([message])
+        stored = message if isinstance(message, Reply) else Reply(message)
+        (fields,) = plain_messages([stored.message])
         if fields["role"] != "assistant":
             raise BadRequest(
                 f"message.role is {fields['role']!r}, expected 'assistant'", param="message.role"
@@ -181,6 +186,7 @@ class Ledger:
             shaping=completion.shaping,
             stop_reason=completion.stop_reason,
             stop_tokens=completion.stop_tokens or 0,
+            tool_parse_error=stored.tool_parse_error,
         )
         return node, twin
 

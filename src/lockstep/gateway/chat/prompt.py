@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.gateway.chat.prefix import KeptIds, bare_messages, kept_by_messages, prefixed
+from lockstep.gateway.chat.room import is_light
 from lockstep.gateway.sessions.sessions import Session
 from lockstep.ledger import PromptPlan
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer, plain_messages, plain_tools
 from lockstep.tokens.errors import BadRequest
-
-LONG = 4000
-"""Characters of a conversation past which it is rendered off the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ async def prompt_of(chat: ChatRequest, renderer: Renderer, session: Session | No
 
 
 async def _off_loop(chat: ChatRequest, renderer: Renderer, kept: KeptIds | None) -> list[int]:
-    if sum(len(str(message.get("content", ""))) for message in chat.messages) < LONG:
+    if is_light(chat):
         return _rendered(chat, renderer, kept)
     return await renderer.offload(_rendered, chat, renderer, kept)
 

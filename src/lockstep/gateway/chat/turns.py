@@ -5,6 +5,7 @@ A dialect reads its own body into a ChatRequest, and writes what comes back in i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from time import time
 
@@ -14,10 +15,12 @@ from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
 from lockstep.gateway.chat.parts import PartStream
 from lockstep.gateway.chat.prompt import ChatPrompt, prompt_of
+from lockstep.gateway.chat.room import check_chat_room
 from lockstep.gateway.chat.template import RendererVariants
 from lockstep.gateway.chat.turn import ChatTurn
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.sessions.sessions import Session
+from lockstep.gateway.tenants import Caller, caller_of
 from lockstep.http.handlers import unless_gone
 from lockstep.ledger.branch_sample import check_comparable
 from lockstep.ledger.breaks import GATEWAY_BREAKS, check_breaks
@@ -26,6 +29,7 @@ from lockstep.protocol.dynamo.nvext import instance_id
 from lockstep.protocol.openai import chat_response as wire
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer
+from lockstep.render.messages import Plain
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest
 
@@ -37,18 +41,27 @@ class ChatTurns:
         self._context = context
         self._variants = RendererVariants(context.models)
 
-    async def open(self, http: Request, chat: ChatRequest, *, clamp: bool = False) -> ChatTurn:
+    async def open(
+        self,
+        http: Request,
+        chat: ChatRequest,
+        *,
+        clamp: bool = False,
+        found_tools: Sequence[Plain] = (),
+    ) -> ChatTurn:
         """The turn of a request, ready to be sent to a worker.
 
         With `clamp`, a token limit beyond the room that the prompt leaves is lowered to it, which
-        the header x-lockstep-max-tokens says. Raises BadRequest, UnknownModel, PrefixBreak.
+        the header x-lockstep-max-tokens says. `found_tools` may be called too, and are described
+        in the messages. Raises BadRequest, UnknownModel, PrefixBreak.
         """
         received, chosen_id = time(), request_id(http, chat.request_id)
         model = await self._context.models.resolve(chat.model)
         renderer = await self._variants.of(chat)
+        await check_chat_room(chat, renderer, model.max_model_len)
         session = await self._session(http, renderer)
         prompt = await prompt_of(chat, renderer, session)
-        request = _generate_request(chat, prompt, model.name, renderer, chosen_id)
+        request = _generate_request(chat, prompt, model.name, renderer, chosen_id, caller_of(http))
         if session is not None and session.strict and prompt.plan is not None:
             check_comparable(
                 prompt.plan.parent,
@@ -75,6 +88,7 @@ class ChatTurns:
             shape=_shape(chat, model.name, renderer, chosen_id, int(received)),
             received=received,
             headers=headers,
+            found_tools=tuple(found_tools),
         )
 
     async def run(self, http: Request, turn: ChatTurn) -> tuple[str, list[wire.ChatReply]]:
@@ -132,20 +146,26 @@ def _clamped(
 
 
 def _generate_request(
-    chat: ChatRequest, prompt: ChatPrompt, model: str, renderer: Renderer, chosen_id: str
+    chat: ChatRequest,
+    prompt: ChatPrompt,
+    model: str,
+    renderer: Renderer,
+    chosen_id: str,
+    caller: Caller,
 ) -> GenerateRequest:
+    name = caller.request_id(chosen_id)
     return GenerateRequest(
         prompt_ids=prompt.ids,
         sampling=chat.sampling(renderer.stop_token_ids),
         model=model,
-        request_id=chosen_id,
-        cache_salt=chat.salt,
+        request_id=name,
+        cache_salt=caller.cache_salt(chat.salt),
         priority=chat.rank,
         experts_start=chat.experts_start,
         experts_skipped=chat.routed_experts_prompt_start,
         weight_version=chat.weight_version,
         min_weight_version=chat.min_weight_version,
-        headers={"X-Request-Id": chosen_id},
+        headers={"X-Request-Id": name},
     )
 
 

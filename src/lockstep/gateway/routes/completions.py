@@ -12,11 +12,13 @@ from starlette.routing import Route as HttpRoute
 
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
+from lockstep.gateway.chat.room import check_room
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.models import ServedModel
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.routes.completions_response import CompletionPrompt, CompletionWriter, Items
 from lockstep.gateway.routes.token_text import TokenSpelling
+from lockstep.gateway.tenants import caller_of
 from lockstep.http.body import read_body
 from lockstep.http.handlers import EventStream, json_response, unless_gone
 from lockstep.protocol.common.request import GenerateRequest
@@ -73,13 +75,15 @@ class CompletionsRoutes:
         renderer: Renderer,
         chosen_id: str,
     ) -> list[CompletionPrompt]:
-        sampling, session = body.sampling(), session_id(http)
+        sampling, session, caller = body.sampling(), session_id(http), caller_of(http)
+        salt = caller.cache_salt(body.cache_salt)
         inputs = body.prompts()
         special = body.add_special_tokens is not False
         prompts: list[CompletionPrompt] = []
         for at, each in enumerate(inputs):
             text = each if isinstance(each, str) else None
             if isinstance(each, str):
+                await check_room([each], renderer, model.max_model_len, "prompt")
                 ids = await renderer.offload(renderer.encode, each, special=special)
             else:
                 ids = each
@@ -91,17 +95,17 @@ class CompletionsRoutes:
                 prompt_ids=ids,
                 sampling=sampling,
                 model=model.name,
-                request_id=chosen_id if len(inputs) == 1 else f"{chosen_id}-{at}",
-                cache_salt=body.cache_salt,
+                request_id=caller.request_id(
+                    chosen_id if len(inputs) == 1 else f"{chosen_id}-{at}"
+                ),
+                cache_salt=salt,
                 priority=body.priority or 0,
                 experts_start=body.experts_start,
                 experts_skipped=body.routed_experts_prompt_start,
                 weight_version=body.weight_version,
                 min_weight_version=body.min_weight_version,
             )
-            affinity = Affinity.of(
-                ids, session=session, salt=body.cache_salt, adapter=model.adapter
-            )
+            affinity = Affinity.of(ids, session=session, salt=salt, adapter=model.adapter)
             prompts.append(CompletionPrompt(text, request, affinity, at * sampling.n))
         return prompts
 

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.gateway.chat.prompt import prompt_of
+from lockstep.gateway.chat.room import texts_of
 from lockstep.gateway.chat.template import RendererVariants
 from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.gateway.openapi.route_doc import RouteDoc
@@ -24,7 +25,7 @@ from lockstep.protocol.vllm.tokenize import (
     decode_tokenize,
 )
 from lockstep.render import Renderer
-from lockstep.tokens.errors import BadTokenId
+from lockstep.tokens.errors import BadTokenId, TooLarge
 
 ROUTE_DOCS = tuple(
     doc
@@ -61,26 +62,29 @@ class TokenizeRoutes:
         renderer = await self._context.models.renderer()
         if body.messages is None:
             text = body.prompt or ""
+            self._check_size(len(text), "prompt")
             ids = await renderer.offload(renderer.encode, text, special=body.special)
         else:
+            self._check_size(sum(map(len, texts_of(body.messages))), "messages")
             ids = await self._chat_ids(body, renderer)
-        response = TokenizedPrompt(count=len(ids), max_model_len=model.max_model_len, tokens=ids)
-        if body.return_token_strs:
-            response.token_strs = renderer.tokenizer.convert_ids_to_tokens(ids)
-        if body.return_token_bytes:
-            response.token_bytes = [list(renderer.pieces.data(token)) for token in ids]
-        return json_response(msgspec.json.encode(response))
+        written = await renderer.offload(tokenized, ids, body, renderer, model.max_model_len)
+        return json_response(written)
 
     async def detokenize(self, http: Request) -> Response:
         request_id(http)
         body = await read_body(http, decode_detokenize, self._context.limits)
         await self._context.models.resolve(body.model)
         renderer = await self._context.models.renderer()
-        pieces = await renderer.offload(pieces_of, body.tokens, renderer, "tokens")
-        response = DetokenizedText(prompt=b"".join(pieces).decode(errors="replace"))
-        if body.return_token_bytes:
-            response.token_bytes = [list(piece) for piece in pieces]
-        return json_response(msgspec.json.encode(response))
+        return json_response(await renderer.offload(detokenized, body, renderer))
+
+    def _check_size(self, characters: int, param: str) -> None:
+        most = self._context.limits.characters
+        if characters > most:
+            raise TooLarge(
+                f"{param} has {characters} characters: at most {most} are tokenized at once "
+                "(--limit characters=NUMBER); send it in parts",
+                param=param,
+            )
 
     async def _chat_ids(self, body: TokenizeRequest, renderer: Renderer) -> list[int]:
         chat = ChatRequest(
@@ -99,6 +103,27 @@ class TokenizeRoutes:
         return await renderer.offload(
             lambda: renderer.encode(renderer.decode(prompt.ids), special=True)
         )
+
+
+def tokenized(
+    ids: list[int], body: TokenizeRequest, renderer: Renderer, max_model_len: int | None
+) -> bytes:
+    """The response to a text or a chat that has these ids."""
+    response = TokenizedPrompt(count=len(ids), max_model_len=max_model_len, tokens=ids)
+    if body.return_token_strs:
+        response.token_strs = renderer.tokenizer.convert_ids_to_tokens(ids)
+    if body.return_token_bytes:
+        response.token_bytes = [list(renderer.pieces.data(token)) for token in ids]
+    return msgspec.json.encode(response)
+
+
+def detokenized(body: DetokenizeRequest, renderer: Renderer) -> bytes:
+    """The response with the text of the ids. Raises BadTokenId."""
+    pieces = pieces_of(body.tokens, renderer, "tokens")
+    response = DetokenizedText(prompt=b"".join(pieces).decode(errors="replace"))
+    if body.return_token_bytes:
+        response.token_bytes = [list(piece) for piece in pieces]
+    return msgspec.json.encode(response)
 
 
 def pieces_of(ids: list[int], renderer: Renderer, field: str) -> list[bytes]:

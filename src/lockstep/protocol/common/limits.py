@@ -36,6 +36,7 @@ class RequestLimits:
     values           objects, lists and strings in it
     items            things between commas, most of which are token ids
     nesting          objects and lists within each other
+    characters       of a text for /tokenize
     messages, tools, prompts, stop_token_ids, logit_bias, request_ids: how many it lists
     """
 
@@ -43,6 +44,7 @@ class RequestLimits:
     values: int = 65_536
     items: int = 2_000_000
     nesting: int = 100
+    characters: int = 1_000_000
     messages: int = 10_000
     tools: int = 1024
     prompts: int = 4096

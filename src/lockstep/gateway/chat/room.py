@@ -1,0 +1,78 @@
+"""How much a request asks to be read, and whether that can fit the context at all.
+
+Told before it is tokenized: tokenizing megabytes takes seconds, and hundreds of times their memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.render import Renderer
+from lockstep.tokens.errors import PromptTooLong
+
+SURE = 4
+"""Text with fewer characters than this for each token of the context is tokenized as it is."""
+SLICE = 1 << 15
+MARGIN = 64
+"""Characters tokenized at once, and how many tokens a cut may add, to be on the safe side."""
+SHORT_CHAT = 16
+LIGHT = 4000
+"""Messages and characters of a conversation that is rendered on the event loop."""
+
+
+def texts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
+    """The text of the messages, as far as every chat template writes it."""
+    texts: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            texts.append(content)
+        elif isinstance(content, list):
+            parts = (part.get("text") for part in content if isinstance(part, dict))
+            texts += [text for text in parts if isinstance(text, str)]
+    return texts
+
+
+def is_light(chat: ChatRequest) -> bool:
+    """Whether a conversation is rendered sooner than a thread would begin with it."""
+    if chat.tools or len(chat.messages) > SHORT_CHAT:
+        return False
+    if any(message.get("tool_calls") for message in chat.messages):
+        return False
+    return sum(map(len, texts_of(chat.messages))) < LIGHT
+
+
+async def check_chat_room(chat: ChatRequest, renderer: Renderer, limit: int | None) -> None:
+    """Raises PromptTooLong for a conversation, or tools, that cannot fit `limit` tokens."""
+    await check_room(texts_of(chat.messages), renderer, limit, "messages")
+    if chat.tools and limit is not None:
+        # Not every template writes all of a schema.
+        written = msgspec.json.encode(chat.tools).decode(errors="replace")
+        await check_room([written], renderer, 2 * limit, "tools")
+
+
+async def check_room(
+    texts: Sequence[str], renderer: Renderer, limit: int | None, param: str
+) -> None:
+    """Raises PromptTooLong for text that cannot fit `limit` tokens, before all is tokenized."""
+    if limit is not None and sum(map(len, texts)) > SURE * limit:
+        await renderer.offload(_count, texts, renderer, limit, param)
+
+
+def _count(texts: Sequence[str], renderer: Renderer, limit: int, param: str) -> None:
+    tokens = 0
+    for text in texts:
+        for start in range(0, len(text), SLICE):
+            try:
+                piece = renderer.tokenizer.encode(
+                    text[start : start + SLICE], add_special_tokens=False
+                )
+            except (TypeError, UnicodeEncodeError):
+                return  # half a surrogate pair, which rendering refuses by name
+            tokens += max(len(piece) - MARGIN, 0)
+            if tokens > limit:
+                raise PromptTooLong.of(tokens, limit, param=param)
