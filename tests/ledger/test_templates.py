@@ -40,11 +40,20 @@ def renderer_of(template: str | None, **options: Any) -> Renderer:
 def test_a_template_without_a_bridge_breaks_and_says_so(finish: str, cause: str) -> None:
     ledger = Ledger(renderer_of(BARE))
     messages: list[Any] = [USER]
-    say(ledger, messages, "3", finish=finish)
+    say(ledger, messages, "3<|im_end|>", finish=finish)
     with pytest.raises(PrefixBreak) as caught:
         ledger.plan([*messages, NEXT])
     assert caught.value.cause == cause
     assert ledger.break_counts == {cause: 1}
+
+
+def test_a_template_without_a_bridge_goes_on_where_its_whole_render_appends() -> None:
+    ledger = Ledger(renderer_of(BARE))
+    messages: list[Any] = [USER]
+    _, node, _ = say(ledger, messages, "3")
+    plan = ledger.plan([*messages, NEXT])
+    assert plan.parent is node
+    assert ledger.renderer.decode(plan.prompt_ids[node.end :]) == "\nuser: And?\nassistant: "
 
 
 @pytest.mark.failure_mode("F21")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from lockstep.models import bundled
 from lockstep.render import CallStatus, Renderer
 from lockstep.render.bridge import FamilyBridge
 from lockstep.tokens.errors import BadRequest, UnknownModel
+from tests import tokenizers
 from tests.ledger.rollouts import TOOLS
 
 ASK = [{"role": "user", "content": "1 + 2?"}]
@@ -34,6 +36,7 @@ def parse(renderer: Renderer, text: str, tools: Any = TOOLS) -> Any:
         ("llama3_2", "llama-3", "family"),
         ("deepseek_v3", None, "template"),
         ("gemma3", None, "template"),
+        ("mistral_nemo", None, "template"),
     ],
 )
 def test_a_family_is_found_by_what_it_writes(
@@ -141,7 +144,8 @@ def test_a_good_call_beside_a_bad_one_is_still_a_call(renderer: Renderer) -> Non
     assert [call.status for call in parsed.calls] == [CallStatus.OK, CallStatus.INVALID_JSON]
     assert parsed.finish("stop") == "tool_calls"
     message = parsed.message()
-    assert message["content"] == "See:"
+    assert message["content"] == "See:\n\n<tool_call>\n{\n</tool_call>"
+    assert parsed.tool_parse_error == "invalid_json: the arguments of the call are no JSON"
     assert message["reasoning_content"] == "Hm."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["calc"]
 
@@ -162,7 +166,8 @@ def test_half_a_surrogate_pair_is_a_bad_request(renderer: Renderer) -> None:
 
 def test_a_failed_call_stays_readable(renderer: Renderer) -> None:
     message = parse(renderer, "<tool_call>\nnot json\n</tool_call>").message()
-    assert message == {"role": "assistant", "content": "not json"}
+    content = "<tool_call>\nnot json\n</tool_call>"
+    assert message == {"role": "assistant", "content": content}
 
 
 def test_a_call_keeps_its_id_while_it_streams(renderer: Renderer) -> None:
@@ -193,8 +198,85 @@ def test_a_tokenizer_of_ones_own_needs_no_chat_template(renderer: Renderer) -> N
     mine = Renderer(bare, family="qwen3")
     assert mine.render(ASK, TOOLS) == renderer.render(ASK, TOOLS)
     assert mine.bridge == "family"
-    with pytest.raises(BadRequest, match="no chat template"):
-        Renderer(bare)
+    with pytest.raises(BadRequest, match=r"no chat template.*put the template"):
+        Renderer(bare).render(ASK)
+
+
+@pytest.mark.parametrize("name", tokenizers.BARE)
+def test_a_tokenizer_without_a_template_reads_text_and_says_what_messages_need(
+    name: str, real_tokenizer: Callable[[str], Path]
+) -> None:
+    renderer = Renderer.load(real_tokenizer(name))
+    assert renderer.decode(renderer.encode("two words")).strip() == "two words"
+    with pytest.raises(BadRequest, match=r"chat_template\.jinja.*/v1/completions"):
+        renderer.render(ASK)
+
+
+@pytest.mark.parametrize("name", ["internlm2", "chatglm3"])
+def test_a_tokenizer_that_asks_for_its_own_code_says_what_to_change(
+    name: str, tmp_path: Path, real_tokenizer: Callable[[str], Path]
+) -> None:
+    place = real_tokenizer(name)
+    with pytest.raises(BadRequest, match="take auto_map out"):
+        Renderer.load(place)
+    changed = Renderer.load(tokenizers.without_own_code(place, tmp_path / name))
+    assert "1 + 2?" in changed.decode(changed.render(ASK))
+
+
+@pytest.mark.parametrize("name", ["llama3", "gpt4", "gemini"])
+def test_the_token_that_closes_a_turn_is_no_part_of_its_text(
+    name: str, real_tokenizer: Callable[[str], Path]
+) -> None:
+    renderer = Renderer.load(real_tokenizer(name))
+    close = renderer.stop_token_ids[-1]
+    assert close != renderer.tokenizer.eos_token_id
+    for after in ([], renderer.encode("more")):
+        parsed = renderer.parse([*renderer.encode("It matters."), close, *after])
+        assert parsed.message()["content"] == "It matters."
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_a_template_that_writes_system_and_tools_with_the_newest_message_is_bridged(
+    system: list[Any], tools: Any, real_tokenizer: Callable[[str], Path]
+) -> None:
+    renderer = Renderer.load(real_tokenizer("mistral_nemo"))
+    prompt = renderer.render([*system, *ASK], tools)
+    answer = [*renderer.encode("Three."), *renderer.stop_token_ids]
+    new = [{"role": "user", "content": "And 3 + 4?"}]
+    extension = renderer.extend(prompt, answer, new, tools, system=system)
+    whole = renderer.render(
+        [*system, *ASK, {"role": "assistant", "content": "Three."}, *new], tools
+    )
+    assert extension is not None
+    assert whole[-len(extension) :] == extension
+    assert [each["content"] in renderer.decode(extension) for each in system] == [True] * len(
+        system
+    )
+    assert ("AVAILABLE_TOOLS" in renderer.decode(extension)) == bool(tools)
+
+
+def test_ids_of_calls_are_made_to_fit_a_template_that_takes_short_ones_only(
+    real_tokenizer: Callable[[str], Path],
+) -> None:
+    renderer = Renderer.load(real_tokenizer("mistral_nemo"))
+
+    def rendered(call_id: str) -> str:
+        call = {"id": call_id, "function": {"name": "calc", "arguments": {"sum": "1"}}}
+        return renderer.decode(
+            renderer.render(
+                [
+                    *ASK,
+                    {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": call_id, "content": "3"},
+                ],
+                TOOLS,
+            )
+        )
+
+    assert rendered("abcde1234").count("abcde1234") == 2
+    (made,) = set(re.findall(r'(?:"id"|"call_id"): "(.*?)"', rendered("call_" + "0" * 24)))
+    assert re.fullmatch(r"[a-z0-9]{9}", made)
 
 
 async def test_rendering_leaves_the_event_loop_free(renderer: Renderer) -> None:

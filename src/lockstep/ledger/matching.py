@@ -13,6 +13,7 @@ from lockstep.render.messages import (
     canonical,
     canonical_tools,
     has_assistant,
+    leading_system,
     plain_messages,
     plain_tools,
     starts_with,
@@ -101,11 +102,18 @@ def read_request(
 def find_prompt(request: TurnRequest, roots: Sequence[Node], renderer: Renderer) -> PlannedPrompt:
     """The prompt of a request. Raises BadRequest when the template refuses the messages."""
     cause, anchor = _claims(request, roots)
-    if cause is None and anchor.node is not None:
-        ids, cause = _extended(request, anchor.node, renderer)
+    node = anchor.node if cause is None else None
+    if node is not None:
+        ids, cause = _extended(request, node, renderer)
         if ids is not None:
             return PlannedPrompt(ids, anchor, extends=True)
-    return PlannedPrompt(renderer.render_plain(request.messages, request.tools), anchor, cause)
+    whole = renderer.render_plain(request.messages, request.tools)
+    if node is not None:
+        # A format without a bridge may still append: its whole render is then exact by itself.
+        stored = node.ids().tolist()
+        if len(whole) > len(stored) and whole[: len(stored)] == stored:
+            return PlannedPrompt(whole[len(stored) :], anchor, extends=True)
+    return PlannedPrompt(whole, anchor, cause)
 
 
 def light_prompt(request: TurnRequest, renderer: Renderer) -> PlannedPrompt | None:
@@ -170,6 +178,7 @@ def _extended(
         (node.sampled if opened is node else node.ids()[opened.sampled_start :]).tolist(),
         request.messages[request.match.length :],
         request.tools,
+        system=leading_system(request.messages),
         after_tool=node.after_tool,
         # Only a family knows whether its template still keeps this thinking.
         family_only=dropped,

@@ -7,8 +7,10 @@ that was cut included.
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.render.family import TOOL, probe_tails
@@ -97,16 +99,29 @@ class FamilyBridge:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a template leads on to new messages: after which dummy reply, and what that hangs on.
+
+    `contextual` says that the template writes the system message or the tools again beside the
+    newest messages, as Mistral's do.
+    """
+
+    dummy: Plain
+    contextual: bool
+
+
 class TemplateBridge:
     """A bridge for any chat template: a dummy turn before the new messages, and what follows it.
 
     It is only used for a pattern of roles that was checked on this template: what follows the
-    close token must be the same after different histories, with and without tools.
+    close token must be the same after different histories, with and without tools; or at least
+    after different histories with the same system message and tools.
     """
 
     def __init__(self, template: Template) -> None:
         self._template = template
-        self._checked: dict[tuple[tuple[str, ...], bool], Plain | None] = {}
+        self._checked: dict[tuple[tuple[str, ...], bool], _Way | None] = {}
         self.close = self._find_close()
         self._close_text = self._text_of(self.close)
         self._think = tuple(self._single(marker) for marker in ("<think>", "</think>"))
@@ -114,29 +129,37 @@ class TemplateBridge:
     @property
     def works(self) -> bool:
         """Whether the plainest case, a new user message, passed its check."""
-        return self._dummy(("user",), False) is not None
+        return self._way(("user",), False) is not None
 
     def extend(
         self,
         completion_ids: Sequence[int],
         messages: list[Plain],
+        tools: list[Plain] | None,
         *,
+        system: Sequence[Plain],
         stop_ids: Sequence[int],
         after_tool: bool,
     ) -> list[int] | None:
         """What follows the completion, or None where this template gives no exact way on.
 
-        `after_tool` says whether there were tool results before: some templates write the first
-        ones differently.
+        `system` is what opened the conversation, if anything did. `after_tool` says whether there
+        were tool results before: some templates write the first ones differently.
         """
-        dummy = self._dummy(_pattern(messages), after_tool)
-        if dummy is None or self.close is None:
+        way = self._way(_pattern(messages), after_tool)
+        if way is None or self.close is None:
             return None
+        history = _history(after_tool)
+        if way.contextual:
+            if DUMMY in json.dumps([*system, *(tools or ())], ensure_ascii=False):
+                return None
+            history = [*system, *history]
         try:
-            rest = self._rest(_history(after_tool), dummy, messages, None)
+            text = self._text(history, way.dummy, messages, tools if way.contextual else None)
         except BadRequest:
             return None
-        if rest is None:
+        rest = self._after_close(text)
+        if rest is None or not (way.contextual or self._appends(text, history, None)):
             return None
         return self._closing(completion_ids, stop_ids) + self._template.encode(rest)
 
@@ -152,51 +175,77 @@ class TemplateBridge:
                 return [closed, self.close]
         return [self.close]
 
-    def _dummy(self, pattern: tuple[str, ...], after_tool: bool) -> Plain | None:
-        """The dummy reply that bridges to this pattern of roles, found and checked once."""
+    def _way(self, pattern: tuple[str, ...], after_tool: bool) -> _Way | None:
+        """The way to this pattern of roles, found and checked once."""
         key = (pattern, after_tool)
         if key not in self._checked:
             replies = (_CALL, _PLAIN) if pattern[0] == "tool" else (_PLAIN,)
-            passed = (each for each in replies if self._passes(each, pattern, after_tool))
-            self._checked[key] = next(passed, None)
+            self._checked[key] = next(
+                (
+                    _Way(reply, contextual)
+                    for contextual in (False, True)
+                    for reply in replies
+                    if self._passes(reply, pattern, after_tool, contextual)
+                ),
+                None,
+            )
         return self._checked[key]
 
-    def _passes(self, reply: Plain, pattern: tuple[str, ...], after_tool: bool) -> bool:
+    def _passes(
+        self, reply: Plain, pattern: tuple[str, ...], after_tool: bool, contextual: bool
+    ) -> bool:
         messages = [
             {**_RESULT, "content": f"Result {at}."}
             if role == "tool"
             else {"role": role, "content": f"Text {at}."}
             for at, role in enumerate(pattern)
         ]
-        rests = set()
+        rests: dict[object, set[str | None]] = {}
         try:
-            rest = self._rest(_history(after_tool), reply, messages, None)
-            rests.add(rest)
-            for history in _histories(after_tool):
-                for tools in (None, [TOOL]):
-                    if self._template.accepts(history, tools):
-                        rests.add(self._rest(history, reply, messages, tools))
+            for context, history, tools in self._contexts(after_tool):
+                text = self._text(history, reply, messages, tools)
+                if contextual:
+                    appends = _holds_in_order(self._after_close(text), messages)
+                else:
+                    appends = self._appends(text, history, tools)
+                rest = self._after_close(text) if appends else None
+                rests.setdefault(context if contextual else None, set()).add(rest)
         except BadRequest:
             return False
-        return None not in rests and len(rests) == 1
+        return all(None not in each and len(each) == 1 for each in rests.values())
 
-    def _rest(
+    def _contexts(
+        self, after_tool: bool
+    ) -> Iterator[tuple[object, list[Plain], list[Plain] | None]]:
+        """Histories of one kind, each with what a contextual way may hang on: system and tools."""
+        base = _history(after_tool)
+        more: Plain = {"role": "user", "content": "Another question."}
+        yield (False, False), base, None
+        for has_system in (False, True):
+            system: list[Plain] = [{"role": "system", "content": "Be brief."}] * has_system
+            for tools in (None, [TOOL]):
+                for history in ([*system, *base], [*system, more, _OTHER, *base]):
+                    if self._template.accepts(history, tools):
+                        yield (has_system, bool(tools)), history, tools
+
+    def _text(
         self,
         history: list[Plain],
         reply: Plain,
         messages: list[Plain],
         tools: list[Plain] | None,
-    ) -> str | None:
+    ) -> str:
+        return self._template.text([*history, reply, *messages], tools, add_generation_prompt=True)
+
+    def _appends(self, text: str, history: list[Plain], tools: list[Plain] | None) -> bool:
+        """A template that moves new messages to the front does not append."""
+        return text.startswith(self._template.text(history, tools, add_generation_prompt=False))
+
+    def _after_close(self, text: str) -> str | None:
         """The text after the close of the dummy reply, or None when it cannot be told apart."""
-        text = self._template.text([*history, reply, *messages], tools, add_generation_prompt=True)
         start = text.find(DUMMY)
         closed = text.find(self._close_text, start) if start >= 0 and self._close_text else -1
-        # A template that moves new messages to the front does not append.
-        if closed < 0 or not text.startswith(
-            self._template.text(history, tools, add_generation_prompt=False)
-        ):
-            return None
-        return text[closed + len(self._close_text) :]
+        return text[closed + len(self._close_text) :] if closed >= 0 else None
 
     def _find_close(self) -> int | None:
         """The special token that ends an assistant turn, or None when text alone ends it."""
@@ -231,9 +280,11 @@ def _history(after_tool: bool) -> list[Plain]:
     return [_QUESTION, _OTHER_CALL, _RESULT, _OTHER, _QUESTION] if after_tool else [_QUESTION]
 
 
-def _histories(after_tool: bool) -> list[list[Plain]]:
-    """Other histories of the same kind."""
-    system: Plain = {"role": "system", "content": "Be brief."}
-    more: Plain = {"role": "user", "content": "Another question."}
-    base = _history(after_tool)
-    return [[more, _OTHER, *base], [system, *base]]
+def _holds_in_order(rest: str | None, messages: list[Plain]) -> bool:
+    """Whether every new message stands in the rest, in the order in which they came."""
+    at = 0
+    for message in messages:
+        at = rest.find(message["content"], at) if rest is not None else -1
+        if at < 0:
+            return False
+    return True

@@ -9,6 +9,7 @@ that into a value that compares, and `same` compares it the way a conversation d
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -121,6 +122,11 @@ def starts_with(messages: Sequence[Message], stored: Sequence[Message], at: int 
     """Whether the messages from `at` on begin with the stored ones."""
     part = messages[at : at + len(stored)]
     return part == stored or (len(part) == len(stored) and all(map(same, stored, part)))
+
+
+def leading_system(messages: Sequence[Plain]) -> list[Plain]:
+    """The system messages that open a conversation."""
+    return list(itertools.takewhile(lambda message: message["role"] == "system", messages))
 
 
 def has_assistant(messages: Sequence[Message]) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,16 @@ from lockstep.render.bridge import FamilyBridge, TemplateBridge
 from lockstep.render.family import find_family, make_family, plain_family
 from lockstep.render.fast_tokenizer import FastTokenizer
 from lockstep.render.messages import Plain, plain_messages, plain_tools
-from lockstep.render.parsed_message import ParsedMessage, parse_message, unparsed_message
+from lockstep.render.parsed_message import (
+    ParsedMessage,
+    keep_unparsed,
+    not_offered,
+    parse_message,
+    unparsed_message,
+)
 from lockstep.render.template import Template
-from lockstep.render.token_bytes import TokenBytesTable
 from lockstep.tokens.errors import BadRequest, UnknownModel
+from lockstep.tokens.token_bytes import TokenBytesTable
 
 Thinking = Literal["keep", "template"]
 P = ParamSpec("P")
@@ -37,6 +44,11 @@ THREADS = 4
 """Enough that a long render does not hold up short ones; the interpreter runs one at a time."""
 LONG = 2000
 """Tokens from which on a completion is parsed off the event loop."""
+NO_TEMPLATE = (
+    "this model's tokenizer has no chat template, so messages cannot be rendered: put the template "
+    "it was trained with beside its tokenizer.json as chat_template.jinja, or send text or ids "
+    "instead of messages (/v1/completions, /inference/v1/generate)"
+)
 
 
 class Renderer:
@@ -58,7 +70,8 @@ class Renderer:
     ) -> None:
         """`family` names a family of `renderers` and skips the search for it.
 
-        Raises BadRequest when the tokenizer has no chat template and no family was named.
+        A tokenizer without a chat template encodes and decodes text, and renders no messages
+        unless its family is named.
         """
         if thinking not in ("keep", "template"):
             raise BadRequest(
@@ -69,11 +82,6 @@ class Renderer:
         self.pieces = TokenBytesTable(tokenizer)
         fast = FastTokenizer(tokenizer)
         self.template = Template(fast, template_kwargs)
-        if not self.template.source and family is None:
-            raise BadRequest(
-                "the tokenizer has no chat template; pass family= to name its format",
-                param="family",
-            )
         self.family = family or find_family(self.template, model_type)
         self._renderer = (
             make_family(fast, self.family, self.template.kwargs, keep_thinking=thinking == "keep")
@@ -83,6 +91,8 @@ class Renderer:
         self._template_bridge = TemplateBridge(self.template) if self.template.source else None
         self._family_bridge = self._make_family_bridge()
         self.stop_token_ids = self._stop_token_ids(stop_token_ids)
+        # The format's own parser cuts at the ends it knows; at the others it must be done here.
+        self._other_ends = frozenset(self.stop_token_ids) - set(self._renderer.get_stop_token_ids())
         self._thought_ids = frozenset(
             ids[0]
             for marker in ("<think>", "</think>")
@@ -124,7 +134,8 @@ class Renderer:
     ) -> list[int]:
         """The ids of a whole conversation, by default opened for the assistant's turn.
 
-        Raises BadRequest that names the message, or says what the template refused.
+        Raises BadRequest that names the message, or says what the template refused or that there
+        is none.
         """
         return self.render_plain(
             plain_messages(messages),
@@ -142,6 +153,8 @@ class Renderer:
         """`render` for messages that `plain_messages` has read already."""
         if self.template.source:
             return self.template.ids(messages, tools, add_generation_prompt=add_generation_prompt)
+        if self.family is None:
+            raise BadRequest(NO_TEMPLATE, param="messages")
         return list(
             self._renderer.render_ids(
                 messages, tools=tools, add_generation_prompt=add_generation_prompt
@@ -155,6 +168,7 @@ class Renderer:
         messages: list[Plain],
         tools: list[Plain] | None,
         *,
+        system: Sequence[Plain] = (),
         after_tool: bool = False,
         family_only: bool = False,
     ) -> list[int] | None:
@@ -162,8 +176,9 @@ class Renderer:
 
         Of the prompt only the part after the turn before is needed: its cost is that of what is
         new, however long the conversation. None when there is no exact way on; none of these ids
-        was sampled. `family_only` tries the family only, which with thinking="template" declines
-        where the template drops thinking.
+        was sampled. `system` are the system messages that opened the conversation, which some
+        templates write again with every user message. `family_only` tries the family only, which
+        with thinking="template" declines where the template drops thinking.
         """
         if self._family_bridge is not None:
             extension = self._family_bridge.extend(prompt_ids, completion_ids, messages, tools)
@@ -172,7 +187,12 @@ class Renderer:
         if family_only or self._template_bridge is None:
             return None
         return self._template_bridge.extend(
-            completion_ids, messages, stop_ids=self.stop_token_ids, after_tool=after_tool
+            completion_ids,
+            messages,
+            tools,
+            system=system,
+            stop_ids=self.stop_token_ids,
+            after_tool=after_tool,
         )
 
     def parse(
@@ -185,23 +205,26 @@ class Renderer:
     ) -> ParsedMessage:
         """The message that sampled ids spell, without the space around its parts.
 
-        Client and gateway, whole and streamed responses all end here. Without `tools` nothing is a
-        call: what looks like one is content. The prompt tells whether it opened the thinking
-        already. `verbatim` takes everything as content, space and all: the rest of a message that
-        somebody else began.
+        Client and gateway, whole and streamed responses all end here. Nothing is lost: what is not
+        part of a call that parsed is content. Without `tools` nothing is a call. The prompt tells
+        whether it opened the thinking already. `verbatim` takes everything as content, space and
+        all: the rest of a message that somebody else began.
         """
         if verbatim:
             return ParsedMessage(self.decode(self._before_stop(token_ids)))
         specs = plain_tools(tools)
         message = self.parse_partial(token_ids, specs, prompt_ids=prompt_ids)
-        content = message.content
-        if message.calls and not specs:
-            starts = [call.span[0] for call in message.calls if call.span is not None]
-            written = self._before_stop(token_ids)[min(starts) :] if starts else []
-            content = f"{content}\n{self.decode(written)}"
-            message = replace(message, calls=())
+        if message.calls:
+            if not specs:
+                message = replace(message, calls=tuple(map(not_offered, message.calls)))
+            message = keep_unparsed(message, self._before_stop(token_ids), self.decode)
         reasoning = (message.reasoning or "").strip() or None
-        return replace(message, content=content.strip(), reasoning=reasoning)
+        return replace(
+            message,
+            content=message.content.strip(),
+            reasoning=reasoning,
+            calls=message.calls if specs else (),
+        )
 
     async def parse_async(
         self,
@@ -227,6 +250,8 @@ class Renderer:
         """
         # Only the last opening of a turn matters, and it is in what follows the turn before.
         tail = prompt_ids.added if isinstance(prompt_ids, PlannedIds) else list(prompt_ids)
+        if self._other_ends:
+            token_ids = _before(token_ids, self._other_ends)
         try:
             parsed = self._renderer.parse_response(
                 list(token_ids), tools=tools, prompt_ids=tail or None
@@ -238,11 +263,7 @@ class Renderer:
         return parse_message(parsed, token_ids, tools, prompt_ids)
 
     def _before_stop(self, token_ids: Sequence[int]) -> list[int]:
-        end = next(
-            (at for at, token in enumerate(token_ids) if token in self.stop_token_ids),
-            len(token_ids),
-        )
-        return list(token_ids[:end])
+        return _before(token_ids, self.stop_token_ids)
 
     def thinks(self, token_ids: Iterable[int]) -> bool:
         """Whether the ids hold a mark that opens or closes thinking."""
@@ -288,6 +309,11 @@ class Renderer:
         return tuple(dict.fromkeys(int(each) for each in (*ends, *more) if each is not None))
 
 
+def _before(token_ids: Sequence[int], ends: Container[int]) -> list[int]:
+    """The ids in front of the first that ends a turn."""
+    return list(itertools.takewhile(lambda token: token not in ends, token_ids))
+
+
 # Threads that miss the cache at once would each load the tokenizer, and importing transformers in
 # several threads at once can fail.
 _LOADING = threading.Lock()
@@ -302,8 +328,16 @@ def _load(where: str, thinking: Thinking, family: str | None, kwargs: str) -> Re
             "loading a tokenizer needs the `transformers` package: pip install transformers"
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where)
+        # Left open, the library would ask on the terminal whether to run a model's own code.
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError) as error:
+        if "custom code" in str(error):
+            raise BadRequest(
+                f"the tokenizer of {where!r} asks for Python code of its own, which is never run: "
+                "take auto_map out of its tokenizer_config.json and set tokenizer_class to "
+                "PreTrainedTokenizerFast, which reads its tokenizer.json",
+                param="model",
+            ) from error
         raise UnknownModel(
             f"no tokenizer at {where!r} ({error}); expected a bundled model, a directory with "
             "tokenizer.json, or a hub name",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from lockstep.render.messages import Plain
@@ -11,6 +12,8 @@ from lockstep.tokens.errors import BadRequest
 PINNED = {"date_string": "26 Jul 2024"}
 """Template variables that would otherwise come from the clock: one history, one prompt, any day."""
 
+SHORT_ID = 9
+"""How long a call's id is for a template that wants it so (Mistral's)."""
 _NAME, _VALUE = "probe_function", "probe_value"
 _STYLES = ((False, False), (False, True), (True, False), (True, True))
 """How a template wants tool calls: (arguments as text, no content as None), in order of custom."""
@@ -25,7 +28,9 @@ class Template:
         pinned = {name: value for name, value in PINNED.items() if name in self.source}
         self.kwargs = {**pinned, **(kwargs or {})}
         self._text_arguments, self._none_content = _STYLES[0]
+        self._short_ids = False
         self._text_arguments, self._none_content = self._find_style()
+        self._short_ids = self._wants_short_ids()
 
     def text(
         self, messages: Sequence[Plain], tools: list[Plain] | None, *, add_generation_prompt: bool
@@ -78,6 +83,8 @@ class Template:
         return True
 
     def _spell(self, message: Plain) -> Plain:
+        if self._short_ids:
+            message = _with_short_ids(message)
         calls = message.get("tool_calls")
         if not calls:
             return message
@@ -103,15 +110,7 @@ class Template:
 
     def _find_style(self) -> tuple[bool, bool]:
         """The first spelling of a tool call that this template writes out in full."""
-        call = {"name": _NAME, "arguments": {"key": _VALUE}}
-        probe: list[Plain] = [
-            {"role": "user", "content": "Question."},
-            {
-                "role": "assistant",
-                "tool_calls": [{"id": "c" * 9, "type": "function", "function": call}],
-            },
-            {"role": "tool", "tool_call_id": "c" * 9, "content": "Result."},
-        ]
+        probe = _probe("c" * SHORT_ID)
         for style in _STYLES:
             self._text_arguments, self._none_content = style
             try:
@@ -122,3 +121,39 @@ class Template:
                 return style
         # No spelling works: a template without tools. Any will do, it refuses or ignores them.
         return _STYLES[0]
+
+    def _wants_short_ids(self) -> bool:
+        """Whether it takes tool calls, and refuses them with an id as servers make it."""
+        return self.accepts(_probe("c" * SHORT_ID), None) and not self.accepts(
+            _probe("call_0123456789abcdef"), None
+        )
+
+
+def _probe(call_id: str) -> list[Plain]:
+    call = {"name": _NAME, "arguments": {"key": _VALUE}}
+    return [
+        {"role": "user", "content": "Question."},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": call_id, "type": "function", "function": call}],
+        },
+        {"role": "tool", "tool_call_id": call_id, "content": "Result."},
+    ]
+
+
+def _with_short_ids(message: Plain) -> Plain:
+    if calls := message.get("tool_calls"):
+        return {
+            **message,
+            "tool_calls": [{**call, "id": _short_id(call.get("id", ""))} for call in calls],
+        }
+    if "tool_call_id" in message:
+        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    return message
+
+
+def _short_id(call_id: str) -> str:
+    """The id itself where it fits, else one made from it: call and result still name the same."""
+    if len(call_id) == SHORT_ID and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return blake2b(call_id.encode(), digest_size=8).hexdigest()[:SHORT_ID]

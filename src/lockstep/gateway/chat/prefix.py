@@ -14,7 +14,7 @@ import msgspec
 
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer, plain_messages, plain_tools
-from lockstep.render.messages import Plain
+from lockstep.render.messages import Plain, leading_system
 from lockstep.tokens.errors import BadRequest, BadTokenId, PrefixBreak
 from lockstep.tokens.ids import check_ids
 
@@ -143,7 +143,12 @@ def prefixed(chat: ChatRequest, kept: KeptIds | None, renderer: Renderer) -> lis
     _check_fits(kept, messages, turn, tools, renderer)
     after_tool = any(message["role"] == "tool" for message in messages[:turn])
     extension = renderer.extend(
-        kept.prompt_ids, kept.completion_ids, messages[turn + 1 :], tools, after_tool=after_tool
+        kept.prompt_ids,
+        kept.completion_ids,
+        messages[turn + 1 :],
+        tools,
+        system=leading_system(messages),
+        after_tool=after_tool,
     )
     if extension is None:
         raise PrefixBreak(
