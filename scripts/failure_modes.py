@@ -67,6 +67,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F50": ("a version label with `+`, a newline, an escape or 100 kB is taken, and then cut apart or printed", "400 where it enters; one grammar joins and parses labels"),
     "F52": ("an overlong prompt is taken for a passing fault and sent ten times", "the wording and the code that clients match, on every route"),
     "F53": ("one turn at another temperature makes a whole session unreadable", "that branch is split, with the reason, or the turn refused where the session is strict; the others come out as they are"),
+    "F54": ("a malformed tool call is shown as a plain answer, and the text after it is lost", "what was not parsed stays in the content verbatim, and the turn says `tool_parse_error`; streams the same"),
     "F55": ("turns that several branches share are trained several times", "each token is trained in one sample; the others say in which"),
     "F65": ("exactness claimed on a CPU or GPU where it does not hold", "a self-test with the trainer's path; close mode is said everywhere, with its reason"),
     "F70": ("a trainer on another CPU type than the workers believes itself exact", "how both compute is compared before the first step"),

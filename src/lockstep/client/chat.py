@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.backends.transport import Transport
 from lockstep.client.options import Options
 from lockstep.client.turn import Turn
-from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
+from lockstep.ledger import Breaks, Ledger, Node, PromptPlan, Reply
 from lockstep.ledger.branch_sample import check_comparable
 from lockstep.ledger.breaks import CLIENT_BREAKS, check_breaks
 from lockstep.render import Renderer
@@ -178,7 +178,7 @@ class Chat:
         # What an aborted turn had sampled is part of this message, and no part of its prompt.
         parsed = await renderer.parse_async(ids, tools, prompt_ids=opened)
         turn = Turn.of(plan, parsed, completion)
-        node = self.ledger.commit(plan, completion, turn.message)
+        node = self.ledger.commit(plan, completion, Reply(turn.message, parsed.tool_parse_error))
         self._last = turn, node
         return turn
 

@@ -58,6 +58,11 @@ class Turn:
         return self.parsed.calls
 
     @property
+    def tool_parse_error(self) -> str | None:
+        """What is wrong with a tool call that could not be read and stayed in the text."""
+        return self.parsed.tool_parse_error
+
+    @property
     def finish(self) -> Finish:
         return self.parsed.finish(self.completion.finish)
 

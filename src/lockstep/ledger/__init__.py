@@ -3,7 +3,7 @@
 from lockstep.ledger.breaks import Breaks
 from lockstep.ledger.ledger import Ledger
 from lockstep.ledger.matching import Cause, PromptPlan
-from lockstep.ledger.tree import Node
+from lockstep.ledger.tree import Node, Reply
 
 __all__ = [
     "Breaks",
@@ -11,4 +11,5 @@ __all__ = [
     "Ledger",
     "Node",
     "PromptPlan",
+    "Reply",
 ]

@@ -9,7 +9,7 @@ import msgspec
 
 MESSAGES = 1000
 BYTES = 128 << 10
-"""Up to so many messages, and bytes of JSON in calls and tools, reading takes a few milliseconds."""
+"""Up to so many messages, and bytes of JSON in calls and tools, reading takes milliseconds."""
 PLAIN = {"role", "content", "tool_call_id", "name"}
 
 

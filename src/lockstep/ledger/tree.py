@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lockstep.render.messages import Message, same, starts_with
 from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, VersionSpan
@@ -87,6 +88,14 @@ class Node:
                 messages.pop()
             messages += (*node.new_messages, node.reply)
         return tuple(messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The assistant message of a turn, and what is wrong with a tool call that stayed text."""
+
+    message: Any
+    tool_parse_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Any
@@ -22,6 +23,17 @@ class CallStatus(StrEnum):
     MISSING_NAME = "missing_name"
     MALFORMED_STRUCTURE = "malformed_structure"
     UNKNOWN_TOOL = "unknown_tool"
+
+
+WRONG = {
+    CallStatus.INVALID_JSON: "the arguments of the call{named} are no JSON",
+    CallStatus.UNCLOSED_BLOCK: "the call{named} was never closed",
+    CallStatus.MISSING_NAME: "the call names no tool",
+    CallStatus.MALFORMED_STRUCTURE: "the call{named} has not the form of one",
+    CallStatus.UNKNOWN_TOOL: "there is no tool{named}",
+}
+MARKUP = re.compile(r"(?:\s|<[^<>\s]{1,40}>)*")
+"""Text between calls that only marks where they begin and end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +70,21 @@ class ParsedMessage:
         """`tool_calls` instead of `stop` when a call really parsed; anything else as it was."""
         return "tool_calls" if finish == "stop" and self.tool_calls else finish
 
-    def message(self) -> Plain:
-        """The assistant message to hand on and to store.
+    @property
+    def tool_parse_error(self) -> str | None:
+        """What is wrong with the first call that cannot be carried out; None when all can.
 
-        When every attempted call failed, what was written stays readable in the content.
+        What was written for such a call stands in the content, verbatim.
         """
-        content = self.content
-        if self.calls and not self.tool_calls:
-            content = "\n".join(
-                part for part in (content, *(call.raw for call in self.calls)) if part
-            )
-        message: Plain = {"role": "assistant", "content": content}
+        failed = next((call for call in self.calls if not call.ok), None)
+        if failed is None:
+            return None
+        named = f" {failed.name!r}" if failed.name else ""
+        return f"{failed.status.value}: {WRONG[failed.status].format(named=named)}"
+
+    def message(self) -> Plain:
+        """The assistant message to hand on and to store."""
+        message: Plain = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
@@ -110,6 +126,37 @@ def parse_message(
         calls=tuple(calls),
         reasoning_complete=parsed.reasoning_complete,
     )
+
+
+def not_offered(call: Call) -> Call:
+    """The call as it counts where no tools are: as text."""
+    return replace(call, status=CallStatus.UNKNOWN_TOOL)
+
+
+def keep_unparsed(
+    message: ParsedMessage, written: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> ParsedMessage:
+    """The message with everything in its content that is not part of a call that parsed.
+
+    `written` are the ids that the message was parsed from. Formats' own parsers stop reading
+    content at the first attempt of a call, and would lose what follows it.
+    """
+    spans = [call.span for call in message.calls if call.span is not None]
+    if len(spans) < len(message.calls):
+        rest = (call.raw for call in message.calls if not call.ok)
+        return replace(message, content="\n".join(filter(None, (message.content, *rest))))
+    at = min(start for start, _ in spans)
+    before = decode(written[:at])
+    parts = [before[len(before.rstrip()) :]]
+    for call in sorted(message.calls, key=lambda call: call.span or (0, 0)):
+        start, end = call.span or (at, at)
+        parts.append(decode(written[at:start]))
+        parts.append("" if call.ok else decode(written[start:end]))
+        at = end
+    rest = "".join((*parts, decode(written[at:])))
+    if message.tool_parse_error is None and MARKUP.fullmatch(rest):
+        return message
+    return replace(message, content=f"{message.content.rstrip()}{rest}")
 
 
 def unparsed_message(text: str, prompt_ids: Sequence[int]) -> ParsedMessage:

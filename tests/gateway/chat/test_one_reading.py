@@ -26,6 +26,9 @@ TEXTS = [
     "<tool_call>\n{not json}\n</tool_call>",
     CALL.replace("calc", "other"),
     "<tool_call>\n{",
+    "<tool_call>5044",
+    f"{CALL} and then {CALL}\nfinally",
+    "Sum: <tool_call>\n5044\n</tool_call> is it",
 ]
 
 
@@ -58,6 +61,46 @@ async def test_every_reader_says_the_same_of_the_same_ids(
     assert (streamed["reasoning"] or None) == whole[1]
     if tools is None:
         assert (turn.tool_calls, turn.finish) == ((), "stop")
+
+
+@pytest.mark.failure_mode("F54")
+@pytest.mark.parametrize(
+    ("text", "content", "error"),
+    [
+        ("<tool_call>5044", "<tool_call>5044", "unclosed_block"),
+        (
+            "Sum: <tool_call>\n5044\n</tool_call> is it",
+            "Sum: <tool_call>\n5044\n</tool_call> is it",
+            "missing_name",
+        ),
+        (f"One.\n{CALL} Two.<tool_call>{{</tool_call>3",
+         "One.\n Two.<tool_call>{</tool_call>3", "invalid_json"),
+        (f"One.\n{CALL} Two.", "One.\n Two.", None),
+        (f"{CALL}\n{CALL}\n", "", None),
+        ("<think>\nHm.\n</think>\n\n<tool_call>5", "<tool_call>5", "unclosed_block"),
+    ],
+)  # fmt: skip
+async def test_what_is_no_call_stays_in_the_content_and_the_turn_says_so(
+    text: str, content: str, error: str | None
+) -> None:
+    renderer = Renderer.load("tiny")
+    ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
+    async with answering(choice(ids)) as (served, server):
+        body = {"model": "m", "messages": ASK, "tools": [TOOL]}
+        replied = (await served.post(headers={"x-session-id": "s"}, **body))["choices"][0]
+        chunks = await served.chunks(**body)
+        (streamed,) = joined(chunks)
+        async with lockstep.connect(server.url, "m", tokenizer="tiny", transport="vllm") as policy:
+            turn = await policy.chat(tools=[TOOL]).send(ASK)
+        (sample,) = await served.sessions.samples("s")
+    assert (replied["message"]["content"] or "") == streamed["content"] == turn.text == content
+    said = [
+        replied.get("tool_parse_error"),
+        chunks[-1]["choices"][0].get("tool_parse_error"),
+        turn.tool_parse_error,
+    ]
+    assert [each and each.partition(":")[0] for each in said] == [error] * 3
+    assert sample.tool_parse_errors == (error is not None)
 
 
 async def test_tools_that_are_only_read_are_not_in_the_prompt() -> None:

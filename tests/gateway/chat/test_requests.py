@@ -39,7 +39,6 @@ def test_unknown_fields_are_refused_by_name(body: dict[str, Any], param: str) ->
     ("body", "param"),
     [
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.gateway.sessions.sessions import Session
-from lockstep.ledger import PromptPlan
+from lockstep.ledger import PromptPlan, Reply
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.dynamo.nvext import Timing
 from lockstep.protocol.openai.chat_request import ChatRequest
@@ -37,6 +37,7 @@ class ChatTurn:
     shape: ChatResponseShape
     received: float
     headers: dict[str, str] = field(default_factory=dict)
+    found_tools: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.plan is not None:
@@ -47,7 +48,9 @@ class ChatTurn:
     @property
     def tools(self) -> list[dict[str, Any]] | None:
         """The tools whose calls are parsed out of the reply."""
-        return self.chat.tools if self.chat.calls_tools else None
+        if self.chat.tool_choice == "none":
+            return None
+        return [*(self.chat.tools or ()), *self.found_tools] or None
 
     def new_parser(self) -> StreamingParser:
         return StreamingParser(
@@ -71,7 +74,9 @@ class ChatTurn:
         """Stores the turn in its session, before the client sees it; the choices by index."""
         ordered = sorted(choices, key=lambda each: each.completion.index)
         if self.session is not None and self.plan is not None:
-            turns = [(each.completion, each.message) for each in ordered]
+            turns = [
+                (each.completion, Reply(each.message, each.tool_parse_error)) for each in ordered
+            ]
             await self.session.commit(self.plan, turns)
         versions = [span.version for each in ordered for span in each.completion.versions]
         if versions:
@@ -91,5 +96,8 @@ class ChatTurn:
 
 def reply(completion: Completion, parsed: ParsedMessage) -> ChatReply:
     return ChatReply(
-        completion=completion, message=parsed.message(), finish=parsed.finish(completion.finish)
+        completion=completion,
+        message=parsed.message(),
+        finish=parsed.finish(completion.finish),
+        tool_parse_error=parsed.tool_parse_error,
     )

@@ -93,6 +93,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType | None = UNSET
     weight_versions: Sequence[VersionSpan] | UnsetType = UNSET
     routed_experts: ExpertsField | str | UnsetType | None = UNSET
+    tool_parse_error: str | UnsetType = UNSET
 
 
 class ChatCompletionBody(msgspec.Struct, kw_only=True):
@@ -134,11 +135,15 @@ class ChatResponseShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatReply:
-    """One finished choice: what the engine sampled, and the message it was read as."""
+    """One finished choice: what the engine sampled, and the message it was read as.
+
+    `tool_parse_error` says what is wrong with a tool call that stayed text.
+    """
 
     completion: Completion
     message: Mapping[str, Any]
     finish: Finish
+    tool_parse_error: str | None = None
 
 
 def entries(
@@ -245,6 +250,8 @@ def ending(shape: ChatResponseShape, choice: ChatChoice, reply: ChatReply) -> No
         completion.stop_token if completion.stop_token in shape.stop_token_ids else None
     )
     choice.weight_versions = completion.versions
+    if reply.tool_parse_error is not None:
+        choice.tool_parse_error = reply.tool_parse_error
     if shape.experts:
         choice.routed_experts = experts_field(completion.experts, "raw")
     if choice.delta is not UNSET:
