@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class Settings:
     LOCKSTEP_ADMIN_TOKEN_FILE  the file that holds it, instead
     LOCKSTEP_ADMIN_URL       where `lockstep state`, `pause` and the like find the control plane
     LOCKSTEP_API_KEYS        keys of a gateway's or worker's data port, comma between; absent: open
+    LOCKSTEP_KEY_FILE        the file of a gateway's keys and their tenants; see `lockstep keys`
     LOCKSTEP_WORKER_API_KEY  the key that a gateway sends to its workers
     LOCKSTEP_LOG_LEVEL       debug, info, warning or error
     LOCKSTEP_VLLM_PYTHON     the python of the environment that has vLLM; else .venv-vllm's
@@ -46,6 +47,7 @@ class Settings:
     admin_token_file: Path | None = None
     admin_url: str | None = None
     api_keys: tuple[str, ...] = ()
+    key_file: Path | None = None
     worker_api_key: str | None = None
     log_level: str = "warning"
     vllm_python: str | None = None
@@ -61,7 +63,8 @@ class Settings:
                 continue
             if name not in known:
                 raise _unknown(name, list(known))
-            values[known[name]] = _keys(value) if name == API_KEYS else value
+            convert = CONVERSIONS.get(name)
+            values[known[name]] = value if convert is None else convert(value)
         if ADMIN_TOKEN_FILE in environ:
             values |= _token_of(environ)
         settings = cls(**values)
@@ -131,3 +134,13 @@ def _keys(value: str) -> tuple[str, ...]:
             param=API_KEYS,
         )
     return keys
+
+
+CONVERSIONS: Mapping[str, Callable[[str], object]] = {
+    API_KEYS: _keys,
+    PREFIX + "KEY_FILE": Path,
+    PREFIX + "TLS_CA": Path,
+    PREFIX + "TLS_CERT": Path,
+    PREFIX + "TLS_KEY": Path,
+}
+"""What makes a value of another type of a variable's text."""

@@ -76,8 +76,8 @@ class Transport(Protocol):
         """What the server lists now, fetched anew."""
         ...
 
-    async def abort(self, request_id: str) -> int | None:
-        """Has the server end that request; how many it stopped, or None if it does not tell."""
+    async def abort(self, *request_ids: str) -> int | None:
+        """Has the server end those requests; how many it stopped, or None if it does not tell."""
         ...
 
     async def close(self) -> None:

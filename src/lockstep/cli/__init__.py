@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep import __version__
-from lockstep.cli import control, dynamo
+from lockstep.cli import control, dynamo, keys
 from lockstep.cli.check import check
 from lockstep.cli.demo import demo
 from lockstep.cli.doctor import doctor
@@ -36,6 +36,7 @@ app.command()(worker)
 app.command()(train)
 app.command()(check)
 app.add_typer(dynamo.app, name="dynamo")
+app.add_typer(keys.app, name="keys")
 control.register(app)
 
 

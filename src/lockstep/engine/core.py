@@ -118,10 +118,11 @@ class Core:
         request.check(self.config, self.max_len)
         self.served.check_served(request)
 
-    def abort(self, request_id: str) -> int:
-        """Ends the requests of that id with what they have; returns how many there were."""
+    def abort(self, *request_ids: str) -> int:
+        """Ends the requests of those ids with what they have; returns how many there were."""
         self._collect()
-        handles = {h for h in self.handles.values() if h.request.request_id == request_id}
+        named = frozenset(request_ids)
+        handles = {h for h in self.handles.values() if h.request.request_id in named}
         for handle in handles:
             for sequence in handle.sequences:
                 self._finish(sequence, "abort")

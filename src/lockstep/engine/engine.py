@@ -137,11 +137,11 @@ class Engine:
 
         return await self._call(run)
 
-    async def abort(self, request_id: str) -> int:
-        """Ends all requests of that id, with the tokens they have; returns how many."""
-        if not request_id:
+    async def abort(self, *request_ids: str) -> int:
+        """Ends all requests of those ids, with the tokens they have; returns how many."""
+        if not all(request_ids):
             raise BadRequest("request_id is empty: name the request to end", param="request_id")
-        return await self._call(lambda: self.core.abort(request_id))
+        return await self._call(lambda: self.core.abort(*request_ids))
 
     # Control
 

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Mount
 from starlette.types import ASGIApp
 
 from lockstep.fleet.fleet import Fleet
-from lockstep.gateway.auth import AdminAuth
+from lockstep.gateway.auth import AdminAuth, DataAuth
 from lockstep.gateway.chat.route import ChatRoutes
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.fast_routes import SESSION_TEMPLATE, FastRoutes
@@ -24,12 +24,13 @@ from lockstep.gateway.openapi.document import OpenApiRoutes
 from lockstep.gateway.routes.completions import CompletionsRoutes
 from lockstep.gateway.routes.fleet import FleetRoutes
 from lockstep.gateway.routes.generate import GenerateRoutes
+from lockstep.gateway.routes.own_session import OwnSessionRoutes
 from lockstep.gateway.routes.sessions import SessionRoutes
 from lockstep.gateway.routes.status import StatusRoutes
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.expiry import TTL_SECONDS
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.http.auth import FixedKeys, RequestAuth, check_exposure, hosts_of
+from lockstep.http.auth import RequestAuth, check_admin_exposure, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.limits import DRAIN_SECONDS, LIMITS, ServerLimits
 from lockstep.http.route_templates import RouteTemplates
@@ -49,6 +50,8 @@ class GatewayOptions:
     admin_port: int = 8001
     admin_token: str = ""
     api_keys: tuple[str, ...] = ()
+    key_file: Path | None = None
+    shared_sessions: bool = False
     sessions: str = "memory"
     session_seconds: float = TTL_SECONDS
     expire_unread: bool = False
@@ -69,12 +72,14 @@ def data_app(
     """The data plane: every route at the root, and those that may join a session also below it."""
     hosts = hosts_of(options.host)
     generate = GenerateRoutes(context).routes
-    session_routes: list[BaseRoute] = [
+    recorded: list[BaseRoute] = [
         *ChatRoutes(context).routes,
         *CompletionsRoutes(context).routes,
         *TokenizeRoutes(context).routes,
         *StatusRoutes(context).routes,
+        *OwnSessionRoutes(context).routes,
     ]
+    session_routes: list[BaseRoute] = [*recorded, *CompletionsRoutes(context).routes]
     all_routes: list[BaseRoute] = [
         *generate,
         *session_routes,
@@ -82,17 +87,28 @@ def data_app(
         *OpenApiRoutes().routes,
         Mount(SESSION_TEMPLATE, routes=session_routes),
     ]
+    auth = partial(
+        DataAuth,
+        keys=TenantKeys(
+            context.sessions,
+            options.api_keys,
+            key_file=options.key_file,
+            shared=options.shared_sessions,
+        ),
+        hosts=hosts,
+        session_routes=RouteTemplates([*recorded, Mount(SESSION_TEMPLATE, routes=recorded)]),
+    )
     routed = Starlette(
         routes=all_routes,
         middleware=[
             Middleware(metrics.middleware, templates=RouteTemplates(all_routes)),
-            Middleware(RequestAuth, keys=FixedKeys(options.api_keys), hosts=hosts),
+            Middleware(auth),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )
     return FastRoutes(
         routed,
-        RequestAuth(routed, keys=FixedKeys(options.api_keys), hosts=hosts),
+        auth(routed),
         metrics,
         at_root=generate,
         in_sessions=session_routes,

@@ -1,13 +1,20 @@
-"""The admin token: no route of the control plane is served without it."""
+"""Who may call a gateway: the admin token of the control plane, the keys of the data plane."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lockstep.http.handlers import json_response, require_bearer
+from lockstep.gateway.keys import TenantKeys
+from lockstep.gateway.sessions.keys import PREFIX as SESSION_KEY
+from lockstep.http.auth import RequestAuth, presented_key
+from lockstep.http.handlers import CALLER, json_response, require_bearer
+from lockstep.http.route_templates import UNKNOWN, RouteTemplates
 from lockstep.protocol.common.error_body import error_fields
-from lockstep.tokens.errors import Unauthorized
+from lockstep.tokens.errors import Forbidden, Unauthorized
 
 
 class AdminAuth:
@@ -25,3 +32,35 @@ class AdminAuth:
                 await json_response(error_fields(error), error.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class DataAuth(RequestAuth):
+    """Middleware of the data plane. A key that was minted for a session may use `session_routes`
+    only: those that store what they generate in the session, or generate nothing."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: TenantKeys,
+        hosts: Iterable[str] | None,
+        session_routes: RouteTemplates,
+    ) -> None:
+        super().__init__(app, keys=keys, hosts=hosts)
+        self._session_routes = session_routes
+
+    def check(self, scope: Scope) -> None:
+        super().check(scope)
+        caller = scope.get("state", {}).get(CALLER)
+        if caller is None:
+            # Where no key is needed, one that has ended must not become more powerful by it.
+            if presented_key(Headers(scope=scope)).startswith(SESSION_KEY.encode()):
+                raise Unauthorized(
+                    "this key was minted for a session that has ended", param="authorization"
+                )
+        elif caller.session is not None and self._session_routes.of(scope["path"]) == UNKNOWN:
+            raise Forbidden(
+                "this key was minted for one session: it may use the routes that are recorded in "
+                "it, such as /v1/chat/completions, and GET /v1/session",
+                param="authorization",
+            )

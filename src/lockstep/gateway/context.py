@@ -11,6 +11,7 @@ from starlette.requests import Request
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.gateway.tenants import caller_of
 from lockstep.protocol.common.limits import LIMITS, RequestLimits
 from lockstep.protocol.common.request_id import check_request_id
 from lockstep.tokens.errors import BadRequest
@@ -29,9 +30,11 @@ class GatewayContext:
 
 
 def session_id(http: Request) -> str | None:
-    """The session a request joins: the header X-Session-ID, or the path /sessions/{session}/...
+    """The full name of the session a request joins: the caller's one that the header X-Session-ID,
+    the path /sessions/{session}/..., or a key that was minted for it names.
 
-    Raises BadRequest when both are given and differ, or when it cannot be an id.
+    Raises BadRequest when header and path are given and differ, or when it cannot be an id, and
+    NotFound when the key is for another session.
     """
     header, path = http.headers.get("x-session-id"), http.path_params.get("session")
     if header is not None and path is not None and header != path:
@@ -40,12 +43,17 @@ def session_id(http: Request) -> str | None:
             param="x-session-id",
         )
     name = path if header is None else header
-    if name is not None and not SESSION_ID.fullmatch(name):
+    if name is not None:
+        check_session_id(name, "x-session-id")
+    return caller_of(http).session_name(name)
+
+
+def check_session_id(name: str, param: str) -> None:
+    """Raises BadRequest for what cannot be the id of a session."""
+    if not SESSION_ID.fullmatch(name):
         raise BadRequest(
-            f"session id {name!r} is not valid: 1 to 200 letters, digits or ._:@=+-",
-            param="x-session-id",
+            f"session id {name!r} is not valid: 1 to 200 letters, digits or ._:@=+-", param=param
         )
-    return name
 
 
 def request_id(http: Request, from_body: str | None = None) -> str:

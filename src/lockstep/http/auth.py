@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Iterable
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lockstep.http.handlers import json_response
+from lockstep.http.handlers import CALLER, json_response, request_id_of
 from lockstep.protocol.common.error_body import error_fields
 from lockstep.tokens.errors import Forbidden, LockstepError, Unauthorized
 
@@ -16,18 +19,45 @@ OPEN_PATHS = ("/health",)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+class KeyTable(Protocol):
+    """The keys of a listener."""
+
+    @property
+    def required(self) -> bool:
+        """Whether requests need a key."""
+        ...
+
+    def find(self, digest: bytes) -> Any:
+        """The caller whose key has this digest (see `key_digest`), or None."""
+        ...
+
+
+class FixedKeys:
+    """Keys that are all alike and do not change while the listener runs; none of them: open."""
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._digests = {digest for key in keys for digest in key_digests(key)}
+
+    @property
+    def required(self) -> bool:
+        return bool(self._digests)
+
+    def find(self, digest: bytes) -> str | None:
+        return "key" if digest in self._digests else None
+
+
 class RequestAuth:
-    """Middleware. Empty `keys` let everyone in; `hosts` None takes any Host header.
+    """Middleware that lets requests with one of `keys` pass; `hosts` None takes any Host header.
 
     On a loopback listener only loopback names are taken as Host, so that a web page cannot reach
     it through a name that resolves to this machine.
     """
 
     def __init__(
-        self, app: ASGIApp, *, keys: Iterable[str] = (), hosts: Iterable[str] | None = None
+        self, app: ASGIApp, *, keys: KeyTable | None = None, hosts: Iterable[str] | None = None
     ) -> None:
         self._app = app
-        self._keys = tuple(key.encode() for key in keys)
+        self._keys: KeyTable = FixedKeys() if keys is None else keys
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,13 +65,14 @@ class RequestAuth:
             try:
                 self.check(scope)
             except LockstepError as error:
-                body = error_fields(error, Headers(scope=scope).get("x-request-id"))
+                body = error_fields(error, request_id_of(Request(scope)))
                 await json_response(body, error.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
     def check(self, scope: Scope) -> None:
-        """Raises Forbidden or Unauthorized for a request that may not pass."""
+        """Puts the caller into the request's state. Raises Forbidden or Unauthorized for a request
+        that may not pass."""
         headers = Headers(scope=scope)
         host = bare_host(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:
@@ -49,18 +80,36 @@ class RequestAuth:
                 f"host {host!r} is not served here: use one of {', '.join(sorted(self._hosts))}",
                 param="host",
             )
-        if self._keys and scope["path"] not in OPEN_PATHS:
-            self._check_key(headers)
-
-    def _check_key(self, headers: Headers) -> None:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        presented = (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode()
-        # Every key is compared, so that the time tells nothing about which one is near.
-        if not sum(hmac.compare_digest(presented, key) for key in self._keys):
+        presented = presented_key(headers)
+        caller = self._keys.find(key_digest(presented)) if presented else None
+        if caller is not None:
+            scope.setdefault("state", {})[CALLER] = caller
+        elif self._keys.required and scope["path"] not in OPEN_PATHS:
             raise Unauthorized(
                 "this server needs an API key: send 'Authorization: Bearer <key>'",
                 param="authorization",
             )
+
+
+def presented_key(headers: Headers) -> bytes:
+    """The key that a request carries, byte for byte as it was sent; empty when there is none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    # Header values are decoded as Latin-1, whatever bytes they are.
+    return (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1")
+
+
+def key_digest(key: bytes) -> bytes:
+    """What is kept of a key. Keys are looked up by it: how long that takes depends on bits that
+    nobody can choose, so that it tells nothing about a key."""
+    return sha256(key).digest()
+
+
+def key_digests(key: str) -> set[bytes]:
+    """The digests of a key in every encoding that clients send: most use UTF-8, some Latin-1."""
+    encoded = {key.encode()}
+    with suppress(UnicodeEncodeError):
+        encoded.add(key.encode("latin-1"))
+    return {key_digest(each) for each in encoded}
 
 
 def bare_host(header: str) -> str:
@@ -75,11 +124,21 @@ def hosts_of(listening_on: str) -> tuple[str, ...] | None:
     return LOOPBACK if listening_on in LOOPBACK else None
 
 
-def check_exposure(listening_on: str, keys: Iterable[str], insecure: bool) -> None:
+def check_exposure(listening_on: str, keyed: bool, insecure: bool) -> None:
     """Raises Forbidden for a listener that anybody on the network could use."""
-    if hosts_of(listening_on) is None and not tuple(keys) and not insecure:
+    if hosts_of(listening_on) is None and not keyed and not insecure:
         raise Forbidden(
             f"--host {listening_on} would serve everybody who can reach this machine: set "
             "LOCKSTEP_API_KEYS, or say --insecure if that is meant",
+            param="host",
+        )
+
+
+def check_admin_exposure(listening_on: str, tls: bool, insecure: bool) -> None:
+    """Raises Forbidden for an admin port whose token would cross the network in the clear."""
+    if hosts_of(listening_on) is None and not tls and not insecure:
+        raise Forbidden(
+            f"the admin port on {listening_on} would take its token in the clear: give --tls-cert "
+            "and --tls-key, or say --insecure if a mesh or a proxy encrypts",
             param="host",
         )

@@ -167,9 +167,7 @@ class DataPlane:
         body: AbortRequest = await read_body(http, decode_abort, self.limits)
         if not body.request_ids:
             raise BadRequest("request_ids is empty: name at least one", param="request_ids")
-        stopped = 0
-        for bare in body.request_ids:
-            stopped += await self.engine.abort(prefixed(bare))
+        stopped = await self.engine.abort(*map(prefixed, body.request_ids))
         return json_response({"status": "aborted", "aborted": stopped})
 
     async def health(self, _: Request) -> Response:

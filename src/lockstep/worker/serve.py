@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.engine import Engine, EngineOptions
-from lockstep.http.auth import check_exposure, hosts_of
+from lockstep.http.auth import check_admin_exposure, check_exposure, hosts_of
 from lockstep.http.limits import DRAIN_SECONDS
 from lockstep.http.server import (
     admin_token,

@@ -265,7 +265,7 @@ async def test_a_session_whose_samples_nobody_read_does_not_expire(
 
 FORMAT_3_ONLY = (
     "ALTER TABLE sessions DROP COLUMN active",
-    "ALTER TABLE sessions DROP COLUMN minted",
+    "ALTER TABLE sessions DROP COLUMN terms",
     "ALTER TABLE turns DROP COLUMN checksum",
     "DROP TABLE facts",
 )
@@ -355,7 +355,7 @@ async def test_a_turn_with_one_bit_flipped_is_never_read_as_good(
         "UPDATE sessions SET turns = 'many'",
         "UPDATE sessions SET tokenizer = 7",
         "UPDATE sessions SET used = 'yesterday'",
-        "UPDATE sessions SET minted = x'ff00'",
+        "UPDATE sessions SET terms = x'ff00'",
         "UPDATE sessions SET name = x'ff'",
         "UPDATE sessions SET turns = 99",
         "UPDATE turns SET turn = turn + 9",

@@ -38,7 +38,7 @@ class DynamoGenerateTransport(HttpTransport):
         for each in completions:
             yield each
 
-    async def abort(self, request_id: str) -> int | None:
+    async def abort(self, *request_ids: str) -> int | None:
         """Dynamo's frontend has no such route: cancel the call, which closes its connection."""
         return None
 

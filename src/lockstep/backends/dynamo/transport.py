@@ -87,7 +87,7 @@ class DynamoTransport(HttpTransport):
             await self._check_there()
         return await super().models()
 
-    async def abort(self, request_id: str) -> int | None:
+    async def abort(self, *request_ids: str) -> int | None:
         """Dynamo's frontend has no such route: cancel the call, which closes its connection."""
         return None
 

@@ -58,8 +58,9 @@ class SglangTransport(HttpTransport):
             async for item in items:
                 yield item
 
-    async def abort(self, request_id: str) -> int | None:
-        await self._http.post("/abort_request", msgspec.json.encode({"rid": request_id}))
+    async def abort(self, *request_ids: str) -> int | None:
+        for name in request_ids:  # it has no route for several
+            await self._http.post("/abort_request", msgspec.json.encode({"rid": name}))
         return None
 
     async def _prepare(self, request: GenerateRequest) -> ModelCard | None:

@@ -88,9 +88,9 @@ class VllmTransport(HttpTransport):
             self._relays = any(card.owned_by == "lockstep" for card in cards)
         return cards
 
-    async def abort(self, request_id: str) -> int | None:
+    async def abort(self, *request_ids: str) -> int | None:
         # vLLM knows requests by the prefixed id it answers with, and does not say what it stopped.
-        names = [REQUEST_ID_PREFIX + request_id.removeprefix(REQUEST_ID_PREFIX)]
+        names = [REQUEST_ID_PREFIX + name.removeprefix(REQUEST_ID_PREFIX) for name in request_ids]
         body = msgspec.json.encode({"request_ids": names})
         response = await self._http.post("/inference/v1/abort_requests", body)
         stopped = (

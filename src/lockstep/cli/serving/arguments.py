@@ -121,6 +121,8 @@ class GatewayArguments:
             port=self.port,
             admin_port=self.admin_port,
             api_keys=settings.api_keys,
+            key_file=self.key_file or settings.key_file,
+            shared_sessions=self.shared_sessions,
             sessions=sessions,
             session_seconds=self.session_hours * 3600,
             expire_unread=self.expire_unread,

@@ -9,6 +9,7 @@ import shlex
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.status import Status
@@ -21,6 +22,9 @@ from lockstep.http.server import admin_token, run, say_ready, stop_event
 from lockstep.running_gateways import RunningGateway, registered
 from lockstep.settings import Settings
 from lockstep.tokens.errors import LockstepError, Unavailable
+
+if TYPE_CHECKING:
+    from lockstep.gateway.app import GatewayOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,7 @@ class GatewayProcess:
                         if arguments.as_json:
                             _print_ready_json(entry, workers, state)
                         else:
-                            _print_ready(entry, len(workers), with_key=bool(settings.api_keys))
+                            _print_ready(entry, len(workers), _key_to_paste(options))
 
                     await serve_gateway(fleet=fleet, options=options, on_ready=on_ready, stop=stop)
             except Unavailable as error:
@@ -99,7 +103,14 @@ def _print_ready_json(gateway: RunningGateway, workers: WorkerRows, state: Gatew
     )
 
 
-def _print_ready(gateway: RunningGateway, workers: int, *, with_key: bool) -> None:
+def _key_to_paste(options: GatewayOptions) -> str | None:
+    """What stands for an API key in a command, or None where none is needed."""
+    if options.api_keys:
+        return "${LOCKSTEP_API_KEYS%%,*}"
+    return None if options.key_file is None else "$KEY"
+
+
+def _print_ready(gateway: RunningGateway, workers: int, key: str | None) -> None:
     """Prints where the gateway listens, and a command to paste."""
     out = Console(highlight=False)
     out.print(
@@ -110,8 +121,8 @@ def _print_ready(gateway: RunningGateway, workers: int, *, with_key: bool) -> No
     message = {"role": "user", "content": "Reverse: 40213"}
     body = shlex.quote(json.dumps({"model": gateway.model, "messages": [message]}))
     headers = "-H 'content-type: application/json'"
-    if with_key:
-        headers += ' -H "authorization: Bearer ${LOCKSTEP_API_KEYS%%,*}"'
+    if key is not None:
+        headers += f' -H "authorization: Bearer {key}"'
     command = f"curl {gateway.url}/v1/chat/completions {headers} -d {body}"
     out.print("\nTry:", command, soft_wrap=True, markup=False)
     out.print(

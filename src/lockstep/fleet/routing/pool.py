@@ -220,11 +220,11 @@ class Pool:
             }
         return sorted(common.values(), key=lambda card: card.parent is not None)
 
-    async def abort(self, request_id: str) -> int:
-        """Ends that request wherever it runs; how many were really stopped."""
+    async def abort(self, *request_ids: str) -> int:
+        """Ends those requests wherever they run; how many were really stopped."""
         self._check_any()
         workers = [worker for worker in self.workers if worker.serves or worker.leaving]
-        counts = await self._each(workers, lambda worker: worker.transport.abort(request_id))
+        counts = await self._each(workers, lambda worker: worker.transport.abort(*request_ids))
         return sum(count or 0 for count in counts)
 
     async def _each(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from time import time
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -21,6 +22,7 @@ from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.models import ServedModel
+from lockstep.gateway.tenants import Caller, caller_of
 from lockstep.http import sse
 from lockstep.http.body import read_body
 from lockstep.http.handlers import EventStream, json_response, unless_gone
@@ -52,6 +54,7 @@ class _BareResponse(msgspec.Struct):
     choices: list[_BareChoice] = []
 
 
+Body = TypeVar("Body", bytes, bytearray)
 BARE = msgspec.json.Decoder(_BareResponse)
 ID_PREFIXES = (wire.REQUEST_ID_PREFIX, "chatcmpl-", "cmpl-")
 
@@ -72,7 +75,11 @@ class GenerateRoutes:
         request_id(http)
         raw, fields, ids = await read_body(http, self._decoded, self._context.limits)
         model = await self._context.models.resolve(fields.model)
-        request = _generate_request(fields, ids, model, request_id(http, fields.request_id))
+        caller = caller_of(http)
+        shown = request_id(http, fields.request_id).removeprefix(wire.REQUEST_ID_PREFIX)
+        request = _generate_request(fields, ids, model, shown, caller)
+        if request.cache_salt != fields.cache_salt:
+            raw = _with_salt(raw, request.cache_salt)
         affinity = Affinity.of(
             request.prompt_ids,
             session=session_id(http),
@@ -80,11 +87,11 @@ class GenerateRoutes:
             adapter=model.adapter,
         )
         if fields.stream:
-            events = self._events(affinity, request, fields, raw)
-            return await EventStream.started(http, events, request.request_id)
+            events = self._events(affinity, request, fields, raw, shown)
+            return await EventStream.started(http, events, shown)
 
         async def call(worker: Worker) -> bytes | bytearray:
-            return await self._whole(worker, request, fields, model, raw)
+            return await self._whole(worker, request, fields, model, raw, shown)
 
         return json_response(await unless_gone(http, self._context.pool.run(affinity, call)))
 
@@ -100,28 +107,34 @@ class GenerateRoutes:
         fields: GenerateFields,
         model: ServedModel,
         raw: bytes,
+        shown: str,
     ) -> bytes | bytearray:
         if (relay := worker.transport.relay) is not None:
             since = worker.accepted.mark()
             response, reading = await relay.forward(raw, request)
             _check(response, reading, fields, worker, since)
-            return response
+            return _shown_as(response, request, shown)
         completions = await worker.generate(request)
         return wire.generate_response(
             completions,
-            request_id=wire.REQUEST_ID_PREFIX + (request.request_id or ""),
+            request_id=wire.REQUEST_ID_PREFIX + shown,
             model=model.name,
             created=int(time()),
             form=fields.form,
         )
 
     def _events(
-        self, affinity: Affinity, request: GenerateRequest, fields: GenerateFields, raw: bytes
+        self,
+        affinity: Affinity,
+        request: GenerateRequest,
+        fields: GenerateFields,
+        raw: bytes,
+        shown: str,
     ) -> AsyncGenerator[bytes, None]:
         def opened(worker: Worker) -> AsyncIterator[bytes]:
             if (relay := worker.transport.relay) is not None:
-                return _relayed(worker, relay, request, fields, raw)
-            return _translated(worker, request, fields)
+                return _relayed(worker, relay, request, fields, raw, shown)
+            return _translated(worker, request, fields, shown)
 
         return self._context.pool.stream(affinity, opened)
 
@@ -131,10 +144,27 @@ class GenerateRoutes:
         body = await read_body(http, decode_abort, self._context.limits)
         if not body.request_ids:
             raise BadRequest("request_ids is empty: name at least one", param="request_ids")
-        stopped = 0
-        for name in body.request_ids:
-            stopped += await self._context.pool.abort(bare_id(name))
+        caller = caller_of(http)
+        names = [caller.request_id(bare_id(name)) for name in dict.fromkeys(body.request_ids)]
+        stopped = await self._context.pool.abort(*names)
         return json_response({"status": "aborted", "aborted": stopped})
+
+
+def _with_salt(raw: bytes, salt: str | None) -> bytes:
+    """The body with that salt: of a field that comes twice, decoders of the workers take the last.
+    It is an object with fields, or it would not have been decoded."""
+    return raw.rstrip()[:-1] + b',"cache_salt":' + msgspec.json.encode(salt) + b"}"
+
+
+def _shown_as(response: Body, request: GenerateRequest, shown: str) -> Body:
+    """The response with the id by which the client knows its request."""
+    if request.request_id == shown:
+        return response
+    sent, own = (
+        msgspec.json.encode(wire.REQUEST_ID_PREFIX + (name or ""))
+        for name in (request.request_id, shown)
+    )
+    return response.replace(sent, own, 1)
 
 
 def bare_id(name: str) -> str:
@@ -150,6 +180,7 @@ async def _relayed(
     request: GenerateRequest,
     fields: GenerateFields,
     raw: bytes,
+    shown: str,
 ) -> AsyncIterator[bytes]:
     """The worker's events as they come, checked; the stream must end with every choice finished.
 
@@ -162,7 +193,7 @@ async def _relayed(
             passed: list[bytes] = []
             try:
                 for event, _ in zip(batch, events.check(batch), strict=True):
-                    passed += (b"data: ", event, b"\n\n")
+                    passed += (b"data: ", _shown_as(event, request, shown), b"\n\n")
             except LockstepError:
                 # The events before the faulty one are right: the client gets them first.
                 if passed:
@@ -206,10 +237,10 @@ class _BareEvents:
 
 
 async def _translated(
-    worker: Worker, request: GenerateRequest, fields: GenerateFields
+    worker: Worker, request: GenerateRequest, fields: GenerateFields, shown: str
 ) -> AsyncIterator[bytes]:
     """The stream of a worker that speaks another dialect, encoded in this one."""
-    prefixed = wire.REQUEST_ID_PREFIX + (request.request_id or "")
+    prefixed = wire.REQUEST_ID_PREFIX + shown
     encoder = wire.GenerateStreamEncoder(prefixed, request.prompt_ids, fields.form)
     # Completions come last and repeat what the deltas brought: they only add how it ended.
     async with aclosing(worker.stream(request)) as items:
@@ -239,19 +270,19 @@ def _check(
 
 
 def _generate_request(
-    fields: GenerateFields, ids: Sequence[int], model: ServedModel, chosen_id: str
+    fields: GenerateFields, ids: Sequence[int], model: ServedModel, shown: str, caller: Caller
 ) -> GenerateRequest:
-    bare = chosen_id.removeprefix(wire.REQUEST_ID_PREFIX)
+    name = caller.request_id(shown)
     return GenerateRequest(
         prompt_ids=ids,
         sampling=fields.sampling(),
         model=fields.model or model.name,
-        request_id=bare,
-        cache_salt=fields.cache_salt,
+        request_id=name,
+        cache_salt=caller.cache_salt(fields.cache_salt),
         priority=fields.priority,
         experts_start=fields.experts_start,
         experts_skipped=fields.experts_skipped,
         weight_version=fields.weight_version,
         min_weight_version=fields.min_weight_version,
-        headers={"X-Request-Id": bare},
+        headers={"X-Request-Id": name},
     )

@@ -1,36 +1,103 @@
-"""The control plane's routes for sessions: list them, read their samples, delete them."""
+"""The control plane's routes for sessions: mint, list, read, finish and delete them."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lockstep.gateway.context import GatewayContext, request_id
+from lockstep.gateway.context import GatewayContext, check_session_id, request_id
 from lockstep.gateway.sessions.index import SessionInfo
+from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.gateway.tenants import check_tenant, full_name
+from lockstep.http.body import read_json
 from lockstep.http.handlers import json_response
+from lockstep.protocol.common.request import MAX_SALT
+from lockstep.protocol.common.strict import decode
+from lockstep.protocol.control.sessions import FinishSession, MintedSession, MintSession
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
 
 MSGPACK = "application/msgpack"
 PAGE, MAX_PAGE = 100, 1000
+BODY_LIMIT = 1 << 16
+MINT = msgspec.json.Decoder(MintSession)
+FINISH = msgspec.json.Decoder(FinishSession)
 FLAGS = {"": True, "1": True, "true": True, "0": False, "false": False}
 
 
+class SessionView(msgspec.Struct):
+    """A session and its samples; see Sample.from_json for their fields."""
+
+    session: SessionInfo
+    samples: list[dict[str, Any]]
+
+
+class SessionPage(msgspec.Struct):
+    """Sessions in the order of their ids; `next` is the `after` of the next page."""
+
+    sessions: list[SessionInfo]
+    next: str | None
+
+
+class DeletedSession(msgspec.Struct):
+    id: str
+    deleted: bool
+
+
 class SessionRoutes:
-    """GET /v1/rl/sessions, GET and DELETE /v1/rl/sessions/{id}."""
+    """Routes under /v1/rl/sessions."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._sessions = context.sessions
         self.routes = [
             Route("/v1/rl/sessions", self.page, methods=["GET"]),
             Route("/v1/rl/sessions/{id}", self.samples, methods=["GET"]),
+            Route("/v1/rl/sessions", self.mint, methods=["POST"]),
             Route("/v1/rl/sessions/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/rl/sessions/{id}/finish", self.finish, methods=["POST"]),
         ]
+
+    async def mint(self, http: Request) -> Response:
+        """Begins a session with a key that can use and read this one session only."""
+        request_id(http)
+        _check_parameters(http)
+        body: MintSession = decode(MINT, await read_json(http, BODY_LIMIT) or b"{}")
+        name = f"s-{secrets.token_hex(8)}" if body.id is None else body.id
+        check_session_id(name, "id")
+        check_tenant(body.tenant)
+        _check_budget(body)
+        full = full_name(body.tenant, name)
+        key, key_id = await self._sessions.keys.mint(
+            full,
+            seconds=body.seconds,
+            max_calls=body.max_calls,
+            max_tokens=body.max_tokens,
+            cache_salt=body.cache_salt,
+        )
+        minted = MintedSession(
+            id=full, session=name, tenant=body.tenant, key=key, key_id=key_id,
+            base_path=f"/sessions/{name}/v1",
+        )  # fmt: skip
+        return json_response(minted, 201)
+
+    async def finish(self, http: Request) -> Response:
+        """Ends a session, with its reward; see SessionKeys.finish."""
+        request_id(http)
+        _check_parameters(http)
+        body: FinishSession = decode(FINISH, await read_json(http, BODY_LIMIT) or b"{}")
+        if body.reward is not None and not math.isfinite(body.reward):
+            raise BadRequest(f"reward is {body.reward}: expected a finite number", param="reward")
+        name = http.path_params["id"]
+        await self._sessions.keys.finish(name, body.reward)
+        return json_response(await self._sessions.info(name))
 
     async def page(self, http: Request) -> Response:
         """Sessions in the order of their ids; `next` is the `after` of the next page."""
@@ -42,21 +109,9 @@ class SessionRoutes:
         return json_response({"sessions": page, "next": after})
 
     async def samples(self, http: Request) -> Response:
-        """Every branch as a sample; msgpack holds the same fields, experts as bytes."""
+        """Every branch as a sample, which then counts as read."""
         request_id(http)
-        _check_parameters(http, "format", "train_aborted", "dedupe")
-        form = http.query_params.get("format", "json")
-        if form not in ("json", "msgpack"):
-            raise BadRequest(f"format is {form!r}: expected json or msgpack", param="format")
-        name, aborted = http.path_params["id"], _flag(http, "train_aborted")
-        info = await self._sessions.info(name)
-        dedupe = _flag(http, "dedupe", default="true")
-        samples = await self._sessions.samples(name, train_aborted=aborted, dedupe=dedupe)
-        # A long session is megabytes: not on the event loop.
-        if form == "msgpack":
-            packed = await asyncio.to_thread(_msgpack, info, samples)
-            return Response(packed, media_type=MSGPACK)
-        return json_response(await asyncio.to_thread(_json, info, samples))
+        return await session_response(http, self._sessions, http.path_params["id"])
 
     async def delete(self, http: Request) -> Response:
         request_id(http)
@@ -64,6 +119,29 @@ class SessionRoutes:
         name = http.path_params["id"]
         await self._sessions.delete(name)
         return json_response({"id": name, "deleted": True})
+
+
+async def session_response(
+    http: Request, sessions: Sessions, name: str, *, by_trainer: bool = True
+) -> Response:
+    """A session and its samples; msgpack holds the same fields, experts as bytes.
+
+    Raises NotFound, and BadRequest for a parameter it does not know.
+    """
+    _check_parameters(http, "format", "train_aborted", "dedupe")
+    form = http.query_params.get("format", "json")
+    if form not in ("json", "msgpack"):
+        raise BadRequest(f"format is {form!r}: expected json or msgpack", param="format")
+    aborted, dedupe = _flag(http, "train_aborted"), _flag(http, "dedupe", default="true")
+    info = await sessions.info(name)
+    samples = await sessions.samples(
+        name, train_aborted=aborted, dedupe=dedupe, by_trainer=by_trainer
+    )
+    # A long session is megabytes: not on the event loop.
+    if form == "msgpack":
+        packed = await asyncio.to_thread(_msgpack, info, samples)
+        return Response(packed, media_type=MSGPACK)
+    return json_response(await asyncio.to_thread(_json, info, samples))
 
 
 def _json(info: SessionInfo, samples: Sequence[Sample]) -> bytes:
@@ -93,6 +171,19 @@ def _flag(http: Request, name: str, default: str = "false") -> bool:
 
 
 def _limit(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_PAGE:
-        raise BadRequest(f"limit is {text!r}: expected 1 to {MAX_PAGE}", param="limit")
+    # By its length first: Python refuses to read thousands of digits.
+    if not text.isascii() or not text.isdigit() or len(text) > 4 or not 1 <= int(text) <= MAX_PAGE:
+        raise BadRequest(f"limit is {text[:20]!r}: expected 1 to {MAX_PAGE}", param="limit")
     return int(text)
+
+
+def _check_budget(body: MintSession) -> None:
+    for name in ("seconds", "max_calls", "max_tokens"):
+        value = getattr(body, name)
+        if value is not None and not 0 < value < 2**53:
+            raise BadRequest(f"{name} is {value}: expected more than 0, or null", param=name)
+    if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_SALT:
+        raise BadRequest(
+            f"cache_salt has {len(body.cache_salt)} characters: expected 1 to {MAX_SALT}",
+            param="cache_salt",
+        )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from lockstep.gateway.sessions.minted_key import MintedKey
 from lockstep.gateway.sessions.tables import SessionRow, damaged_row
+from lockstep.gateway.sessions.terms import SessionTerms
 from lockstep.tokens.errors import NotFound, Unavailable
 
 
@@ -14,7 +14,8 @@ from lockstep.tokens.errors import NotFound, Unavailable
 class SessionInfo:
     """A session at a glance. Times are seconds since 1970.
 
-    `unread_turns` counts those that came after its samples were last read.
+    `unread_turns` counts those that came after its samples were last read. `finished` and `reward`
+    are how it was finished, if it was.
     """
 
     id: str
@@ -23,25 +24,42 @@ class SessionInfo:
     created: float
     used: float
     unread_turns: int
+    finished: bool = False
+    reward: float | None = None
 
     @classmethod
     def of(cls, row: SessionRow) -> SessionInfo:
         unread = max(0, row.turns - row.read_turns)
-        return cls(row.name, row.turns, row.bytes, row.created, row.used, unread)
+        terms = SessionTerms.decode(row.terms) or SessionTerms()
+        return cls(
+            row.name, row.turns, row.bytes, row.created, row.used, unread, terms.finished,
+            terms.reward,
+        )  # fmt: skip
 
 
 class SessionEntry:
     """A session in the index; unlike its row in the file it changes with every turn."""
 
-    __slots__ = ("active", "bytes", "created", "damaged", "id", "minted", "name", "read_turns",
-                 "tokenizer", "turns", "used")  # fmt: skip
+    __slots__ = (
+        "active",
+        "bytes",
+        "created",
+        "damaged",
+        "id",
+        "name",
+        "read_turns",
+        "terms",
+        "tokenizer",
+        "turns",
+        "used",
+    )  # fmt: skip
 
     def __init__(self, row: SessionRow, *, damaged: bool = False) -> None:
         self.id, self.name, self.tokenizer = row.id, row.name, row.tokenizer
         self.created, self.used, self.active = row.created, row.used, row.active
         self.turns, self.bytes, self.read_turns = row.turns, row.bytes, row.read_turns
         self.damaged = damaged
-        self.minted = MintedKey.decode(row.minted)
+        self.terms = SessionTerms.decode(row.terms)
 
     @property
     def was_read(self) -> bool:
@@ -51,7 +69,7 @@ class SessionEntry:
     def row(self) -> SessionRow:
         return SessionRow(
             self.id, self.name, self.tokenizer, self.created, self.used, self.turns, self.bytes,
-            self.read_turns, self.active, None if self.minted is None else self.minted.encode(),
+            self.read_turns, self.active, None if self.terms is None else self.terms.encode(),
         )  # fmt: skip
 
     def check_whole(self) -> None:
@@ -95,8 +113,11 @@ class SessionIndex:
     def _restored(self, entry: SessionEntry) -> None:
         self._entries[entry.name] = entry
         self._next_id = max(self._next_id, entry.id + 1)
-        if entry.minted is not None:
-            self._by_key[entry.minted.digest] = entry
+        self._add_key(entry)
+
+    def _add_key(self, entry: SessionEntry) -> None:
+        if entry.terms is not None and entry.terms.digest is not None:
+            self._by_key[entry.terms.digest] = entry
 
     def get(self, name: str) -> SessionEntry | None:
         return self._entries.get(name)
@@ -125,20 +146,19 @@ class SessionIndex:
         tokenizer: bytes,
         now: float,
         active: float,
-        minted: MintedKey | None = None,
+        terms: SessionTerms | None = None,
     ) -> SessionEntry:
         """An entry for a session without turns; it is in the index after `grow`."""
         row = SessionRow(self._next_id, name, tokenizer, now, now, 0, 0, 0, active, None)
         entry = SessionEntry(row)
-        entry.minted = minted
+        entry.terms = terms
         self._next_id += 1
         return entry
 
     def grow(self, entry: SessionEntry, turns: int, nbytes: int) -> None:
         """Counts what is about to be written."""
         self._entries[entry.name] = entry
-        if entry.minted is not None:
-            self._by_key[entry.minted.digest] = entry
+        self._add_key(entry)
         entry.turns += turns
         entry.bytes += nbytes
         self.nbytes += nbytes
@@ -150,7 +170,7 @@ class SessionIndex:
         entry.turns -= turns
         entry.bytes -= nbytes
         self.nbytes -= nbytes
-        if not entry.turns and entry.minted is None:
+        if not entry.turns and entry.terms is None:
             del self._entries[entry.name]
 
     def begin_deleting(self, entries: Iterable[SessionEntry]) -> None:
@@ -162,5 +182,5 @@ class SessionIndex:
             if deleted:
                 self.nbytes -= entry.bytes
                 del self._entries[entry.name]
-                if entry.minted is not None:
-                    self._by_key.pop(entry.minted.digest, None)
+                if entry.terms is not None and entry.terms.digest is not None:
+                    self._by_key.pop(entry.terms.digest, None)

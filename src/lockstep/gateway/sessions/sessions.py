@@ -201,17 +201,24 @@ class Sessions:
         return Session(self, cached, renderer, breaks)
 
     async def samples(
-        self, session_id: str, *, train_aborted: bool = False, dedupe: bool = True
+        self,
+        session_id: str,
+        *,
+        train_aborted: bool = False,
+        dedupe: bool = True,
+        by_trainer: bool = True,
     ) -> list[Sample]:
         """The samples of every branch; see Ledger.samples. Raises NotFound.
 
-        The turns so far then count as read: the session may expire until there are more.
+        Read by the trainer, the turns so far then count as read: the session may expire until
+        there are more.
         """
         entry = self._index.require(session_id)
         entry.check_whole()
         turns = entry.turns
         samples = await self._samples(entry, train_aborted=train_aborted, dedupe=dedupe)
-        await self._mark_read(entry, turns)
+        if by_trainer:
+            await self._mark_read(entry, turns)
         return samples
 
     async def _samples(self, entry: SessionEntry, **options: bool) -> list[Sample]:

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.gateway.sessions.minted_key import MintedKey
+from lockstep.gateway.sessions.terms import SessionTerms
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
 
 FORMAT = 3
@@ -19,7 +19,7 @@ SCHEMA = f"""
 CREATE TABLE sessions (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, tokenizer BLOB NOT NULL,
     created REAL NOT NULL, used REAL NOT NULL, turns INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    read_turns INTEGER NOT NULL DEFAULT 0, active REAL NOT NULL DEFAULT 0, minted BLOB);
+    read_turns INTEGER NOT NULL DEFAULT 0, active REAL NOT NULL DEFAULT 0, terms BLOB);
 CREATE TABLE turns (
     session INTEGER NOT NULL, turn INTEGER NOT NULL, data BLOB NOT NULL,
     checksum BLOB NOT NULL DEFAULT x'', PRIMARY KEY (session, turn));
@@ -32,7 +32,7 @@ MIGRATIONS = {
     1: "ALTER TABLE sessions ADD COLUMN read_turns INTEGER NOT NULL DEFAULT 0;",
     # Turns of before have no checksum: one made now would vouch for what may be damaged already.
     2: "ALTER TABLE sessions ADD COLUMN active REAL NOT NULL DEFAULT 0;"
-    "ALTER TABLE sessions ADD COLUMN minted BLOB;"
+    "ALTER TABLE sessions ADD COLUMN terms BLOB;"
     "ALTER TABLE turns ADD COLUMN checksum BLOB NOT NULL DEFAULT x'';"
     "CREATE TABLE facts (name TEXT PRIMARY KEY, value NOT NULL);",
 }
@@ -42,8 +42,8 @@ MIGRATIONS = {
 class SessionRow(NamedTuple):
     """The row of a session. Times are seconds since 1970, but `active` is of the service clock.
 
-    `read_turns` is how many turns it had when its samples were last read, `minted` the encoded
-    MintedKey of a session that was begun with a key of its own.
+    `read_turns` is how many turns it had when its samples were last read, `terms` the encoded
+    SessionTerms of a session that was begun with a key of its own.
     """
 
     id: int
@@ -55,7 +55,7 @@ class SessionRow(NamedTuple):
     bytes: int
     read_turns: int
     active: float
-    minted: bytes | None
+    terms: bytes | None
 
 
 KINDS: tuple[Any, ...] = (int, str, bytes, float, float, int, int, int, float, bytes | None)
@@ -128,7 +128,7 @@ def write_turns(
         "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET tokenizer = excluded.tokenizer, used = excluded.used, "
         "turns = excluded.turns, bytes = excluded.bytes, active = excluded.active, "
-        "minted = excluded.minted",
+        "terms = excluded.terms",
         row,
     )
     connection.executemany(
@@ -213,7 +213,7 @@ def _checksum(session: int, turn: int, data: bytes) -> bytes:
 
 def _is_whole(row: tuple[Any, ...]) -> bool:
     typed = all(isinstance(value, kind) for value, kind in zip(row, KINDS, strict=True))
-    return typed and MintedKey.is_readable(row[-1])
+    return typed and SessionTerms.is_readable(row[-1])
 
 
 def _shown_name(row: tuple[Any, ...]) -> str:

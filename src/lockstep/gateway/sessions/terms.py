@@ -1,4 +1,4 @@
-"""The key that was minted for one session: what it may spend, and how the session ended."""
+"""The terms of a session: the key that was minted for it, its budget, and how it ended."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import msgspec
 from lockstep.tokens.errors import Forbidden
 
 
-class MintedKey(msgspec.Struct, frozen=True):
-    """Only the digest of a key is kept. `cache_salt` names the cached prompts that the session may
-    share, None those of its own. `ends` is when the key stops to work, on the service clock.
+class SessionTerms(msgspec.Struct, frozen=True):
+    """Of the key, only the digest is kept; None where none was minted. `cache_salt` names the
+    cached prompts that the session may share, None those of its own. `ends` is when the key stops
+    to work, on the service clock.
 
     `calls` and `tokens` are spent so far, each up to its `max_`; None has no limit. Once `finished`
-    the session takes no more turns, and `reward` stands on its samples.
+    the session takes no more turns; `reward` is what it was finished with.
     """
 
-    key_id: str
-    digest: bytes
+    key_id: str | None = None
+    digest: bytes | None = None
     cache_salt: str | None = None
     ends: float | None = None
     max_calls: int | None = None
@@ -27,7 +28,7 @@ class MintedKey(msgspec.Struct, frozen=True):
     reward: float | None = None
 
     @classmethod
-    def decode(cls, raw: bytes | None) -> MintedKey | None:
+    def decode(cls, raw: bytes | None) -> SessionTerms | None:
         """What `encode` wrote. Raises msgspec.DecodeError for anything else."""
         return None if raw is None else _DECODER.decode(raw)
 
@@ -42,8 +43,8 @@ class MintedKey(msgspec.Struct, frozen=True):
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
-    def spent(self, tokens: int) -> MintedKey:
-        """This key after one more call that sampled so many tokens."""
+    def spent(self, tokens: int) -> SessionTerms:
+        """These terms after one more call that sampled so many tokens."""
         return msgspec.structs.replace(self, calls=self.calls + 1, tokens=self.tokens + tokens)
 
     def check_budget(self, name: str) -> None:
@@ -63,4 +64,4 @@ class MintedKey(msgspec.Struct, frozen=True):
                 )
 
 
-_DECODER = msgspec.msgpack.Decoder(MintedKey)
+_DECODER = msgspec.msgpack.Decoder(SessionTerms)

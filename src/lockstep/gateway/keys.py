@@ -1,0 +1,111 @@
+"""The keys of the data plane: from the environment, from a key file, and minted for sessions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from time import monotonic
+
+from lockstep.gateway.key_file import KeyFile
+from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.gateway.tenants import DEFAULT, Caller, Scopes
+from lockstep.http.auth import key_digests
+from lockstep.tokens.errors import LockstepError
+
+log = logging.getLogger(__name__)
+RELOAD_SECONDS = 1.0
+"""How long a change of the key file may go unnoticed."""
+
+
+class TenantKeys:
+    """Finds the caller of a request by the digest of its key.
+
+    Every key of `keys` is a tenant of its own, unless it is the only one; keys of the key file say
+    their tenant. With `shared`, all of them are the default tenant. Keys of sessions work as long
+    as their sessions are kept. Raises BadRequest for a key file that cannot be used.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        keys: Iterable[str] = (),
+        *,
+        key_file: Path | None = None,
+        shared: bool = False,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self._sessions = sessions
+        self._scopes = Scopes(sessions.secret)
+        self._shared = shared
+        self._clock = clock
+        self._fixed = self._callers(tuple(dict.fromkeys(keys)), alone=key_file is None)
+        self._file = None if key_file is None else KeyFile(key_file)
+        self._from_file: dict[bytes, Caller] = {}
+        self._seen: tuple[int, ...] | None = None
+        self._looked = clock()
+        if self._file is not None:
+            self._seen = self._stamp(self._file.path)
+            self._from_file = self._read(self._file)
+
+    @property
+    def required(self) -> bool:
+        return bool(self._fixed) or self._file is not None
+
+    def find(self, digest: bytes) -> Caller | None:
+        """The caller whose key has this digest, or None."""
+        if self._file is not None and self._clock() - self._looked >= RELOAD_SECONDS:
+            self._reload(self._file)
+        known = self._fixed.get(digest) or self._from_file.get(digest)
+        return known or self._of_session(digest)
+
+    def _of_session(self, digest: bytes) -> Caller | None:
+        found = self._sessions.keys.find(digest)
+        if found is None:
+            return None
+        name, terms = found
+        return self._scopes.of_session(name, terms.key_id or "", terms.cache_salt)
+
+    def _callers(self, keys: tuple[str, ...], *, alone: bool) -> dict[bytes, Caller]:
+        callers: dict[bytes, Caller] = {}
+        for key in keys:
+            key_id = self._scopes.named(key)
+            one_tenant = self._shared or (alone and len(keys) == 1)
+            caller = self._scopes.of_tenant(DEFAULT if one_tenant else key_id, key_id)
+            callers |= dict.fromkeys(key_digests(key), caller)
+        return callers
+
+    def _reload(self, file: KeyFile) -> None:
+        """Reads the key file again if it has changed. One that cannot be read changes nothing:
+        a mistake in it must not lock everybody out."""
+        self._looked = self._clock()
+        stamp = self._stamp(file.path)
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            new = self._read(file)
+        except LockstepError as error:
+            log.error("the keys stay as they were: %s", error.message)
+            return
+        before = {str(caller) for caller in self._from_file.values()}
+        after = {str(caller) for caller in new.values()}
+        added, revoked = sorted(after - before), sorted(before - after)
+        log.warning("%s was read again: added %s, revoked %s", file.path, added, revoked)
+        self._from_file = new
+
+    def _read(self, file: KeyFile) -> dict[bytes, Caller]:
+        return {
+            bytes.fromhex(key.sha256): self._scopes.of_tenant(
+                DEFAULT if self._shared else key.tenant, key.id
+            )
+            for key in file.read()
+        }
+
+    @staticmethod
+    def _stamp(path: Path) -> tuple[int, ...] | None:
+        try:
+            status = path.stat()
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size, status.st_ino
