@@ -465,7 +465,7 @@ def test_a_directory_that_changes_while_it_is_read_is_refused(
 ) -> None:
     scan = module.digests
 
-    def meddled(file: module.TensorFile) -> dict[str, str]:
+    def meddled(file: module.TensorFile, odd: list[str]) -> dict[str, str]:
         raw = file.path.read_bytes()
         match change:
             case "append":
@@ -479,7 +479,7 @@ def test_a_directory_that_changes_while_it_is_read_is_refused(
                 file.path.unlink()
             case "cut":
                 file.path.write_bytes(raw[:-8])
-        return scan(file)
+        return scan(file, odd)
 
     monkeypatch.setattr(module, "digests", meddled)
     with pytest.raises(CheckpointError):

@@ -17,9 +17,9 @@ from lockstep.checkpoint.manifest import PROBE
 from lockstep.checkpoint.probe import Probe
 from lockstep.engine import EngineOptions
 from lockstep.engine.core import Core
+from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
-from lockstep.fleet.update.transaction import PhaseBudgets
 from lockstep.models import bundled
 from tests.engine import checkpoints
 from tests.fleet.fakes import until

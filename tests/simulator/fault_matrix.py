@@ -19,9 +19,9 @@ from typing import get_args
 
 from lockstep.checkpoint.manifest import PROBE
 from lockstep.checkpoint.probe import Probe
+from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.update.proof import BUILTIN
-from lockstep.fleet.update.transaction import PhaseBudgets
 from lockstep.tokens.errors import LockstepError
 from tests.simulator.pool import SimulatedPool
 from tests.simulator.workers import (

@@ -26,7 +26,7 @@ class RoutedWorker(Worker):
     process: SimulatedWorker
     path: list[State]
 
-    async def health(self) -> WorkerHealth:
+    async def health(self, seconds: float = 0.0) -> WorkerHealth:
         if not self.process.alive:
             raise Unavailable(f"{self.id} cannot be reached")
         return WorkerHealth(instance=str(self.process.starts))

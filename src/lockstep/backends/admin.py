@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
@@ -14,6 +14,7 @@ __all__ = [
     "Admin",
     "AdminName",
     "Broadcaster",
+    "Fenced",
     "PauseMode",
     "ProbesStaged",
     "Source",
@@ -40,6 +41,8 @@ class WorkerView:
     in_flight: int | None = None
     incarnation: str | None = None
     """Changes when the worker's process is started anew: then it has forgotten everything."""
+    generation: int = 0
+    """The highest generation of a gateway that it has obeyed; 0 where it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,16 @@ class Admin(Protocol):
     async def join_group(self, broadcaster: Broadcaster) -> None: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Fenced(Protocol):
+    """A driver that says with each command which generation of a gateway sends it."""
+
+    def fence(self, generation: Callable[[], int]) -> None:
+        """Takes the number from `generation` from now on. Commands raise Superseded once the worker
+        has obeyed a higher one; a worker that knows no generations obeys all."""
+        ...
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from lockstep.tokens.errors import (
     DeadlineExceeded,
     EngineFailure,
     LockstepError,
+    Superseded,
     Unavailable,
     UnknownModel,
     UnsupportedField,
@@ -198,7 +199,8 @@ class AdminClient:
                 return await send(max(0.001, min(budget.attempt, deadline - loop.time())))
             except LockstepError as error:
                 pause = max(self._backoff * 2**attempt, error.retry_after or 0.0)
-                if attempt and isinstance(error, Conflict):
+                still = isinstance(error, Conflict) and not isinstance(error, Superseded)
+                if attempt and still:
                     # An attempt that was thought lost is still at work: waited for, not counted.
                     pause = min(pause, STILL_AT_WORK)
                 elif isinstance(error, TRANSIENT):
@@ -233,6 +235,16 @@ class HttpAdmin:
     ) -> None:
         self._client = self.client_class(url, token=token, backoff=backoff)
         self._budgets = budgets
+        self._generation: Callable[[], int] | None = None
+
+    def fence(self, generation: Callable[[], int]) -> None:
+        """Commands carry this number from now on, where the worker knows generations."""
+        self._generation = generation
+
+    @property
+    def generation(self) -> int | None:
+        """The number that commands carry."""
+        return None if self._generation is None else self._generation()
 
     @property
     def url(self) -> str:

@@ -29,22 +29,33 @@ FINITE: Mapping[str, tuple[str, int, int]] = MappingProxyType(
 Integers compare fast in every width, and numpy has no bfloat16."""
 
 
-def digests(file: TensorFile) -> dict[str, str]:
+HUGE: Mapping[str, int] = MappingProxyType({"F64": 0x4630_0000_0000_0000, "F32": 0x7180_0000,
+                                            "BF16": 0x7180})  # fmt: skip
+"""The bits of 2**100: no model has such weights, and products of two of them overflow."""
+MOST_ODD = 8
+"""Tensors that are named as odd; more of them say nothing new."""
+
+
+def digests(file: TensorFile, odd: list[str] | None = None) -> dict[str, str]:
     """The digest of each tensor's type, shape and contents, by name.
 
-    Raises CheckpointError that names the first NaN or infinite value, or a file that became
-    shorter.
+    Matrices of nothing but zeros, and values beyond all reason, are described in `odd`. Raises
+    CheckpointError that names the first NaN or infinite value, or a file that became shorter.
     """
     buffer = np.zeros(CHUNK, dtype=np.uint8)
     scratch = np.zeros(CHUNK, dtype=np.uint8)
 
     def parts(source: FileIO, entry: TensorEntry) -> Iterator[memoryview]:
         source.seek(entry.start)
+        largest = 0
         for start in range(entry.start, entry.end, CHUNK):
             count = min(CHUNK, entry.end - start)
             _fill(source, buffer[:count], file)
-            _check(entry, buffer[:count], scratch[:count], start - entry.start, file)
+            magnitude = _check(entry, buffer[:count], scratch[:count], start - entry.start, file)
+            largest = max(largest, magnitude)
             yield buffer[:count].data
+        if odd is not None and len(odd) < MOST_ODD and (why := _odd(entry, largest)) is not None:
+            odd.append(f"tensor {entry.name!r} of {file.path.name} {why}")
 
     # Read, not mapped: touching a mapped file that somebody cuts would end the process.
     with open(file.path, "rb", buffering=0) as source:
@@ -70,15 +81,26 @@ def _check(
     scratch: npt.NDArray[np.uint8],
     offset: int,
     file: TensorFile,
-) -> None:
+) -> int:
+    """The largest magnitude, as its bits; 0 of a type that is no float."""
     if entry.dtype not in FINITE:
-        return
+        return 0
     bits, mask, least = FINITE[entry.dtype]
     magnitude = scratch.view(bits)
     np.bitwise_and(values.view(bits), magnitude.dtype.type(mask), out=magnitude)
-    if int(magnitude.max()) >= least:
+    largest = int(magnitude.max())
+    if largest >= least:
         first = int((magnitude >= least).argmax()) + offset // magnitude.itemsize
         raise CheckpointError(
             f"tensor {entry.name!r} of {file.path} is NaN or infinite at value {first} of "
             f"{(entry.end - entry.start) // magnitude.itemsize}"
         )
+    return largest
+
+
+def _odd(entry: TensorEntry, largest: int) -> str | None:
+    if entry.dtype in FINITE and largest == 0 and len(entry.shape) > 1:
+        return "holds nothing but zeros"
+    if largest >= HUGE.get(entry.dtype, largest + 1):
+        return "holds values beyond 1e30"
+    return None

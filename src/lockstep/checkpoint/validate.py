@@ -104,6 +104,8 @@ class Checkpoint:
 
     `digest` identifies the weights: the same for the same contents, however they are split up, and
     the same that a worker reports which read them. `tensors` are the digests it is made of.
+    `warnings` name tensors that can be loaded and are hardly meant: whether they are is for the
+    proof to decide.
     """
 
     path: Path
@@ -112,6 +114,7 @@ class Checkpoint:
     digest: str
     tensors: Mapping[str, str]
     probe: Probe | None
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def validate(
@@ -152,8 +155,9 @@ class Checkpoint:
         probe = Probe.beside(path)
         _check_vocabulary(probe, signature, path)
         contents: dict[str, str] = {}
+        odd: list[str] = []
         for file in files:
-            contents |= digests(file)
+            contents |= digests(file, odd)
         if manifest is not None and manifest.tensors and contents != manifest.tensors:
             raise CheckpointError(
                 f"{path} does not hold what was written: its contents differ from "
@@ -169,6 +173,7 @@ class Checkpoint:
             digest=combined(contents),
             tensors=MappingProxyType(contents),
             probe=probe,
+            warnings=tuple(odd),
         )
 
 

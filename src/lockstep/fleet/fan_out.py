@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from time import perf_counter
 
 from lockstep.fleet.worker import Worker
@@ -14,6 +16,25 @@ from lockstep.tokens.operation import Operation, WorkerResult
 log = logging.getLogger(__name__)
 Failures = dict[Worker, LockstepError]
 Quarantine = Callable[[Worker, str], None]
+SLOWER = 2.0
+"""How many times as long as most a worker may take beyond them, where that is more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseBudgets:
+    """Seconds that one worker may take for each phase.
+
+    `swap` is for the commit of weights that were proved while staged, `commit` for one that loads
+    them. A worker that is not done `straggler` seconds after most others is left behind.
+    """
+
+    stage: float = 600.0
+    pause: float = 60.0
+    swap: float = 10.0
+    commit: float = 120.0
+    prove: float = 60.0
+    resume: float = 10.0
+    straggler: float = 10.0
 
 
 async def each(
@@ -22,11 +43,35 @@ async def each(
     call: Callable[[Worker], Awaitable[None]],
     seconds: float,
     operation: Operation,
+    *,
+    straggler: float = math.inf,
 ) -> tuple[list[Worker], Failures]:
     """Runs one phase on all workers at once, each for `seconds` at most.
 
-    Returns those that succeeded and the errors of the others; how long each took is recorded.
+    Once half of them have succeeded, the others get `straggler` seconds more, or SLOWER times as
+    long as those needed. Returns those that succeeded and the errors of the others; how long each
+    took is recorded.
     """
+    loop = asyncio.get_running_loop()
+    called = list(workers)
+    late = DeadlineExceeded(f"{phase} took longer than {seconds:g} s")
+    start, succeeded = perf_counter(), 0
+    timer: asyncio.TimerHandle | None = None
+
+    def count_success() -> None:
+        nonlocal succeeded, timer
+        succeeded += 1
+        if timer is None and 2 * succeeded >= len(called) and straggler < seconds:
+            timer = loop.call_later(max(straggler, SLOWER * (perf_counter() - start)), leave_behind)
+
+    def leave_behind() -> None:
+        nonlocal late
+        late = DeadlineExceeded(
+            f"{phase} was not done after {perf_counter() - start:.1f} s, long after {succeeded} of "
+            f"{len(called)} workers: it is left behind"
+        )
+        for task in tasks:
+            task.cancel()
 
     async def one(worker: Worker) -> LockstepError | None:
         begun = perf_counter()
@@ -43,16 +88,17 @@ async def each(
         finally:
             result = operation.workers.setdefault(worker.id, WorkerResult())
             result.seconds[phase] = round(perf_counter() - begun, 6)
+        count_success()
         return None
 
-    called = list(workers)
-    late = DeadlineExceeded(f"{phase} took longer than {seconds:g} s")
     tasks = [asyncio.create_task(one(worker)) for worker in called]
     try:
         # One clock for all, as all begin at once: a thousand would be a large part of the work.
         if tasks:
             await asyncio.wait(tasks, timeout=seconds)
     finally:
+        if timer is not None:
+            timer.cancel()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,28 +6,37 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import time
 from typing import Any, Literal
 
 import msgspec
 
-from lockstep.backends.admin import Admin, Broadcaster, PauseMode, Source, WorkerView
+from lockstep.backends.admin import Admin, Broadcaster, Fenced, PauseMode, Source, WorkerView
 from lockstep.checkpoint.validate import resolve
 from lockstep.fleet.control.desired import Desired, Reference, StateStore
 from lockstep.fleet.control.lease import Lease
 from lockstep.fleet.control.operations import Operations
-from lockstep.fleet.fan_out import each
+from lockstep.fleet.fan_out import PhaseBudgets, each, quarantine_failed
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.update.adapters import load_everywhere, prove_again, unload_everywhere
 from lockstep.fleet.update.bring_up import bring_up
 from lockstep.fleet.update.new_weights import WeightReader
 from lockstep.fleet.update.proof import BUILTIN, CLOSE, scores_of
-from lockstep.fleet.update.transaction import PhaseBudgets, Transaction
+from lockstep.fleet.update.recovery import quarantined
+from lockstep.fleet.update.transaction import Transaction
 from lockstep.fleet.worker import Worker
-from lockstep.tokens.errors import BadRequest, LockstepError, NotFound, Unavailable
+from lockstep.tokens.errors import (
+    BadRequest,
+    Conflict,
+    LockstepError,
+    NotFound,
+    Superseded,
+    Unavailable,
+)
 from lockstep.tokens.operation import Operation
-from lockstep.tokens.versions import check_adapter_name, check_label
+from lockstep.tokens.versions import check_adapter_name, check_label, check_worker_id
 
 log = logging.getLogger(__name__)
 LEASE_SECONDS = 600.0
@@ -57,7 +66,11 @@ class Fleet:
         self._weights = WeightReader(self._roots, model_dir)
         self._budget = budget or PhaseBudgets()
         self._lease_seconds = lease_seconds
-        self.desired = self._store.desired()
+        stored = self._store.desired()
+        # The later start has the higher number, also of gateways that know nothing of each other.
+        generation = max(stored.generation + 1, int(time() * 1000))
+        self.desired = msgspec.structs.replace(stored, generation=generation)
+        self._obeyed = False
         for version in self.desired.agreed:
             pool.accepted.accept(version)
         self.operations = Operations(self._store)
@@ -65,7 +78,12 @@ class Fleet:
         pool.gate(self._bring_up)
 
     async def __aenter__(self) -> Fleet:
-        self._lease.watch(self.desired.lease_until)
+        try:
+            await self._decide(self.desired)
+        except Unavailable as error:
+            # The workers know how high the number has become, and are looked at first.
+            log.warning("the generation of this gateway was not recorded: %s", error.message)
+        self._lease.watch(self.desired.lease_until, self.desired.lease_seconds)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -82,9 +100,12 @@ class Fleet:
     ) -> Worker:
         """Takes a worker in; it serves once it was brought to the desired state and proved.
 
-        `options` are those of the pool. Raises Conflict when the id exists.
+        `options` are those of the pool. Raises Conflict when the id exists, BadRequest for one that
+        cannot be an id.
         """
-        name = worker_id or url.partition("://")[2].rstrip("/")
+        name = check_worker_id(worker_id or url.partition("://")[2].rstrip("/"))
+        if isinstance(admin, Fenced):
+            admin.fence(lambda: self.desired.generation)
         return await self.pool.add(url, worker_id=name, admin=admin, **options)
 
     async def remove(self, worker_id: str, *, drain_seconds: float = 30.0) -> None:
@@ -122,12 +143,14 @@ class Fleet:
             error: LockstepError
             try:
                 async with asyncio.timeout(self._budget.stage + self._budget.prove):
+                    await self._take_over(worker)
                     reached = await bring_up(worker, self.desired, self._adopt)
             except TimeoutError:
                 error = Unavailable("it took too long to be brought up")
             except LockstepError as raised:
                 error = raised
             else:
+                self._obeyed = True
                 # What is desired may have changed meanwhile: then once more.
                 async with self.operations.lock:
                     if self.desired == reached:
@@ -138,14 +161,33 @@ class Fleet:
                 worker.become("quarantined", error.message)
             raise Unavailable(f"worker {worker.id} is not ready: {error.message}") from error
 
+    async def _take_over(self, worker: Worker) -> None:
+        """Raises Superseded when the worker obeys another gateway by now.
+
+        A gateway that just started has not been obeyed by any worker yet: it takes a number above
+        those that it finds. One that was may have been superseded since, and must not come back.
+        """
+        highest = (await worker.control.view()).generation
+        if highest <= self.desired.generation:
+            return
+        if self._obeyed:
+            raise Superseded(
+                f"it obeys generation {highest} of another gateway, and this one is "
+                f"{self.desired.generation}: stop the other one and start this one anew, or "
+                "remove the worker here"
+            )
+        async with self.operations.lock:
+            await self._decide(msgspec.structs.replace(self.desired, generation=highest + 1))
+
     async def _adopt(self, worker: Worker, view: WorkerView) -> Desired:
         """The first worker's own state becomes the fleet's, when there is none yet."""
         scores = await scores_of(worker, BUILTIN)
         async with self.operations.lock:
             if self.desired.version is None:
                 version = view.version or "default"
+                first = Desired(generation=self.desired.generation)
                 await self._decide(
-                    Desired().agree(version, None, None, Reference(BUILTIN, scores, CLOSE))
+                    first.agree(version, None, None, Reference(BUILTIN, scores, CLOSE))
                 )
                 self.pool.accepted.accept(version)
             return self.desired
@@ -166,20 +208,24 @@ class Fleet:
         `version` defaults to the directory's name. A probe beside the checkpoint
         (probe.safetensors) is what the workers must reproduce. Raises what stopped it when nothing
         changed; its operation says who and why. A version that is served already is not loaded
-        again.
+        again. When no worker serves, it is done on those in quarantine that respond, and the
+        operation says so.
         """
         if (weight_dir is None) == (source is None):
             raise BadRequest("give a weight_dir, or another source", param="weight_dir")
         label = version or (Path(weight_dir).name if weight_dir else "")
         check_label(label, "version")
         request = {"weight_dir": weight_dir, "version": label, "mode": mode}
+        recovered: list[Worker] = []
 
         async def work(operation: Operation) -> None:
             operation.version = label
-            workers = self._serving()
-            new = await self._weights.read(weight_dir, source, label, self.desired)
+            workers = await self._updatable(operation)
+            served = any(worker.serves for worker in workers)
+            new = await self._weights.read(weight_dir, source, label, self.desired, served=served)
             if new is None:
                 return
+            operation.warnings += new.warnings
             transaction = Transaction(
                 workers,
                 new.source,
@@ -200,9 +246,35 @@ class Fleet:
                 self.pool.accepted.accept(label)
 
             await transaction.run(agree)
-            await self._prove_adapters(operation)
+            if served:
+                await self._prove_adapters(operation)
+            else:
+                recovered.extend(workers)
 
-        return await self.operations.run("update_weights", request, work, key=key)
+        operation = await self.operations.run("update_weights", request, work, key=key)
+        await self._serve_again(recovered)
+        return operation
+
+    async def _updatable(self, operation: Operation) -> list[Worker]:
+        """The workers that serve; when none does, those that respond from quarantine."""
+        if any(worker.serves for worker in self.workers):
+            return self._serving()
+        workers = await quarantined(self.workers)
+        if not workers:
+            return self._serving()
+        names = ", ".join(worker.id for worker in workers)
+        operation.warnings.append(
+            f"no worker served: the update was made on {names}, quarantined until then"
+        )
+        return workers
+
+    async def _serve_again(self, workers: list[Worker]) -> None:
+        """Has workers brought up at once, and waits for the first of them."""
+        for worker in workers:
+            self.pool.check(worker.id)
+        if workers:
+            with suppress(Unavailable):
+                await self.pool.wait_ready(1, self._budget.prove)
 
     async def _prove_adapters(self, operation: Operation) -> None:
         """Has the workers agree on the scores of each adapter on the new weights too."""
@@ -232,18 +304,20 @@ class Fleet:
         async def work(operation: Operation) -> None:
             workers, before = self._serving(), self.desired
             await self._decide(
-                msgspec.structs.replace(before, paused=mode, lease_until=time() + lease)
+                msgspec.structs.replace(
+                    before, paused=mode, lease_until=time() + lease, lease_seconds=lease
+                )
             )
             try:
                 await self._everywhere(
                     "pause", workers, lambda worker: worker.control.pause(mode),
-                    self._budget.pause, operation,
+                    self._budget.pause, operation, undo=lambda worker: worker.control.resume(),
                 )  # fmt: skip
             except LockstepError:
                 await self._decide(before)  # or those that return would be paused for nobody
                 raise
             finally:
-                self._lease.watch(self.desired.lease_until)
+                self._lease.watch(self.desired.lease_until, lease)
 
         return await self.operations.run("pause", {"mode": mode}, work, key=key)
 
@@ -252,16 +326,27 @@ class Fleet:
 
         async def work(operation: Operation) -> None:
             self._serving()
-            await self._decide(msgspec.structs.replace(self.desired, paused=None, lease_until=None))
             await self._resume(operation)
 
-        return await self.operations.run("resume", {}, work, key=key)
+        return await self.operations.run("resume", {}, work, key=key, unrecorded=True)
 
     async def _resume(self, operation: Operation) -> None:
-        await self._everywhere(
-            "resume", self._serving(), lambda worker: worker.control.resume(),
-            self._budget.resume, operation,
-        )  # fmt: skip
+        """Resumes those that serve; the others follow as they return.
+
+        A state that cannot be written does not keep a fleet paused: at worst the next process
+        pauses until the lease that it reads has ended.
+        """
+        self.desired = self.desired.resumed
+        try:
+            await self._decide(self.desired)
+        except Unavailable as error:
+            operation.warnings.append(f"the end of the pause was not recorded: {error.message}")
+        workers = [worker for worker in self.workers if worker.serves]
+        if workers:
+            await self._everywhere(
+                "resume", workers, lambda worker: worker.control.resume(),
+                self._budget.resume, operation,
+            )  # fmt: skip
 
     async def flush(self, *, key: str | None = None) -> Operation:
         """Forgets cached prefixes on every worker."""
@@ -269,7 +354,7 @@ class Fleet:
         async def work(operation: Operation) -> None:
             await self._everywhere(
                 "flush", self._serving(), lambda worker: worker.control.flush(),
-                self._budget.resume, operation,
+                self._budget.resume, operation, undo=_nothing,
             )  # fmt: skip
 
         return await self.operations.run("flush_cache", {}, work, key=key)
@@ -277,15 +362,20 @@ class Fleet:
     async def load_adapter(
         self, name: str, path: str, *, version: str | None = None, key: str | None = None
     ) -> Operation:
-        """Serves an adapter on every worker, swapping one of that name, and proves it."""
+        """Serves an adapter on every worker, swapping one of that name, and proves it.
+
+        Raises Conflict for the name of the model itself, and while another operation on an adapter
+        of that name is under way.
+        """
         check_adapter_name(name)
         if version is not None:
             check_label(version, "version")
 
         async def work(operation: Operation) -> None:
             real = resolve(path, self._roots)
+            await self._check_not_base(name)
             spec = await load_everywhere(
-                self._serving(), name, real, version,
+                self._serving(), name, real, version, before=self.desired.adapters.get(name),
                 budget=self._budget, operation=operation, quarantine=self.quarantine,
             )  # fmt: skip
             adapters = {**self.desired.adapters, name: spec}
@@ -293,7 +383,19 @@ class Fleet:
             operation.version = spec.label
 
         request = {"lora_name": name, "lora_path": path, "version": version}
-        return await self.operations.run("load_lora_adapter", request, work, key=key)
+        return await self.operations.run(
+            "load_lora_adapter", request, work, key=key, alone="lora_name"
+        )
+
+    async def _check_not_base(self, name: str) -> None:
+        """Raises Conflict: requests that name the model would no longer tell which they mean."""
+        workers = [worker for worker in self.workers if worker.serves and worker.opened]
+        cards = await self.pool.models() if workers else []
+        if any(card.id == name and card.parent is None for card in cards):
+            raise Conflict(
+                f"lora_name is {name!r}, which is the name of the model: give the adapter another",
+                param="lora_name",
+            )
 
     async def unload_adapter(self, name: str, *, key: str | None = None) -> Operation:
         """Stops serving an adapter everywhere. Raises NotFound when nobody has it."""
@@ -310,7 +412,9 @@ class Fleet:
                 budget=self._budget, operation=operation, quarantine=self.quarantine,
             )  # fmt: skip
 
-        return await self.operations.run("unload_lora_adapter", {"lora_name": name}, work, key=key)
+        return await self.operations.run(
+            "unload_lora_adapter", {"lora_name": name}, work, key=key, alone="lora_name"
+        )
 
     async def init_broadcaster(
         self,
@@ -335,7 +439,7 @@ class Fleet:
                 how = Broadcaster(host, port, rank, size, group, backend, seconds)
                 await worker.control.join_group(how)
 
-            await self._everywhere("join", workers, call, seconds + 10, operation)
+            await self._everywhere("join", workers, call, seconds + 10, operation, undo=_nothing)
 
         request = {"host": host, "port": str(port), "group": group}
         return await self.operations.run("init_broadcaster", request, work, key=key)
@@ -356,13 +460,21 @@ class Fleet:
         call: Callable[[Worker], Awaitable[None]],
         seconds: float,
         operation: Operation,
+        *,
+        undo: Callable[[Worker], Awaitable[None]] | None = None,
     ) -> None:
+        """Workers on which it fails are quarantined. When all fail alike it is not they that are to
+        blame: with an `undo` only those are quarantined on which that fails too."""
         succeeded, failed = await each(phase, workers, call, seconds, operation)
-        for worker, error in failed.items():
-            operation.workers[worker.id].status = "quarantined"
-            self.quarantine(worker, f"{phase} failed: {error.message}")
-        if not succeeded:
-            raise Unavailable(f"{phase} failed on all {len(failed)} workers")
+        first = next(iter(failed.values()), None)
+        count = len(failed)
+        if undo is not None and not succeeded:
+            undone, failed = await each("undo", failed, undo, self._budget.resume, operation)
+            for worker in undone:
+                operation.workers[worker.id].status = "rolled_back"
+        quarantine_failed(failed, f"{phase} failed", operation, self.quarantine)
+        if first is not None and not succeeded:
+            raise Unavailable(f"{phase} failed on all {count} workers: {first.message}")
 
     async def _decide(self, desired: Desired) -> None:
         await asyncio.to_thread(self._store.save, desired)
@@ -375,8 +487,10 @@ class Fleet:
             if self.desired.lease_until != until:
                 return
             log.warning("the lease of a pause has ended: the fleet resumes")
-            await self._decide(msgspec.structs.replace(self.desired, paused=None, lease_until=None))
-            if any(worker.serves for worker in self.workers):
-                await self._resume(operation)
+            await self._resume(operation)
 
-        await self.operations.run("end_of_lease", {}, work)
+        await self.operations.run("end_of_lease", {}, work, unrecorded=True)
+
+
+async def _nothing(_: Worker) -> None:
+    """Undoes what changes nothing unless it succeeds."""

@@ -20,7 +20,7 @@ from lockstep.http.client import HttpClient
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import Conflict, Unavailable
 
-HEALTH_TIMEOUT = 10.0
+HEALTH_SECONDS = 10.0
 RETRIES = 1
 """On the same worker: enough for a connection it had dropped; more only delays the next worker."""
 
@@ -63,7 +63,7 @@ class Worker:
     `closeness` how closely it then followed the trainer. `in_flight` counts the requests that this
     process sent it, `elsewhere` is its load from others as of the last probe. While it is `held`
     it gets no new requests, whatever its state. `epoch` changes whenever what was known of it
-    before no longer counts.
+    before no longer counts. `attempts` are the requests on it that can be called off.
     """
 
     id: str
@@ -86,6 +86,7 @@ class Worker:
     next_probe: float = 0.0
     opened: Transport | None = None
     instance: str | None = None
+    attempts: set[Any] = field(default_factory=set)
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -150,9 +151,10 @@ class Worker:
                     self.accepted.check((item,), since, self.id)
                 yield item
 
-    async def health(self) -> WorkerHealth:
-        """What it reports; empty where it reports nothing. Raises Unavailable when it is ill."""
-        body = await self.client.get("/health", timeout=HEALTH_TIMEOUT)
+    async def health(self, seconds: float = HEALTH_SECONDS) -> WorkerHealth:
+        """What it reports; empty where it reports nothing. Raises Unavailable when it is ill, and
+        DeadlineExceeded when it does not respond within `seconds`."""
+        body = await self.client.get("/health", timeout=seconds)
         try:
             return msgspec.json.decode(body, type=WorkerHealth)
         except (msgspec.DecodeError, UnicodeDecodeError):

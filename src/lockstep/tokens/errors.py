@@ -12,6 +12,7 @@ LockstepError
 │   └── UnknownModel               neither a served model nor a loaded adapter
 ├── Conflict                  409  right request, wrong moment
 │   ├── VersionUnavailable         the demanded weight version is not the one served
+│   ├── Superseded                 a command of a gateway whose workers obey a later one now
 │   ├── PrefixBreak                the next prompt cannot start with the stored ids
 │   └── NotExact                   trainer and engine cannot agree bit for bit; says why
 ├── TooLarge                  413  a body, or a session, past its limit
@@ -148,6 +149,12 @@ class Conflict(LockstepError):
 
 class VersionUnavailable(Conflict):
     code = "version_unavailable"
+
+
+class Superseded(Conflict):
+    """The worker has obeyed a later generation of its gateway: this one controls it no more."""
+
+    code = "superseded"
 
 
 class PrefixBreak(Conflict):

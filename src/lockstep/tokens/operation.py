@@ -38,7 +38,8 @@ class Operation:
     """One change of the fleet, from its beginning on. The same key gives the same operation.
 
     One that is `lost` was under way when its gateway ended: nobody knows how far it came. Of one
-    that failed, `error`, `code` and `param` are those of the error that its caller got.
+    that failed, `error`, `code` and `param` are those of the error that its caller got. `warnings`
+    say what its caller should know although it went on.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Operation:
     version: str | None = None
     workers: dict[str, WorkerResult] = field(default_factory=dict)
     pause_seconds: float | None = None
+    warnings: list[str] = field(default_factory=list)
     error: str | None = None
     code: str | None = None
     param: str | None = None

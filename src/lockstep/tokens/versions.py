@@ -18,6 +18,8 @@ _LABEL = r"[A-Za-z0-9_][A-Za-z0-9_.:=@-]*"
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.:=/-]*"
 LABEL = re.compile(_LABEL)
 NAME = re.compile(_NAME)
+WORKER_ID = re.compile(r"[A-Za-z0-9_\[][A-Za-z0-9_.:=@/\[\]-]*")
+"""Hosts with ports are ids too, also those of IPv6."""
 JOINED = re.compile(rf"(.+)\+({_NAME})@({_LABEL})", re.DOTALL)
 """Weights may have a label from elsewhere, of any form; what follows the last `+` may not."""
 SHOWN = 40
@@ -57,6 +59,11 @@ def check_label(label: str, param: str = "weight_version") -> str:
 def check_adapter_name(name: str, param: str = "lora_name") -> str:
     """The name. Raises BadRequest that names `param` for one that is not of the grammar."""
     return _checked(name, NAME, "_.:=/-", param)
+
+
+def check_worker_id(worker_id: str, param: str = "id") -> str:
+    """The id. Raises BadRequest that names `param` for one that is not of the grammar."""
+    return _checked(worker_id, WORKER_ID, "_.:=@/[]-", param)
 
 
 def _checked(text: str, grammar: re.Pattern[str], marks: str, param: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -20,6 +21,7 @@ from lockstep.engine import Engine
 from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.shared_memory import read_shared
 from lockstep.engine.weights.weights import Weights
+from lockstep.http.auth import RequestAuth
 from lockstep.http.body import read_json
 from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, require_bearer
 from lockstep.protocol.common.strict import decode
@@ -39,9 +41,19 @@ B = TypeVar("B")
 
 
 class SystemPlane:
-    """Routes of the system port. `roots` are the directories weights may come from; empty: any."""
+    """Routes of the system port. `roots` are the directories weights may come from; empty: any.
 
-    def __init__(self, engine: Engine, token: str, roots: tuple[Path, ...] = ()) -> None:
+    `hosts` are the names that it answers to; None: any.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        token: str,
+        roots: tuple[Path, ...] = (),
+        *,
+        hosts: Iterable[str] | None = None,
+    ) -> None:
         self.engine = engine
         self._token = token
         self._roots = roots or None
@@ -73,6 +85,7 @@ class SystemPlane:
         }
         self.app = Starlette(
             routes=[Route("/engine/{method}", self.dispatch, methods=["POST"])],
+            middleware=[Middleware(RequestAuth, hosts=hosts)],
             exception_handlers=EXCEPTION_HANDLERS,
         )
 

@@ -170,6 +170,11 @@ def test_one_adapter_too_many_is_refused_but_a_swap_is_not(tiny: Path, lora_a: P
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"lora_alpha": None}, "lora_alpha None"),
+        ({"lora_alpha": 1e308}, r"lora_alpha 1e\+308"),
+        ({"lora_alpha": 10**400}, "lora_alpha 1000"),
+        ({"lora_alpha": True}, "lora_alpha True"),
+        ({"r": True}, "rank True"),
+        ({"r": [[[]]]}, "rank"),
     ],
 )
 def test_settings_that_are_not_supported_are_refused(
@@ -190,6 +195,10 @@ def test_tensors_that_do_not_fit_are_refused(rig: Rig, lora_a: Path, copy: Path)
         "is not a LoRA weight": {"base_model.model.lm_head.lora_A.weight": good[name]},
         "lora_B of q_proj in layer 0 has shape None": {name: good[name]},
         "NaN or infinite": good | {name: good[name] * torch.nan},
+        "is torch.int32, expected a float": good | {name: good[name].to(torch.int32)},
+        "layers.99999.* is not a LoRA": {
+            name.replace("layers.0", "layers." + "9" * 5000): good[name]
+        },
         "holds no LoRA tensors": {},
         "expected \\(4, 128\\)": good | {name: good[name][:, :-1].contiguous()},
     }
@@ -202,9 +211,10 @@ def test_tensors_that_do_not_fit_are_refused(rig: Rig, lora_a: Path, copy: Path)
 def test_a_directory_that_is_no_adapter_is_refused(rig: Rig, copy: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="cannot be read"):
         rig.adopt("x", tmp_path)
-    (copy / "adapter_config.json").write_text("{")
-    with pytest.raises(AdapterError, match="is not JSON"):
-        rig.adopt("x", copy)
+    for text in ("{", "[" * 100_000, '{"r": ' + "[" * 100_000 + "}", '{"r": 4, "r": 8}', "[]"):
+        (copy / "adapter_config.json").write_text(text)
+        with pytest.raises(AdapterError, match=r"is not sound JSON|expected an object"):
+            rig.adopt("x", copy)
 
 
 def test_experts_cannot_be_targeted(moe: Path, copy: Path) -> None:

@@ -24,6 +24,7 @@ async def test_over_no_workers_every_operation_fails_with_503(tmp_path: Path) ->
     adapter = str(write_checkpoint(tmp_path / "adapter", 5))
     async with simulated(tmp_path, 0) as simulation:
         fleet = simulation.fleet
+        before = fleet.desired
         calls = [
             fleet.update_weights(simulation.checkpoint("a")),
             fleet.update_weights(source=Source(shared="block"), version="a"),
@@ -38,7 +39,7 @@ async def test_over_no_workers_every_operation_fails_with_503(tmp_path: Path) ->
             with pytest.raises(LockstepError) as failed:
                 await call
             assert (failed.value.status, failed.value.code) == (503, "unavailable")
-        assert fleet.desired == StateStore().desired()
+        assert fleet.desired == before
 
 
 @pytest.mark.failure_mode("F22")

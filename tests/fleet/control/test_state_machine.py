@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lockstep.fleet.control.desired import StateStore
-from lockstep.fleet.update.transaction import PhaseBudgets
+from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.tokens.errors import LockstepError
 from tests.simulator.fleet import Simulation, simulated
 from tests.simulator.workers import Kind, SimulatedWorker, write_checkpoint

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from time import perf_counter
 
-from lockstep.fleet.update.transaction import PhaseBudgets
+from lockstep.fleet.fan_out import PhaseBudgets
 from tests.simulator.fleet import Simulation, simulated
 from tests.simulator.workers import FIRST, SimulatedWorker
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -58,6 +58,12 @@ class DynamoAdmin(HttpAdmin):
         self._reloads = ReloadedWeights(self.url, self._load, self._ready, untouched=(Conflict,))
         self._adapters: dict[str, str] = {}
 
+    def fence(self, generation: Callable[[], int]) -> None:
+        """A Lockstep engine behind Dynamo knows generations; others obey every gateway."""
+        super().fence(generation)
+        if self._own is not None:
+            self._own.fence(generation)
+
     @property
     def stages(self) -> bool:
         return self._own is not None
@@ -83,17 +89,19 @@ class DynamoAdmin(HttpAdmin):
         budget = self._budgets.pause
         if mode == "wait":
             budget = replace(budget, attempt=budget.total)
-        body = {"mode": mode, "clear_cache": clear_cache}
+        body = self._fenced({"mode": mode, "clear_cache": clear_cache})
         response = await self._engine("pause_generation", body, budget, idempotent=True)
         if "mode" in response:
             self._client.expect(response["mode"], mode, "pause_generation")
 
     async def resume(self) -> None:
         self._reloads.check_whole()
-        await self._engine("resume_generation", {}, self._budgets.quick, idempotent=True)
+        await self._engine(
+            "resume_generation", self._fenced({}), self._budgets.quick, idempotent=True
+        )
 
     async def flush(self) -> None:
-        await self._engine("flush_cache", {}, self._budgets.quick, idempotent=True)
+        await self._engine("flush_cache", self._fenced({}), self._budgets.quick, idempotent=True)
 
     # Weights
 
@@ -231,6 +239,10 @@ class DynamoAdmin(HttpAdmin):
         )
         version = response.get("version")
         return None if version is None else str(version)
+
+    def _fenced(self, body: dict[str, Any]) -> dict[str, Any]:
+        known = self._own is not None and self.generation is not None
+        return {**body, "generation": self.generation} if known else body
 
     def _offers(self, route: str) -> None:
         if route not in self.routes:

@@ -41,6 +41,7 @@ class _State(msgspec.Struct):
     incarnation: str
     weights_id: str
     serves: str | None = None
+    generation: int = 0
 
 
 class _Scores(msgspec.Struct):
@@ -79,6 +80,7 @@ class LockstepAdmin(HttpAdmin):
             adapters=state.adapter_labels,
             in_flight=state.running + state.waiting,
             incarnation=state.incarnation,
+            generation=state.generation,
         )
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
@@ -87,7 +89,10 @@ class LockstepAdmin(HttpAdmin):
             # It ends when the last request does: breaking off and trying again gains nothing.
             budget = replace(budget, attempt=budget.total)
         body = control.PauseWorker(
-            mode=mode, clear_cache=clear_cache, sequence_number=self._sequence_number()
+            mode=mode,
+            clear_cache=clear_cache,
+            sequence_number=self._sequence_number(),
+            generation=self.generation,
         )
         await self._engine("pause_generation", body, budget, idempotent=True)
 
@@ -100,16 +105,18 @@ class LockstepAdmin(HttpAdmin):
         await self._resume(proof)
 
     async def _resume(self, proof: str | None) -> None:
-        body = control.Resume(proved=proof, sequence_number=self._sequence_number())
+        body = control.Resume(
+            proved=proof, sequence_number=self._sequence_number(), generation=self.generation
+        )
         await self._engine("resume_generation", body, self._budgets.quick, idempotent=True)
 
     async def flush(self) -> None:
-        await self._engine("flush_cache", {}, self._budgets.quick, idempotent=True)
+        await self._engine("flush_cache", self._empty(), self._budgets.quick, idempotent=True)
 
     # Weights
 
     async def stage(self, source: Source, version: str) -> None:
-        body = stage_body(source, version)
+        body = stage_body(source, version, self.generation)
         # Tensors of a broadcast come once; anything else can be read again.
         idempotent = source.group is None
         response = await self._engine("stage", body, self._budgets.load, idempotent=idempotent)
@@ -125,7 +132,7 @@ class LockstepAdmin(HttpAdmin):
 
     async def _commit(self, version: str, proof: str | None) -> None:
         async def commit() -> str:
-            body = control.Commit(weight_version=version, proved=proof)
+            body = control.Commit(weight_version=version, proved=proof, generation=self.generation)
             response = await self._engine("commit", body, self._budgets.commit)
             self._client.expect(response.get("version"), version, "commit")
             return version
@@ -147,7 +154,7 @@ class LockstepAdmin(HttpAdmin):
         before = await self._look()
 
         async def rollback() -> str:
-            body = control.Rollback(weights_id=before.weights_id)
+            body = control.Rollback(weights_id=before.weights_id, generation=self.generation)
             response = await self._engine("rollback", body, self._budgets.commit)
             return str(response.get("version"))
 
@@ -185,20 +192,22 @@ class LockstepAdmin(HttpAdmin):
         return WeightContents(contents.digest, contents.dtype, contents.proof, contents.tensors)
 
     async def join_group(self, broadcaster: Broadcaster) -> None:
-        body = join_body(broadcaster)
+        body = join_body(broadcaster, self.generation)
         budget = CallBudget(broadcaster.seconds + 10.0, 2 * broadcaster.seconds + 20.0)
         try:
             await self._engine("init_weights_update_group", body, budget)
         except Conflict:
             # Left over from a trainer that is gone: its place would stay taken for ever.
-            leave = control.LeaveGroup(group_name=broadcaster.group)
+            leave = control.LeaveGroup(group_name=broadcaster.group, generation=self.generation)
             await self._engine("destroy_weights_update_group", leave, self._budgets.quick)
             await self._engine("init_weights_update_group", body, budget)
 
     # Adapters
 
     async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
-        body = control.LoadLora(lora_name=name, lora_path=str(path), version=label)
+        body = control.LoadLora(
+            lora_name=name, lora_path=str(path), version=label, generation=self.generation
+        )
 
         async def load() -> str:
             response = await self._engine("load_lora_adapter", body, self._budgets.load)
@@ -214,7 +223,7 @@ class LockstepAdmin(HttpAdmin):
         )
 
     async def unload_adapter(self, name: str) -> None:
-        body = control.UnloadLora(lora_name=name)
+        body = control.UnloadLora(lora_name=name, generation=self.generation)
 
         async def unload() -> bool:
             await self._engine("unload_lora_adapter", body, self._budgets.quick)
@@ -228,6 +237,9 @@ class LockstepAdmin(HttpAdmin):
     def _sequence_number(self) -> control.SequenceNumber:
         return control.SequenceNumber(caller=self._name, number=next(self._numbers))
 
+    def _empty(self) -> control.EmptyBody:
+        return control.EmptyBody(generation=self.generation)
+
     async def _look(self) -> _State:
         response = await self._engine("liveness_probe", {}, self._budgets.quick, idempotent=True)
         return self._client.convert(_State, response, "liveness_probe")
@@ -238,7 +250,7 @@ class LockstepAdmin(HttpAdmin):
         return await self._client.command(f"/engine/{method}", body, budget, idempotent=idempotent)
 
 
-def stage_body(source: Source, version: str) -> control.Stage:
+def stage_body(source: Source, version: str, generation: int | None = None) -> control.Stage:
     """The body of `stage`."""
     return control.Stage(
         model_path=None if source.directory is None else str(source.directory),
@@ -247,10 +259,12 @@ def stage_body(source: Source, version: str) -> control.Stage:
         tensors=control.placed(source.tensors),
         partial=source.partial,
         weight_version=version,
+        generation=generation,
     )
 
 
-def join_body(broadcaster: Broadcaster) -> control.JoinGroup:
+def join_body(broadcaster: Broadcaster, generation: int | None = None) -> control.JoinGroup:
+    """The body of `init_weights_update_group`."""
     return control.JoinGroup(
         master_address=broadcaster.host,
         master_port=broadcaster.port,
@@ -259,6 +273,7 @@ def join_body(broadcaster: Broadcaster) -> control.JoinGroup:
         group_name=broadcaster.group,
         backend=broadcaster.backend,
         timeout_seconds=broadcaster.seconds,
+        generation=generation,
     )
 
 

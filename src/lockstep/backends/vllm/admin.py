@@ -50,7 +50,9 @@ class VllmAdmin(HttpAdmin):
     def __init__(self, url: str, token: str | None = None, **options: Unpack[AdminOptions]) -> None:
         super().__init__(url, token, **options)
         self._extension_view: ExtensionView | None = None
-        self._extension = ExtensionClient(self._client, self._budgets, self._quiet, self._label)
+        self._extension = ExtensionClient(
+            self._client, self._budgets, self._quiet, self._label, lambda: self.generation
+        )
         self._reloads = ReloadedWeights(self.url, self._load, self._ready)
         self._adapters = AdapterCalls(self._client, self._budgets, "/v1/load_lora_adapter")
 
@@ -86,6 +88,7 @@ class VllmAdmin(HttpAdmin):
             staged=staged,
             paused=await self._paused(),
             adapters=self._adapters.labels(cards),
+            generation=self._extension_view.generation if self._extension_view else 0,
         )
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:

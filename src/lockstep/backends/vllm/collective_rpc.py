@@ -25,9 +25,10 @@ from lockstep.tokens.errors import (
 
 VIEW = "lockstep_view"
 """No arguments. Gives {"version": str | null, "staged": str | null, "probes": bool, "digests":
-bool}; `probes` says whether the extension has PROBE, `digests` whether it has DIGEST. Every method
-gives the same on every rank, or {"error": {...}} with the fields of protocol.common.error_body on a
-rank where it failed."""
+bool, "generation": int}; `probes` says whether the extension has PROBE, `digests` whether it has
+DIGEST. STAGE, COMMIT, ROLLBACK and JOIN take a keyword argument `generation` (int): one that is
+lower than the highest obeyed so far is refused as `superseded`. Every method gives the same on
+every rank, or {"error": {...}} with the fields of protocol.common.error_body where it failed."""
 STAGE = "lockstep_stage"
 """Keyword arguments: the fields of protocol.control.worker.Stage. Gives {"staged": version} once
 they are in memory; until then {"staged": null}, and is to be called again, as a call that waited
@@ -61,6 +62,7 @@ class ExtensionView(msgspec.Struct, frozen=True):
     staged: str | None
     probes: bool = False
     digests: bool = False
+    generation: int = 0
 
 
 class _Contents(msgspec.Struct):
@@ -100,11 +102,13 @@ class ExtensionClient:
         budgets: CallBudgets,
         quiet: Callable[[], AbstractAsyncContextManager[None]],
         label: Callable[[str], Awaitable[None]],
+        generation: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._client = client
         self._budgets = budgets
         self._quiet = quiet
         self._label = label
+        self._generation = generation
 
     async def view(self) -> ExtensionView:
         response = await self._call(VIEW, {}, self._budgets.quick, idempotent=True)
@@ -122,7 +126,7 @@ class ExtensionClient:
             raise
 
     async def stage(self, source: Source, version: str) -> None:
-        kwargs = msgspec.to_builtins(stage_body(source, version))
+        kwargs = msgspec.to_builtins(stage_body(source, version, self._generation()))
         # Tensors of a broadcast come once; anything else can be read again.
         idempotent = source.group is None
         loop = asyncio.get_running_loop()
@@ -143,7 +147,8 @@ class ExtensionClient:
 
     async def commit(self, version: str) -> None:
         async def commit() -> bool:
-            response = await self._call(COMMIT, {"version": version}, self._budgets.commit)
+            kwargs = self._fenced({"version": version})
+            response = await self._call(COMMIT, kwargs, self._budgets.commit)
             self._client.expect(response.get("version"), version, COMMIT)
             return True
 
@@ -164,7 +169,7 @@ class ExtensionClient:
 
     async def rollback(self) -> str | None:
         before = await self.view()
-        expected = {"version": before.version, "staged": before.staged}
+        expected = self._fenced({"version": before.version, "staged": before.staged})
 
         async def rollback() -> str:
             response = await self._call(ROLLBACK, expected, self._budgets.commit)
@@ -202,10 +207,14 @@ class ExtensionClient:
         return WeightContents(contents.digest, contents.dtype, None, contents.tensors)
 
     async def join_group(self, broadcaster: Broadcaster) -> None:
-        kwargs = msgspec.to_builtins(join_body(broadcaster))
+        kwargs = msgspec.to_builtins(join_body(broadcaster, self._generation()))
         budget = CallBudget(broadcaster.seconds + 10.0, broadcaster.seconds + 10.0)
         response = await self._call(JOIN, kwargs, budget)
         self._client.expect(response.get("group_name"), broadcaster.group, JOIN)
+
+    def _fenced(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        generation = self._generation()
+        return kwargs if generation is None else {**kwargs, "generation": generation}
 
     async def _call(
         self, method: str, kwargs: dict[str, Any], budget: CallBudget, *, idempotent: bool = False

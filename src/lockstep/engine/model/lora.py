@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,14 +17,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
+from lockstep.checkpoint.files import parse_object
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.arithmetic import round_up
-from lockstep.tokens.errors import AdapterError
+from lockstep.tokens.errors import AdapterError, CheckpointError
 
 _uids = count()
 NAME = re.compile(
-    r"(?:base_model\.model\.)?model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
+    r"(?:base_model\.model\.)?model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
 )
+LARGEST = 1e6
+"""Of lora_alpha: usual values are 8 to 512."""
 REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out",
            "lora_bias", "trainable_token_indices", "target_parameters")  # fmt: skip
 
@@ -84,6 +86,8 @@ class Adapter:
             match = NAME.fullmatch(key)
             if not match:
                 raise AdapterError(f"adapter tensor {key!r} is not a LoRA weight of this model")
+            if not tensor.is_floating_point():
+                raise AdapterError(f"adapter tensor {key!r} is {tensor.dtype}, expected a float")
             if not bool(torch.isfinite(tensor).all()):
                 raise AdapterError(f"adapter tensor {key!r} has values that are NaN or infinite")
             pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
@@ -102,10 +106,7 @@ class Adapter:
                     )
             a, b = (pair[side].to(device=device, dtype=dtype).contiguous() for side in "AB")
             deltas.setdefault((layer, packed), []).append(LoraDelta(a, b, start))
-        alpha = settings.get("lora_alpha", rank)
-        if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise AdapterError(f"{path / 'adapter_config.json'} has lora_alpha {alpha!r}")
-        scaling = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
+        scaling = _scaling(settings, rank, path)
         # The same tensors under another scaling are another adapter.
         digest = hashlib.sha256(f"{scaling!r} ".encode() + body).hexdigest()[:12]
         label = digest if label is None else f"{label}.{digest}"
@@ -142,12 +143,11 @@ def _read(path: Path) -> bytes:
 
 
 def _settings(path: Path) -> dict[str, Any]:
+    where = path / "adapter_config.json"
     try:
-        settings = json.loads(_read(path / "adapter_config.json"))
-    except ValueError as error:
-        raise AdapterError(f"{path / 'adapter_config.json'} is not JSON: {error}") from None
-    if not isinstance(settings, dict):
-        raise AdapterError(f"{path / 'adapter_config.json'} does not hold a JSON object")
+        settings = parse_object(_read(where), str(where))
+    except CheckpointError as error:
+        raise AdapterError(error.message) from None
     for name in REFUSED:
         if settings.get(name):
             raise AdapterError(f"adapter_config.json sets {name}, which is not supported")
@@ -158,11 +158,24 @@ def _settings(path: Path) -> dict[str, Any]:
 
 def _rank(settings: dict[str, Any], max_rank: int, path: Path) -> int:
     rank = settings.get("r")
-    if not isinstance(rank, int) or rank < 1:
-        raise AdapterError(f"{path / 'adapter_config.json'} has rank {rank!r}, expected 1 or more")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        shown = f"{rank!r:.40}"
+        raise AdapterError(f"{path / 'adapter_config.json'} has rank {shown}, expected 1 or more")
     if rank > max_rank:
         raise AdapterError(f"LoRA rank {rank} is greater than max_lora_rank {max_rank}")
     return rank
+
+
+def _scaling(settings: dict[str, Any], rank: int, path: Path) -> float:
+    """What the update is multiplied by. Raises AdapterError for what no weights could be meant by:
+    all that is computed with it would be infinite."""
+    alpha = settings.get("lora_alpha", rank)
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < LARGEST:
+        raise AdapterError(
+            f"{path / 'adapter_config.json'} has lora_alpha {alpha!r:.40}, expected a number whose "
+            f"magnitude is below {LARGEST:g}"
+        )
+    return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 def _target(config: ModelConfig, layer: int, module: str) -> tuple[str, int, int, int]:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
 from lockstep.backends.admin import PauseMode
 from lockstep.fleet.control.file_lock import FileLock
-from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.errors import BadRequest, Unavailable
 from lockstep.tokens.operation import Operation
 
 MEMORY = "memory"
@@ -59,8 +61,10 @@ class AdapterSpec(msgspec.Struct, frozen=True):
 class Desired(msgspec.Struct, frozen=True):
     """The state that every serving worker is in. `checkpoint` is None for weights it started with.
 
-    `lease_until` (Unix time) is when a pause ends by itself. `agreed` lists the versions in the
-    order in which the fleet accepted them, `digests` what identifies their contents, where known.
+    `lease_until` (Unix time) is when a pause ends by itself, `lease_seconds` how long it was given:
+    no clock that jumps makes it longer. `agreed` lists the versions in the order in which the fleet
+    accepted them, `digests` what identifies their contents, where known. `generation` is the number
+    of whoever controls the workers, higher with every start: they refuse commands of a lower one.
     """
 
     version: str | None = None
@@ -69,6 +73,8 @@ class Desired(msgspec.Struct, frozen=True):
     adapters: dict[str, AdapterSpec] = {}
     paused: PauseMode | None = None
     lease_until: float | None = None
+    lease_seconds: float | None = None
+    generation: int = 0
     agreed: tuple[str, ...] = ()
     digests: dict[str, str] = {}
 
@@ -94,6 +100,11 @@ class Desired(msgspec.Struct, frozen=True):
             digests=digests,
         )
 
+    @property
+    def resumed(self) -> Desired:
+        """The same, not paused."""
+        return msgspec.structs.replace(self, paused=None, lease_until=None, lease_seconds=None)
+
 
 class StateStore:
     """Desired state and operations in one SQLite file, or in memory. Safe in any thread.
@@ -105,10 +116,12 @@ class StateStore:
     def __init__(self, path: str = MEMORY, *, model: str | None = None) -> None:
         """Raises BadRequest when another process uses the file, or it is of another model."""
         self._lock = threading.Lock()
+        self._path = path
         self._held: FileLock | None = None
         if path != MEMORY:
             self._held = FileLock(path, way_out="stop it, or give another --state-dir")
             Path(path).touch(mode=0o600)
+            Path(path).chmod(0o600)  # one of an earlier release may be open to others
         try:
             self._db = self._open(path, model)
         except BaseException:
@@ -151,15 +164,18 @@ class StateStore:
         return Desired() if row is None else msgspec.json.decode(row, type=Desired)
 
     def save(self, desired: Desired) -> None:
-        """Durable when it returns."""
+        """Durable when it returns. Raises Unavailable when the file cannot be written."""
         body = msgspec.json.encode(desired)
-        with self._lock:
+        with self._using():
             self._db.execute("INSERT OR REPLACE INTO desired (id, body) VALUES (1, ?)", (body,))
 
     def record(self, operation: Operation) -> None:
-        """Writes an operation as it stands; the oldest go when there are too many."""
+        """Writes an operation as it stands; the oldest go when there are too many.
+
+        Raises Unavailable when the file cannot be written.
+        """
         body = msgspec.json.encode(operation)
-        with self._lock:
+        with self._using():
             self._db.execute(
                 "INSERT INTO operations (id, key, body) VALUES (?, ?, ?) "
                 "ON CONFLICT (id) DO UPDATE SET body = excluded.body",
@@ -173,7 +189,7 @@ class StateStore:
 
     def cut_off(self) -> None:
         """Marks what an earlier process left running as lost."""
-        with self._lock:
+        with self._using():
             rows = self._db.execute("SELECT body FROM operations").fetchall()
         for row in rows:
             operation = msgspec.json.decode(row[0], type=Operation)
@@ -190,11 +206,22 @@ class StateStore:
         return self._decoded(self._one(sql, key))
 
     def latest(self, count: int) -> list[Operation]:
-        with self._lock:
+        with self._using():
             rows = self._db.execute(
                 "SELECT body FROM operations ORDER BY number DESC LIMIT ?", (count,)
             ).fetchall()
         return [msgspec.json.decode(row[0], type=Operation) for row in rows]
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except sqlite3.Error as error:  # a full disk, most often
+                raise Unavailable(
+                    f"the state in {self._path} cannot be read or written: {error}; is the disk "
+                    "full?"
+                ) from error
 
     def close(self) -> None:
         with self._lock:
@@ -206,7 +233,7 @@ class StateStore:
             self._held.close()
 
     def _one(self, sql: str, *values: str) -> bytes | None:
-        with self._lock:
+        with self._using():
             row = self._db.execute(sql, values).fetchone()
         return None if row is None else row[0]
 

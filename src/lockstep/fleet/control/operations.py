@@ -17,6 +17,8 @@ audit = logging.getLogger("lockstep.audit")
 Work = Callable[[Operation], Awaitable[None]]
 QUEUE = 64
 """Operations that may wait for their turn."""
+MOST_UNWRITTEN = 100
+"""Operations that could not be recorded and are kept in memory until they can."""
 
 
 def error_of(operation: Operation) -> LockstepError:
@@ -40,27 +42,48 @@ class Operations:
         self.lock = asyncio.Lock()
         self._starting = asyncio.Lock()
         self._running: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
+        self._unwritten: dict[str, Operation] = {}
 
     @property
     def running(self) -> list[Operation]:
         return [operation for operation, _ in self._running.values()]
 
     async def run(
-        self, kind: str, request: Mapping[str, str | None], work: Work, *, key: str | None = None
+        self,
+        kind: str,
+        request: Mapping[str, str | None],
+        work: Work,
+        *,
+        key: str | None = None,
+        unrecorded: bool = False,
+        alone: str | None = None,
     ) -> Operation:
         """Runs the work, or gives the outcome of the operation with the same key.
 
-        Raises the error that stopped it, with the operation as its `operation`; Conflict for a
-        key that meant another request, Busy when too many wait.
+        What cannot be recorded is not begun, unless it may run `unrecorded`. `alone` names a field
+        of the request: another operation under way with the same value there is a Conflict. Raises
+        the error that stopped it, with the operation as its `operation`; Conflict for a key that
+        meant another request, Busy when too many wait.
         """
         async with self._starting:  # or two of one key would both see none
             operation = None if key is None else await self._known(kind, dict(request), key)
             if operation is None:
-                operation = self._begin(kind, dict(request), work, key)
+                self._check_alone(request, alone)
+                operation = self._begin(kind, dict(request), work, key, unrecorded)
         return await self._outcome(operation)
+
+    def _check_alone(self, request: Mapping[str, str | None], field: str | None) -> None:
+        for other in self.running if field is not None else ():
+            if other.request.get(field or "") == request[field or ""]:
+                raise Conflict(
+                    f"{other.kind} of {request[field or '']!r} is under way as operation "
+                    f"{other.id}: wait until it has ended",
+                    param=field,
+                )
 
     async def _known(self, kind: str, request: dict[str, str | None], key: str) -> Operation | None:
         known = next((operation for operation in self.running if operation.key == key), None)
+        known = known or next((one for one in self._unwritten.values() if one.key == key), None)
         known = known or await asyncio.to_thread(self._store.by_key, key)
         if known is not None and (known.kind, known.request) != (kind, request):
             raise Conflict(
@@ -72,23 +95,34 @@ class Operations:
         return None if known is None or known.status == "lost" else known
 
     def _begin(
-        self, kind: str, request: dict[str, str | None], work: Work, key: str | None
+        self,
+        kind: str,
+        request: dict[str, str | None],
+        work: Work,
+        key: str | None,
+        unrecorded: bool,
     ) -> Operation:
         if len(self._running) >= QUEUE:
             raise Busy(f"{len(self._running)} operations are waiting already: try again later")
         operation = Operation(secrets.token_hex(8), kind, request, key, started=time(), workers={})
-        task = asyncio.create_task(self._do(operation, work), name=f"{kind} {operation.id}")
+        task = asyncio.create_task(
+            self._do(operation, work, unrecorded), name=f"{kind} {operation.id}"
+        )
         self._running[operation.id] = operation, task
         return operation
 
     async def get(self, operation_id: str) -> Operation | None:
         if operation_id in self._running:
             return self._running[operation_id][0]
+        if operation_id in self._unwritten:
+            return self._unwritten[operation_id]
         return await asyncio.to_thread(self._store.operation, operation_id)
 
     def latest(self, count: int) -> list[Operation]:
         """The last ones, newest first."""
-        return self._store.latest(count)
+        # What the file has of these is how they began.
+        written = [one for one in self._store.latest(count) if one.id not in self._unwritten]
+        return [*reversed(self._unwritten.values()), *written][:count]
 
     async def close(self, seconds: float) -> None:
         """Waits for what runs, then cuts it off."""
@@ -107,11 +141,11 @@ class Operations:
             raise error_of(operation)
         return operation
 
-    async def _do(self, operation: Operation, work: Work) -> None:
+    async def _do(self, operation: Operation, work: Work, unrecorded: bool) -> None:
         try:
             async with self.lock:
-                await asyncio.to_thread(self._store.record, operation)
                 try:
+                    await self._write(operation, needed=not unrecorded)
                     await work(operation)
                 except LockstepError as error:
                     operation.status, operation.error = "failed", error.message
@@ -124,10 +158,25 @@ class Operations:
                 else:
                     operation.status = "done"
                 operation.ended = time()
-                await asyncio.to_thread(self._store.record, operation)
+                await self._write(operation, needed=False)
                 audit.info(
                     "%s %s %s %s: %s", operation.kind, operation.id, operation.request,
                     operation.status, operation.error or operation.version,
                 )  # fmt: skip
         finally:
             self._running.pop(operation.id, None)
+
+    async def _write(self, operation: Operation, *, needed: bool) -> None:
+        """Records it, and those before it that could not be. Raises Unavailable if it is `needed`;
+        else it is kept in memory, as its outcome is true all the same."""
+        self._unwritten[operation.id] = operation
+        try:
+            for one in list(self._unwritten.values()):
+                await asyncio.to_thread(self._store.record, one)
+                del self._unwritten[one.id]
+        except LockstepError as error:
+            if len(self._unwritten) > MOST_UNWRITTEN:
+                del self._unwritten[next(iter(self._unwritten))]
+            if needed:
+                raise
+            log.warning("%s was not recorded: %s", operation.kind, error.message)

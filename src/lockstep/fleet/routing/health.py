@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Literal
 
 from lockstep.fleet.routing.rendezvous import RendezvousHash
-from lockstep.fleet.worker import Worker
+from lockstep.fleet.worker import HEALTH_SECONDS, Worker
 from lockstep.tokens.errors import BadRequest, Busy, Conflict, LockstepError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 PROBES_PER_SECOND = 100.0
 """Over the whole fleet: a large one is probed less often, as requests find failures anyway."""
 MOST_FAILURES = 16
+GONE_FAILURES = 3
+"""Probes in a row without a response, after which nobody waits for a worker any more."""
 Gate = Callable[[Worker], Awaitable[None]]
 """Brings a healthy worker with a control side to `proving`, proved. Raises what keeps it out."""
 
@@ -29,13 +31,18 @@ class HealthMonitor:
     It decides who is in the rendezvous hash: exactly the workers that are routable.
     """
 
-    def __init__(self, rendezvous: RendezvousHash[Worker], probe_seconds: float) -> None:
-        if not probe_seconds > 0:
-            raise BadRequest(
-                f"probe_seconds is {probe_seconds}: expected seconds > 0", param="probe_seconds"
-            )
+    def __init__(
+        self,
+        rendezvous: RendezvousHash[Worker],
+        probe_seconds: float,
+        health_seconds: float = HEALTH_SECONDS,
+    ) -> None:
+        for name, value in (("probe_seconds", probe_seconds), ("health_seconds", health_seconds)):
+            if not value > 0:
+                raise BadRequest(f"{name} is {value}: expected seconds > 0", param=name)
         self._rendezvous = rendezvous
         self._seconds = probe_seconds
+        self._health_seconds = health_seconds
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self.workers: dict[str, Worker] = {}
@@ -155,8 +162,10 @@ class HealthMonitor:
     async def probe(self, worker: Worker) -> None:
         """Looks at a worker once: ejects it when it is ill, brings it up when it is well again."""
         epoch, sent = worker.epoch, worker.in_flight
+        responded = False
         try:
-            health = await worker.health()
+            health = await worker.health(self._health_seconds)
+            responded = True
             if not worker.serves and not worker.leaving:
                 await worker.open()
                 if worker.admin is None:
@@ -171,6 +180,8 @@ class HealthMonitor:
         except LockstepError as error:
             if worker.epoch == epoch:
                 self.eject(worker, error.message)
+            if not responded:
+                self._call_off(worker)
             return
         if worker.epoch != epoch:
             return  # a request failed meanwhile and knows better
@@ -191,6 +202,16 @@ class HealthMonitor:
             worker.epoch += 1
             log.info("worker %s serves", worker.id)
             self._rebuild()
+
+    def _call_off(self, worker: Worker) -> None:
+        """Ends the requests on a worker that does not respond, so that they are tried elsewhere.
+
+        Where there is no other worker they wait for this one, as long as it may come back.
+        """
+        gone = worker.failures >= GONE_FAILURES
+        if gone or len(self._rendezvous):
+            for attempt in tuple(worker.attempts):
+                attempt.call_off(delivered_too=gone)
 
     async def _watch(self, worker: Worker) -> None:
         loop = asyncio.get_running_loop()

@@ -8,7 +8,7 @@ import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from lockstep.backends import ModelCard, TransportName
@@ -18,7 +18,7 @@ from lockstep.fleet.routing.admission import AdmissionLimiter
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.health import Gate, HealthMonitor
 from lockstep.fleet.routing.rendezvous import RendezvousHash
-from lockstep.fleet.worker import RETRIES, Worker
+from lockstep.fleet.worker import HEALTH_SECONDS, RETRIES, Worker
 from lockstep.http.client import HttpClient
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import (
@@ -41,7 +41,8 @@ class Pool:
     Requests of the same affinity go to the same worker while it serves and is not overloaded. At
     most `max_in_flight` run at once; `queue_limit` more wait, for `queue_seconds` at most. One
     whose worker fails before anything was delivered is tried on others, `attempts` times in all:
-    a request that kills workers must not kill a fleet.
+    a request that kills workers must not kill a fleet. A worker whose health is not answered within
+    `health_seconds` has failed, also for the requests that it was given before.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class Pool:
         queue_seconds: float = 60.0,
         load_factor: float = 1.25,
         probe_seconds: float = 1.0,
+        health_seconds: float = HEALTH_SECONDS,
         attempts: int = 4,
     ) -> None:
         if attempts < 1:
             raise BadRequest(f"attempts is {attempts}: expected at least 1", param="attempts")
         self._rendezvous: RendezvousHash[Worker] = RendezvousHash(load_factor)
         self.accepted = AcceptedVersions()
-        self._health = HealthMonitor(self._rendezvous, probe_seconds)
+        self._health = HealthMonitor(self._rendezvous, probe_seconds, health_seconds)
         self._admission = AdmissionLimiter(max_in_flight, queue_limit, queue_seconds)
         self._attempts = attempts
         self._retry_after = probe_seconds
@@ -193,8 +195,9 @@ class Pool:
                     items = open(worker)
                     try:
                         async for item in items:
-                            attempt.delivered = True
+                            attempt.delivered, attempt.waiting = True, None
                             yield item
+                            attempt.waiting = asyncio.current_task()
                     finally:
                         close = getattr(items, "aclose", None)
                         if close is not None:
@@ -261,8 +264,8 @@ class _Attempt:
     """One request on its way. Entered, it picks a worker; left with a failure that another worker
     may mend, it swallows it, so that the caller enters again."""
 
-    __slots__ = ("_affinity", "_engine_failures", "_epoch", "_pool", "_tried", "_worker",
-                 "delivered")  # fmt: skip
+    __slots__ = ("_affinity", "_called_off", "_engine_failures", "_epoch", "_pool", "_tried",
+                 "_worker", "delivered", "waiting")  # fmt: skip
 
     def __init__(self, pool: Pool, affinity: Affinity) -> None:
         self._pool = pool
@@ -270,6 +273,8 @@ class _Attempt:
         self._tried: list[Worker] = []
         self._engine_failures = 0
         self.delivered = False
+        self.waiting: asyncio.Task[Any] | None = None
+        """The task that waits for the worker now; None while it waits for whoever reads."""
 
     def __enter__(self) -> Worker:
         pool, pinned = self._pool, self._affinity.worker
@@ -289,21 +294,38 @@ class _Attempt:
                     retry_after=pool._retry_after,
                 )
         self._worker, self._epoch = worker, worker.epoch
+        self.waiting, self._called_off = asyncio.current_task(), False
+        worker.attempts.add(self)
         pool._rendezvous.begin(worker)
         return worker
+
+    def call_off(self, *, delivered_too: bool) -> None:
+        """Ends it as if the worker had failed, unless a part was delivered or it is not waiting."""
+        if self.waiting is not None and (delivered_too or not self.delivered):
+            self._called_off = True
+            self._worker.attempts.discard(self)
+            self.waiting.cancel()
 
     def __exit__(
         self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None
     ) -> bool:
         pool, worker = self._pool, self._worker
+        worker.attempts.discard(self)
         pool._rendezvous.end(worker)
+        if self._called_off and self.waiting is not None:
+            others = self.waiting.uncancel()  # then the request itself was cancelled as well
+            if isinstance(error, asyncio.CancelledError) and not others:
+                error = Unavailable(f"worker {worker.id} does not respond: {worker.reason}")
         if worker.leaving and not worker.in_flight:
             worker.idle.set()
         if error is None:
             worker.failures = 0
         elif isinstance(error, Unavailable):
             pool._health.request_failed(worker, self._epoch, error)
-            return self._goes_on(error)
+            goes_on = self._goes_on(error)
+            if self._called_off and not goes_on:
+                raise error from None
+            return goes_on
         elif isinstance(error, EngineFailure):
             pool._health.check(worker)
             self._engine_failures += 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.probe import Probe
 from lockstep.fleet.control.desired import AdapterSpec, Reference
-from lockstep.fleet.fan_out import Quarantine, each, quarantine_failed
+from lockstep.fleet.fan_out import PhaseBudgets, Quarantine, each, quarantine_failed
 from lockstep.fleet.update.judgement import Witness, judge
 from lockstep.fleet.update.proof import (
     BUILTIN,
@@ -18,7 +18,7 @@ from lockstep.fleet.update.proof import (
     majority,
     reference_of,
 )
-from lockstep.fleet.update.transaction import PhaseBudgets, is_lost
+from lockstep.fleet.update.transaction import is_lost
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import LockstepError, UpdateFailed
 from lockstep.tokens.operation import Operation
@@ -30,6 +30,7 @@ async def load_everywhere(
     path: Path,
     version: str | None,
     *,
+    before: AdapterSpec | None,
     budget: PhaseBudgets,
     operation: Operation,
     quarantine: Quarantine,
@@ -37,8 +38,8 @@ async def load_everywhere(
     """Loads an adapter on all workers; those that fail, or score otherwise than
     most, are quarantined.
 
-    Each worker checks the adapter before it swaps. When none takes it, every worker that serves
-    holds what it held, and the error says why.
+    Each worker checks the adapter before it swaps. When none takes it, or none proves it, it is the
+    adapter: all go back to `before`, what they held under that name, and the error says why.
     """
     labels: dict[Worker, str] = {}
     probe = reference_of(Probe.beside(path))
@@ -47,7 +48,9 @@ async def load_everywhere(
     async def load(worker: Worker) -> None:
         labels[worker] = await worker.control.load_adapter(name, path, version)
 
-    loaded, failed = await each("load", workers, load, budget.stage, operation)
+    loaded, failed = await each(
+        "load", workers, load, budget.stage, operation, straggler=budget.straggler
+    )
     if not loaded:
         lost = {worker: error for worker, error in failed.items() if is_lost(error)}
         quarantine_failed(lost, f"adapter {name!r} may or may not be loaded", operation, quarantine)
@@ -59,7 +62,7 @@ async def load_everywhere(
         )
     label = Counter(labels[worker] for worker in loaded).most_common(1)[0][0]
     scores, wrong = await collect_scores(
-        "prove", loaded, probe.sequences if probe else BUILTIN, name, budget.prove, operation
+        "prove", loaded, probe.sequences if probe else BUILTIN, name, budget, operation
     )
     reference = probe or majority(scores, BUILTIN, CLOSE)
     proved: list[Worker] = []
@@ -85,12 +88,41 @@ async def load_everywhere(
             result.status, result.phase, result.error = "ok", None, None
         else:
             wrong[worker] = error
+    if not proved:
+        quarantine_failed(failed, f"adapter {name!r} could not be loaded", operation, quarantine)
+        await _go_back(loaded, name, before, budget, operation, quarantine)
+        first = next(iter(wrong.values()))
+        raise UpdateFailed(
+            f"no worker proved adapter {name!r}, and all hold what they held: {first.message}"
+        )
     quarantine_failed(
         failed | wrong, f"adapter {name!r} could not be loaded", operation, quarantine
     )
-    if not proved:
-        raise UpdateFailed(f"no worker proved adapter {name!r}")
     return AdapterSpec(str(path), label, version, reference)
+
+
+async def _go_back(
+    workers: list[Worker],
+    name: str,
+    before: AdapterSpec | None,
+    budget: PhaseBudgets,
+    operation: Operation,
+    quarantine: Quarantine,
+) -> None:
+    """Puts back what was served under that name; who cannot is quarantined."""
+
+    async def back(worker: Worker) -> None:
+        if before is None:
+            await worker.control.unload_adapter(name)
+            return
+        label = await worker.control.load_adapter(name, Path(before.path), before.version)
+        if label != before.label:
+            raise UpdateFailed(f"it has become {label!r}, and {before.label!r} was served")
+
+    same, failed = await each("rollback", workers, back, budget.stage, operation)
+    for worker in same:
+        operation.workers[worker.id].status = "rolled_back"
+    quarantine_failed(failed, f"adapter {name!r} could not be undone", operation, quarantine)
 
 
 async def _base_scores(
@@ -102,7 +134,7 @@ async def _base_scores(
     """
     if probe is None or probe.tolerance == 0.0 or probe.previous is not None:
         return {}
-    scores, _ = await collect_scores("ask", workers, probe.sequences, None, budget.prove, operation)
+    scores, _ = await collect_scores("ask", workers, probe.sequences, None, budget, operation)
     return scores
 
 
@@ -117,11 +149,15 @@ async def prove_again(
     """The scores of an adapter now that the weights under it have changed.
 
     Workers that the majority does not agree with are quarantined; without a majority nothing is
-    known, and None is returned.
+    known, and None is returned. When none can score it, that is a warning of the operation.
     """
-    scores, wrong = await collect_scores(
-        "adapters", workers, BUILTIN, name, budget.prove, operation
-    )
+    scores, wrong = await collect_scores("adapters", workers, BUILTIN, name, budget, operation)
+    if wrong and not scores:
+        first = next(iter(wrong.values()))
+        operation.warnings.append(
+            f"no worker could score adapter {name!r} on the new weights: {first.message}"
+        )
+        return None
     reference = majority(scores, BUILTIN, CLOSE)
     if reference is not None:
         for worker, logprobs in scores.items():

@@ -23,6 +23,7 @@ class NewWeights:
     proof: Proof
     path: str | None = None
     digest: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 class WeightReader:
@@ -35,9 +36,15 @@ class WeightReader:
         self._first: str | None = None
 
     async def read(
-        self, weight_dir: str | None, source: Source | None, version: str, desired: Desired
+        self,
+        weight_dir: str | None,
+        source: Source | None,
+        version: str,
+        desired: Desired,
+        *,
+        served: bool = True,
     ) -> NewWeights | None:
-        """The new weights, or None when exactly these are served under that label already.
+        """The new weights, or None when exactly these are `served` under that label already.
 
         Raises Conflict for a label that means other weights, and what is wrong with a checkpoint.
         """
@@ -54,7 +61,7 @@ class WeightReader:
         if version in desired.agreed:
             if desired.digests.get(version) != checkpoint.digest:
                 raise _taken(version)
-            if version == desired.version:
+            if served and version == desired.version:
                 return None
         now = await self._digest(desired)
         proof = Proof(
@@ -62,7 +69,9 @@ class WeightReader:
             tensors=checkpoint.tensors,
             same=checkpoint.digest == now,
         )
-        return NewWeights(Source(directory=path), proof, str(path), checkpoint.digest)
+        return NewWeights(
+            Source(directory=path), proof, str(path), checkpoint.digest, checkpoint.warnings
+        )
 
     async def _served(self, desired: Desired) -> ModelSignature | None:
         """What the weights of the served model look like, where that is known."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -19,7 +19,7 @@ from lockstep.backends.admin import ProbesStaged, TellsContents, WeightContents
 from lockstep.checkpoint.digest import SCHEME, combined, differing
 from lockstep.checkpoint.probe import Probe, builtin, compare
 from lockstep.fleet.control.desired import Closeness, Reference
-from lockstep.fleet.fan_out import Failures, each
+from lockstep.fleet.fan_out import Failures, PhaseBudgets, each
 from lockstep.fleet.update.judgement import Contents, Judgement, Witness, judge
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import Conflict, Disproved
@@ -72,14 +72,16 @@ class Proof:
         self._stale = False
         self._proved_staged: dict[Worker, tuple[ProbesStaged, str]] = {}
 
-    async def before(self, workers: list[Worker], seconds: float, operation: Operation) -> None:
+    async def before(
+        self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
+    ) -> None:
         """Takes the scores of the live weights. Workers that have none are judged without them."""
         self._before, _ = await collect_scores(
-            "ask", workers, self._sequences, None, seconds, operation
+            "ask", workers, self._sequences, None, budget, operation
         )
 
     async def prove_staged(
-        self, workers: list[Worker], seconds: float, operation: Operation
+        self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
     ) -> tuple[list[Worker], Failures]:
         """The workers that may commit what they staged, and why the others may not.
 
@@ -99,11 +101,15 @@ class Proof:
 
         if not able or (self._probe is None and len(able) < len(workers)):
             return workers, {}
-        scores, failed = await _collect("prove", list(able), staged, seconds, operation)
+        scores, failed = await _collect("prove", list(able), staged, budget, operation)
         proved, wrong = self._judge(scores, contents, operation)
         self._proved_staged = {worker: (able[worker], proofs[worker]) for worker in proved}
         failed |= wrong
         return [worker for worker in workers if worker not in failed], failed
+
+    def only_swaps(self, workers: Iterable[Worker]) -> bool:
+        """Whether all of them have proved what they will commit: then nothing is left to load."""
+        return all(worker in self._proved_staged for worker in workers)
 
     async def commit(self, worker: Worker, version: str) -> None:
         """Swaps the worker's weights: for those it proved while staged, where it did."""
@@ -122,7 +128,7 @@ class Proof:
             await worker.control.resume()
 
     async def prove_committed(
-        self, workers: list[Worker], seconds: float, operation: Operation
+        self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
     ) -> tuple[Reference | None, list[Worker], Failures]:
         """The reference of the new weights, the workers that proved it, and why the others did not.
 
@@ -139,7 +145,7 @@ class Proof:
             contents[worker] = await contents_of(worker, self._tensors)
             return scores
 
-        scores, failed = await _collect("prove", late, live, seconds, operation)
+        scores, failed = await _collect("prove", late, live, budget, operation)
         proved, wrong = self._judge(scores, contents, operation)
         return self._settled(early + proved), early + proved, failed | wrong
 
@@ -209,11 +215,11 @@ class Proof:
         return Judgement(evidence, UNLIKE, error)
 
     async def unchanged(
-        self, workers: list[Worker], seconds: float, operation: Operation
+        self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
     ) -> tuple[list[Worker], Failures]:
         """The workers that score as they did before the update, and why the others do not."""
         scores, failed = await collect_scores(
-            "prove", workers, self._sequences, None, seconds, operation
+            "prove", workers, self._sequences, None, budget, operation
         )
         good: list[Worker] = []
         for worker, logprobs in scores.items():
@@ -253,12 +259,12 @@ async def collect_scores(
     workers: list[Worker],
     sequences: tuple[tuple[int, ...], ...],
     adapter: str | None,
-    seconds: float,
+    budget: PhaseBudgets,
     operation: Operation,
 ) -> tuple[dict[Worker, Scores], Failures]:
     """The scores of each worker, and the errors of those that have none."""
     return await _collect(
-        phase, workers, lambda worker: scores_of(worker, sequences, adapter), seconds, operation
+        phase, workers, lambda worker: scores_of(worker, sequences, adapter), budget, operation
     )
 
 
@@ -266,7 +272,7 @@ async def _collect(
     phase: str,
     workers: list[Worker],
     call: Callable[[Worker], Awaitable[Scores]],
-    seconds: float,
+    budget: PhaseBudgets,
     operation: Operation,
 ) -> tuple[dict[Worker, Scores], Failures]:
     scores: dict[Worker, Scores] = {}
@@ -274,7 +280,7 @@ async def _collect(
     async def one(worker: Worker) -> None:
         scores[worker] = await call(worker)
 
-    _, failed = await each(phase, workers, one, seconds, operation)
+    _, failed = await each(phase, workers, one, budget.prove, operation, straggler=budget.straggler)
     return {w: s for w, s in scores.items() if w not in failed}, failed
 
 

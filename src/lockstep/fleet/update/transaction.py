@@ -3,22 +3,29 @@
 Workers that can prove what is staged do so before the pause, while they go on serving: in it they
 only swap, and only for the very weights they proved. The others prove them after the commit.
 
-Rules. A worker that cannot be reached, or takes too long, is quarantined and the others go on,
-unless fewer than half would be left. A worker that refuses the checkpoint stops the whole update:
-the others would have to be wrong to take it. After the commit, workers that do not prove the new
-weights are quarantined; when none does, the weights (or the probe) are wrong and all are rolled
-back. Whatever happens, no worker that gets traffic holds anything but the accepted version.
+Rules. A worker that cannot be reached, or takes too long (also: much longer than most), is
+quarantined and the others go on, unless fewer than half would be left. A worker that refuses the
+checkpoint stops the whole update: the others would have to be wrong to take it. After the commit,
+workers that do not prove the new weights are quarantined; when none does, the weights (or the
+probe) are wrong and all are rolled back. Whatever happens, no worker that gets traffic holds
+anything but the accepted version.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
 from time import perf_counter
 
 from lockstep.backends.admin import PauseMode, Source
 from lockstep.fleet.control.desired import Reference
-from lockstep.fleet.fan_out import Failures, Quarantine, each, quarantine_failed
+from lockstep.fleet.fan_out import (
+    Failures,
+    PhaseBudgets,
+    Quarantine,
+    each,
+    quarantine_failed,
+)
 from lockstep.fleet.update.proof import Proof
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import (
@@ -30,17 +37,6 @@ from lockstep.tokens.errors import (
     UpdateFailed,
 )
 from lockstep.tokens.operation import Operation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseBudgets:
-    """Seconds that one worker may take for each phase."""
-
-    stage: float = 600.0
-    pause: float = 60.0
-    commit: float = 120.0
-    prove: float = 60.0
-    resume: float = 30.0
 
 
 class Transaction:
@@ -76,6 +72,7 @@ class Transaction:
         self._budget = budget or PhaseBudgets()
         self._paused_at: float | None = None
         self._swapped: set[Worker] = set()
+        self._dropped: set[Worker] = set()
 
     async def run(self, agree: Callable[[Reference], None]) -> None:
         """Brings every worker to the new version, proved. `agree` is called once it is.
@@ -89,7 +86,7 @@ class Transaction:
             committed = await self._switch(staged)
             await self._let_probe(committed)
             reference, proved, wrong = await self._proof.prove_committed(
-                committed, self._budget.prove, self._operation
+                committed, self._budget, self._operation
             )
             self._mark_wrong(wrong)
             if reference is None or not self._enough(proved):
@@ -111,25 +108,29 @@ class Transaction:
 
     async def _stage(self) -> list[Worker]:
         """Loads beside the live weights, which go on serving; and takes the scores of those."""
-        await self._proof.before(self._workers, self._budget.prove, self._operation)
+        await self._proof.before(self._workers, self._budget, self._operation)
         staged, failed = await each(
             "stage", self._workers,
             lambda worker: worker.control.stage(self._source, self._version),
-            self._budget.stage, self._operation,
+            self._budget.stage, self._operation, straggler=self._budget.straggler,
         )  # fmt: skip
         lost = {w: e for w, e in failed.items() if is_lost(e)}
         refused = {w: e for w, e in failed.items() if w not in lost}
         if refused or not self._enough(staged):
             error = _first(refused or failed, "staging failed")
-            await self._unstage(staged)
-            self._drop(lost, "it was lost while staging")
+            if len(lost) == len(self._workers):
+                # Most likely it is the source that never came: who still responds is as it was.
+                await self._unstage(self._workers)
+            else:
+                await self._unstage(staged)
+                self._drop(lost, "it was lost while staging")
             raise self._failed(error)
         self._drop(lost, "it was lost while staging")
         return staged
 
     async def _prove_staged(self, staged: list[Worker]) -> list[Worker]:
         """Has those prove it that can while it is staged; none was paused yet, none swapped."""
-        ready, wrong = await self._proof.prove_staged(staged, self._budget.prove, self._operation)
+        ready, wrong = await self._proof.prove_staged(staged, self._budget, self._operation)
         self._mark_wrong(wrong)
         if not self._enough(ready):
             error = _first(wrong, "no worker proved the new weights")
@@ -143,9 +144,13 @@ class Transaction:
         """Pauses and commits; workers that fail in it are quarantined."""
         self._paused_at = perf_counter()
         if self._paused_before is None:
+            modes = {worker: self._mode_for(worker) for worker in staged}
+            # Requests that are waited for are long on one worker and short on another.
+            waits = "wait" in modes.values()
             quiet, failed = await each(
-                "quiesce", staged, lambda worker: worker.control.pause(self._mode_for(worker)),
+                "quiesce", staged, lambda worker: worker.control.pause(modes[worker]),
                 self._budget.pause, self._operation,
+                straggler=math.inf if waits else self._budget.straggler,
             )  # fmt: skip
         else:
             quiet, failed = list(staged), {}
@@ -156,8 +161,11 @@ class Transaction:
             self._swapped.add(worker)
             await self._proof.commit(worker, self._version)
 
+        seconds = self._budget.commit
+        if self._proof.only_swaps(quiet):
+            seconds = min(seconds, self._budget.swap)
         committed, failed = await each(
-            "commit", quiet, commit, self._budget.commit, self._operation
+            "commit", quiet, commit, seconds, self._operation, straggler=self._budget.straggler
         )
         self._require(committed, failed)
         self._drop(failed, "it did not commit")
@@ -200,7 +208,7 @@ class Transaction:
 
     async def _undo(self, workers: list[Worker], why: LockstepError) -> None:
         """Everybody back to the version before, proved, and resumed; who cannot is quarantined."""
-        left = [worker for worker in workers if _is_left(worker)]
+        left = [worker for worker in workers if self._is_left(worker)]
 
         async def back(worker: Worker) -> None:
             view = await worker.control.view()
@@ -212,7 +220,7 @@ class Transaction:
                 await worker.control.rollback()
 
         restored, failed = await each("rollback", left, back, self._budget.commit, self._operation)
-        same, wrong = await self._proof.unchanged(restored, self._budget.prove, self._operation)
+        same, wrong = await self._proof.unchanged(restored, self._budget, self._operation)
         self._drop(failed | wrong, "it could not be rolled back")
         await self._resume(same, lambda worker: worker.control.resume())
         self._rolled_back(same, why)
@@ -241,7 +249,7 @@ class Transaction:
 
     def _rolled_back(self, workers: list[Worker], why: LockstepError) -> None:
         for worker in workers:
-            if _is_left(worker):
+            if self._is_left(worker):
                 result = self._operation.workers[worker.id]
                 result.status, result.error = "rolled_back", result.error or why.message
 
@@ -249,7 +257,16 @@ class Transaction:
         """Quarantines workers, which need not be held back any more then."""
         quarantine_failed(failed, why, self._operation, self._quarantine)
         for worker in failed:
+            self._dropped.add(worker)
             self._hold(worker, False)
+
+    def _is_left(self, worker: Worker) -> bool:
+        """Whether it is still part of the update: neither quarantined by it nor being removed.
+
+        One that a failed request brought down meanwhile is: it has swapped its weights as the
+        others have, and cannot be brought up again before the operation ends.
+        """
+        return worker not in self._dropped and not worker.leaving
 
     def _failed(self, error: LockstepError) -> UpdateFailed | LockstepError:
         if isinstance(error, CheckpointError):
@@ -257,15 +274,6 @@ class Transaction:
         return UpdateFailed(
             f"the update to {self._version!r} was undone on all workers: {error.message}"
         )
-
-
-def _is_left(worker: Worker) -> bool:
-    """Whether it is still part of the update: neither quarantined by it nor being removed.
-
-    One that a failed request brought down meanwhile is: it has swapped its weights as the others
-    have, and cannot be brought up again before the operation ends.
-    """
-    return worker.state in ("serving", "down")
 
 
 def is_lost(error: LockstepError) -> bool:

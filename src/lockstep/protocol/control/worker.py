@@ -66,14 +66,17 @@ def placed(specs: Iterable[TensorSpec]) -> list[PlacedTensor]:
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    pass
+    """`generation` is that of the gateway which sends it: a worker that has obeyed a higher one
+    refuses what changes it. Without it nothing is refused."""
+
+    generation: int | None = None
 
 
 class EmptyBody(_Body):
     pass
 
 
-class SequenceNumber(_Body):
+class SequenceNumber(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """The number of a pause or resume among those of one caller, counted upwards.
 
     A message that was delayed, and arrives after a later one of its caller, is refused by it: it

@@ -23,6 +23,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from lockstep.backends.vllm.extension.load import load
 from lockstep.backends.vllm.extension.source import Sources
 from lockstep.backends.vllm.extension.weights import RankWeights
+from lockstep.protocol.control.generations import Generations
 from lockstep.protocol.control.worker import Stage
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 
@@ -65,6 +66,7 @@ class LockstepTransfer(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         self.sources = Sources(vllm_config.parallel_config.rank)
+        self.generations = Generations()
         self._partial = False
         text = vllm_config.model_config.hf_config.get_text_config()
         self.weights = RankWeights(

@@ -52,21 +52,28 @@ class LockstepWorker:
             "staged": weights.staged,
             "probes": can_probe(self),
             "digests": True,
+            "generation": _transfer(self).generations.highest,
         }
 
     @returns_errors
     def lockstep_stage(self, **fields: Any) -> Fields:
-        return {"staged": _transfer(self).weights.stage(stage_of(fields))}
+        stage, transfer = stage_of(fields), _transfer(self)
+        transfer.generations.check(stage.generation)
+        return {"staged": transfer.weights.stage(stage)}
 
     @returns_errors
-    def lockstep_commit(self, version: str) -> Fields:
+    def lockstep_commit(self, version: str, generation: int | None = None) -> Fields:
+        _transfer(self).generations.check(generation)
         weights = _transfer(self).weights
         weights.commit(version)
         _forget_adapters(self)
         return {"version": weights.version}
 
     @returns_errors
-    def lockstep_rollback(self, version: str | None, staged: str | None) -> Fields:
+    def lockstep_rollback(
+        self, version: str | None, staged: str | None, generation: int | None = None
+    ) -> Fields:
+        _transfer(self).generations.check(generation)
         weights = _transfer(self).weights
         weights.rollback(version, staged)
         if staged is None:
@@ -100,6 +107,7 @@ class LockstepWorker:
             request = msgspec.convert(fields, JoinGroup)
         except msgspec.ValidationError as error:
             raise BadRequest(f"the group to join is not described well: {error}") from None
+        _transfer(self).generations.check(request.generation)
         _transfer(self).sources.join(request)
         return {"group_name": request.group_name}
 

@@ -1,0 +1,24 @@
+"""Fencing: a worker obeys the latest generation of its gateway, and refuses those before it."""
+
+from __future__ import annotations
+
+from lockstep.tokens.errors import Superseded
+
+
+class Generations:
+    """The highest generation of a gateway that a worker has obeyed; 0 before any."""
+
+    def __init__(self) -> None:
+        self.highest = 0
+
+    def check(self, generation: int | None) -> None:
+        """Raises Superseded for one below the highest; None is never refused."""
+        if generation is None:
+            return
+        if generation < self.highest:
+            raise Superseded(
+                f"this comes from generation {generation} of a gateway, and generation "
+                f"{self.highest} was obeyed since: another gateway controls this worker",
+                param="generation",
+            )
+        self.highest = generation
