@@ -18,6 +18,7 @@ from lockstep.gateway.auth import AdminAuth, DataAuth
 from lockstep.gateway.chat.route import ChatRoutes
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.fast_routes import SESSION_TEMPLATE, FastRoutes
+from lockstep.gateway.messages.route import MessagesRoutes
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.openapi.document import OpenApiRoutes
@@ -74,6 +75,7 @@ def data_app(
     generate = GenerateRoutes(context).routes
     recorded: list[BaseRoute] = [
         *ChatRoutes(context).routes,
+        *MessagesRoutes(context).routes,
         *CompletionsRoutes(context).routes,
         *TokenizeRoutes(context).routes,
         *StatusRoutes(context).routes,

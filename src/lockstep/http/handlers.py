@@ -77,16 +77,23 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 class EventStream(Response):
     """Server-sent events from an async iterator, which is closed when the client goes away.
 
-    An error after the start becomes an event `{"error": ...}`; [DONE] always ends the stream.
+    An error after the start becomes an event `{"error": ...}`; `done` always ends the stream.
     """
 
     media_type = sse.MEDIA_TYPE
 
-    def __init__(self, events: AsyncIterator[bytes], request_id: str | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        request_id: str | None = None,
+        *,
+        done: bytes = sse.DONE,
+    ) -> None:
         super().__init__(None, 200)
         del self.headers["content-length"]
         self._events = events
         self._request_id = request_id
+        self._done = done
 
     @classmethod
     async def started(
@@ -115,7 +122,7 @@ class EventStream(Response):
             close = getattr(self._events, "aclose", None)
             if close is not None:
                 await close()
-        await send({"type": "http.response.body", "body": sse.DONE})
+        await send({"type": "http.response.body", "body": self._done})
 
 
 class _Started:

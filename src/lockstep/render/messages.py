@@ -77,7 +77,11 @@ def canonical(message: Plain) -> Message:
     for call in message.get("tool_calls", ()):
         function = call["function"]
         calls.append(
-            ToolCall(function["name"], _sorted_json(function["arguments"]), call.get("id", ""))
+            ToolCall(
+                function["name"],
+                _sorted_json(_whole_numbers(function["arguments"])),
+                call.get("id", ""),
+            )
         )
     extra = {key: value for key, value in message.items() if key not in _KNOWN}
     return Message(
@@ -217,6 +221,15 @@ def _arguments(arguments: Any) -> Any:
     except (ValueError, RecursionError):
         return arguments
     return read if isinstance(read, dict) else arguments
+
+
+def _whole_numbers(value: Any) -> Any:
+    """The value with 5000.0 as 5000: clients in JavaScript know one kind of number only."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, dict):
+        return {key: _whole_numbers(each) for key, each in value.items()}
+    return [_whole_numbers(each) for each in value] if isinstance(value, list) else value
 
 
 def _sorted_json(value: Any) -> str:

@@ -70,7 +70,11 @@ DECODER = msgspec.json.Decoder(ChatRequest)
 
 def decode_chat(body: bytes) -> ChatRequest:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
-    request = decode(DECODER, body)
+    return check_chat(decode(DECODER, body))
+
+
+def check_chat(request: ChatRequest) -> ChatRequest:
+    """The request, which may be of another dialect. Raises BadRequest or UnsupportedField."""
     refuse_unless_neutral(request, NEUTRAL)
     if request.nvext is not None:
         check_nvext(request.nvext, request.choices)

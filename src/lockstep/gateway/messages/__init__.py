@@ -1,0 +1,1 @@
+"""Anthropic's messages dialect: translated to chat at the edge, and back."""

@@ -1,0 +1,125 @@
+"""POST /v1/messages: Anthropic's dialect in front of a fleet, in the same sessions as chat."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as HttpRoute
+
+from lockstep.gateway.chat.prompt import prompt_of
+from lockstep.gateway.chat.turns import ChatTurns
+from lockstep.gateway.context import GatewayContext, request_id, session_id
+from lockstep.gateway.messages.translate import TranslatedMessages, translate
+from lockstep.gateway.messages.write import MessageStream, whole_message
+from lockstep.http.body import read_body
+from lockstep.http.handlers import EventStream, json_response, request_id_of
+from lockstep.protocol.anthropic.messages_request import (
+    MessagesRequest,
+    decode_count,
+    decode_messages,
+)
+from lockstep.protocol.anthropic.messages_response import error_of
+from lockstep.protocol.openai.chat_decode import check_chat
+from lockstep.render import Renderer
+from lockstep.tokens.errors import BadRequest, LockstepError, PromptTooLong
+
+SWITCH = "enable_thinking"
+"""The template variable by which models that can leave out thinking are told to."""
+
+
+class MessagesRoutes:
+    """POST /v1/messages, its token counter, and the path that Claude Code tries first."""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+        self._turns = ChatTurns(context)
+        self.routes = [
+            HttpRoute("/v1/messages", self.messages, methods=["POST"]),
+            HttpRoute("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            HttpRoute("/api/hello", self.hello, methods=["GET"]),
+        ]
+
+    async def messages(self, http: Request) -> Response:
+        """Answers a request, whole or streamed; errors are in Anthropic's shape."""
+        return await _in_shape(http, self._messages)
+
+    async def count_tokens(self, http: Request) -> Response:
+        """The tokens that the prompt of a request has; nothing is generated or stored."""
+        return await _in_shape(http, self._count_tokens)
+
+    async def hello(self, _: Request) -> Response:
+        return Response()
+
+    async def _messages(self, http: Request) -> Response:
+        request_id(http)
+        body = await read_body(http, decode_messages, self._context.limits)
+        translated = await self._translated(body)
+        chat = translated.chat
+        if session_id(http) is None and _is_prefill(chat.messages[-1]):
+            # In a session a trailing assistant message is history: a stream that was cut.
+            chat.add_generation_prompt, chat.continue_final_message = False, True
+        turn = await self._turns.open(http, chat, clamp=True, found_tools=translated.found_tools)
+        limit = (await self._context.models.resolve(chat.model)).max_model_len
+        if limit is not None and len(turn.request.prompt_ids) >= limit:
+            count = len(turn.request.prompt_ids)
+            raise PromptTooLong(f"prompt is too long: {count} tokens > {limit} maximum")
+        if translated.accepted:
+            turn.headers["x-lockstep-accepted"] = ",".join(translated.accepted)
+        response: Response
+        if body.stream:
+            parts = await self._turns.stream(http, turn)
+            events = MessageStream(turn, parts).events()
+            response = EventStream(events, http.state.request_id, done=b"")
+        else:
+            _, (reply,) = await self._turns.run(http, turn)
+            response = json_response(whole_message(turn, reply))
+        response.headers["request-id"] = http.state.request_id
+        response.headers.update(turn.headers)
+        return response
+
+    async def _count_tokens(self, http: Request) -> Response:
+        request_id(http)
+        body = await read_body(http, decode_count, self._context.limits)
+        await self._context.models.resolve(body.model)
+        translated = await self._translated(body)
+        renderer = await self._context.models.renderer()
+        prompt = await prompt_of(translated.chat, renderer, None)
+        return json_response({"input_tokens": len(prompt.ids)})
+
+    async def _translated(self, body: MessagesRequest) -> TranslatedMessages:
+        translated = translate(body)
+        renderer = await self._context.models.renderer()
+        if translated.inner_system is not None and not _takes_inner_system(renderer):
+            where = f"messages.{translated.inner_system}.role"
+            # In Anthropic's words: Claude Code reads them, and folds the text elsewhere.
+            raise BadRequest(f"{where}: Input should be 'user' or 'assistant'", param=where)
+        off = body.thinking is not None and body.thinking.type == "disabled"
+        if off and SWITCH in renderer.template.source:
+            translated.chat.chat_template_kwargs = {SWITCH: False}
+        check_chat(translated.chat)
+        return translated
+
+
+def _takes_inner_system(renderer: Renderer) -> bool:
+    roles = ("user", "system", "assistant", "user")
+    probe = [{"role": role, "content": "text"} for role in roles]
+    return renderer.template.accepts(probe, None)
+
+
+def _is_prefill(message: dict[str, object]) -> bool:
+    return message["role"] == "assistant" and message.keys() == {"role", "content"}
+
+
+async def _in_shape(http: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
+    try:
+        return await handle(http)
+    except LockstepError as error:
+        if isinstance(error, PromptTooLong) and "prompt is too long" not in error.message:
+            error = error.with_message(f"prompt is too long: {error.message}")
+        response = json_response(error_of(error, request_id_of(http)), error.status)
+        if error.retry_after is not None:
+            response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+        return response

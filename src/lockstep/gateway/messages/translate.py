@@ -1,0 +1,213 @@
+"""Anthropic's messages as chat messages: the one translation on the way in.
+
+What a harness changes between two requests without meaning anything is folded here, so that one
+history always becomes the same messages: content as a string or as blocks, markers for caching,
+blank text, results in one message or in several, a header for billing in the system prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.protocol.anthropic.messages_request import (
+    AnthropicTool,
+    AnthropicToolChoice,
+    Block,
+    DocumentBlock,
+    ImageBlock,
+    InputMessage,
+    MessagesRequest,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from lockstep.protocol.common.thinking_seal import is_broken
+from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.render.messages import Plain
+from lockstep.tokens.errors import BadRequest, UnsupportedField
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Opens a block of Claude Code's system prompt that is for Anthropic's servers: it holds a digest
+of the first message and whether a sub-agent asks, and changes in mid-conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedMessages:
+    """A request as chat.
+
+    `found_tools` are those that a tool search brought up: they are described where it did, and not
+    at the beginning, which would change it. `accepted` names the fields that change nothing.
+    """
+
+    chat: ChatRequest
+    found_tools: list[Plain]
+    accepted: list[str]
+    inner_system: int | None
+    """Where a system message stands among the others; not every chat template takes one there."""
+
+
+def translate(request: MessagesRequest) -> TranslatedMessages:
+    """The request as chat. Raises BadRequest, and UnsupportedField for images and documents."""
+    tools = {tool.name: _tool(tool) for tool in request.tools or ()}
+    deferred = {tool.name for tool in request.tools or () if tool.defer_loading}
+    accepted = request.accepted()
+    messages: list[Plain] = []
+    if request.system is not None:
+        text, billed = _system(request.system)
+        accepted += ["system.billing_header"] * billed
+        if text:
+            messages.append({"role": "system", "content": text})
+    inner: int | None = None
+    for at, message in enumerate(request.messages):
+        if message.role == "system":
+            inner = at if inner is None else inner
+        messages += _chat_messages(message, f"messages.{at}", tools)
+    shown = [spec for name, spec in tools.items() if name not in deferred]
+    chat = ChatRequest(
+        model=request.model,
+        messages=messages,
+        tools=shown or None,
+        stream=request.stream,
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=request.stop_sequences,
+        response_format=_format(request),
+    )
+    if (choice := request.tool_choice) is not None:
+        chat.tool_choice = _choice(choice)
+        if choice.disable_parallel_tool_use:
+            chat.parallel_tool_calls = False
+    referred = _referred(request.messages)
+    found = [spec for name, spec in tools.items() if name in deferred & referred]
+    return TranslatedMessages(chat, found, accepted, inner)
+
+
+def _chat_messages(message: InputMessage, where: str, tools: Mapping[str, Plain]) -> list[Plain]:
+    blocks: Sequence[Block] = (
+        [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+    )
+    if message.role == "assistant":
+        return [_assistant(blocks, where)]
+    messages: list[Plain] = []
+    texts: list[str] = []
+    for at, block in enumerate(blocks):
+        place = f"{where}.content.{at}"
+        if isinstance(block, ToolResultBlock) and message.role == "user":
+            if texts:
+                messages.append({"role": "user", "content": "\n".join(texts)})
+                texts = []
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": block.tool_use_id,
+                    "content": _result(block, place, tools),
+                }
+            )
+        else:
+            texts.append(_text(block, place, tools))
+    if texts or not messages:
+        messages.append({"role": message.role, "content": "\n".join(texts)})
+    return messages
+
+
+def _assistant(blocks: Sequence[Block], where: str) -> Plain:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Plain] = []
+    for at, block in enumerate(blocks):
+        place = f"{where}.content.{at}"
+        if isinstance(block, ThinkingBlock):
+            if is_broken(block.thinking, block.signature):
+                raise BadRequest(
+                    f"{place}: Invalid `signature` in `thinking` block: the thinking was changed",
+                    param=place,
+                )
+            thoughts.append(block.thinking.strip())
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": block.input}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, RedactedThinkingBlock):
+            continue  # only who wrote it can read it; a turn of ours is known without it
+        elif (text := _text(block, place, {})).strip():
+            texts.append(text)
+    reply: Plain = {"role": "assistant", "content": "\n".join(texts)}
+    if any(thoughts):
+        reply["reasoning_content"] = "\n".join(filter(None, thoughts))
+    if calls:
+        reply["tool_calls"] = calls
+    return reply
+
+
+def _result(block: ToolResultBlock, where: str, tools: Mapping[str, Plain]) -> str:
+    if isinstance(block.content, str):
+        return block.content
+    parts = enumerate(block.content)
+    return "\n".join(_text(part, f"{where}.content.{at}", tools) for at, part in parts)
+
+
+def _text(block: Block, where: str, tools: Mapping[str, Plain]) -> str:
+    if isinstance(block, TextBlock):
+        return block.text
+    if isinstance(block, ToolReferenceBlock):
+        spec = tools.get(block.tool_name)
+        return block.tool_name if spec is None else json.dumps(spec, ensure_ascii=False)
+    kind = type(block).__struct_config__.tag
+    if isinstance(block, ImageBlock | DocumentBlock):
+        raise UnsupportedField(
+            f"{where}: a block of type {kind!r} cannot be rendered to tokens by this model, which "
+            "reads text only",
+            param=where,
+        )
+    raise BadRequest(f"{where}: a block of type {kind!r} cannot stand here", param=where)
+
+
+def _system(system: str | list[TextBlock]) -> tuple[str, bool]:
+    """The system prompt, and whether it held a header for billing."""
+    texts = [system] if isinstance(system, str) else [block.text for block in system]
+    kept = [text for text in texts if not text.startswith(BILLING_HEADER)]
+    return "\n".join(kept), len(kept) < len(texts)
+
+
+def _tool(tool: AnthropicTool) -> Plain:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema or {}}
+    if tool.description:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: AnthropicToolChoice) -> str | dict[str, Any]:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name or ""}}
+    return {"any": "required"}.get(choice.type, choice.type)
+
+
+def _format(request: MessagesRequest) -> dict[str, Any] | None:
+    wanted = None if request.output_config is None else request.output_config.format
+    if wanted is None:
+        return None
+    if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
+        raise BadRequest(
+            "output_config.format: expected type 'json_schema' with a schema",
+            param="output_config.format",
+        )
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted["schema"]}}
+
+
+def _referred(messages: Sequence[InputMessage]) -> set[str]:
+    return {
+        part.tool_name
+        for message in messages
+        if not isinstance(message.content, str)
+        for block in message.content
+        if isinstance(block, ToolResultBlock) and not isinstance(block.content, str)
+        for part in block.content
+        if isinstance(part, ToolReferenceBlock)
+    }

@@ -1,0 +1,1 @@
+"""Anthropic's messages dialect: typed request and response bodies."""
