@@ -70,6 +70,9 @@ MODES: dict[str, tuple[str, str]] = {
     "F54": ("a malformed tool call is shown as a plain answer, and the text after it is lost", "what was not parsed stays in the content verbatim, and the turn says `tool_parse_error`; streams the same"),
     "F55": ("turns that several branches share are trained several times", "each token is trained in one sample; the others say in which"),
     "F65": ("exactness claimed on a CPU or GPU where it does not hold", "a self-test with the trainer's path; close mode is said everywhere, with its reason"),
+    "F66": ("a stop string ends the text, and the tokens behind it no longer fit it", "the engine ends with the token that completes it; ids and logprobs stay whole, the text is cut, streams hold back"),
+    "F67": ("output held to a schema is scored as if the model had been free", "the completion says which grammar was on; its processed logprobs are after the mask and score again"),
+    "F71": ("logprobs are of another distribution than tokens were drawn from, and nobody says so", "processed by default, said on card and completion, with all that shaped them; scored again bit for bit"),
     "F70": ("a trainer on another CPU type than the workers believes itself exact", "how both compute is compared before the first step"),
 }  # fmt: skip
 

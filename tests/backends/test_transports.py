@@ -216,7 +216,7 @@ async def test_what_is_refused_is_refused_before_anything_is_sent() -> None:
     async with serving(script("dynamo")) as server:
         transport = await open_transport(server.url, "dynamo")
         for bad in (
-            request_of(stop=("x",)),
+            request_of(sampling=Sampling(stop=("x",))),
             request_of(nvext={"foo": 1}),
             request_of(sampling=Sampling(logit_bias={1: 1.0}, n=2)),
         ):

@@ -12,7 +12,7 @@ import lockstep
 from lockstep.backends.transport import StreamDelta
 from lockstep.models import bundled
 from lockstep.protocol.common.request import GenerateRequest
-from lockstep.tokens import Completion
+from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import (
     BadRequest,
     EngineFailure,
@@ -181,7 +181,7 @@ async def test_stop_strings_are_refused_by_client_and_worker(
 ) -> None:
     with pytest.raises(UnsupportedField, match="stop_token_ids"):
         await policy.transport.generate(
-            GenerateRequest(prompt_ids=PROMPT, model="tiny", stop=("a",))
+            GenerateRequest(prompt_ids=PROMPT, model="tiny", sampling=Sampling(stop=("a",)))
         )
     link = policy.transport._http  # type: ignore[attr-defined]
     body = b"""{"model":"tiny","messages":[{"role":"user","content":"x"}],"stop":["a"],

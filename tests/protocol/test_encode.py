@@ -116,8 +116,9 @@ def test_dynamo_gets_the_ids_beside_one_placeholder() -> None:
 @pytest.mark.parametrize("dialect", ["dynamo", "dynamo-generate"])
 def test_stop_strings_are_refused_where_they_would_lose_data(dialect: str) -> None:
     with pytest.raises(UnsupportedField, match="stop_token_ids"):
-        encode(dialect, request(stop=("END",)))
-    assert encode("vllm", request(stop=("END",)))["sampling_params"]["stop"] == ["END"]
+        encode(dialect, request(sampling=Sampling(stop=("END",))))
+    sent = encode("vllm", request(sampling=Sampling(stop=("END",))))
+    assert sent["sampling_params"]["stop"] == ["END"]
 
 
 @pytest.mark.parametrize(("dialect", "fields", "param"), [

@@ -30,7 +30,7 @@ ENCODERS = {
 }
 EXAMPLES: dict[str, Any] = {
     "temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125, "seed": 3, "max_tokens": 5,
-    "min_tokens": 2, "stop_token_ids": (9, 8), "ignore_eos": True, "n": 2,
+    "min_tokens": 2, "stop": ("END",), "stop_token_ids": (9, 8), "ignore_eos": True, "n": 2,
     "allowed_token_ids": (1, 2), "logit_bias": {4: -1.5}, "logprobs": 3, "prompt_logprobs": 1,
     "logprob_mode": "processed", "presence_penalty": 0.5, "frequency_penalty": -0.5,
     "repetition_penalty": 1.25, "score_start": 1,

@@ -55,6 +55,36 @@ async def test_each_entry_names_its_token_in_both_spellings(worker: WorkerProces
         assert ranks == sorted(ranks)
 
 
+@pytest.mark.failure_mode("F71")
+async def test_logprobs_are_processed_by_default_and_say_so(worker: WorkerProcess) -> None:
+    options = {"max_tokens": 4, "seed": 4, "logprobs": 0, "temperature": 0.5}
+    _, processed = await worker.generate(PROMPT, **options)
+    _, raw = await worker.generate(PROMPT, **options, logprob_mode="raw")
+    assert (processed["logprob_mode"], raw["logprob_mode"]) == ("processed", "raw")
+    assert "shaping" not in processed
+    ids = [body["choices"][0]["token_ids"] for body in (processed, raw)]
+    assert ids[0] == ids[1]
+    assert processed["choices"][0]["logprobs"] != raw["choices"][0]["logprobs"]
+    _, models = await worker.get("/v1/models")
+    assert models["data"][0]["logprob_mode"] == "processed"
+
+
+@pytest.mark.failure_mode("F66")
+async def test_a_stop_string_ends_a_choice_and_its_tokens_stay(worker: WorkerProcess) -> None:
+    options = {"max_tokens": 60, "seed": 5, "logprobs": 0, "ignore_eos": True}
+    _, free = await worker.generate(PROMPT, **options)
+    stops = ["7", "9", " the"]
+    _, body = await worker.generate(PROMPT, **options, stop=stops, top_p=0.9)
+    (choice,) = body["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["stop_reason"] in stops
+    assert 0 < len(choice["token_ids"]) < 60
+    assert choice["stop_tokens"] == 1
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+    assert body["shaping"]["top_p"] == 0.9
+    assert "stop_tokens" not in free["choices"][0]
+
+
 async def test_logprobs_come_only_when_asked_for(worker: WorkerProcess) -> None:
     _, body = await worker.generate(PROMPT, max_tokens=2)
     assert body["choices"][0]["logprobs"] is None
@@ -140,14 +170,14 @@ async def test_sampled_logprobs_score_again_bit_for_bit(worker: WorkerProcess) -
         ({"sampling_params": {}}, "token_ids"),
         ({"token_ids": [1], "sampling_params": {"max_tokens": 0}}, "max_tokens"),
         ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "temperature"),
-        ({"token_ids": [1], "sampling_params": {"logprobs": 50}}, "logprobs"),
+        ({"token_ids": [1], "sampling_params": {"logprobs": 101}}, "logprobs"),
         ({"token_ids": [1], "sampling_params": {"logprobs": -1}}, "logprobs"),
         ({"token_ids": [1], "sampling_params": {"n": 0}}, "n"),
         ({"token_ids": [1], "sampling_params": {"top_k": -2}}, "top_k"),
         ({"token_ids": [1], "sampling_params": {"stop_token_ids": [600]}}, "stop_token_ids[0]"),
         ({"token_ids": [1], "sampling_params": {"topp": 1}}, "sampling_params.topp"),
         ({"token_ids": [1], "sampling_params": {}, "stremo": True}, "stremo"),
-        ({"token_ids": [1], "sampling_params": {"stop": ["x"]}}, "sampling_params.stop"),
+        ({"token_ids": [1], "sampling_params": {"presence_penalty": 3}}, "presence_penalty"),
         ({"token_ids": [1], "sampling_params": {"bad_words": ["x"]}}, "sampling_params.bad_words"),
         ({"token_ids": [1], "sampling_params": {}, "cache_salt": ""}, "cache_salt"),
         ({"token_ids": [1], "sampling_params": {}, "output_mode": "text"}, "output_mode"),

@@ -25,6 +25,7 @@ from lockstep.engine.sampler import Sampled
 from lockstep.engine.scheduler import Scheduler
 from lockstep.engine.scoring import score_sequences
 from lockstep.engine.sequence import EngineRequest, RequestHandle, Sequence, StreamedToken
+from lockstep.engine.vocabulary import Vocabulary
 from lockstep.engine.weights.served import ServedWeights
 from lockstep.engine.weights.weights import Weights
 from lockstep.tokens import Finish
@@ -51,6 +52,7 @@ class Core:
     def __init__(self, directory: Path, options: EngineOptions) -> None:
         self.options = options
         self.config = ModelConfig.read(directory)
+        self.vocabulary = Vocabulary(directory)
         self.max_len = options.max_model_len or self.config.max_position
         if not 2 <= self.max_len <= self.config.max_position:
             raise BadRequest(
@@ -106,7 +108,13 @@ class Core:
         leader: Sequence | None = None
         for index in range(request.sampling.n):
             sequence = Sequence(
-                request, index, base + index, self.max_len, self.config.eos_ids, leader
+                request,
+                index,
+                base + index,
+                self.max_len,
+                self.config.eos_ids,
+                self.vocabulary,
+                leader,
             )
             leader = leader or sequence
             handle.sequences.append(sequence)
@@ -117,6 +125,8 @@ class Core:
         """Raises the error that says why this request cannot run here."""
         request.check(self.config, self.max_len)
         self.served.check_served(request)
+        if request.sampling.stop:
+            self.vocabulary.load("stop")
 
     def abort(self, *request_ids: str) -> int:
         """Ends the requests of those ids with what they have; returns how many there were."""

@@ -121,6 +121,7 @@ class Engine:
     async def check(self, request: EngineRequest) -> None:
         """Raises the error that `generate` would raise before it generates anything."""
         self._check_works()
+        await self._prepare(request)
         await self._call(lambda: self.core.check(request))
 
     async def score_all(
@@ -393,6 +394,7 @@ class Engine:
 
         handle = RequestHandle(request, deliver, stream=stream)
         try:
+        await self._prepare(request)
             await self._call(lambda: self.core.submit(handle))
             yield events
         finally:
@@ -401,6 +403,11 @@ class Engine:
                 self._post(lambda: self.core.drop(handle))
 
     def _mutating(self, operation: str) -> _Exclusive:
+    async def _prepare(self, request: EngineRequest) -> None:
+        """Loads what the request needs beside the model, off the loop and beside running steps."""
+        if request.sampling.stop:
+            await asyncio.to_thread(self.core.vocabulary.load, "stop")
+
         return _Exclusive(self._mutation, operation)
 
     def _require_staged(self) -> Weights:

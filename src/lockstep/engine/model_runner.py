@@ -93,7 +93,7 @@ class ModelRunner:
         return self._cache.finite(work.slot, start, start + work.count)
 
     def score_prompt(self, weights: Weights, work: Work, hidden: Tensor, row: int) -> None:
-        """Adds the logprobs of the prompt tokens after those of `work`, whose rows begin at `row`."""
+        """Adds the logprobs of the prompt tokens that the rows of a work, from `row` on, predict."""
         sequence, options = work.sequence, work.sequence.request.sampling
         first = sequence.computed + 1
         targets = sequence.tokens[first : min(first + work.count, sequence.prompt_len)]

@@ -27,6 +27,8 @@ def completion(
         index=sequence.index,
         request_id=sequence.request.request_id,
         stop_token=sequence.stop_token,
+        stop_reason=None if sequence.stop_match is None else sequence.stop_match.stop,
+        stop_tokens=None if sequence.stop_match is None else sequence.stop_match.tokens,
         top_logprobs=sequence.tops if sampling.logprobs else None,
         ranks=sequence.ranks,
         prompt_logprobs=_prompt_logprobs(sequence),

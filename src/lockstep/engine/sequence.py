@@ -12,9 +12,11 @@ from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.lora import Adapter
 from lockstep.engine.processing import TokenCounts
 from lockstep.engine.sampler import Sampled
+from lockstep.engine.vocabulary import Vocabulary
 from lockstep.tokens import Completion, Finish, LockstepError, PromptLogprob, Ranked, Sampling
 from lockstep.tokens.errors import BadRequest, PromptTooLong
 from lockstep.tokens.ids import check_ids
+from lockstep.tokens.stop_strings import StopMatch, StopMatcher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,7 @@ class Sequence:
         seed: int,
         max_len: int,
         eos_ids: frozenset[int],
+        vocabulary: Vocabulary,
         leader: Sequence | None = None,
     ) -> None:
         self.request = request
@@ -115,6 +118,9 @@ class Sequence:
         self.old_experts: Tensor | None = None
         self.finish: Finish | None = None
         self.stop_token: int | None = None
+        self.stop_match: StopMatch | None = None
+        self._stops = StopMatcher(request.sampling.stop) if request.sampling.stop else None
+        self._vocabulary = vocabulary
         self.counts: TokenCounts | None = None
 
     @property
@@ -162,7 +168,19 @@ class Sequence:
         if token in self.request.sampling.stop_token_ids:
             self.stop_token = token
             return "stop"
+        if self._stops is not None and self._completes_stop(self._stops, token):
+            return "stop"
         return "length" if len(self.tokens) >= self.max_total else None
+
+    def _completes_stop(self, stops: StopMatcher, token: int) -> bool:
+        """Whether a stop string ends with this token; as with end tokens, not before min_tokens."""
+        if self._vocabulary.special(token) in self.request.sampling.stop:
+            match: StopMatch | None = StopMatch(self._vocabulary.special(token) or "", 1)
+        else:
+            match = stops.feed(self._vocabulary.text(token))
+        if match is not None and self.generated > self.request.sampling.min_tokens:
+            self.stop_match = match
+        return self.stop_match is not None
 
     def restart(self, experts: Tensor | None) -> None:
         """Forgets what was computed under weights that are gone, and keeps what was sampled.

@@ -11,7 +11,7 @@ from lockstep.render.messages import (
 )
 from lockstep.render.parsed_message import Call, CallStatus, ParsedMessage
 from lockstep.render.renderer import Renderer, Thinking
-from lockstep.render.token_bytes import TokenBytes, TokenBytesTable, TokenTextDecoder
+from lockstep.tokens.token_bytes import TokenBytes, TokenBytesTable, TokenTextDecoder
 
 __all__ = [
     "Call",

@@ -13,6 +13,7 @@ from lockstep.tokens.shaping import Shaping
 LogprobMode = Literal["raw", "processed"]
 MAX_LOGPROBS = 100
 MAX_N = 1024
+MAX_STOPS = 64
 # Beyond these, fp32 has no precision left: the distribution would be NaN, or not the one requested.
 MIN_TEMPERATURE = 1e-4
 MIN_TOP_P = 1e-6
@@ -25,7 +26,8 @@ class Sampling:
     """Options of one generation. Raises BadRequest that names a field whose value makes no sense.
 
     `logprobs` is the number of alternatives to report beside each sampled token (its own logprob
-    always comes); `prompt_logprobs` the same for prompt tokens, or None for not at all.
+    always comes); `stop` are strings whose last token is the last one;
+    `prompt_logprobs` the same for prompt tokens, or None for not at all.
     `logprob_mode` "raw" takes logprobs from the model's untouched distribution, "processed" from
     the one that was sampled from; None leaves it to the engine. Temperature 0 is greedy.
     `repetition_penalty` counts prompt and completion, the other two the completion only.
@@ -43,6 +45,7 @@ class Sampling:
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int = 0
+    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
@@ -116,6 +119,10 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "max_tokens": (lambda value: value >= 1, "at least 1"),
     "min_tokens": (lambda value: value >= 0, ">= 0"),
     "n": (lambda value: 1 <= value <= MAX_N, f"between 1 and {MAX_N}"),
+    "stop": (
+        lambda value: len(value) <= MAX_STOPS and all(value),
+        f"at most {MAX_STOPS} strings, none of them empty",
+    ),
     "allowed_token_ids": (lambda value: len(value) > 0, "a list with at least one id"),
     "logprobs": (lambda value: 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
     "prompt_logprobs": (lambda value: 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),

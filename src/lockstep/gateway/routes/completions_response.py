@@ -10,6 +10,7 @@ from time import time
 from lockstep.backends.merge_streams import merge_streams
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.gateway.routes.token_text import CompletionText, TokenSpelling
+from lockstep.gateway.sessions.token_turn import TokenTurn
 from lockstep.http import sse
 from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.request import GenerateRequest
@@ -20,7 +21,7 @@ from lockstep.protocol.openai.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from lockstep.protocol.vllm.generate_response import experts_field, usage_of
+from lockstep.protocol.vllm.generate_response import experts_field, stop_reason_of, usage_of
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import ContractError
 
@@ -31,13 +32,14 @@ Items = AsyncGenerator[StreamDelta | Completion, None]
 class CompletionPrompt:
     """One prompt of a request: its text if it came as text, and the request for the worker.
 
-    `first` is the index of its first choice.
+    `first` is the index of its first choice, `turn` where its session stores it.
     """
 
     text: str | None
     request: GenerateRequest
     affinity: Affinity
     first: int
+    turn: TokenTurn | None = None
 
 
 class CompletionWriter:
@@ -61,7 +63,7 @@ class CompletionWriter:
     def whole(self, completions: Sequence[Sequence[Completion]]) -> CompletionResponse:
         """The response, from the completions of each prompt."""
         choices = [
-            self._choice(prompt, each, CompletionText(self._spelling))
+            self._choice(prompt, each, self._text(prompt))
             for prompt, of_prompt in zip(self._prompts, completions, strict=True)
             for each in of_prompt
         ]
@@ -84,14 +86,14 @@ class CompletionWriter:
         if not body.scores:
             tops = completion.top_logprobs if body.logprobs else None
             text.add(ids, completion.logprobs[at:], tops[at:] if tops else None)
-        new_text, logprobs = text.take(last=True)
+        new_text, logprobs = text.end(completion.stop_reason)
         start, versions = sent is None and body.return_token_ids, completion.versions
         return CompletionChoice(
             index=prompt.first + completion.index,
             text=new_text,
             logprobs=logprobs if body.logprobs is not None else None,
             finish_reason="length" if body.scores else completion.finish,
-            stop_reason=None if body.scores else completion.stop_token,
+            stop_reason=None if body.scores else stop_reason_of(completion),
             token_ids=ids if body.return_token_ids else None,
             prompt_logprobs=self._spelling.prompt_field(completion.prompt_logprobs),
             prompt_token_ids=as_list(completion.prompt_ids) if start else None,
@@ -102,6 +104,13 @@ class CompletionWriter:
             temperature=completion.temperature,
             worker=completion.worker,
             adapter=completion.adapter,
+        )
+
+    def _text(self, prompt: CompletionPrompt) -> CompletionText:
+        return CompletionText(
+            self._spelling,
+            prompt.request.sampling.stop,
+            include_stop=bool(self._body.include_stop_str_in_output),
         )
 
     def _echo(
@@ -126,8 +135,10 @@ class CompletionWriter:
             async for at, item in arrivals:
                 prompt = self._prompts[at]
                 index = prompt.first + item.index
-                text = texts.setdefault(index, CompletionText(self._spelling))
+                text = texts.get(index) or texts.setdefault(index, self._text(prompt))
                 if isinstance(item, Completion):
+                    if prompt.turn is not None:
+                        await prompt.turn.commit([item])
                     tokens += 0 if body.scores else len(item.token_ids)
                     yield self._event(self._choice(prompt, item, text, sent.get(index)))
                 elif not held and item.token_ids:

@@ -16,6 +16,7 @@ from lockstep.protocol.openai.completions import LegacyLogprobs
 from lockstep.render import Renderer
 from lockstep.tokens import PromptLogprob, Ranked
 from lockstep.tokens.errors import BadTokenId
+from lockstep.tokens.stop_strings import HeldText
 
 
 class TokenSpelling:
@@ -82,9 +83,17 @@ class TokenSpelling:
 
 
 class CompletionText:
-    """The text of one choice as it grows, and where in it each token begins."""
+    """The text of one choice as it grows, and where in it each token begins.
 
-    def __init__(self, spelling: TokenSpelling) -> None:
+    What may become one of `stops` is held back; the tokens of a stop string stay among the
+    logprobs, though the text ends before it (after it with `include_stop`).
+    """
+
+    def __init__(
+        self, spelling: TokenSpelling, stops: Sequence[str] = (), *, include_stop: bool = False
+    ) -> None:
+        self._held = HeldText(stops)
+        self._include_stop = include_stop
         self._spelling = spelling
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._length = 0
@@ -101,10 +110,11 @@ class CompletionText:
         entries = logprobs if logprobs is not None else [None] * len(ids)
         for token, data, entry in zip(ids, pieces, entries, strict=True):
             if entry is None:
-                self._add(token, data, None, None)
+                text = self._add(token, data, None, None)
             else:
                 own = (entry.token_id, entry.logprob)
-                self._add(token, data, entry.logprob, self._spelling.tops(own, entry.top))
+                text = self._add(token, data, entry.logprob, self._spelling.tops(own, entry.top))
+            self._fresh.append(text)
 
     def add(
         self,
@@ -115,29 +125,32 @@ class CompletionText:
         for at, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
             others = tops[at] if tops is not None else ()
             named = self._spelling.tops((token, logprob), others)
-            self._add(token, self._spelling.data(token), logprob, named)
+            text = self._add(token, self._spelling.data(token), logprob, named)
+            self._fresh.append(self._held.feed(text))
 
-    def take(self, *, last: bool = False) -> tuple[str, LegacyLogprobs]:
+    def take(self) -> tuple[str, LegacyLogprobs]:
         """The text and logprobs since the last call; an incomplete character is held back."""
-        if last:
-            self._emit(self._decoder.decode(b"", True))
         text, logprobs = "".join(self._fresh), self._logprobs
         self._fresh, self._logprobs = [], LegacyLogprobs([], [], [], [])
         return text, logprobs
 
+    def end(self, stop: str | None) -> tuple[str, LegacyLogprobs]:
+        """The rest, when no token follows; `stop` is the stop string that ended it, if one did."""
+        self._fresh.append(self._held.feed(self._decoder.decode(b"", True)))
+        self._fresh.append(self._held.finish(stop, include=self._include_stop))
+        return self.take()
+
     def _add(
         self, token: int, data: bytes, logprob: float | None, tops: dict[str, float] | None
-    ) -> None:
+    ) -> str:
         new = self._logprobs
         new.text_offset.append(self._length)
         new.token_logprobs.append(logprob)
         new.tokens.append(self._spelling.name(token))
         new.top_logprobs.append(tops)
-        self._emit(self._decoder.decode(data))
-
-    def _emit(self, text: str) -> None:
+        text = self._decoder.decode(data)
         self._length += len(text)
-        self._fresh.append(text)
+        return text
 
 
 @lru_cache(maxsize=64)

@@ -266,8 +266,15 @@ def stop_token_of(
     """The token that ended the turn: the one the server names, else a stop id that came last."""
     if isinstance(named, int):
         return named
+    if isinstance(named, str):
+        return None
     ended = finish == "stop" and bool(ids) and ids[-1] in request.sampling.stop_token_ids
     return ids[-1] if ended else None
+
+
+def stop_string_of(named: object) -> str | None:
+    """The stop string that ended the turn, where the server names one."""
+    return named if isinstance(named, str) else None
 
 
 def check_indices(indices: Iterable[int], n: int) -> None:

@@ -33,6 +33,7 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
+    stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     allowed_token_ids: list[int] | None = None
@@ -44,10 +45,9 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
 
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-
-    stop: str | list[str] | None = None
-    bad_words: list[str] | None = None
     include_stop_str_in_output: bool | None = None
+
+    bad_words: list[str] | None = None
     watermarking: Any = None
     logprob_token_ids: list[int] | None = None
     structured_outputs: Any = None
@@ -58,7 +58,6 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
     "watermarking": (False,),
     "logprob_token_ids": ([],),
     "structured_outputs": (),
@@ -73,7 +72,7 @@ BY_NAME = tuple(name for name in OPTIONS if name in SamplingFields.__struct_fiel
 """Options that a body has under their own name. The others, `n` and `logprobs`, differ in type or
 meaning from dialect to dialect, so each passes them to `read_sampling` itself."""
 LEFT_OUT_WHEN_OFF = frozenset(
-    {"min_tokens", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"}
+    {"min_tokens", "stop", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"}
 )
 """Options that no server has a default of its own for: saying that they are off adds nothing."""
 
@@ -87,6 +86,9 @@ def read_sampling(body: SamplingFields, *, prefix: str = "", **own: Any) -> Samp
     for name in BY_NAME:
         if (value := getattr(body, name)) is not None:
             options[name] = tuple(value) if isinstance(value, list) else value
+    if body.stop is not None:
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
+        options["stop"] = tuple(dict.fromkeys(each for each in stops if each))
     if body.top_k == -1:
         options["top_k"] = 0  # the other spelling of "off"
     if body.logit_bias is not None:

@@ -34,7 +34,7 @@ from lockstep.protocol.common.response import (
 )
 from lockstep.protocol.common.routed_experts import ExpertsField, read_experts
 from lockstep.protocol.vllm.decode_generate import prompt_of
-from lockstep.tokens import Completion, Finish, VersionSpan
+from lockstep.tokens import Completion, Finish, Shaping, VersionSpan
 from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
 
 
@@ -62,6 +62,7 @@ class DynamoEngineData(msgspec.Struct):
     weight_versions: list[VersionSpan] | None = None
     logprob_mode: Any = None
     temperature: float | None = None
+    shaping: Shaping | None = None
     adapter: str | None = None
 
 
@@ -188,6 +189,7 @@ def _completion(response: DynamoResponse, extracted: ExtractedBody, reading: Rea
         logprob_mode=mode,
         # What Dynamo forwards has 32 bits: the engine knows what it sampled with.
         temperature=_first(engine.temperature, request.sampling.temperature),
+        shaping=engine.shaping or request.sampling.shaping(),
         index=reading.index,
         request_id=request.request_id or response.id or "",
         stop_token=stop_token_of(engine.stop_reason, finish, ids, request),

@@ -68,6 +68,7 @@ NAMES: Mapping[str, str | None] = {
     "seed": "seed",
     "max_tokens": "max_completion_tokens",
     "min_tokens": "min_tokens",
+    "stop": None,  # refused: the frontend would cut the completion and lose its token data
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
     "allowed_token_ids": "allowed_token_ids",

@@ -163,7 +163,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     logprobs: LegacyLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_logprobs: PromptField | None = None
     prompt_token_ids: list[int] | None = None
@@ -197,12 +197,6 @@ def decode_completion(body: bytes) -> CompletionRequest:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
     request = decode(DECODER, body)
     refuse_unless_neutral(request, NEUTRAL)
-    if request.stop not in (None, "", []):
-        raise UnsupportedField(
-            f"stop is {request.stop!r}: text cannot end a turn token-exactly here; name the ids of "
-            "the tokens to stop at in stop_token_ids",
-            param="stop",
-        )
     if request.best_of not in (None, request.choices):
         raise UnsupportedField(
             f"best_of is {request.best_of}, but n is {request.choices}: choices are not ranked "

@@ -54,6 +54,7 @@ NAMES: Mapping[str, str | None] = {
     "seed": "sampling_seed",
     "max_tokens": None,  # `max_new_tokens`, which the transport always decides
     "min_tokens": "min_new_tokens",
+    "stop": None,  # refused: its tokens would be cut off
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
     "logit_bias": "logit_bias",
@@ -84,7 +85,7 @@ def encode_sglang(
     refuse_mode(request, mode)
     refused = {
         "n": sampling.n != 1,
-        "stop": bool(request.stop),
+        "stop": bool(sampling.stop),
         "allowed_token_ids": sampling.allowed_token_ids is not None,
         "score_start": sampling.score_start is not None,
     }
@@ -184,6 +185,7 @@ def decode_sglang(
         versions=spans_of(None, version, len(ids)),
         logprob_mode=reading.logprob_mode,
         temperature=request.sampling.temperature,
+        shaping=request.sampling.shaping(),
         index=reading.index,
         request_id=request.request_id or meta.id or "",
         stop_token=stop_token_of(named, finish, ids, request),

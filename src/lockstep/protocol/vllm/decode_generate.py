@@ -35,11 +35,19 @@ from lockstep.protocol.common.response import (
     numbers,
     ranks_of,
     spans_of,
+    stop_string_of,
     stop_token_of,
     tops_of,
 )
 from lockstep.protocol.common.routed_experts import ExpertsField, read_experts
-from lockstep.tokens import Completion, LogprobMode, PromptLogprob, RoutedExperts, VersionSpan
+from lockstep.tokens import (
+    Completion,
+    LogprobMode,
+    PromptLogprob,
+    RoutedExperts,
+    Shaping,
+    VersionSpan,
+)
 from lockstep.tokens.errors import BadLogprob, ContractError, Misaligned, MissingFinish
 
 E = TypeVar("E", BareLogprobEntry, LogprobEntry, RankedLogprobEntry)
@@ -59,6 +67,7 @@ class VllmChoice(msgspec.Struct, Generic[E]):
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    stop_tokens: int | None = None
     weight_versions: list[VersionSpan] | None = None
     routed_experts: ExpertsField = None
     logprobs: VllmLogprobs[E] | None = None
@@ -72,6 +81,7 @@ class VllmResponse(msgspec.Struct, Generic[E]):
     prompt_logprobs: PromptField | None = None
     logprob_mode: LogprobMode | None = None
     temperature: float | None = None
+    shaping: Shaping | None = None
     worker: str | None = None
     adapter: str | None = None
     error: msgspec.Raw = NO_ERROR
@@ -92,7 +102,7 @@ Tokens = tuple[int, list[int], list[float]]
 """The index of a choice, new ids of it, and their logprobs."""
 NOTHING_EXTRACTED = ExtractedBody(b"", ())
 ONCE = ("request_id", "prompt_token_ids", "prompt_logprobs", "logprob_mode", "temperature",
-        "worker", "adapter")  # fmt: skip
+        "shaping", "worker", "adapter")  # fmt: skip
 
 
 def decode_generate(body: bytes | bytearray | ExtractedBody, reading: Reading) -> list[Completion]:
@@ -161,7 +171,7 @@ class GenerateStreamDecoder:
         if new.finish_reason is not None:
             old.finish_reason = new.finish_reason
         if new.stop_reason is not None:
-            old.stop_reason = new.stop_reason
+            old.stop_reason, old.stop_tokens = new.stop_reason, new.stop_tokens
         if new.weight_versions is not None:
             old.weight_versions = new.weight_versions
         if new.routed_experts is not None:
@@ -296,9 +306,12 @@ def _completion(
         temperature=(
             request.sampling.temperature if response.temperature is None else response.temperature
         ),
+        shaping=response.shaping or request.sampling.shaping(),
         index=choice.index + reading.index,
         request_id=request.request_id or response.request_id or "",
         stop_token=stop_token_of(choice.stop_reason, finish, ids, request),
+        stop_reason=stop_string_of(choice.stop_reason),
+        stop_tokens=choice.stop_tokens,
         top_logprobs=tops_of(content, request.sampling.logprobs),
         ranks=ranks_of(content) or (choice.logprobs.ranks if choice.logprobs else None) or None,
         prompt_logprobs=prompt,

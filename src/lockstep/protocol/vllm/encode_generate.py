@@ -96,7 +96,6 @@ def _body(
 def _params(request: GenerateRequest) -> SamplingParams:
     params = SamplingParams(**write_sampling(request.sampling, NAMES, LEFT_OUT_WHEN_OFF))
     params.routed_experts_prompt_start = request.first_experts_row
-    params.stop = list(request.stop) or None
     return params
 
 
@@ -139,9 +138,9 @@ def refuse_scoring(request: GenerateRequest, server: str) -> None:
 
 def refuse_stop_strings(request: GenerateRequest) -> None:
     """Raises UnsupportedField: Dynamo enforces stop strings itself and then drops engine data."""
-    if request.stop:
+    if stop := list(request.sampling.stop):
         raise UnsupportedField(
-            f"stop is {list(request.stop)!r}: Dynamo's frontend would cut the completion there and "
+            f"stop is {stop!r}: Dynamo's frontend would cut the completion there and "
             "lose its token data; stop by token ids instead (stop_token_ids)",
             param="stop",
         )

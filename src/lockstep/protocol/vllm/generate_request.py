@@ -40,7 +40,6 @@ class SamplingParams(SamplingFields, kw_only=True):
 
 NEUTRAL_SAMPLING: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL,
-    "stop": ("", []),
     "prompt_logprob_token_ids": ([],),
     "prompt_logprob_start": (0,),
     "flat_logprobs": (False,),

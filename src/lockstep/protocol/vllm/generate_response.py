@@ -10,17 +10,19 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
 from lockstep.protocol.vllm.generate_request import Form
-from lockstep.tokens import Completion, Finish, Ranked, RoutedExperts, VersionSpan
+from lockstep.tokens import Completion, Finish, Ranked, RoutedExperts, Shaping, VersionSpan
 
 REQUEST_ID_PREFIX = "generate-tokens-"
+T = TypeVar("T")
 
 
 class GenerateTopLogprob(msgspec.Struct):
@@ -59,11 +61,12 @@ class ExpertsField(msgspec.Struct):
 class GenerateChoice(msgspec.Struct, kw_only=True):
     index: int
     finish_reason: Finish | None
-    stop_reason: int | None
+    stop_reason: int | str | None
     token_ids: list[int]
     routed_experts: ExpertsField | str | None = None
     sampling_mask: None = None
     weight_versions: Sequence[VersionSpan] | None = None
+    stop_tokens: int | UnsetType = UNSET
     logprobs: GenerateLogprobs | FlatLogprobs | None = None
 
 
@@ -76,7 +79,10 @@ class GenerateUsage(msgspec.Struct):
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """The unary response. The last block is Lockstep's own: how the numbers were made, by whom."""
+    """The unary response. The last block is Lockstep's own: how the numbers were made, by whom.
+
+    `shaping` comes where more than the temperature shaped the distribution.
+    """
 
     request_id: str
     model: str
@@ -93,6 +99,7 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     choices: list[GenerateChoice]
     logprob_mode: str
     temperature: float
+    shaping: Shaping | UnsetType
     worker: str | None
     adapter: str | None
 
@@ -108,6 +115,7 @@ class GenerateChunk(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: PromptField | None = None
     logprob_mode: str | None = None
     temperature: float | None = None
+    shaping: Shaping | None = None
     worker: str | None = None
     adapter: str | None = None
 
@@ -166,10 +174,11 @@ def choice_of(completion: Completion, form: Form) -> GenerateChoice:
     return GenerateChoice(
         index=completion.index,
         finish_reason=completion.finish,
-        stop_reason=completion.stop_token,
+        stop_reason=stop_reason_of(completion),
         token_ids=completion.token_ids,
         routed_experts=experts_field(completion.experts, form.experts),
         weight_versions=completion.versions,
+        stop_tokens=unset_if_none(completion.stop_tokens),
         logprobs=logprobs_field(
             form,
             completion.token_ids,
@@ -178,6 +187,16 @@ def choice_of(completion: Completion, form: Form) -> GenerateChoice:
             completion.top_logprobs,
         ),
     )
+
+
+def unset_if_none(value: T | None) -> T | UnsetType:
+    """A field that vLLM does not have: left out of responses that do not need it."""
+    return UNSET if value is None else value
+
+
+def stop_reason_of(completion: Completion) -> int | str | None:
+    """vLLM's field: the stop token of the request, or the stop string, that ended a choice."""
+    return completion.stop_token if completion.stop_reason is None else completion.stop_reason
 
 
 def usage_of(
@@ -212,6 +231,7 @@ def generate_response(
         choices=[choice_of(completion, form) for completion in completions],
         logprob_mode=first.logprob_mode,
         temperature=first.temperature,
+        shaping=unset_if_none(first.shaping),
         worker=first.worker,
         adapter=first.adapter,
     )
@@ -242,7 +262,7 @@ class GenerateStreamEncoder:
         choice = GenerateChoice(
             index=index,
             finish_reason=None if completion is None else completion.finish,
-            stop_reason=None if completion is None else completion.stop_token,
+            stop_reason=None if completion is None else stop_reason_of(completion),
             token_ids=token_ids,
             logprobs=logprobs_field(self._form, token_ids, logprobs, ranks, tops),
         )
@@ -259,9 +279,11 @@ class GenerateStreamEncoder:
         if completion is not None:
             choice.routed_experts = experts_field(completion.experts, self._form.experts)
             choice.weight_versions = completion.versions
+            choice.stop_tokens = unset_if_none(completion.stop_tokens)
             chunk.prompt_logprobs = encode_prompt_logprobs(completion.prompt_logprobs)
             chunk.logprob_mode = completion.logprob_mode
             chunk.temperature = completion.temperature
+            chunk.shaping = completion.shaping
             chunk.worker = completion.worker
             chunk.adapter = completion.adapter
         return chunk

@@ -12,7 +12,7 @@ import msgspec
 from lockstep.engine.sampler import Sampled
 from lockstep.engine.sequence import StreamedToken
 from lockstep.protocol.common.prompt_logprobs import encode_prompt_logprobs
-from lockstep.protocol.vllm.generate_response import experts_field
+from lockstep.protocol.vllm.generate_response import experts_field, stop_reason_of
 from lockstep.tokens import Completion
 
 Chunk = dict[str, Any]
@@ -117,11 +117,12 @@ def engine_data_of(completion: Completion) -> Chunk:
         "completion_logprobs": completion.logprobs,
         "finished": completion.finish != "abort",
         "finish_reason": completion.finish,
-        "stop_reason": completion.stop_token,
+        "stop_reason": stop_reason_of(completion),
         "weight_version": completion.versions[-1].version if completion.versions else None,
         "weight_versions": msgspec.to_builtins(list(completion.versions)),
         "logprob_mode": completion.logprob_mode,
         "temperature": completion.temperature,
+        "shaping": msgspec.to_builtins(completion.shaping),
         "adapter": completion.adapter,
         "worker": completion.worker,
     }

@@ -1,0 +1,90 @@
+"""The tokenizer beside a model's weights, which only stop strings and grammars need."""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from lockstep.tokens.errors import BadTokenId, UnsupportedField
+from lockstep.tokens.token_bytes import TokenBytesTable
+
+FILE = "tokenizer.json"
+
+
+class Vocabulary:
+    """The bytes of each token of the model in a directory, read when first needed.
+
+    Special tokens have no text, so they hold no part of a stop string.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / FILE
+        self._lock = threading.Lock()
+
+    def load(self, field: str) -> None:
+        """Reads the tokenizer, which takes up to seconds. Raises UnsupportedField without one.
+
+        `field` is the option that needs it.
+        """
+        if not self._path.is_file():
+            raise UnsupportedField(
+                f"{field} needs the model's tokenizer, but {self._path} does not exist: put it "
+                "there, or stop by token ids (stop_token_ids)",
+                param=field,
+            )
+        with self._lock:
+            self._table  # noqa: B018
+
+    def text(self, token_id: int) -> bytes:
+        """The bytes that a token adds to the text; none for special and for padding tokens."""
+        if token_id in self._specials:
+            return b""
+        try:
+            return self._table.data(token_id)
+        except BadTokenId:
+            return b""
+
+    def special(self, token_id: int) -> str | None:
+        """How a special token is written; None for all others."""
+        return self._specials.get(token_id)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the `tokenizers` package."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self._path))
+
+    @cached_property
+    def _table(self) -> TokenBytesTable:
+        return TokenBytesTable(_Described(self.tokenizer))
+
+    @cached_property
+    def _specials(self) -> dict[int, str]:
+        added = self.tokenizer.get_added_tokens_decoder().items()
+        return {at: token.content for at, token in added if token.special}
+
+
+class _Described:
+    """A tokenizer of the `tokenizers` package as `TokenBytesTable` reads it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.backend_tokenizer = tokenizer
+        self.convert_ids_to_tokens = tokenizer.id_to_token
+        self.added_tokens_decoder = {
+            at: _Added(token.content, token.special)
+            for at, token in tokenizer.get_added_tokens_decoder().items()
+        }
+
+
+class _Added(str):
+    """The text of an added token, and whether it is a special one."""
+
+    special: bool
+
+    def __new__(cls, text: str, special: bool) -> _Added:
+        made = super().__new__(cls, text)
+        made.special = special
+        return made
