@@ -35,6 +35,9 @@ class Settings:
     LOCKSTEP_API_KEYS        keys of a gateway's or worker's data port, comma between; absent: open
     LOCKSTEP_KEY_FILE        the file of a gateway's keys and their tenants; see `lockstep keys`
     LOCKSTEP_WORKER_API_KEY  the key that a gateway sends to its workers
+    LOCKSTEP_TLS_CA          certificates that this process trusts as a client, as a PEM file
+    LOCKSTEP_TLS_CERT        the certificate that it shows as a client, and
+    LOCKSTEP_TLS_KEY         its key; for servers that demand one
     LOCKSTEP_LOG_LEVEL       debug, info, warning or error
     LOCKSTEP_VLLM_PYTHON     the python of the environment that has vLLM; else .venv-vllm's
     LOCKSTEP_VLLM_SKIP_REPAIRS  repairs that vLLM's worker extension leaves out, with commas between
@@ -49,6 +52,9 @@ class Settings:
     api_keys: tuple[str, ...] = ()
     key_file: Path | None = None
     worker_api_key: str | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     log_level: str = "warning"
     vllm_python: str | None = None
     vllm_skip_repairs: str = ""

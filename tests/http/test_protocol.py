@@ -244,7 +244,7 @@ async def test_what_cannot_be_read_for_sure_is_refused(sent: bytes) -> None:
 async def test_a_broken_chunk_never_passes_for_a_body(pause: float) -> None:
     handlers = Handlers()
     async with talking(handlers) as peer:
-        peer.send(f"POST /limited {CHUNKED}", b"5\r\nhello\r\n")
+        peer.send(f"POST /limited {CHUNKED}\ncontent-type: application/json", b"5\r\nhello\r\n")
         await asyncio.sleep(pause)
         peer.writer.write(b"nonsense\r\n")
         response = await peer.rest()

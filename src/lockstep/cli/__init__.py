@@ -18,6 +18,7 @@ from lockstep.cli.extras import missing_extra
 from lockstep.cli.serve import gateway, serve
 from lockstep.cli.train import train
 from lockstep.cli.worker import worker
+from lockstep.http.tls import TlsFiles, use_for_clients
 from lockstep.settings import Settings
 from lockstep.tokens import LockstepError
 
@@ -49,7 +50,9 @@ def version() -> None:
 def main() -> None:
     """The entry point. Errors of Lockstep's own end in one line and exit code 2."""
     try:
-        level = Settings.read().log_level.upper()
+        settings = Settings.read()
+        use_for_clients(TlsFiles(cert=settings.tls_cert, key=settings.tls_key, ca=settings.tls_ca))
+        level = settings.log_level.upper()
         logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
         app()
     except LockstepError as error:

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 import typer
 
 from lockstep.http.limits import DRAIN_SECONDS
+from lockstep.http.tls import TlsFiles
+from lockstep.protocol.common.limits import RequestLimits
 from lockstep.settings import Settings
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
@@ -44,6 +46,26 @@ def worker(
     system_port: Annotated[
         int, _listen_option(help="Port of the admin routes; 0: any free port.")
     ] = 0,
+    system_host: Annotated[
+        str, _listen_option(help="Address to listen on for the admin routes.")
+    ] = "127.0.0.1",
+    tls_cert: Annotated[
+        Path | None,
+        _listen_option(help="PEM file of the certificate of both ports; read again on change."),
+    ] = None,
+    tls_key: Annotated[Path | None, _listen_option(help="PEM file of its key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        _listen_option(help="PEM file of those whose certificates all clients need."),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        _listen_option(help="Site whose web pages may call the worker; may be repeated."),
+    ] = None,
+    limit: Annotated[
+        list[str] | None,
+        _listen_option(help="Limit of a request, as NAME=NUMBER; may be repeated."),
+    ] = None,
     insecure: Annotated[
         bool,
         _listen_option(
@@ -119,6 +141,7 @@ def worker(
     if arithmetic == "portable":  # torch reads it when it is loaded
         os.environ.update(PORTABLE_ENVIRONMENT)
     from lockstep.engine import EngineOptions
+    from lockstep.http.cross_site import check_origins
     from lockstep.worker.dynamo.worker import run_dynamo_worker
     from lockstep.worker.serve import WorkerOptions, run_worker
 
@@ -140,6 +163,10 @@ def worker(
             admin_token=settings.admin_token,
             api_keys=settings.api_keys,
             insecure=insecure,
+            system_host=system_host,
+            tls=TlsFiles.of_listener(tls_cert, tls_key, tls_client_ca),
+            origins=check_origins(allow_origin or ()),
+            limits=RequestLimits.parse(limit or ()),
             checkpoint_roots=tuple(checkpoint_root or ()),
             drain_seconds=drain_seconds,
             return_routed_experts=return_routed_experts,

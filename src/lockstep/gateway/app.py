@@ -6,18 +6,19 @@ import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
-from socket import socket
+from functools import partial
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Mount
-from starlette.types import ASGIApp
 
 from lockstep.fleet.fleet import Fleet
 from lockstep.gateway.auth import AdminAuth, DataAuth
 from lockstep.gateway.chat.route import ChatRoutes
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.fast_routes import SESSION_TEMPLATE, FastRoutes
+from lockstep.gateway.keys import TenantKeys
 from lockstep.gateway.messages.route import MessagesRoutes
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.models import ModelRegistry
@@ -34,8 +35,10 @@ from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.auth import RequestAuth, check_admin_exposure, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.limits import DRAIN_SECONDS, LIMITS, ServerLimits
+from lockstep.http.loop_monitor import LoopMonitor
 from lockstep.http.route_templates import RouteTemplates
-from lockstep.http.server import listen, serving, url_of
+from lockstep.http.server import Endpoint, listen, serving, url_of
+from lockstep.http.tls import TlsFiles, without_ca
 from lockstep.protocol.common.limits import LIMITS as REQUEST_LIMITS
 from lockstep.protocol.common.limits import RequestLimits
 from lockstep.tokens.errors import LockstepError
@@ -43,7 +46,11 @@ from lockstep.tokens.errors import LockstepError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """How a gateway listens and what it stores. A port of 0 is chosen by the system."""
+    """How a gateway listens and what it stores. A port of 0 is chosen by the system.
+
+    `tls` is for both ports; clients of the admin port need a certificate where it has a `ca`.
+    `origins` are the sites whose pages may call it.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -58,13 +65,17 @@ class GatewayOptions:
     expire_unread: bool = False
     tokenizer: str | None = None
     insecure: bool = False
+    tls: TlsFiles | None = None
+    origins: tuple[str, ...] = ()
     limits: RequestLimits = REQUEST_LIMITS
     drain_seconds: float = DRAIN_SECONDS
     http: ServerLimits = LIMITS
 
     def check(self) -> None:
         """Raises Forbidden for a listener that anybody on the network could use."""
-        check_exposure(self.host, bool(self.api_keys), self.insecure)
+        keyed = bool(self.api_keys) or self.key_file is not None
+        check_exposure(self.host, keyed, self.insecure)
+        check_admin_exposure(self.admin_host, self.tls is not None, self.insecure)
 
 
 def data_app(
@@ -76,7 +87,6 @@ def data_app(
     recorded: list[BaseRoute] = [
         *ChatRoutes(context).routes,
         *MessagesRoutes(context).routes,
-        *CompletionsRoutes(context).routes,
         *TokenizeRoutes(context).routes,
         *StatusRoutes(context).routes,
         *OwnSessionRoutes(context).routes,
@@ -157,13 +167,23 @@ async def serve_gateway(
         )
         metrics = GatewayMetrics(context)
         admin_hosts = hosts_of(options.admin_host)
-        apps: list[tuple[ASGIApp, socket]] = [
-            (data_app(context, options, metrics), data_socket),
-            (control_app(context, fleet, options.admin_token, hosts=admin_hosts), admin_socket),
+        admin_app = control_app(context, fleet, options.admin_token, hosts=admin_hosts)
+        tls = options.tls
+        endpoints = [
+            Endpoint(data_app(context, options, metrics), data_socket, without_ca(tls)),
+            Endpoint(admin_app, admin_socket, tls),
         ]
         # Text needs a tokenizer, tokens do not: without one, chat requests say what is missing.
         with suppress(LockstepError):
             await models.renderer()
-        async with serving(apps, drain_seconds=options.drain_seconds, limits=options.http):
-            on_ready(url_of(data_socket), url_of(admin_socket))
+        async with (
+            LoopMonitor(metrics.registry),
+            serving(
+                endpoints,
+                drain_seconds=options.drain_seconds,
+                limits=options.http,
+                origins=options.origins,
+            ),
+        ):
+            on_ready(url_of(data_socket, tls), url_of(admin_socket, tls))
             await stop.wait()

@@ -40,17 +40,17 @@ class GatewayMetrics(Collector):
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._requests = Counter(
             "lockstep_gateway_requests", "Requests by route and status.", ["route", "status"],
-            registry=self._registry,
+            registry=self.registry,
         )  # fmt: skip
         self._seconds = Histogram(
             "lockstep_gateway_request_seconds", "Time to the end of a response.", ["route"],
-            buckets=BUCKETS, registry=self._registry,
+            buckets=BUCKETS, registry=self.registry,
         )  # fmt: skip
         self._series: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self._registry.register(self)
+        self.registry.register(self)
         self.routes = [Route("/metrics", self.scrape)]
 
     def middleware(self, app: ASGIApp, templates: RouteTemplates) -> ASGIApp:
@@ -108,7 +108,7 @@ class GatewayMetrics(Collector):
 
     async def scrape(self, _: Request) -> Response:
         encode, media_type = choose_encoder("")
-        return Response(encode(self._registry), media_type=media_type)
+        return Response(encode(self.registry), media_type=media_type)
 
 
 def _sessions_help(name: str) -> str:

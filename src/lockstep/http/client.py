@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit
 
 from lockstep.http.connection import Connection, Lost
 from lockstep.http.sse import EventReader
+from lockstep.http.tls import Certificates, client_certificates
 from lockstep.protocol.common.decode_error import error_of
 from lockstep.tokens.errors import BadRequest, Busy, DeadlineExceeded, Unavailable
 
@@ -86,7 +87,7 @@ class HttpClient:
         }
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
-        self._tls: ssl.SSLContext | None = None
+        self._tls: Certificates | None = None
         self._closed = False
 
     async def get(self, path: str, *, timeout: float = CONNECT_TIMEOUT) -> bytearray:
@@ -300,10 +301,9 @@ class HttpClient:
         url = self._url
         if url.scheme not in ("http", "https") or not url.hostname:
             raise Unavailable(f"{self.base_url!r} cannot be reached: expected http://HOST:PORT")
-        if url.scheme == "https" and self._tls is None:
-            self._tls = ssl.create_default_context()
+        context = self._context() if url.scheme == "https" else None
         connecting = asyncio.get_running_loop().create_connection(
-            Connection, url.hostname, url.port or (443 if self._tls else 80), ssl=self._tls
+            Connection, url.hostname, url.port or (443 if context else 80), ssl=context
         )
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -314,6 +314,13 @@ class HttpClient:
             ) from None
         self._open.add(connection)
         return connection
+
+    def _context(self) -> ssl.SSLContext:
+        """What a TLS connection is made with. Raises BadRequest for files that cannot be used."""
+        if self._tls is None:
+            self._tls = client_certificates()
+        self._tls.refresh()
+        return self._tls.context
 
     def _release(self, connection: Connection) -> None:
         """Keeps the connection after a whole response, and closes it after an unfinished one."""

@@ -13,10 +13,10 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from time import monotonic
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import uvicorn
 
@@ -27,6 +27,7 @@ except ImportError:  # there is none for Windows
 
 from starlette.types import ASGIApp
 
+from lockstep.http.cross_site import CrossSiteGuard
 from lockstep.http.limits import (
     DRAIN_SECONDS,
     LIMITS,
@@ -35,6 +36,7 @@ from lockstep.http.limits import (
     raise_descriptor_limit,
 )
 from lockstep.http.protocol import HttpProtocol, ListenerConfig
+from lockstep.http.tls import TlsFiles, listener_certificates
 from lockstep.tokens.errors import BadRequest
 
 log = logging.getLogger(__name__)
@@ -86,10 +88,19 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
+def url_of(sock: socket.socket, tls: TlsFiles | None = None) -> str:
     """The URL of a bound socket."""
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if tls is None else "https"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+class Endpoint(NamedTuple):
+    """An application, the socket that it listens on, and TLS where it has it."""
+
+    app: ASGIApp
+    sock: socket.socket
+    tls: TlsFiles | None = None
 
 
 class Listener(uvicorn.Server):
@@ -99,18 +110,37 @@ class Listener(uvicorn.Server):
     end only when every handler has ended.
     """
 
-    def __init__(self, config: ListenerConfig) -> None:
+    def __init__(self, config: ListenerConfig, tls: TlsFiles | None = None) -> None:
+        """Raises BadRequest for certificates that cannot be used."""
         super().__init__(config)
+        self._limits = config.limits
+        self._certificates = None if tls is None else listener_certificates(tls)
         self._connections = cast("set[HttpProtocol]", self.server_state.connections)
 
     async def start(self, sock: socket.socket) -> None:
         """Listens on the socket."""
         self.config.load()
-        self.lifespan = self.config.lifespan_class(self.config)
-        await self.startup(sockets=[sock])
+
+        def new_protocol() -> HttpProtocol:
+            return HttpProtocol(self.config, self.server_state, {})
+
+        # uvicorn's own start has no deadline for handshakes, which come before every other limit.
+        certificates = self._certificates
+        loop = asyncio.get_running_loop()
+        self.servers = [
+            await loop.create_server(
+                new_protocol,
+                sock=sock,
+                backlog=self.config.backlog,
+                ssl=None if certificates is None else certificates.context,
+                ssl_handshake_timeout=None if certificates is None else self._limits.head_seconds,
+            )
+        ]
 
     def sweep(self, now: float) -> None:
-        """Ends what is past its deadline, on every connection."""
+        """Ends what is past its deadline, on every connection; reads changed certificates."""
+        if self._certificates is not None:
+            self._certificates.refresh()
         for connection in list(self._connections):
             connection.sweep(now)
 
@@ -138,24 +168,31 @@ class Listener(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(
-    apps: Sequence[tuple[ASGIApp, socket.socket]],
+    apps: Sequence[Endpoint | tuple[ASGIApp, socket.socket]],
     *,
     drain_seconds: float = DRAIN_SECONDS,
     limits: ServerLimits = LIMITS,
+    origins: Iterable[str] = (),
 ) -> AsyncIterator[None]:
     """Serves each app on its socket while the block runs; then lets open responses end.
 
     Responses that are not out `drain_seconds` after the end of the block are cut off. Each listener
-    has `limits`, with fewer connections where the system allows too few open files.
+    has `limits`, with fewer connections where the system allows too few open files. Pages of other
+    sites may call none of them, except those of `origins`. Raises BadRequest for certificates that
+    cannot be used.
     """
     connections = connections_within(raise_descriptor_limit(), limits.connections, len(apps))
     limits = replace(limits, connections=connections)
-    listeners = [Listener(ListenerConfig(app, limits)) for app, _ in apps]
+    endpoints = [Endpoint(*each) for each in apps]
+    listeners = [
+        Listener(ListenerConfig(CrossSiteGuard(app, origins), limits), tls)
+        for app, _, tls in endpoints
+    ]
     started: list[Listener] = []
     sweeping = asyncio.create_task(_sweep(listeners, limits.sweep_seconds))
     try:
-        for listener, (_, sock) in zip(listeners, apps, strict=True):
-            await listener.start(sock)
+        for listener, endpoint in zip(listeners, endpoints, strict=True):
+            await listener.start(endpoint.sock)
             started.append(listener)
         yield
     finally:

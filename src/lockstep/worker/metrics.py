@@ -31,8 +31,8 @@ class WorkerMetrics(Collector):
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
         self._model = model
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
 
     def describe(self) -> list[Metric]:
         return []
@@ -58,4 +58,4 @@ class WorkerMetrics(Collector):
     def exposition(self) -> tuple[bytes, str]:
         """The body and media type of a scrape."""
         encode, media_type = choose_encoder("")
-        return encode(self._registry), media_type
+        return encode(self.registry), media_type

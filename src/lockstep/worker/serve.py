@@ -13,7 +13,9 @@ from pathlib import Path
 from lockstep.engine import Engine, EngineOptions
 from lockstep.http.auth import check_admin_exposure, check_exposure, hosts_of
 from lockstep.http.limits import DRAIN_SECONDS
+from lockstep.http.loop_monitor import LoopMonitor
 from lockstep.http.server import (
+    Endpoint,
     admin_token,
     listen,
     run,
@@ -22,7 +24,9 @@ from lockstep.http.server import (
     stop_event,
     url_of,
 )
+from lockstep.http.tls import TlsFiles
 from lockstep.models import bundled
+from lockstep.protocol.common.limits import LIMITS, RequestLimits
 from lockstep.worker.data import DataPlane
 from lockstep.worker.system import SystemPlane
 
@@ -31,16 +35,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """How one worker listens. Ports 0 are chosen by the system; `api_keys` open the data port."""
+    """How one worker listens. Ports 0 are chosen by the system; `api_keys` open the data port.
+
+    `tls` is for both ports; where it has a `ca`, every client needs a certificate.
+    """
 
     model: str
     served_name: str | None = None
     host: str = "127.0.0.1"
     port: int = 0
+    system_host: str = "127.0.0.1"
     system_port: int = 0
     admin_token: str | None = None
     api_keys: tuple[str, ...] = ()
     insecure: bool = False
+    tls: TlsFiles | None = None
+    origins: tuple[str, ...] = ()
+    limits: RequestLimits = LIMITS
     checkpoint_roots: tuple[Path, ...] = ()
     drain_seconds: float = DRAIN_SECONDS
     return_routed_experts: bool = False
@@ -55,7 +66,10 @@ def run_worker(options: WorkerOptions, make_engine: MakeEngine = Engine) -> None
 
     Raises Forbidden before it starts when the data port would be open to everybody.
     """
-    check_exposure(options.host, options.api_keys, options.insecure)
+    tls = options.tls
+    keyed = bool(options.api_keys) or (tls is not None and tls.ca is not None)
+    check_exposure(options.host, keyed, options.insecure)
+    check_admin_exposure(options.system_host, tls is not None, options.insecure)
     run(_serve(options, make_engine))
 
 
@@ -63,8 +77,8 @@ async def _serve(options: WorkerOptions, make_engine: MakeEngine) -> None:
     name = options.served_name or Path(options.model).name
     with admin_token(options.admin_token) as (token, token_file), contextlib.ExitStack() as stack:
         data_socket = stack.enter_context(listen(options.host, options.port))
-        system_socket = stack.enter_context(listen("127.0.0.1", options.system_port))
-        worker = options.engine.worker or url_of(data_socket).removeprefix("http://")
+        system_socket = stack.enter_context(listen(options.system_host, options.system_port))
+        worker = options.engine.worker or url_of(data_socket).partition("://")[2]
         engine = make_engine(options.model, replace(options.engine, worker=worker))
         data = DataPlane(
             engine,
@@ -73,14 +87,26 @@ async def _serve(options: WorkerOptions, make_engine: MakeEngine) -> None:
             keys=options.api_keys,
             hosts=hosts_of(options.host),
             return_routed_experts=options.return_routed_experts,
+            limits=options.limits,
         )
-        system = SystemPlane(engine, token, options.checkpoint_roots)
-        apps = [(data.app, data_socket), (system.app, system_socket)]
-        async with engine, serving(apps, drain_seconds=options.drain_seconds):
+        system_hosts = hosts_of(options.system_host)
+        system = SystemPlane(
+            engine, token, options.checkpoint_roots, hosts=system_hosts, model=name
+        )
+        tls = options.tls
+        endpoints = [
+            Endpoint(data.app, data_socket, tls),
+            Endpoint(system.app, system_socket, tls),
+        ]
+        async with (
+            engine,
+            LoopMonitor(data.metrics.registry),
+            serving(endpoints, drain_seconds=options.drain_seconds, origins=options.origins),
+        ):
             stop = stop_event()
             say_ready(
-                url=url_of(data_socket),
-                system_url=url_of(system_socket),
+                url=url_of(data_socket, tls),
+                system_url=url_of(system_socket, tls),
                 model=name,
                 pid=os.getpid(),
                 admin_token_file=token_file,

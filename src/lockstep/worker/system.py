@@ -43,7 +43,8 @@ B = TypeVar("B")
 class SystemPlane:
     """Routes of the system port. `roots` are the directories weights may come from; empty: any.
 
-    `hosts` are the names that it answers to; None: any.
+    `hosts` are the names that it answers to; None: any. `model` is the name of the model, which no
+    adapter may have.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class SystemPlane:
         roots: tuple[Path, ...] = (),
         *,
         hosts: Iterable[str] | None = None,
+        model: str | None = None,
     ) -> None:
         self.engine = engine
         self._token = token
@@ -61,6 +63,8 @@ class SystemPlane:
         self._prober = Prober(engine)
         self._sequence_numbers = SequenceNumbers()
         self._generations = Generations()
+        self._model = model
+        self._loading: set[str] = set()
         self._incarnation = secrets.token_hex(8)
         self.methods: dict[str, Method] = {
             "pause_generation": self._method(control.PauseWorker, self.pause),
@@ -309,8 +313,19 @@ class SystemPlane:
             raise Conflict(
                 f"adapter {body.lora_name!r} is loaded already: set load_inplace to swap it"
             )
+        if body.lora_name == self._model:
+            raise Conflict(
+                f"lora_name is {body.lora_name!r}, which is the name of the model",
+                param="lora_name",
+            )
+        if body.lora_name in self._loading:
+            raise Conflict(f"adapter {body.lora_name!r} is being loaded", param="lora_name")
         path = resolve(body.lora_path, self._roots, "lora_path")
-        swapped = await self.engine.load_adapter(body.lora_name, path, body.version)
+        self._loading.add(body.lora_name)
+        try:
+            swapped = await self.engine.load_adapter(body.lora_name, path, body.version)
+        finally:
+            self._loading.discard(body.lora_name)
         adapter = self.engine.adapters[body.lora_name]
         version = self.engine.version_of(adapter)
         return {

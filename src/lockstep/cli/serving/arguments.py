@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.http.limits import DRAIN_SECONDS
+from lockstep.http.tls import TlsFiles
+from lockstep.protocol.common.limits import RequestLimits
 from lockstep.tokens.errors import BadRequest
 
 if TYPE_CHECKING:
+    from lockstep.fleet.fan_out import PhaseBudgets
     from lockstep.fleet.routing.pool import Pool
     from lockstep.gateway.app import GatewayOptions
     from lockstep.settings import Settings
@@ -73,8 +76,46 @@ class GatewayArguments:
     port: Annotated[int, _listen_option(help="Port for requests; 0: any free port.")] = 8000
     admin_port: Annotated[
         int,
-        _listen_option(help="Port of the admin routes, on 127.0.0.1; 0: any free port."),
+        _listen_option(help="Port of the admin routes; 0: any free port."),
     ] = 8001
+    key_file: Annotated[
+        Path | None,
+        _listen_option(
+            help="File of API keys and their tenants, made by `lockstep keys`; changes take effect "
+            "at once. By default LOCKSTEP_KEY_FILE."
+        ),
+    ] = None
+    shared_sessions: Annotated[
+        bool,
+        _listen_option(
+            "--shared-sessions",
+            help="Let all API keys use the same sessions, request ids and cached prompts.",
+        ),
+    ] = False
+    admin_host: Annotated[
+        str, _listen_option(help="Address to listen on for the admin routes.")
+    ] = "127.0.0.1"
+    tls_cert: Annotated[
+        Path | None,
+        _listen_option(help="PEM file of the certificate of both ports; read again on change."),
+    ] = None
+    tls_key: Annotated[Path | None, _listen_option(help="PEM file of its key.")] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        _listen_option(help="PEM file of those whose certificates clients of the admin port need."),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None,
+        _listen_option(help="Site whose web pages may call the gateway; may be repeated."),
+    ] = None
+    limit: Annotated[
+        list[str] | None,
+        _traffic_option(
+            help="Limit of a request, as NAME=NUMBER: body_bytes, values, items, nesting, "
+            "characters, messages, tools, prompts, stop_token_ids, logit_bias, request_ids; may be "
+            "repeated."
+        ),
+    ] = None
     insecure: Annotated[
         bool,
         _listen_option(
@@ -101,6 +142,21 @@ class GatewayArguments:
         _traffic_option(help="Longest wait of a request; then it gets status 503."),
     ] = 60.0
 
+    budget: Annotated[
+        list[str] | None,
+        _traffic_option(
+            help="Seconds that a worker may take in an update, as NAME=SECONDS: stage, pause, "
+            "swap, commit, prove, resume, straggler (beyond most others); may be repeated."
+        ),
+    ] = None
+    health_seconds: Annotated[
+        float,
+        _traffic_option(
+            help="Seconds without a response after which a worker is down and its requests are "
+            "tried elsewhere."
+        ),
+    ] = 10.0
+
     def __post_init__(self) -> None:
         """Raises BadRequest for a negative time."""
         for name, value in (
@@ -115,11 +171,16 @@ class GatewayArguments:
     def options(self, settings: Settings, sessions: str) -> GatewayOptions:
         """The options of the gateway, with its sessions in that file."""
         from lockstep.gateway.app import GatewayOptions
+        from lockstep.http.cross_site import check_origins
 
         return GatewayOptions(
             host=self.host,
             port=self.port,
+            admin_host=self.admin_host,
             admin_port=self.admin_port,
+            tls=TlsFiles.of_listener(self.tls_cert, self.tls_key, self.tls_client_ca),
+            origins=check_origins(self.allow_origin or ()),
+            limits=RequestLimits.parse(self.limit or ()),
             api_keys=settings.api_keys,
             key_file=self.key_file or settings.key_file,
             shared_sessions=self.shared_sessions,
@@ -139,4 +200,11 @@ class GatewayArguments:
             max_in_flight=self.max_in_flight,
             queue_limit=self.queue_limit,
             queue_seconds=self.queue_seconds,
+            health_seconds=self.health_seconds,
         )
+
+    def budgets(self) -> PhaseBudgets:
+        """How long each phase of an update may take. Raises BadRequest."""
+        from lockstep.fleet.fan_out import PhaseBudgets
+
+        return PhaseBudgets.parse(self.budget or ())

@@ -1,0 +1,153 @@
+"""TLS for listeners and for the client: certificates from files, read again when they change."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.tokens.errors import BadRequest
+
+log = logging.getLogger(__name__)
+Stamp = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """A certificate (with those that vouch for it) and its key, as PEM files.
+
+    `ca` holds the certificates that vouch for the other side: a listener that has it takes only
+    clients with a certificate of theirs, a client trusts these and no others.
+    """
+
+    cert: Path | None = None
+    key: Path | None = None
+    ca: Path | None = None
+
+    def check(self) -> None:
+        """Raises BadRequest unless certificate and key come together."""
+        if (self.cert is None) != (self.key is None):
+            raise BadRequest(
+                "a TLS certificate and its key are needed together: one of them is missing",
+                param="tls_cert",
+            )
+
+    @classmethod
+    def of_listener(
+        cls, cert: Path | None, key: Path | None, client_ca: Path | None
+    ) -> TlsFiles | None:
+        """The files of a listener, None for one without TLS. Raises BadRequest."""
+        if cert is None and key is None and client_ca is None:
+            return None
+        files = cls(cert=cert, key=key, ca=client_ca)
+        files.check()
+        if cert is None:
+            raise BadRequest(
+                "--tls-client-ca needs --tls-cert and --tls-key: without them there is no TLS",
+                param="tls_client_ca",
+            )
+        return files
+
+    def stamp(self) -> Stamp:
+        """Changes when a file does. Raises OSError when one cannot be looked at."""
+        found = []
+        for path in (self.cert, self.key, self.ca):
+            if path is not None:
+                stat = os.stat(path)
+                found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        return tuple(found)
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Raises OSError, which ssl.SSLError is, when a file cannot be read or used."""
+        if self.ca is not None:
+            context.load_verify_locations(self.ca)
+        if self.cert is not None:
+            context.load_cert_chain(self.cert, self.key)
+
+
+def without_ca(files: TlsFiles | None) -> TlsFiles | None:
+    """The same for a listener whose clients need no certificate: they have keys."""
+    return None if files is None else replace(files, ca=None)
+
+
+class Certificates:
+    """A context from files, and the same after they have changed.
+
+    New files that cannot be used change nothing. Certificates taken out of `ca` are trusted until
+    the process ends.
+    """
+
+    def __init__(self, files: TlsFiles, new: Callable[[TlsFiles], ssl.SSLContext]) -> None:
+        """Raises BadRequest when the files cannot be used."""
+        self._files, self._new = files, new
+        self._bad: Stamp | None = None
+        try:
+            self._stamp = files.stamp()
+            self.context = new(files)
+        except OSError as error:  # which ssl.SSLError is
+            raise BadRequest(f"TLS cannot be set up: {_why(error, files)}", param="tls") from None
+
+    def refresh(self) -> None:
+        """Loads the files again if they have changed; connections that are open stay."""
+        stamp: Stamp | None = None
+        try:
+            stamp = self._files.stamp()
+            if stamp in (self._stamp, self._bad):
+                return
+            self._new(self._files)  # first apart: half of a new pair must not be served
+            self._files.load_into(self.context)
+        except OSError as error:
+            if stamp != self._bad or stamp is None:
+                log.error("TLS stays as it was: %s", _why(error, self._files))
+            self._bad = stamp
+            return
+        self._stamp, self._bad = stamp, None
+        log.warning("TLS certificates were read again: %s", self._files.cert or self._files.ca)
+
+
+def _why(error: OSError, files: TlsFiles) -> str:
+    names = ", ".join(str(path) for path in (files.cert, files.key, files.ca) if path is not None)
+    return f"{error.strerror or error} ({names})"
+
+
+def listener_certificates(files: TlsFiles) -> Certificates:
+    """For a listener; with `ca`, clients need a certificate too. Raises BadRequest."""
+    return Certificates(files, _listener_context)
+
+
+def client_certificates() -> Certificates:
+    """For a client; without `ca` the system's are trusted. Raises BadRequest."""
+    return Certificates(_of_clients, _client_context)
+
+
+_of_clients = TlsFiles()
+
+
+def use_for_clients(files: TlsFiles) -> None:
+    """Has every client of this process made from now on use these files: what it trusts and who it
+    is. Raises BadRequest unless certificate and key come together."""
+    global _of_clients
+    files.check()
+    _of_clients = files
+
+
+def _listener_context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    files.load_into(context)
+    if files.ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _client_context(files: TlsFiles) -> ssl.SSLContext:
+    if files.ca is None:
+        context = ssl.create_default_context()
+    else:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+    files.load_into(context)
+    return context
