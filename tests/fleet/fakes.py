@@ -24,6 +24,7 @@ class FakeWorker:
         self.requests = 0
         self.health: dict[str, object] = {"status": "ok"}
         self.healthy = True
+        self.hangs = False
         self.models = [{"id": "m", "owned_by": "lockstep", "max_model_len": 100}]
         self.aborted = 0
         self.behave: Behaviour = self.respond
@@ -55,6 +56,8 @@ class FakeWorker:
             self._runner = None
 
     async def _health(self, _: web.Request) -> web.Response:
+        if self.hangs:
+            await self.gate.wait()
         return web.json_response(self.health, status=200 if self.healthy else 503)
 
     async def _models(self, _: web.Request) -> web.Response:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from time import perf_counter
 
 from lockstep.fleet.worker import Worker
-from lockstep.tokens.errors import DeadlineExceeded, EngineFailure, LockstepError
+from lockstep.tokens.errors import BadRequest, DeadlineExceeded, EngineFailure, LockstepError
 from lockstep.tokens.operation import Operation, WorkerResult
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,22 @@ class PhaseBudgets:
     prove: float = 60.0
     resume: float = 10.0
     straggler: float = 10.0
+
+    @classmethod
+    def parse(cls, options: Iterable[str]) -> PhaseBudgets:
+        """The budgets with those that options of the form NAME=SECONDS set. Raises BadRequest."""
+        known = [field.name for field in fields(cls)]
+        chosen: dict[str, float] = {}
+        for option in options:
+            name, _, number = option.partition("=")
+            if name not in known or not re.fullmatch(r"\d{1,6}(\.\d{1,3})?", number, re.ASCII):
+                raise BadRequest(
+                    f"--budget is {option!r}: expected NAME=SECONDS, with one of "
+                    f"{', '.join(known)}",
+                    param="budget",
+                )
+            chosen[name] = float(number)
+        return cls(**chosen)
 
 
 async def each(

@@ -43,6 +43,7 @@ class GatewayProcess:
 
     async def _main(self) -> None:
         self.arguments.options(self.settings, MEMORY).check()  # before anything is started
+        self.arguments.budgets()
         stop, ready = stop_event(), asyncio.Event()
         serving = asyncio.create_task(self._serve(ready, stop))
         stopped = asyncio.create_task(stop.wait())
@@ -69,7 +70,13 @@ class GatewayProcess:
             token, written = stack.enter_context(admin_token(settings.admin_token))
             token_file = written or _text(settings.admin_token_file)
             roots = arguments.checkpoint_root or ()
-            fleet = Fleet(arguments.pool(), state.store, roots=roots, model_dir=self.model_dir)
+            fleet = Fleet(
+                arguments.pool(),
+                state.store,
+                roots=roots,
+                budget=arguments.budgets(),
+                model_dir=self.model_dir,
+            )
             options = replace(arguments.options(settings, state.sessions), admin_token=token)
             try:
                 async with source.joined(fleet, token, status.update) as workers:

@@ -76,11 +76,9 @@ async def _serve(options: WorkerOptions) -> None:
     # The id that the frontend knows this worker by, so that completions name it alike.
     worker = options.engine.worker or str(generate.connection_id())
     engine = Engine(options.model, replace(options.engine, worker=worker))
-    data = DynamoData(
-        engine, name, root, return_routed_experts=options.return_routed_experts
-    )
+    data = DynamoData(engine, name, root, return_routed_experts=options.return_routed_experts)
     models = _Models(generate, root, engine.max_model_len)
-    system = SystemPlane(engine, "", options.checkpoint_roots)
+    system = SystemPlane(engine, "", options.checkpoint_roots, model=name)
     registry = RLRouteRegistry(runtime, world_size=1)
     register_rl_routes(runtime, registry, engine_routes(system, models), enable_dispatch=True)
     async with engine:

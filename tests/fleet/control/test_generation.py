@@ -1,0 +1,135 @@
+"""Two gateways over the same real workers: the later one is obeyed, the other one stands down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from time import time
+
+import pytest
+
+from lockstep.backends.admin import Source
+from lockstep.backends.lockstep.admin import LockstepAdmin
+from lockstep.fleet.control.desired import Desired, StateStore
+from lockstep.protocol.control.generations import Generations
+from lockstep.tokens.errors import Conflict, LockstepError, Superseded
+from tests.fleet.fakes import until
+from tests.fleet.live_fleet import SEQUENCES, Checkpoints, Workers, live, running
+from tests.processes import TOKEN
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with running(2) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints.make(tmp_path_factory.mktemp("checkpoints"))
+
+
+async def held(workers: Workers) -> set[str]:
+    views = [await worker.control("liveness_probe") for worker in workers.processes]
+    return {view["version"] for _, view in views}
+
+
+@pytest.mark.failure_mode("F61")
+async def test_a_gateway_that_another_one_replaced_changes_nothing_any_more(
+    workers: Workers, made: Checkpoints
+) -> None:
+    async with (
+        live(workers, made, count=2) as old,
+        live(workers, made, count=2, reset=False) as new,
+    ):
+        await new.update("a")
+        for call in (old.update("b"), old.fleet.pause("keep"), old.fleet.flush()):
+            with pytest.raises(LockstepError):
+                await call
+        await until(lambda: not old.serving())
+        assert await held(workers) == {"a"}
+        reasons = [str(worker.reason) for worker in old.pool.workers]
+        assert all("another gateway" in reason for reason in reasons), reasons
+        # It is tried again and again, and never comes back; the new one goes on as if nothing was.
+        for worker in old.pool.workers:
+            old.pool.check(worker.id)
+        await until(lambda: all(worker.failures > 3 for worker in old.pool.workers))
+        assert old.serving() == []
+        await new.update("b")
+        assert await new.check() == "b"
+        assert new.serving() == [0, 1]
+
+
+@pytest.mark.failure_mode("F62")
+async def test_the_late_commit_of_a_gateway_that_was_replaced_is_refused(
+    workers: Workers, made: Checkpoints
+) -> None:
+    await workers.reset(made.paths["default"])
+    url = workers.processes[0].system_url
+    old, new = LockstepAdmin(url, TOKEN), LockstepAdmin(url, TOKEN)
+    first = (await old.view()).generation
+    old.fence(lambda: first + 1)
+    new.fence(lambda: first + 2)
+    await old.stage(Source(directory=made.paths["a"]), "a")
+    proof = (await old.probe_staged(SEQUENCES)).proof
+    await new.resume()
+    assert (await old.view()).generation == first + 2
+    for call in (
+        old.commit_proved("a", proof), old.commit("a"), old.rollback(), old.pause("keep"),
+        old.resume(), old.flush(), old.stage(Source(directory=made.paths["b"]), "b"),
+        old.load_adapter("x", made.paths["a"]), old.unload_adapter("x"),
+    ):  # fmt: skip
+        with pytest.raises(Superseded, match=f"generation {first + 2} was obeyed since"):
+            await call
+    await new.commit_proved("a", proof)
+    assert (await old.view()).version == "a"  # to look is allowed to everybody
+    await old.close()
+    await new.close()
+
+
+@pytest.mark.failure_mode("F61")
+async def test_the_number_rises_with_every_start_and_above_what_workers_have_obeyed(
+    workers: Workers, made: Checkpoints, tmp_path: Path
+) -> None:
+    where = str(tmp_path / "state.sqlite")
+    numbers = []
+    for _ in range(2):
+        async with live(workers, made, count=2, store=StateStore(where)) as fleet:
+            numbers.append(fleet.fleet.desired.generation)
+    assert numbers[0] < numbers[1]
+    ahead = int((time() + 3600) * 1000)  # a gateway whose clock was ahead was here before
+    for worker in workers.processes:
+        await worker.control("resume_generation", generation=ahead)
+    async with live(workers, made, count=2, reset=False) as fleet:
+        assert fleet.fleet.desired.generation > ahead
+        assert fleet.serving() == [0, 1]
+    store = StateStore(where)
+    store.save(Desired(generation=ahead + 100))
+    async with live(workers, made, count=2, reset=False, store=store) as fleet:
+        assert fleet.fleet.desired.generation == ahead + 101
+        assert fleet.serving() == [0, 1]
+
+
+def test_the_same_number_again_is_obeyed_and_none_is_never_refused() -> None:
+    generations = Generations()
+    for number in (3, 3, None, 4):
+        generations.check(number)
+    with pytest.raises(Superseded):
+        generations.check(3)
+    assert generations.highest == 4
+
+
+async def test_an_adapter_cannot_have_the_name_of_the_model(
+    workers: Workers, made: Checkpoints
+) -> None:
+    worker = workers.processes[0]
+    status, body = await worker.control("load_lora_adapter", lora_name="tiny", lora_path="/tmp")
+    assert (status, "name of the model" in body["error"]["message"]) == (409, True)
+    await workers.reset(made.paths["default"])
+    for process in workers.processes:  # numbers of the tests before are from the future
+        index = workers.processes.index(process)
+        workers.restart(index)
+    async with live(workers, made, count=2) as fleet:
+        with pytest.raises(Conflict, match="'tiny', which is the name of the model"):
+            await fleet.fleet.load_adapter("tiny", str(made.paths["a"]))
+        assert fleet.serving() == [0, 1]

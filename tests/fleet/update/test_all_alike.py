@@ -1,0 +1,169 @@
+"""What fails on every worker alike is undone, and no worker is blamed; the way out of nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+
+from lockstep.backends.admin import Source
+from lockstep.fleet.fan_out import PhaseBudgets
+from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, Unavailable, UpdateFailed
+from tests.fleet.fakes import until
+from tests.simulator.fleet import Simulation, simulated
+from tests.simulator.workers import write_checkpoint
+
+PATIENT = PhaseBudgets(stage=60, pause=60, swap=0.3, commit=60, prove=60, resume=1, straggler=0.3)
+
+
+def states(fleet: Simulation) -> set[str]:
+    return {worker.state for worker in fleet.pool.workers}
+
+
+@pytest.mark.failure_mode("F29")
+async def test_an_adapter_that_no_worker_can_score_is_undone_everywhere(tmp_path: Path) -> None:
+    first = str(write_checkpoint(tmp_path / "one", 31))
+    second = str(write_checkpoint(tmp_path / "two", 32))
+    async with simulated(tmp_path) as fleet:
+        for name, before in (("y", {}), ("x", {"x"})):
+            if before:
+                await fleet.fleet.load_adapter("x", first)
+            labels = [dict(worker.adapters) for worker in fleet.workers]
+            for worker in fleet.workers:
+                worker.strike("probe", "null")
+            with pytest.raises(UpdateFailed, match="all hold what they held") as failed:
+                await fleet.fleet.load_adapter(name, second)
+            assert failed.value.operation is not None
+            results = failed.value.operation.workers.values()
+            assert {result.status for result in results} == {"rolled_back"}
+            assert states(fleet) == {"serving"}
+            assert [dict(worker.adapters) for worker in fleet.workers] == labels
+            fleet.check()
+
+
+@pytest.mark.failure_mode("F36")
+async def test_a_broadcaster_that_is_absent_quarantines_nobody(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        for worker in fleet.workers:
+            worker.strike("join", "error")
+        with pytest.raises(Unavailable, match="join failed on all 3 workers: it returned 200"):
+            await fleet.fleet.init_broadcaster("127.0.0.1", 1)
+        assert states(fleet) == {"serving"}
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F36")
+async def test_a_source_that_never_comes_quarantines_nobody(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        for worker in fleet.workers:
+            worker.strike("stage", "hang")
+        with pytest.raises(LockstepError, match="stage took longer"):
+            await fleet.fleet.update_weights(source=Source(group="weights"), version="a")
+        assert states(fleet) == {"serving"}
+        fleet.check()
+
+
+async def test_a_worker_that_fails_alone_is_quarantined_still(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        fleet.workers[0].strike("flush", "error")
+        await fleet.fleet.flush()
+        assert fleet.state(fleet.workers[0]) == "quarantined"
+
+
+@pytest.mark.failure_mode("F22")
+async def test_when_nobody_serves_an_update_is_made_on_those_in_quarantine(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        await fleet.update("a")
+        shutil.rmtree(fleet.checkpoint("a"))
+        for worker in fleet.workers:
+            worker.kill()
+            worker.start()
+        fleet.workers[2].kill()
+        await fleet.pool.look()
+        assert fleet.serving() == []
+        operation = await fleet.update("b")
+        assert "made on w0, w1, quarantined until then" in operation.warnings[0]
+        assert {n: r.status for n, r in operation.workers.items()} == {"w0": "ok", "w1": "ok"}
+        await fleet.pool.look()
+        assert fleet.serving() == ["w0", "w1"]
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F22")
+async def test_the_agreed_version_can_be_given_again_from_another_directory(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        await fleet.update("a")
+        moved = tmp_path / "elsewhere"
+        shutil.move(fleet.checkpoint("a"), moved)
+        for worker in fleet.workers:
+            worker.kill()
+            worker.start()
+        await fleet.pool.look()
+        assert fleet.serving() == []
+        operation = await fleet.fleet.update_weights(str(moved), version="a")
+        assert operation.status == "done"
+        assert fleet.fleet.desired.checkpoint == str(moved)
+        await fleet.pool.look()
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+@pytest.mark.failure_mode("F35")
+@pytest.mark.parametrize("phase", ["probe", "stage", "probe staged", "pause", "commit", "resume"])
+async def test_a_worker_that_hangs_in_any_phase_does_not_hold_the_others(
+    tmp_path: Path, phase: str
+) -> None:
+    async with simulated(tmp_path, budget=PATIENT) as fleet:
+        fleet.workers[0].strike(phase, "hang")
+        begun = perf_counter()
+        operation = await fleet.update("a")
+        assert perf_counter() - begun < 5
+        assert operation.status == "done"
+        # Its scores of before are not needed: without them it is judged all the same.
+        expected = "ok" if phase == "probe" else "quarantined"
+        assert operation.workers["w0"].status == expected
+        await fleet.pool.look()
+        assert len(fleet.serving()) == 3
+        fleet.check()
+
+
+async def test_a_worker_that_is_a_little_slower_is_waited_for(tmp_path: Path) -> None:
+    async with simulated(tmp_path, budget=PATIENT) as fleet:
+        fleet.workers[0].latency = lambda: 0.1
+        operation = await fleet.update("a")
+        assert {result.status for result in operation.workers.values()} == {"ok"}
+
+
+async def test_two_loads_of_one_adapter_at_once_are_refused(tmp_path: Path) -> None:
+    path = str(write_checkpoint(tmp_path / "one", 31))
+    async with simulated(tmp_path) as fleet:
+        fleet.workers[0].strike("load", "delay")
+        first = asyncio.create_task(fleet.fleet.load_adapter("x", path, key="k"))
+        await until(lambda: bool(fleet.fleet.operations.running))
+        with pytest.raises(Conflict, match="load_lora_adapter of 'x' is under way as operation"):
+            await fleet.fleet.load_adapter("x", path)
+        with pytest.raises(Conflict, match="is under way"):
+            await fleet.fleet.unload_adapter("x")
+        again = asyncio.create_task(fleet.fleet.load_adapter("x", path, key="k"))
+        assert (await first).id == (await again).id
+        await fleet.fleet.load_adapter("x", path)
+
+
+@pytest.mark.parametrize("name", ["a\r\nb", "a b", "\x1b[31m", "", "x" * 200, "ü"])
+async def test_a_worker_id_that_could_not_be_deleted_again_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    async with simulated(tmp_path, 1) as fleet:
+        admin = fleet.fleet.worker("w0").control
+        with pytest.raises(BadRequest, match=r"^id is"):
+            await fleet.fleet.add("http://127.0.0.1:1", admin, worker_id=name or "\n")
+    assert PhaseBudgets.parse(["stage=5", "swap=0.5"]) == PhaseBudgets(stage=5, swap=0.5)
+
+
+@pytest.mark.parametrize("option", ["stage", "stage=", "stage=-1", "stage=inf", "lease=3", "a=1=2"])
+def test_a_budget_is_a_known_name_and_seconds(option: str) -> None:
+    with pytest.raises(BadRequest, match="expected NAME=SECONDS"):
+        PhaseBudgets.parse([option])
