@@ -72,6 +72,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F56": ("a session id is accepted and recorded nowhere", "on every route it is recorded; turns of token ids join the session by their ids"),
     "F61": ("two gateways drive one fleet against each other", "each start has a higher generation number; workers refuse the lower ones, and that gateway stands down"),
     "F62": ("a late commit of a gateway that was replaced is carried out", "refused by the worker, which has obeyed a later generation"),
+    "F64": ("one key reads, joins, poisons or aborts what belongs to another, or measures what it cached", "not found: sessions, request ids and cached prompts are per tenant; a session key opens one session"),
     "F65": ("exactness claimed on a CPU or GPU where it does not hold", "a self-test with the trainer's path; close mode is said everywhere, with its reason"),
     "F66": ("a stop string ends the text, and the tokens behind it no longer fit it", "the engine ends with the token that completes it; ids and logprobs stay whole, the text is cut, streams hold back"),
     "F67": ("output held to a schema is scored as if the model had been free", "the completion says which grammar was on; its processed logprobs are after the mask and score again"),
