@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import threading
 import time
@@ -71,6 +72,28 @@ async def test_scores_say_their_temperature_and_version(policy: lockstep.Policy)
     assert again.logprobs[len(IDS) :] == completion.logprobs
     with pytest.raises(errors.BadRequest):
         await policy.score([5])
+
+
+@pytest.mark.failure_mode("F71")
+async def test_sampled_tokens_score_again_with_every_option_they_were_sampled_with(
+    policy: lockstep.Policy,
+) -> None:
+    options: dict[str, Any] = {
+        "temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "presence_penalty": 0.4,
+        "frequency_penalty": 0.3, "repetition_penalty": 1.2, "logit_bias": {70: 2.0},
+    }  # fmt: skip
+    (completion,) = await policy.generate(IDS, max_tokens=20, ignore_eos=True, seed=8, **options)
+    assert completion.logprob_mode == "processed"
+    assert completion.shaping is not None
+    whole = IDS + completion.token_ids
+    scores = await policy.score(whole, start=len(IDS), **options)
+    assert scores.logprobs[len(IDS) :] == completion.logprobs
+    plain = await policy.score(whole)
+    assert plain.logprobs[len(IDS) :] != completion.logprobs
+    with pytest.raises(errors.BadLogprob, match="position"):
+        await policy.score([*IDS, 3, 4, 5], start=len(IDS), top_k=1)
+    kept = await policy.score([*IDS, 3, 4, 5], start=len(IDS), top_k=1, allow_nonfinite=True)
+    assert kept.logprobs[-1] == -math.inf
 
 
 @pytest.mark.failure_mode("F16")

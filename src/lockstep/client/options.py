@@ -15,7 +15,7 @@ SENDING = frozenset(
     ("cache_salt", "priority", "experts_start", "weight_version", "min_weight_version", "nvext",
      "headers", "timeout", "allow_nonfinite", "request_id")
 )  # fmt: skip
-SEQUENCES = ("stop_token_ids", "allowed_token_ids")
+SEQUENCES = ("stop", "stop_token_ids", "allowed_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class Options:
         sampling = {name: value for name, value in changes.items() if name in SAMPLING}
         for name in SEQUENCES:
             if sampling.get(name) is not None:
-                sampling[name] = tuple(sampling[name])
+                value = sampling[name]
+                sampling[name] = (value,) if isinstance(value, str) else tuple(value)
         sending = {name: value for name, value in changes.items() if name in SENDING}
         return Options(replace(self.sampling, **sampling), {**self.sending, **sending})
 

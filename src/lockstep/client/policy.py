@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, overload
 
@@ -18,10 +19,15 @@ from lockstep.client.turn import Scores, Turn
 from lockstep.ledger import Breaks, PromptPlan
 from lockstep.ledger.breaks import CLIENT_BREAKS
 from lockstep.render import Renderer, Thinking
-from lockstep.tokens import Completion, LockstepError
+from lockstep.tokens import Completion, LockstepError, Shaping
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
 
 Prompt = str | Sequence[int] | Sequence[Any]
+PLAIN: dict[str, Any] = {
+    "n": 1, "max_tokens": 1, "min_tokens": 0, "stop": (), "logprobs": 0, "prompt_logprobs": 0,
+    **{each.name: each.default for each in fields(Shaping) if each.name not in ("end_ids",)},
+}  # fmt: skip
+"""Options of a request that only scores: nothing shapes it unless the call says so."""
 
 
 class Policy:
@@ -110,20 +116,30 @@ class Policy:
         )
 
     async def score(
-        self, token_ids: Sequence[int], *, temperature: float = 1.0, **options: Any
+        self,
+        token_ids: Sequence[int],
+        *,
+        temperature: float = 1.0,
+        start: int | None = None,
+        **options: Any,
     ) -> Scores:
         """The logprob of every token given those before it: teacher logprobs for distillation.
+
+        With `start`, tokens from there on are scored as if they had been sampled with these
+        options (top_p, penalties and the like): their processed logprobs. A token that could not
+        have been drawn is a BadLogprob, or -inf with `allow_nonfinite`.
 
         Raises Conflict when another temperature than 1 is requested of a server that reports raw
         logprobs, BadRequest for a single token, and PromptTooLong when they fill the context.
         """
         if len(token_ids) < 2:
             raise BadRequest("a sequence of one token has nothing to score", param="token_ids")
-        mode = {"logprob_mode": "processed"} if temperature != 1.0 else {}
-        merged = self._options.with_(
-            n=1, max_tokens=1, min_tokens=0, logprobs=0, prompt_logprobs=0,
-            temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, **mode, **options,
-        )  # fmt: skip
+        processed = temperature != 1.0 or start is not None
+        mode = {"logprob_mode": "processed"} if processed else {}
+        # What is sampled after the scored tokens is not looked at, so it is as short as it may be.
+        shortest = {"max_tokens": max(1, options.get("min_tokens", 0))}
+        scoring = {"temperature": temperature, "score_start": start, **mode, **shortest}
+        merged = self._options.with_(**PLAIN).with_(**scoring | options)
         (completion,) = await self.transport.generate(merged.request(list(token_ids), self.model))
         if temperature != 1.0 and completion.logprob_mode == "raw":
             raise Conflict(

@@ -19,6 +19,7 @@ class PromptEntry(msgspec.Struct, gc=False):
     decoded_token: str | None = None
 
 
+IMPOSSIBLE = float("-inf")
 PromptField = list[dict[str, PromptEntry] | None]
 
 
@@ -29,7 +30,7 @@ def decode_prompt_logprobs(
 
     `top` alternatives are kept, the most likely first. Raises Misaligned when there is not one
     entry per token, and BadLogprob with the position where the token's own entry is missing or no
-    finite number.
+    finite number; with `allow_nonfinite` null is -inf, of a token that could not have been drawn.
     """
     if len(field) != len(prompt_ids):
         raise Misaligned(f"{len(prompt_ids)} prompt ids but {len(field)} prompt logprobs")
@@ -41,7 +42,7 @@ def decode_prompt_logprobs(
             raise BadLogprob(
                 f"prompt logprob at position {at} is missing: no entry for token {token}"
             )
-        logprob = own.logprob
+        logprob = IMPOSSIBLE if own.logprob is None and allow_nonfinite else own.logprob
         if logprob is None or not (allow_nonfinite or usable(logprob)):
             raise BadLogprob(f"prompt logprob at position {at} is {logprob}, expected a number")
         others: tuple[Ranked, ...] = ()
@@ -70,7 +71,9 @@ def encode_prompt_logprobs(
         every: tuple[PromptLogprob | Ranked, ...] = (own, *own.top)
         for each in every:
             key, text = str(each.token_id), None if text_of is None else text_of(each.token_id)
-            place.setdefault(key, PromptEntry(each.logprob, each.rank, text))
+            # JSON has no infinity: a token that could not have been drawn has null.
+            logprob = None if each.logprob == IMPOSSIBLE else each.logprob
+            place.setdefault(key, PromptEntry(logprob, each.rank, text))
         field.append(place)
     return field
 
