@@ -509,3 +509,16 @@ def test_a_large_file_is_read_in_little_memory(root: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_weights_that_can_hardly_be_meant_are_named_and_left_to_the_proof(root: Path) -> None:
+    zeros, huge, bias = disk.tensors(), disk.tensors(), disk.tensors()
+    zeros[QUERY][:] = 0
+    huge[DOWN][3, 3] = 3e38
+    bias[NORM][:] = 0
+    assert Checkpoint.validate(disk.write(root / "good")).warnings == ()
+    assert Checkpoint.validate(disk.write(root / "bias", bias)).warnings == ()
+    (warning,) = Checkpoint.validate(disk.write(root / "zeros", zeros)).warnings
+    assert warning == f"tensor {QUERY!r} of {SINGLE} holds nothing but zeros"
+    (warning,) = Checkpoint.validate(disk.write(root / "huge", huge)).warnings
+    assert warning == f"tensor {DOWN!r} of {SINGLE} holds values beyond 1e30"

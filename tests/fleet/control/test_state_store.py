@@ -46,3 +46,14 @@ def test_a_file_that_is_no_state_is_refused_with_its_name(tmp_path: Path) -> Non
     where.write_bytes(b"not a database" * 100)
     with pytest.raises(BadRequest, match=r"state\.sqlite cannot be used .*--state-dir"):
         StateStore(str(where))
+
+
+def test_the_state_is_for_its_owner_only_also_where_it_was_not(tmp_path: Path) -> None:
+    where = tmp_path / "state.sqlite"
+    where.touch(mode=0o644)
+    where.chmod(0o644)
+    store = StateStore(str(where))
+    store.save(store.desired())
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert set(modes.values()) == {0o600}, modes
+    store.close()

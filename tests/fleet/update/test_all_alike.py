@@ -7,9 +7,11 @@ import shutil
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
 import pytest
 
 from lockstep.backends.admin import Source
+from lockstep.checkpoint import safetensors_file as tensor_file
 from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, Unavailable, UpdateFailed
 from tests.fleet.fakes import until
@@ -167,3 +169,27 @@ async def test_a_worker_id_that_could_not_be_deleted_again_is_refused(
 def test_a_budget_is_a_known_name_and_seconds(option: str) -> None:
     with pytest.raises(BadRequest, match="expected NAME=SECONDS"):
         PhaseBudgets.parse([option])
+
+
+async def test_what_is_odd_about_a_checkpoint_is_said_in_the_operation(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as fleet:
+        path = Path(fleet.checkpoint("a"))
+        rows = np.zeros((256, 8), "<f4")
+        tensor_file.write(path / "model.safetensors", {"model.embed_tokens.weight": rows})
+        operation = await fleet.update("a")
+        assert operation.warnings == [
+            "tensor 'model.embed_tokens.weight' of model.safetensors holds nothing but zeros"
+        ]
+        assert (await fleet.fleet.operations.get(operation.id)) == operation
+
+
+@pytest.mark.failure_mode("F50")
+@pytest.mark.parametrize("name", ["a+b", "a\nb", "a\x1b[1m", "[", "x" * 200, " ", "ü"])
+async def test_a_directory_whose_name_is_no_label_needs_one(tmp_path: Path, name: str) -> None:
+    async with simulated(tmp_path) as fleet:
+        path = write_checkpoint(tmp_path / name, 9)
+        with pytest.raises(BadRequest, match=r"^version is"):
+            await fleet.fleet.update_weights(str(path))
+        assert fleet.fleet.operations.latest(1) == []
+        operation = await fleet.fleet.update_weights(str(path), version="step-9")
+        assert operation.status == "done"
