@@ -149,17 +149,21 @@ class Peer:
         return True
 
 
+def application(handlers: Handlers) -> Starlette:
+    return Starlette(
+        routes=[Route(f"/{name}", getattr(handlers, name), methods=["GET", "POST"])
+                for name in NAMES],
+        exception_handlers=EXCEPTION_HANDLERS,
+    )  # fmt: skip
+
+
 @asynccontextmanager
 async def running(
     handlers: Handlers,
     limits: ServerLimits = LIMITS,
     drain_seconds: float = DRAIN_SECONDS,
 ) -> AsyncIterator[int]:
-    app = Starlette(
-        routes=[Route(f"/{name}", getattr(handlers, name), methods=["GET", "POST"])
-                for name in NAMES],
-        exception_handlers=EXCEPTION_HANDLERS,
-    )  # fmt: skip
+    app = application(handlers)
     with listen("127.0.0.1", 0) as sock:
         async with serving([(app, sock)], drain_seconds=drain_seconds, limits=limits):
             yield sock.getsockname()[1]

@@ -14,6 +14,7 @@ from lockstep.http.client import HttpClient
 from lockstep.tokens.errors import (
     BadRequest,
     Busy,
+    ContractError,
     DeadlineExceeded,
     EngineFailure,
     LockstepError,
@@ -369,3 +370,29 @@ def test_a_lack_of_descriptors_is_not_blamed_on_the_server(loop: str) -> None:
     command = [sys.executable, "-c", OUT_OF_DESCRIPTORS, loop]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "no file descriptor left" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("port", ["99999", "x", "-1", "9" * 5000])
+def test_an_impossible_port_is_a_bad_url(port: str) -> None:
+    with pytest.raises(BadRequest, match="port") as refused:
+        HttpClient(f"http://127.0.0.1:{port}")
+    assert refused.value.param == "url"
+
+
+async def test_a_response_larger_than_its_limit_is_given_up() -> None:
+    large = Reply((b"x" * 60_000,) * 20)
+    async with serving(in_turn(large)) as server:
+        client = HttpClient(server.url, response_bytes=200_000, retries=0)
+        with pytest.raises(ContractError, match="more than 200000 bytes"):
+            await client.post("/x", b"{}")
+        await client.close()
+
+
+async def test_an_event_without_end_is_given_up() -> None:
+    endless = Reply((b"data: " + b"x" * 60_000,) * 20, streamed=True)
+    async with serving(in_turn(endless)) as server:
+        client = HttpClient(server.url, response_bytes=200_000, retries=0)
+        with pytest.raises(ContractError, match="more than 200000 bytes"):
+            async for _ in client.events("/x", b"{}"):
+                pass
+        await client.close()

@@ -120,7 +120,8 @@ async def test_a_refused_body_is_read_over_so_that_the_refusal_arrives() -> None
         assert (await peer.response())[0].startswith("http/1.1 200")
     async with talking(Handlers()) as peer:
         peer.send(
-            f"POST /limited {HOST}\ncontent-type: application/json\nconnection: close\ncontent-length: 3000000",
+            f"POST /limited {HOST}\ncontent-type: application/json\nconnection: close\n"
+            "content-length: 3000000",
             b"x" * 2000,
         )
         await asyncio.sleep(0.1)

@@ -12,13 +12,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from time import monotonic
 from typing import Protocol, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from lockstep.http.connection import Connection, Lost
 from lockstep.http.sse import EventReader
 from lockstep.http.tls import Certificates, client_certificates
 from lockstep.protocol.common.decode_error import error_of
-from lockstep.tokens.errors import BadRequest, Busy, DeadlineExceeded, Unavailable
+from lockstep.tokens.errors import BadRequest, Busy, ContractError, DeadlineExceeded, Unavailable
 
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
@@ -26,6 +26,8 @@ NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 CONNECT_TIMEOUT = 10.0
 KEEPALIVE = 30.0
 LINGER = 0.2
+RESPONSE_BYTES = 256 << 20
+"""Most bytes of a response, or of one event of a stream, that are held in memory."""
 CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 """What would end a header, or has no place in one."""
 PLAIN_TARGET = re.compile(r"[!-~]*")
@@ -58,7 +60,8 @@ class HttpClient:
 
     A keep-alive connection that the server has dropped is such a failure; a response that breaks
     off is not: the engine has worked on it, and the caller must decide. `host` is sent as Host,
-    for a URL that is one address of a name that has several; by default the URL's own.
+    for a URL that is one address of a name that has several; by default the URL's own. A response
+    that is larger than `response_bytes` is given up.
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class HttpClient:
         backoff: float = 0.1,
         connections: int = 1024,
         host: str | None = None,
+        response_bytes: int = RESPONSE_BYTES,
     ) -> None:
+        """Raises BadRequest for a URL with an impossible port."""
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self._timeout = timeout
         self._retries = retries
@@ -80,6 +85,8 @@ class HttpClient:
         self._open: set[Connection] = set()
         self._idle: deque[tuple[Connection, float]] = deque()
         self._url = urlsplit(self.base_url)
+        self._port = _port_of(self._url, base_url)
+        self._response_bytes = response_bytes
         self._headers = {
             "host": host or self._url.netloc.rpartition("@")[2],
             "accept-encoding": "identity",
@@ -205,6 +212,8 @@ class HttpClient:
             while not reader.done:
                 if batch := [event for piece in connection.take() for event in reader.feed(piece)]:
                     yield batch
+                elif reader.held > self._response_bytes:
+                    raise self._too_large(path)
                 elif connection.ended:
                     return
                 else:
@@ -303,7 +312,7 @@ class HttpClient:
             raise Unavailable(f"{self.base_url!r} cannot be reached: expected http://HOST:PORT")
         context = self._context() if url.scheme == "https" else None
         connecting = asyncio.get_running_loop().create_connection(
-            Connection, url.hostname, url.port or (443 if context else 80), ssl=context
+            Connection, url.hostname, self._port or (443 if context else 80), ssl=context
         )
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -340,11 +349,15 @@ class HttpClient:
             raise error_of(connection.status, await self._collect(connection, path, ResponseBody()))
 
     async def _collect(self, connection: Connection, path: str, collector: Collector[T]) -> T:
+        size = 0
         while True:
             for piece in connection.take():
+                size += len(piece)
                 collector.feed(piece)
             if connection.ended:
                 return collector.finish()
+            if size > self._response_bytes:
+                raise self._too_large(path)
             await self._news(connection, path)
 
     async def _news(self, connection: Connection, path: str) -> None:
@@ -362,8 +375,24 @@ class HttpClient:
     def _late(self, path: str, timeout: float) -> DeadlineExceeded:
         return DeadlineExceeded(f"{self.base_url}{path} took longer than {timeout} s")
 
+    def _too_large(self, path: str) -> ContractError:
+        return ContractError(
+            f"{self.base_url}{path} sent more than {self._response_bytes} bytes: it was given up"
+        )
+
     def _broken(self, path: str, error: Exception) -> Unavailable:
         return Unavailable(
             f"{self.base_url}{path} broke off in the middle of its response ({error}); it is not "
             "retried, as the engine had begun"
         )
+
+
+def _port_of(parts: SplitResult, url: str) -> int | None:
+    """The port in a URL. Raises BadRequest for one that cannot be."""
+    try:
+        return parts.port
+    except ValueError:
+        raise BadRequest(
+            f"the port of {url[:200]!r} is none: expected http://HOST:PORT with a port up to 65535",
+            param="url",
+        ) from None

@@ -24,6 +24,11 @@ class EventReader:
         self._data: list[bytes] = []
         self.done = False
 
+    @property
+    def held(self) -> int:
+        """Bytes of the event that is not complete."""
+        return len(self._line) + sum(map(len, self._data))
+
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of the events that `chunk` completed."""
         between = not (self.done or self._line or self._data)
