@@ -1,4 +1,4 @@
-"""Errors that well-known clients recognise by their code or wording, on the gateway's own routes."""
+"""Errors that well-known clients recognise by their code or wording, on the gateway's routes."""
 
 from __future__ import annotations
 

@@ -10,10 +10,12 @@ from starlette.requests import Request
 
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.models import ModelRegistry
-from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.gateway.sessions.sessions import Session, Sessions
 from lockstep.gateway.tenants import caller_of
+from lockstep.ledger.breaks import GATEWAY_BREAKS, check_breaks
 from lockstep.protocol.common.limits import LIMITS, RequestLimits
 from lockstep.protocol.common.request_id import check_request_id
+from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest
 
 SESSION_ID = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
@@ -46,6 +48,19 @@ def session_id(http: Request) -> str | None:
     if name is not None:
         check_session_id(name, "x-session-id")
     return caller_of(http).session_name(name)
+
+
+async def join_session(
+    http: Request, context: GatewayContext, renderer: Renderer
+) -> Session | None:
+    """The session a request joins, opened; None when it names none.
+
+    Raises BadRequest when X-Session-Breaks is neither strict nor fork, and what `Sessions.open`
+    raises.
+    """
+    breaks = check_breaks(http.headers.get("x-session-breaks", GATEWAY_BREAKS), "X-Session-Breaks")
+    name = session_id(http)
+    return None if name is None else await context.sessions.open(name, renderer, breaks=breaks)
 
 
 def check_session_id(name: str, param: str) -> None:

@@ -48,6 +48,7 @@ class _Turn(msgspec.Struct, array_like=True):
     stop_reason: str | None = None
     stop_tokens: int = 0
     tool_parse_error: str | None = None
+    by_ids: bool = False
 
 
 _TURN = msgspec.msgpack.Decoder(_Turn)
@@ -114,6 +115,7 @@ def _turn(node: Node, twin: int | None) -> _Turn:
         stop_reason=node.stop_reason,
         stop_tokens=node.stop_tokens,
         tool_parse_error=node.tool_parse_error,
+        by_ids=node.by_ids,
     )
 
 
@@ -159,6 +161,7 @@ def _node(index: int, turn: _Turn, parent: Node | None, twin: Node | None) -> No
         stop_reason=turn.stop_reason,
         stop_tokens=turn.stop_tokens,
         tool_parse_error=turn.tool_parse_error,
+        by_ids=turn.by_ids,
     )
 
 

@@ -29,11 +29,19 @@ from lockstep.ledger.matching import (
     read_request,
 )
 from lockstep.ledger.reading_cost import is_light
-from lockstep.ledger.tree import IDS, LOGPROBS, Node, Reply, cost, leaves
+from lockstep.ledger.tree import (
+    IDS,
+    LOGPROBS,
+    Node,
+    Reply,
+    cost,
+    leaves,
+    longest_by_ids,
+)
 from lockstep.render.messages import Message, canonical, plain_messages
 from lockstep.render.renderer import Renderer
 from lockstep.tokens import Completion, Sample
-from lockstep.tokens.errors import BadRequest, Conflict, Misaligned, PrefixBreak
+from lockstep.tokens.errors import BadRequest, BadTokenId, Conflict, Misaligned, PrefixBreak
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +98,41 @@ class Ledger:
             # A copy: turns may be committed while the threads work, and count from the next plan.
             prompt = await renderer.offload(find_prompt, request, self.roots[:], renderer)
         return self._settle(request, prompt, breaks or self.breaks, lazy=lazy)
+
+    def plan_ids(self, prompt_ids: Sequence[int], *, breaks: Breaks | None = None) -> PromptPlan:
+        """Where a turn with a prompt of ids belongs: after the longest stored turn it begins with.
+
+        Raises PrefixBreak with breaks="strict" when the ids go on behind a stored prompt with
+        something that was not sampled there, and BadTokenId for what can be no id.
+        """
+        try:
+            ids = array(IDS, prompt_ids)
+        except OverflowError:
+            raise BadTokenId("an id of the prompt is beyond 31 bits", param="prompt_ids") from None
+        node, claims = longest_by_ids(self.roots, ids)
+        before = node.breaks if node is not None else ()
+        cause: Cause | None = "edited_history" if claims else None
+        if cause is not None:
+            self._record(cause, ids.tobytes(), node)
+            if (breaks or self.breaks) == "strict":
+                raise PrefixBreak(
+                    f"{EXPLAINED[cause]} (the first {node.end if node is not None else 0} of "
+                    f"{len(ids)} ids are stored turns); send them unchanged, or allow branches "
+                    "with breaks='fork'",
+                    cause=cause,
+                    param="prompt_ids",
+                )
+        parent = node if cause is None else None
+        return PromptPlan(
+            prompt_ids=prompt_ids,
+            parent=parent,
+            new_messages=(),
+            tools=parent.tools if parent is not None else b"",
+            cause=cause,
+            breaks=before if cause is None else (*before, cause),
+            continues=parent is not None and parent.finish == "abort" and parent.end == len(ids),
+            by_ids=True,
+        )
 
     def continue_(self, node: Node) -> PromptPlan:
         """The prompt that goes on, token for token, where an aborted turn stopped.
@@ -187,6 +230,7 @@ class Ledger:
             stop_reason=completion.stop_reason,
             stop_tokens=completion.stop_tokens or 0,
             tool_parse_error=stored.tool_parse_error,
+            by_ids=plan.by_ids,
         )
         return node, twin
 
@@ -260,7 +304,8 @@ class Ledger:
                 tools=request.tools_key,
                 breaks=before,
             )
-        self._record(cause, request, node)
+        history = repr(request.history).encode(errors="surrogatepass")
+        self._record(cause, history, node)
         if breaks == "strict":
             raise PrefixBreak(
                 f"{EXPLAINED[cause]} ({prompt.anchor.length} of {len(request.history)} messages "
@@ -285,10 +330,10 @@ class Ledger:
             return self.id_json.prompt(node, prompt.ids)
         return [*node.ids(), *prompt.ids]
 
-    def _record(self, cause: Cause, request: TurnRequest, node: Node | None) -> None:
+    def _record(self, cause: Cause, request: bytes, node: Node | None) -> None:
         """Counts and logs a break once, however often the same request is tried."""
-        basis = repr((cause, node.index if node is not None else -1, request.history))
-        key = blake2b(basis.encode(errors="surrogatepass"), digest_size=16).digest()
+        basis = f"{cause} {node.index if node is not None else -1} ".encode()
+        key = blake2b(basis + request, digest_size=16).digest()
         if key not in self._recorded:
             self._recorded.add(key)
             self.break_counts[cause] += 1
@@ -316,6 +361,7 @@ def _is_twin(node: Node, plan: PromptPlan, prompt: array[int]) -> bool:
     """Whether the turn is of the same request, so that its prompt need be kept only once."""
     return (
         node.continues == plan.continues
+        and node.by_ids == plan.by_ids
         and node.tools == plan.tools
         and node.prompt == prompt
         and node.new_messages == plan.new_messages

@@ -41,7 +41,7 @@ class PromptPlan:
 
     `cause` is the prefix break that made a new branch, if one did; `breaks` are all those before
     it. `partial` holds what an aborted turn had sampled already: the whole turn is
-    `partial + completion.token_ids`.
+    `partial + completion.token_ids`. `by_ids` marks a prompt that came as ids.
     """
 
     prompt_ids: Sequence[int]
@@ -52,6 +52,7 @@ class PromptPlan:
     breaks: tuple[str, ...] = ()
     continues: bool = False
     partial: tuple[int, ...] = ()
+    by_ids: bool = False
 
     @property
     def bridged(self) -> bool:

@@ -23,7 +23,8 @@ class Node:
     """One turn: the ids of its prompt, the ids that were sampled, and where they came from.
 
     `tool_parse_error` says what was wrong with a tool call of the reply, `stop_tokens` how many of
-    the last ids hold the stop string `stop_reason`.
+    the last ids hold the stop string `stop_reason`. A turn `by_ids` had a prompt of ids, whose
+    messages nobody knows: it is found by its ids, never by messages.
 
     `new_messages` and `prompt` are shared between turns of the same request. `continues` marks a
     turn that goes on where its parent was aborted: its `reply` takes the parent's place.
@@ -54,6 +55,7 @@ class Node:
     stop_reason: str | None = None
     stop_tokens: int = 0
     tool_parse_error: str | None = None
+    by_ids: bool = False
     children: list[Node] = field(default_factory=list, repr=False)
 
     @property
@@ -119,7 +121,7 @@ def _matches(roots: Iterable[Node], messages: Sequence[Message]) -> Iterator[tup
     waiting = [(root, 0) for root in roots]
     while waiting:
         node, at = waiting.pop()
-        if not starts_with(messages, node.new_messages, at):
+        if node.by_ids or not starts_with(messages, node.new_messages, at):
             continue
         # Where the reply of this node would stand.
         spoken = at + len(node.new_messages)
@@ -131,6 +133,26 @@ def _matches(roots: Iterable[Node], messages: Sequence[Message]) -> Iterator[tup
                 waiting.append((child, spoken))
             elif fits:
                 waiting.append((child, spoken + 1))
+
+
+def longest_by_ids(roots: Sequence[Node], ids: array[int]) -> tuple[Node | None, bool]:
+    """The latest of the deepest turns whose ids `ids` begins with, and whether `ids` claims more.
+
+    It does when it goes on behind a stored prompt with something else than what was sampled there.
+    """
+    best: Node | None = None
+    below = list(roots)
+    while fitting := [
+        node for node in below if ids[node.start : node.end] == node.prompt + node.sampled
+    ]:
+        best = fitting[-1]
+        below = [child for node in fitting for child in node.children]
+    claims = any(
+        0 < len(node.prompt) < len(ids) - node.start
+        and ids[node.start : node.sampled_start] == node.prompt
+        for node in below
+    )
+    return best, claims
 
 
 def leaves(nodes: Iterable[Node]) -> list[Node]:

@@ -143,8 +143,8 @@ def keep_unparsed(
     """
     spans = [call.span for call in message.calls if call.span is not None]
     if len(spans) < len(message.calls):
-        rest = (call.raw for call in message.calls if not call.ok)
-        return replace(message, content="\n".join(filter(None, (message.content, *rest))))
+        failed = (call.raw for call in message.calls if not call.ok)
+        return replace(message, content="\n".join(filter(None, (message.content, *failed))))
     at = min(start for start, _ in spans)
     before = decode(written[:at])
     parts = [before[len(before.rstrip()) :]]

@@ -184,8 +184,6 @@ async def test_all_choices_of_a_turn_are_branches_of_the_session(served: Served)
 @pytest.mark.parametrize(
     "more",
     [
-        {"tokens": [1, 2]},
-        {"nvext": {"token_data": [1, 2]}},
         {"required_prefix_token_ids": [1, 2]},
         {"continue_final_message": True, "add_generation_prompt": False},
     ],

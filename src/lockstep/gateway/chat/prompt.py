@@ -27,9 +27,7 @@ async def prompt_of(chat: ChatRequest, renderer: Renderer, session: Session | No
     sent = chat.prompt_ids()
     if sent is not None:
         # Messages beside ids are a placeholder that some clients must send.
-        field, ids = sent
-        _refuse_with_session(session, field)
-        return ChatPrompt(ids)
+        return ChatPrompt(sent[1], None if session is None else session.plan_ids(sent[1]))
     kept = kept_by_messages(chat.messages)
     if kept is not None or chat.required_prefix_token_ids is not None:
         field = "required_prefix_token_ids" if kept is None else f"{kept.field}.prompt_token_ids"

@@ -46,6 +46,11 @@ class ChatTurn:
                 self.headers["x-lockstep-break"] = self.plan.cause
 
     @property
+    def id(self) -> str:
+        """The id by which the client knows this turn; workers may know it by another."""
+        return self.shape.id.removeprefix("chatcmpl-")
+
+    @property
     def tools(self) -> list[dict[str, Any]] | None:
         """The tools whose calls are parsed out of the reply."""
         if self.chat.tool_choice == "none":

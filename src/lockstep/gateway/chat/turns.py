@@ -18,12 +18,10 @@ from lockstep.gateway.chat.prompt import ChatPrompt, prompt_of
 from lockstep.gateway.chat.room import check_chat_room
 from lockstep.gateway.chat.template import RendererVariants
 from lockstep.gateway.chat.turn import ChatTurn
-from lockstep.gateway.context import GatewayContext, request_id, session_id
-from lockstep.gateway.sessions.sessions import Session
+from lockstep.gateway.context import GatewayContext, join_session, request_id, session_id
 from lockstep.gateway.tenants import Caller, caller_of
 from lockstep.http.handlers import unless_gone
 from lockstep.ledger.branch_sample import check_comparable
-from lockstep.ledger.breaks import GATEWAY_BREAKS, check_breaks
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.dynamo.nvext import instance_id
 from lockstep.protocol.openai import chat_response as wire
@@ -59,7 +57,7 @@ class ChatTurns:
         model = await self._context.models.resolve(chat.model)
         renderer = await self._variants.of(chat)
         await check_chat_room(chat, renderer, model.max_model_len)
-        session = await self._session(http, renderer)
+        session = await join_session(http, self._context, renderer)
         prompt = await prompt_of(chat, renderer, session)
         request = _generate_request(chat, prompt, model.name, renderer, chosen_id, caller_of(http))
         if session is not None and session.strict and prompt.plan is not None:
@@ -109,14 +107,6 @@ class ChatTurns:
         stream = PartStream(turn, self._context.pool)
         await unless_gone(http, stream.start())
         return stream
-
-    async def _session(self, http: Request, renderer: Renderer) -> Session | None:
-        breaks = http.headers.get("x-session-breaks", GATEWAY_BREAKS)
-        checked = check_breaks(breaks, "X-Session-Breaks")
-        name = session_id(http)
-        if name is None:
-            return None
-        return await self._context.sessions.open(name, renderer, breaks=checked)
 
     def _pinned(self, chat: ChatRequest) -> str | None:
         """The worker that nvext.backend_instance_id names, by its id or by the integer for it."""

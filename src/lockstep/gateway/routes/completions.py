@@ -13,11 +13,12 @@ from starlette.routing import Route as HttpRoute
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
 from lockstep.gateway.chat.room import check_room
-from lockstep.gateway.context import GatewayContext, request_id, session_id
+from lockstep.gateway.context import GatewayContext, join_session, request_id, session_id
 from lockstep.gateway.models import ServedModel
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.routes.completions_response import CompletionPrompt, CompletionWriter, Items
 from lockstep.gateway.routes.token_text import TokenSpelling
+from lockstep.gateway.sessions.token_turn import TokenTurn
 from lockstep.gateway.tenants import caller_of
 from lockstep.http.body import read_body
 from lockstep.http.handlers import EventStream, json_response, unless_gone
@@ -42,7 +43,7 @@ ROUTE_DOCS = (
 
 
 class CompletionsRoutes:
-    """OpenAI's older route, without messages. A session header only steers routing here."""
+    """OpenAI's older route, without messages; a session records its turns by their ids."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
@@ -75,7 +76,8 @@ class CompletionsRoutes:
         renderer: Renderer,
         chosen_id: str,
     ) -> list[CompletionPrompt]:
-        sampling, session, caller = body.sampling(), session_id(http), caller_of(http)
+        sampling, name, caller = body.sampling(), session_id(http), caller_of(http)
+        session = await join_session(http, self._context, renderer)
         salt = caller.cache_salt(body.cache_salt)
         inputs = body.prompts()
         special = body.add_special_tokens is not False
@@ -105,8 +107,9 @@ class CompletionsRoutes:
                 weight_version=body.weight_version,
                 min_weight_version=body.min_weight_version,
             )
-            affinity = Affinity.of(ids, session=session, salt=salt, adapter=model.adapter)
-            prompts.append(CompletionPrompt(text, request, affinity, at * sampling.n))
+            affinity = Affinity.of(ids, session=name, salt=salt, adapter=model.adapter)
+            turn = None if body.scores else TokenTurn.of(session, ids, sampling, model.adapter)
+            prompts.append(CompletionPrompt(text, request, affinity, at * sampling.n, turn))
         return prompts
 
     async def _all(self, prompts: Sequence[CompletionPrompt]) -> list[list[Completion]]:
@@ -124,7 +127,10 @@ class CompletionsRoutes:
         async def call(worker: Worker) -> list[Completion]:
             return await worker.generate(prompt.request)
 
-        return await self._context.pool.run(prompt.affinity, call)
+        completions = await self._context.pool.run(prompt.affinity, call)
+        if prompt.turn is not None:
+            await prompt.turn.commit(completions)
+        return completions
 
     def _items(self, prompt: CompletionPrompt) -> Items:
         def opened(worker: Worker) -> AsyncIterator[StreamDelta | Completion]:

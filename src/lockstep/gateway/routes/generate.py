@@ -17,11 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
-from lockstep.backends.transport import Relay
+from lockstep.backends.transport import CompletionStream, Relay
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
-from lockstep.gateway.context import GatewayContext, request_id, session_id
+from lockstep.gateway.context import GatewayContext, join_session, request_id, session_id
 from lockstep.gateway.models import ServedModel
+from lockstep.gateway.sessions.token_turn import TokenTurn
 from lockstep.gateway.tenants import Caller, caller_of
 from lockstep.http import sse
 from lockstep.http.body import read_body
@@ -70,8 +71,7 @@ class GenerateRoutes:
         ]
 
     async def generate(self, http: Request) -> Response:
-        """Completions of a prompt. A session header only steers routing: clients of this route
-        keep their own ledger."""
+        """Completions of a prompt; a session that the request names records them by their ids."""
         request_id(http)
         raw, fields, ids = await read_body(http, self._decoded, self._context.limits)
         model = await self._context.models.resolve(fields.model)
@@ -80,6 +80,7 @@ class GenerateRoutes:
         request = _generate_request(fields, ids, model, shown, caller)
         if request.cache_salt != fields.cache_salt:
             raw = _with_salt(raw, request.cache_salt)
+        turn = await self._turn(http, request, model)
         affinity = Affinity.of(
             request.prompt_ids,
             session=session_id(http),
@@ -87,13 +88,30 @@ class GenerateRoutes:
             adapter=model.adapter,
         )
         if fields.stream:
-            events = self._events(affinity, request, fields, raw, shown)
+            events = self._events(affinity, request, fields, raw, shown, turn)
             return await EventStream.started(http, events, shown)
 
-        async def call(worker: Worker) -> bytes | bytearray:
-            return await self._whole(worker, request, fields, model, raw, shown)
+        async def call(worker: Worker) -> tuple[bytes | bytearray, list[Completion]]:
+            # What a session records has logprobs, whether or not the client wants to see them.
+            relayed = raw if turn is None or fields.form.logprobs is not None else None
+            return await self._whole(worker, request, fields, model, relayed, shown)
 
-        return json_response(await unless_gone(http, self._context.pool.run(affinity, call)))
+        async def work() -> bytes | bytearray:
+            response, completions = await self._context.pool.run(affinity, call)
+            if turn is not None:
+                await turn.commit(completions)
+            return response
+
+        return json_response(await unless_gone(http, work()))
+
+    async def _turn(
+        self, http: Request, request: GenerateRequest, model: ServedModel
+    ) -> TokenTurn | None:
+        if session_id(http) is None:
+            return None
+        renderer = await self._context.models.renderer()
+        session = await join_session(http, self._context, renderer)
+        return TokenTurn.of(session, request.prompt_ids, request.sampling, model.adapter)
 
     def _decoded(self, raw: bytes) -> tuple[bytes, GenerateFields, Sequence[int]]:
         fields, ids = decode_relayed(raw)
@@ -106,22 +124,25 @@ class GenerateRoutes:
         request: GenerateRequest,
         fields: GenerateFields,
         model: ServedModel,
-        raw: bytes,
+        raw: bytes | None,
         shown: str,
-    ) -> bytes | bytearray:
-        if (relay := worker.transport.relay) is not None:
+    ) -> tuple[bytes | bytearray, list[Completion]]:
+        """The response, and its completions where it has logprobs; `raw` is relayed if given."""
+        relay = worker.transport.relay
+        if relay is not None and raw is not None:
             since = worker.accepted.mark()
-            response, reading = await relay.forward(raw, request)
-            _check(response, reading, fields, worker, since)
-            return _shown_as(response, request, shown)
+            relayed, reading = await relay.forward(raw, request)
+            completions = _checked(relayed, reading, fields, worker, since)
+            return _shown_as(relayed, request, shown), completions
         completions = await worker.generate(request)
-        return wire.generate_response(
+        response = wire.generate_response(
             completions,
             request_id=wire.REQUEST_ID_PREFIX + shown,
             model=model.name,
             created=int(time()),
             form=fields.form,
         )
+        return response, completions
 
     def _events(
         self,
@@ -130,13 +151,20 @@ class GenerateRoutes:
         fields: GenerateFields,
         raw: bytes,
         shown: str,
+        turn: TokenTurn | None,
     ) -> AsyncGenerator[bytes, None]:
+        def sampled(worker: Worker) -> CompletionStream:
+            return worker.stream(request)
+
         def opened(worker: Worker) -> AsyncIterator[bytes]:
             if (relay := worker.transport.relay) is not None:
                 return _relayed(worker, relay, request, fields, raw, shown)
-            return _translated(worker, request, fields, shown)
+            return _translated(sampled(worker), request, fields, shown)
 
-        return self._context.pool.stream(affinity, opened)
+        pool = self._context.pool
+        if turn is None:
+            return pool.stream(affinity, opened)
+        return _translated(pool.stream(affinity, sampled), request, fields, shown, turn)
 
     async def abort(self, http: Request) -> Response:
         """Stops requests by id on whatever worker they run; says how many it really stopped."""
@@ -237,36 +265,53 @@ class _BareEvents:
 
 
 async def _translated(
-    worker: Worker, request: GenerateRequest, fields: GenerateFields, shown: str
-) -> AsyncIterator[bytes]:
-    """The stream of a worker that speaks another dialect, encoded in this one."""
+    sampled: CompletionStream,
+    request: GenerateRequest,
+    fields: GenerateFields,
+    shown: str,
+    turn: TokenTurn | None = None,
+) -> AsyncGenerator[bytes, None]:
+    """Completions as they are sampled, encoded in this dialect.
+
+    What ends them is sent after the turn was stored in its session.
+    """
     prefixed = wire.REQUEST_ID_PREFIX + shown
     encoder = wire.GenerateStreamEncoder(prefixed, request.prompt_ids, fields.form)
-    # Completions come last and repeat what the deltas brought: they only add how it ended.
-    async with aclosing(worker.stream(request)) as items:
+    completions: list[Completion] = []
+    async with aclosing(sampled) as items:
         async for item in items:
             if isinstance(item, Completion):
-                yield sse.event(encoder.chunk(item.index, [], [], None, None, item))
+                completions.append(item)
             elif isinstance(item, StreamDelta):
                 chunk = encoder.chunk(item.index, item.token_ids, item.logprobs, None, None, None)
                 yield sse.event(chunk)
+    if turn is not None:
+        await turn.commit(completions)
+    # They repeat what the deltas brought: these chunks only add how it ended.
+    for completion in completions:
+        yield sse.event(encoder.chunk(completion.index, [], [], None, None, completion))
     if fields.include_usage:
         yield sse.event(encoder.usage())
 
 
-def _check(
+def _checked(
     response: bytearray, reading: Reading, fields: GenerateFields, worker: Worker, since: int
-) -> None:
-    """Raises the error of a response that must not be handed on."""
+) -> list[Completion]:
+    """The completions of a response, none where it has no logprobs.
+
+    Raises the error of a response that must not be handed on.
+    """
     if fields.sampling_params.logprobs is not None:
-        worker.accepted.check(decode_generate(response, reading), since, worker.id)
-        return
+        completions = decode_generate(response, reading)
+        worker.accepted.check(completions, since, worker.id)
+        return completions
     bare = decode_response(BARE, response)
     check_indices((choice.index for choice in bare.choices), reading.request.sampling.n)
     for choice in bare.choices:
         ids_of(choice.token_ids, f"choice {choice.index} of the response")
         finish_of(choice.finish_reason)
         worker.accepted.check_spans(choice.weight_versions or (), since, worker.id)
+    return []
 
 
 def _generate_request(

@@ -68,6 +68,14 @@ class Session:
         finally:
             self._owner.count_breaks(self._cached)
 
+    def plan_ids(self, prompt_ids: Sequence[int]) -> PromptPlan:
+        """Where a turn with a prompt of ids belongs; see Ledger.plan_ids. Raises as `plan` does."""
+        self._owner.check_limits(self._cached)
+        try:
+            return self._cached.ledger.plan_ids(prompt_ids, breaks=self._breaks)
+        finally:
+            self._owner.count_breaks(self._cached)
+
     def continue_(self, node: Node) -> PromptPlan:
         """The prompt that goes on where an aborted turn stopped; see Ledger.continue_."""
         self._owner.check_limits(self._cached)
