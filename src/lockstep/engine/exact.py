@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
@@ -31,7 +32,7 @@ from lockstep.engine.numerics.block_shapes import (
     why_unfit,
 )
 from lockstep.engine.numerics.plan import make_reproducible, plan, why_not_portable
-from lockstep.engine.numerics.trainer_path import exact_causal
+from lockstep.engine.numerics.segments import key_ranges, segment_attention, segment_mask
 from lockstep.tokens.errors import BadRequest, NotExact
 from lockstep.tokens.numerics import ArithmeticName, NumericsPlan
 
@@ -45,6 +46,10 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
     Call it before the first matrix product of the process where you can. With `portable` it
     computes what every make of x86 CPU does. Raises NotExact where this process cannot, with the
     line that helps; with `strict` false the model is prepared nevertheless.
+
+    Any batch of causal sequences will do: padded on the right or (with an attention_mask) on the
+    left, packed (with position_ids), with a cache, of any length. Other masks raise NotExact when
+    they are used, and so does torch.compile. Adapters of PEFT come before `prepare`.
     """
     config = model.config.get_text_config()
     if problem := _unready(products_of(config), _head_dim(config), portable=portable):
@@ -56,7 +61,7 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, segment_mask)
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
     model.set_attn_implementation(NAME)
     if getattr(config, "num_experts", 0):
@@ -65,11 +70,19 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
         # Without strict mode MKL hands threads row counts that are not the row multiple.
         model.register_forward_pre_hook(lambda *_: mkl.share_products(False))
         model.register_forward_hook(lambda *_: mkl.share_products(True), always_call=True)
+    multiple = row_multiple_of(model)
     for module in model.modules():
         if isinstance(getattr(module, "act_fn", None), torch.nn.SiLU | SiLUActivation):
-            module.act_fn.forward = silu
+            module.act_fn.forward = partial(_in_whole_rows, multiple, silu)
         if hasattr(getattr(module, "rotary_emb", None), "inv_freq"):
-            module.rotary_emb.forward = partial(_rotation, module.rotary_emb)
+            module.rotary_emb.forward = partial(_rotation, multiple, module.rotary_emb)
+            if not hasattr(module, "_lockstep_positions"):
+                module._lockstep_positions = module.register_forward_pre_hook(
+                    _count_positions, with_kwargs=True
+                )
+        if isinstance(module, torch.nn.Linear) or type(module).__name__.endswith("Router"):
+            computed = type(module).forward.__get__(module)
+            module.forward = partial(_in_whole_rows, multiple, computed)
     return model
 
 
@@ -129,13 +142,39 @@ def _head_dim(config: Any) -> int:
     return int(dim)
 
 
-def _rotation(rotary: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def _in_whole_rows(multiple: int, function: Any, x: Tensor) -> Any:
+    """What a function of rows makes of x (..., width), in a number of rows that keeps the bits."""
+    rows = x.numel() // x.shape[-1]
+    missing = -rows % multiple
+    if not missing:
+        return function(x)
+    out = function(F.pad(x.reshape(rows, -1), (0, 0, 0, missing)))
+    if isinstance(out, Tensor):
+        return out[:rows].reshape(*x.shape[:-1], -1)
+    return tuple(part[:rows] for part in out)
+
+
+def _count_positions(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Counts positions from the first token of a row that is padded on the left, as the engine
+    does, unless the caller gave positions of their own."""
+    mask = kwargs.get("attention_mask")
+    if mask is None or mask.dim() != 2 or kwargs.get("past_key_values") is not None:
+        return None
+    if kwargs.get("position_ids") is not None or bool(mask[:, :1].all()):
+        return None
+    return args, kwargs | {"position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+
+
+def _rotation(multiple: int, rotary: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines of a rotary embedding, with the same bits in any number of threads."""
     with torch.no_grad():
         angles = position_ids[:, :, None].float() * rotary.inv_freq.float()
         both = torch.cat((angles, angles), dim=-1)
         scale = rotary.attention_scaling
-        cos, sin = (in_safe_pieces(turn, both) * scale for turn in (torch.cos, torch.sin))
+        cos, sin = (
+            _in_whole_rows(multiple, partial(in_safe_pieces, turn), both) * scale
+            for turn in (torch.cos, torch.sin)
+        )
         return cos.to(x.dtype), sin.to(x.dtype)
 
 
@@ -210,16 +249,20 @@ def attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention for transformers' AttentionInterface; sequences are padded on the right."""
+    """Causal attention for transformers' AttentionInterface, over the ranges of `segment_mask`.
+
+    Raises NotExact under torch.compile, which computes with other bits.
+    """
+    if torch.compiler.is_compiling():
+        raise NotExact("torch.compile gives other bits: call the prepared model without it")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return exact_causal(query, key, value, scale), None
+    ranges = attention_mask
+    if ranges is not None and ranges.dim() == 4:  # the caller's own mask, which no one has read
+        ranges = key_ranges(ranges)
+    return segment_attention(query, key, value, ranges, scale), None
 
 
 def experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The sum of experts for transformers' ExpertsInterface."""
     multiple = row_multiple(products_of(module.config)) or MULTIPLES[-1]
     return mix_experts(hidden, ids, weights, module.gate_up_proj, module.down_proj, multiple)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The attention above is causal by itself and takes no mask."""

@@ -83,12 +83,12 @@ def test_a_trainer_with_other_bits_is_found_at_start_up(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine agrees with itself here; only the trainer's order of operations differs."""
-    right = trainer_path.exact_causal
+    right = trainer_path.segment_attention
 
-    def other(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return right(q, k, v, scale) * (1 + 2.0**-20)
+    def other(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor | None, scale: float) -> Tensor:
+        return right(q, k, v, ranges, scale) * (1 + 2.0**-20)
 
-    monkeypatch.setattr(trainer_path, "exact_causal", other)
+    monkeypatch.setattr(trainer_path, "segment_attention", other)
     rig = Rig(tiny, arithmetic="auto")
     assert rig.core.plan.arithmetic == "close"
     assert "between engine and trainer" in rig.core.plan.reason

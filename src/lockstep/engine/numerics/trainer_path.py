@@ -9,16 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.model.arithmetic import (
-    HIDDEN,
-    exact_attention,
-    mix_experts,
-    round_up,
-    route,
-    silu,
-)
+from lockstep.engine.model.arithmetic import mix_experts, round_up, route, silu
 from lockstep.engine.model.model import Model
-from lockstep.engine.numerics.block_shapes import attention_shapes
+from lockstep.engine.numerics.segments import segment_attention
 from lockstep.engine.weights.weights import Layer, Weights
 
 
@@ -37,26 +30,6 @@ def trainer_logits(model: Model, weights: Weights, sequences: list[list[int]]) -
     return F.linear(_norm(x, weights.norm, config.eps), weights.head)
 
 
-def exact_causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of query (batch, heads, length, d) over key and value (batch, kv_heads,
-    length, d), in the shapes that keep the bits. Returns (batch, length, heads, d)."""
-    batch, heads, length, dim = query.shape
-    kv_heads = key.shape[1]
-    good = attention_shapes(dim)
-    group, padded, keys = heads // kv_heads, round_up(length, good.prefill), good.keys(length)
-    grouped = query.reshape(batch * kv_heads, group, length, dim)
-    shape = batch * kv_heads, group, keys, dim
-    out = exact_attention(
-        F.pad(grouped, (0, 0, 0, padded - length)),
-        F.pad(key, (0, 0, 0, keys - length)).reshape(-1, 1, keys, dim).expand(shape),
-        F.pad(value, (0, 0, 0, keys - length)).reshape(-1, 1, keys, dim).expand(shape),
-        torch.full((padded, keys), HIDDEN, device=query.device).triu_(1),
-        scale,
-    )
-    out = out[:, :, :length].reshape(batch, heads, length, dim)
-    return out.transpose(1, 2).contiguous()
-
-
 def _attention(model: Model, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     config = model.config
     batch, length, _ = h.shape
@@ -71,7 +44,7 @@ def _attention(model: Model, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor) 
         q, k = _norm(q, layer.q_norm, config.eps), _norm(k, layer.k_norm, config.eps)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     q, k = (part * cos + _half_turned(part) * sin for part in (q, k))
-    out = exact_causal(q, k, v, model.scale).reshape(batch, length, -1)
+    out = segment_attention(q, k, v, None, model.scale).reshape(batch, length, -1)
     return F.linear(out, layer.out)
 
 

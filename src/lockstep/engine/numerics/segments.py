@@ -1,0 +1,140 @@
+"""Attention over the sequences that a mask cuts a batch into, each computed as if it were alone.
+
+Padding on the left, several sequences packed into one row, a cache of earlier keys: all of them
+are runs of keys in which a query sees those up to its own. The engine computes such a run from its
+first key on, so that is what is done here with each: the bits do not depend on what stands beside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.engine.model.arithmetic import HIDDEN, exact_attention, round_up
+from lockstep.engine.numerics.block_shapes import attention_shapes
+from lockstep.tokens.errors import NotExact
+
+
+def segment_mask(**arguments: Any) -> Tensor | None:
+    """The mask for transformers' AttentionMaskInterface: first and last key of each query.
+
+    Returns (batch, queries, 2), with first > last for a query that sees nothing; None where every
+    token sees all before it, padding on the right included.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    visible = sdpa_mask(**arguments)
+    return None if visible is None else key_ranges(visible)
+
+
+def key_ranges(visible: Tensor) -> Tensor | None:
+    """First and last visible key of each query of a mask (batch, 1, queries, keys), which is true
+    (or 0.0) where a key is visible; None where the mask hides no earlier key of any sequence.
+
+    Raises NotExact where a query sees keys with a gap between them, or not the run up to itself.
+    """
+    if visible.dim() != 4 or visible.shape[1] != 1:
+        raise _refused(f"a mask of shape {tuple(visible.shape)}")
+    seen = (visible if visible.dtype == torch.bool else visible == 0)[:, 0]
+    queries, keys = seen.shape[1:]
+    count = seen.sum(-1)
+    first = seen.int().argmax(-1)
+    last = first + count - 1
+    positions = torch.arange(keys, device=seen.device)
+    runs = (positions >= first[..., None]) & (positions <= last[..., None])
+    if not torch.equal(runs, seen):
+        raise _refused("a mask in which a query sees keys with a gap between them")
+    if queries == keys:
+        last_own = positions.expand_as(last)
+        sees = count > 0
+        if not torch.equal(last[sees], last_own[sees]):
+            # Padding on the right: its queries see the sequence before them, and nobody sees them.
+            later = sees & (last < last_own)
+            if not torch.equal(last[sees & ~later], last_own[sees & ~later]):
+                raise _refused("a mask in which a query sees keys after its own")
+            last, count = torch.where(later, first - 1, last), count.masked_fill(later, 0)
+        if not first[count > 0].any():
+            return None
+    moved = (first.diff(dim=-1) > 0) & (last.diff(dim=-1) == 1) & (count[:, :-1] > 1)
+    if moved[(count[:, 1:] > 1)].any():
+        raise _refused("a sliding window")
+    return torch.stack((first, last), dim=-1)
+
+
+def segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, ranges: Tensor | None, scale: float
+) -> Tensor:
+    """Attention of query (batch, heads, queries, d) over key and value (batch, kv_heads, keys, d),
+    in the shapes that keep the bits. Returns (batch, queries, heads, d), zero where a query sees
+    nothing.
+
+    `ranges` are those of `key_ranges`; None: the queries are the last ones of their row, and each
+    sees all keys up to its own.
+    """
+    batch, heads, queries, dim = query.shape
+    if ranges is None:
+        offset = key.shape[2] - queries
+        positions = torch.arange(offset, offset + queries, device=query.device)
+        out = _attend(query, key, value, positions[None], scale)
+        return out.transpose(1, 2).contiguous()
+    first, last = ranges.unbind(-1)
+    sees = last >= first
+    rows = torch.arange(batch, device=query.device)[:, None].expand_as(first)
+    # A sequence is what begins at one key of one row.
+    names, index = torch.unique((rows * key.shape[2] + first)[sees], return_inverse=True)
+    counts = torch.bincount(index, minlength=len(names))
+    order = torch.argsort(index, stable=True)
+    place = torch.empty_like(order)
+    starts = counts.cumsum(0) - counts
+    place[order] = torch.arange(len(order), device=order.device) - starts[index[order]]
+    most = int(counts.max()) if len(counts) else 0
+    if not most:
+        return query.new_zeros(batch, queries, heads, dim)
+    of_query = torch.zeros(len(names), most, dtype=torch.long, device=query.device)
+    positions = torch.zeros_like(of_query)
+    where_row, where_query = torch.nonzero(sees, as_tuple=True)
+    of_query[index, place] = where_query
+    positions[index, place] = (last - first)[sees]
+    row, begin = names // key.shape[2], names % key.shape[2]
+    length = int(positions.max()) + 1
+    of_key = begin[:, None] + torch.arange(length, device=query.device)
+    of_key = of_key.clamp(max=key.shape[2] - 1)
+    parts = (
+        part.transpose(1, 2)[row[:, None], at].transpose(1, 2)
+        for part, at in ((query, of_query), (key, of_key), (value, of_key))
+    )
+    out = _attend(*parts, positions, scale).transpose(1, 2)
+    whole = query.new_zeros(batch, queries, heads, dim)
+    return whole.index_put((where_row, where_query), out[index, place])
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Each query over the keys up to its position: positions (batch, queries), or (1, queries) for
+    every row. Returns the shape of q."""
+    batch, heads, queries, dim = q.shape
+    kv_heads, length = k.shape[1:3]
+    shapes = attention_shapes(dim)
+    group, rows, keys = heads // kv_heads, round_up(queries, shapes.prefill), shapes.keys(length)
+    shape = batch * kv_heads, group, keys, dim
+    hidden = torch.arange(keys, device=q.device) > F.pad(positions, (0, rows - queries))[..., None]
+    bias = torch.zeros(hidden.shape, device=q.device).masked_fill_(hidden, HIDDEN)
+    bias = bias[0] if len(positions) == 1 else bias.repeat_interleave(kv_heads, 0)[:, None]
+    out = exact_attention(
+        F.pad(q.reshape(batch * kv_heads, group, queries, dim), (0, 0, 0, rows - queries)),
+        F.pad(k, (0, 0, 0, keys - length)).reshape(-1, 1, keys, dim).expand(shape),
+        F.pad(v, (0, 0, 0, keys - length)).reshape(-1, 1, keys, dim).expand(shape),
+        bias,
+        scale,
+    )
+    return out[:, :, :queries].reshape(batch, heads, queries, dim)
+
+
+def _refused(what: str) -> NotExact:
+    return NotExact(
+        f"a prepared model cannot compute {what} as the engine would: it takes whole causal "
+        "sequences, padded on either side or packed with position_ids; for anything else use a "
+        "model that was not prepared"
+    )
