@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from lockstep.http.limits import DRAIN_SECONDS
+from lockstep.http.limits import DRAIN_SECONDS, parse_limits
 from lockstep.http.tls import TlsFiles
-from lockstep.protocol.common.limits import RequestLimits
 from lockstep.settings import Settings
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
@@ -64,7 +63,7 @@ def worker(
     ] = None,
     limit: Annotated[
         list[str] | None,
-        _listen_option(help="Limit of a request, as NAME=NUMBER; may be repeated."),
+        _listen_option(help="Limit of requests and connections, as NAME=NUMBER; may be repeated."),
     ] = None,
     insecure: Annotated[
         bool,
@@ -146,6 +145,7 @@ def worker(
     from lockstep.worker.serve import WorkerOptions, run_worker
 
     settings = Settings.read()
+    http, limits = parse_limits(limit or ())
     if script is not None and runtime == "dynamo":
         raise BadRequest("--script is for --runtime http only", param="script")
     start = run_dynamo_worker if runtime == "dynamo" else run_worker
@@ -166,7 +166,8 @@ def worker(
             system_host=system_host,
             tls=TlsFiles.of_listener(tls_cert, tls_key, tls_client_ca),
             origins=check_origins(allow_origin or ()),
-            limits=RequestLimits.parse(limit or ()),
+            http=http,
+            limits=limits,
             checkpoint_roots=tuple(checkpoint_root or ()),
             drain_seconds=drain_seconds,
             return_routed_experts=return_routed_experts,

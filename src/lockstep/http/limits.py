@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from lockstep.protocol.common.limits import LIMITS as REQUEST_LIMITS
+from lockstep.protocol.common.limits import RequestLimits
+from lockstep.tokens.errors import BadRequest
 
 try:
     import resource
@@ -19,7 +26,8 @@ DRAIN_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Limits of one listener. Every field has a default that suits a server on a network.
+    """Limits of one listener. Every field has a default that suits a server on a network, and is
+    an option: `--limit NAME=NUMBER`.
 
     connections         open at once; past it the longest idle one is closed, or a new one gets 503
     keep_alive_seconds  a connection may be without a request for so long
@@ -72,3 +80,41 @@ def connections_within(descriptors: int, wanted: int, listeners: int) -> int:
     """
     share = (descriptors - RESERVED_DESCRIPTORS) // 2 // max(1, listeners)
     return min(wanted, max(FEWEST_CONNECTIONS, share))
+
+
+def parse_limits(options: Iterable[str]) -> tuple[ServerLimits, RequestLimits]:
+    """The limits with those that options of the form NAME=NUMBER set. Raises BadRequest."""
+    server, request = LIMITS, REQUEST_LIMITS
+    for option in options:
+        name, _, number = option.partition("=")
+        owner = (
+            server if name in SERVER_LIMITS else request if name in REQUEST_LIMIT_NAMES else None
+        )
+        value = (
+            None if owner is None else _number(number, whole=isinstance(getattr(owner, name), int))
+        )
+        if owner is None or value is None:
+            raise BadRequest(
+                f"--limit is {option[:200]!r}: expected NAME=NUMBER, with one of "
+                f"{', '.join([*REQUEST_LIMIT_NAMES, *SERVER_LIMITS])}",
+                param="limit",
+            )
+        changed: dict[str, Any] = {name: value}
+        if owner is server:
+            server = replace(server, **changed)
+        else:
+            request = replace(request, **changed)
+    return server, request
+
+
+SERVER_LIMITS = tuple(field.name for field in fields(ServerLimits))
+REQUEST_LIMIT_NAMES = tuple(field.name for field in fields(RequestLimits))
+
+
+def _number(text: str, *, whole: bool) -> float | None:
+    """The number that a text is, None for no positive one."""
+    try:
+        number = int(text) if whole else float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None

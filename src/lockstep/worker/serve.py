@@ -12,7 +12,8 @@ from pathlib import Path
 
 from lockstep.engine import Engine, EngineOptions
 from lockstep.http.auth import check_admin_exposure, check_exposure, hosts_of
-from lockstep.http.limits import DRAIN_SECONDS
+from lockstep.http.limits import DRAIN_SECONDS, ServerLimits
+from lockstep.http.limits import LIMITS as SERVER_LIMITS
 from lockstep.http.loop_monitor import LoopMonitor
 from lockstep.http.server import (
     Endpoint,
@@ -51,6 +52,7 @@ class WorkerOptions:
     insecure: bool = False
     tls: TlsFiles | None = None
     origins: tuple[str, ...] = ()
+    http: ServerLimits = SERVER_LIMITS
     limits: RequestLimits = LIMITS
     checkpoint_roots: tuple[Path, ...] = ()
     drain_seconds: float = DRAIN_SECONDS
@@ -101,7 +103,12 @@ async def _serve(options: WorkerOptions, make_engine: MakeEngine) -> None:
         async with (
             engine,
             LoopMonitor(data.metrics.registry),
-            serving(endpoints, drain_seconds=options.drain_seconds, origins=options.origins),
+            serving(
+                endpoints,
+                drain_seconds=options.drain_seconds,
+                limits=options.http,
+                origins=options.origins,
+            ),
         ):
             stop = stop_event()
             say_ready(

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lockstep.http.limits import DRAIN_SECONDS
+from lockstep.http.limits import DRAIN_SECONDS, parse_limits
 from lockstep.http.tls import TlsFiles
-from lockstep.protocol.common.limits import RequestLimits
 from lockstep.tokens.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -111,9 +110,8 @@ class GatewayArguments:
     limit: Annotated[
         list[str] | None,
         _traffic_option(
-            help="Limit of a request, as NAME=NUMBER: body_bytes, values, items, nesting, "
-            "characters, messages, tools, prompts, stop_token_ids, logit_bias, request_ids; may be "
-            "repeated."
+            help="Limit of requests and connections, as NAME=NUMBER; may be repeated. See "
+            "docs/security.md for the names."
         ),
     ] = None
     insecure: Annotated[
@@ -173,6 +171,7 @@ class GatewayArguments:
         from lockstep.gateway.app import GatewayOptions
         from lockstep.http.cross_site import check_origins
 
+        http, limits = parse_limits(self.limit or ())
         return GatewayOptions(
             host=self.host,
             port=self.port,
@@ -180,7 +179,8 @@ class GatewayArguments:
             admin_port=self.admin_port,
             tls=TlsFiles.of_listener(self.tls_cert, self.tls_key, self.tls_client_ca),
             origins=check_origins(self.allow_origin or ()),
-            limits=RequestLimits.parse(self.limit or ()),
+            http=http,
+            limits=limits,
             api_keys=settings.api_keys,
             key_file=self.key_file or settings.key_file,
             shared_sessions=self.shared_sessions,

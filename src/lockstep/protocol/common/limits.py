@@ -5,9 +5,8 @@ They bound what one request costs a process in time and memory, whoever sends it
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -51,21 +50,6 @@ class RequestLimits:
     stop_token_ids: int = 1024
     logit_bias: int = 16_384
     request_ids: int = 20_000
-
-    @classmethod
-    def parse(cls, options: Iterable[str]) -> RequestLimits:
-        """The limits with those that options of the form NAME=NUMBER set. Raises BadRequest."""
-        known = [field.name for field in fields(cls)]
-        chosen: dict[str, int] = {}
-        for option in options:
-            name, _, number = option.partition("=")
-            if name not in known or not re.fullmatch(r"[0-9]{1,12}", number):
-                raise BadRequest(
-                    f"--limit is {option!r}: expected NAME=NUMBER, with one of {', '.join(known)}",
-                    param="limit",
-                )
-            chosen[name] = int(number)
-        return replace(LIMITS, **chosen)
 
     def check(self, request: Any) -> None:
         """Raises BadRequest for a decoded body that lists too much, or nests too deeply."""
