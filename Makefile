@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-cpus test-docs test-engines lint format docs bench clean
+.PHONY: demo test test-cpus test-docs test-engines test-clients lint format docs bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,7 @@ demo: $(VENV)/.ready
 PYTEST := $(BIN)/pytest -n 2 --dist loadscope
 
 test: $(VENV)/.ready
-	$(PYTEST) --ignore tests/engines --ignore tests/cpus --ignore tests/docs
+	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/cpus --ignore tests/docs
 
 # The self-test and short demos on every kind of CPU that this one can play.
 test-cpus: $(VENV)/.ready
@@ -33,6 +33,11 @@ test-engines: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-vllm.sh
 	PYTHON=$(PYTHON) scripts/install-dynamo.sh
 	$(BIN)/pytest tests/engines --timeout 600
+
+# Stock SDKs and agent frameworks against a gateway, in an environment of their own.
+test-clients: $(VENV)/.ready
+	PYTHON=$(PYTHON) scripts/install-clients.sh
+	$(BIN)/pytest tests/clients
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

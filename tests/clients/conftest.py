@@ -1,0 +1,99 @@
+"""A gateway before a scripted model, and real clients run as the programs they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.fleet.remote import RemoteFleet
+from lockstep.tokens import Sample
+from tests.clients import rules
+from tests.processes import TOKEN, ServeProcess
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("LOCKSTEP_TEST_CLIENTS") or ROOT / ".venv-clients" / "bin" / "python")
+PROGRAMS = Path(__file__).parent / "programs"
+TIMEOUT = 120
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Runs client programs against one gateway, and reads what became of their sessions."""
+
+    served: ServeProcess
+    home: Path
+
+    def run(self, program: str, *arguments: str, base: str, python: Path = PYTHON) -> Any:
+        """What the program prints last. Its environment holds nothing of ours, and no key."""
+        environ = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home),
+            "OPENAI_API_KEY": "dummy",
+            "OPENAI_BASE_URL": base,
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+            "NO_PROXY": "127.0.0.1",
+        }
+        result = subprocess.run(
+            [str(python), str(PROGRAMS / f"{program}.py"), base, *arguments],
+            cwd=self.home, env=environ, capture_output=True, text=True, timeout=TIMEOUT,
+        )  # fmt: skip
+        assert result.returncode == 0, f"{program}: {result.stdout[-3000:]}{result.stderr[-6000:]}"
+        return json.loads(result.stdout.strip().splitlines()[-1])
+
+    def session(self, name: str) -> str:
+        """The base URL of a session: all that such a client has to be given."""
+        return f"{self.served.url}/sessions/{name}/v1"
+
+    async def samples(self, session: str) -> list[Sample]:
+        async with RemoteFleet(self.served.admin_url, token=TOKEN) as fleet:
+            return await fleet.samples(session)
+
+    async def exact_sample(self, session: str, turns: int = 3) -> Sample:
+        """The one sample of a session: unbroken, of that many turns, scored again bit for bit."""
+        (sample,) = await self.samples(session)
+        await self.check_exact(sample)
+        assert turns_of(sample) >= turns
+        return sample
+
+    async def check_exact(self, sample: Sample) -> None:
+        assert sample.breaks == ()
+        assert sample.split == ()
+        async with lockstep.connect(self.served.url) as policy:
+            scores = await policy.score(sample.token_ids)
+        again = [
+            score if sampled else 0.0
+            for score, sampled in zip(scores.logprobs, sample.sampled_mask, strict=True)
+        ]
+        assert again == sample.logprobs
+
+
+def turns_of(sample: Sample) -> int:
+    """How many stretches of the sample were sampled."""
+    mask = [False, *sample.sampled_mask]
+    return sum(not before and now for before, now in pairwise(mask))
+
+
+@pytest.fixture(scope="session")
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    if not PYTHON.exists():
+        pytest.fail(f"{PYTHON} is missing: make test-clients installs it")
+    home = tmp_path_factory.mktemp("clients")
+    script = rules.write(home / "script.jsonl")
+    served = ServeProcess("--sessions", "memory", "--worker-args", f"--script {script}")
+    yield Clients(served, home)
+    served.stop()
+
+
+@pytest.fixture
+def session(request: pytest.FixtureRequest) -> str:
+    """A session id of this test's own."""
+    return "".join(each if each.isalnum() else "-" for each in request.node.name)
