@@ -23,6 +23,7 @@ from lockstep.gateway.messages.route import MessagesRoutes
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.openapi.document import OpenApiRoutes
+from lockstep.gateway.responses.route import ResponsesRoutes
 from lockstep.gateway.routes.completions import CompletionsRoutes
 from lockstep.gateway.routes.fleet import FleetRoutes
 from lockstep.gateway.routes.generate import GenerateRoutes
@@ -87,6 +88,7 @@ def data_app(
     recorded: list[BaseRoute] = [
         *ChatRoutes(context).routes,
         *MessagesRoutes(context).routes,
+        *ResponsesRoutes(context).routes,
         *TokenizeRoutes(context).routes,
         *StatusRoutes(context).routes,
         *OwnSessionRoutes(context).routes,

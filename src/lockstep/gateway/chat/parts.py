@@ -78,7 +78,7 @@ class PartStream:
         self._first = await anext(self._items, None)
         self.first_at = time()
 
-    async def read(self) -> AsyncIterator[StreamedPart]:
+    async def read(self) -> AsyncGenerator[StreamedPart, None]:
         """The parts as they come. Raises ContractError for a stream that breaks the contract."""
         completions: list[Completion] = []
         async with aclosing(self._items):

@@ -75,7 +75,7 @@ class MessageStream:
                     for event in self._part(each):
                         yield event
         except LockstepError as error:
-            yield wire.event("error", **_without_type(error, self._turn.request.request_id))
+            yield wire.event("error", **_without_type(error, self._turn.id))
 
     def _part(self, each: StreamedPart) -> Iterator[bytes]:
         part = each.part
@@ -127,7 +127,7 @@ class MessageStream:
 
 
 def _id(turn: ChatTurn) -> str:
-    return f"msg_{turn.request.request_id}"
+    return f"msg_{turn.id}"
 
 
 def _usage(turn: ChatTurn, output_tokens: int) -> wire.MessagesUsage:

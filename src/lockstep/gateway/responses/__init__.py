@@ -1,0 +1,1 @@
+"""OpenAI's responses dialect: translated to chat at the edge, and back."""

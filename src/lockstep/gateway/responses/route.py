@@ -1,0 +1,154 @@
+"""POST /v1/responses: OpenAI's newer dialect in front of a fleet, in the same sessions as chat."""
+
+from __future__ import annotations
+
+from time import time
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route as HttpRoute
+
+from lockstep.gateway.chat.turns import ChatTurns
+from lockstep.gateway.context import GatewayContext, request_id, session_id
+from lockstep.gateway.responses.stored import StoredResponses
+from lockstep.gateway.responses.translate import TranslatedResponses, translate
+from lockstep.gateway.responses.write import (
+    ResponseStream,
+    empty_response,
+    ended_response,
+    failed_events,
+    whole_output,
+)
+from lockstep.gateway.tenants import caller_of
+from lockstep.http.body import read_body
+from lockstep.http.handlers import EventStream, json_response
+from lockstep.protocol.common.error_body import error_body
+from lockstep.protocol.openai.chat_decode import check_chat
+from lockstep.protocol.openai.chat_response import ChatReply
+from lockstep.protocol.openai.responses_request import ResponsesRequest, decode_responses
+from lockstep.protocol.openai.responses_response import ResponseObject
+from lockstep.render import Renderer
+from lockstep.render.messages import Plain
+from lockstep.tokens.errors import BadRequest, PromptTooLong
+
+EFFORT, SWITCH = "reasoning_effort", "enable_thinking"
+"""Template variables by which models are told how much to think, or not to."""
+
+
+class ResponsesRoutes:
+    """POST /v1/responses, and what was stored of it by its id."""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
+        self._turns = ChatTurns(context)
+        self._stored = StoredResponses()
+        self.routes = [
+            HttpRoute("/v1/responses", self.create, methods=["POST"]),
+            HttpRoute("/v1/responses", self.upgrade, methods=["GET"]),
+            HttpRoute("/v1/responses/{response_id}", self.retrieve, methods=["GET"]),
+            HttpRoute("/v1/responses/{response_id}", self.delete, methods=["DELETE"]),
+        ]
+
+    async def create(self, http: Request) -> Response:
+        """Answers a request, whole or streamed."""
+        chosen = request_id(http)
+        body = await read_body(http, decode_responses, self._context.limits)
+        empty = empty_response(body, f"resp_{chosen}", int(time()))
+        try:
+            return await self._create(http, body, empty)
+        except PromptTooLong as error:
+            if not body.stream:
+                raise
+            # Codex ends a run on this event, and retries on a status.
+            return EventStream(failed_events(empty, error), chosen, done=b"")
+
+    async def _create(
+        self, http: Request, body: ResponsesRequest, empty: ResponseObject
+    ) -> Response:
+        translated = await self._translated(http, body)
+        turn = await self._turns.open(http, translated.chat, clamp=True)
+        if translated.accepted:
+            turn.headers["x-lockstep-accepted"] = ",".join(sorted(set(translated.accepted)))
+        owner = _owner(http)
+
+        def keep(response: ResponseObject, reply: ChatReply) -> None:
+            if body.store is not False:
+                self._stored.keep(owner, response, [*translated.items, dict(reply.message)])
+
+        response: Response
+        if body.stream:
+            parts = await self._turns.stream(http, turn)
+            stream = ResponseStream(empty, turn, parts, translated.tools, keep)
+            response = EventStream(stream.events(), http.state.request_id, done=b"")
+        else:
+            _, (reply,) = await self._turns.run(http, turn)
+            output = whole_output(turn, reply, translated.tools)
+            ended = ended_response(empty, turn, reply, output)
+            keep(ended, reply)
+            response = json_response(ended)
+        response.headers["x-request-id"] = http.state.request_id
+        response.headers.update(turn.headers)
+        return response
+
+    async def upgrade(self, _: Request) -> Response:
+        """Refuses to speak over a WebSocket, in the way that has Codex go on over HTTP."""
+        why = "responses are not served over a WebSocket here: send POST /v1/responses"
+        return json_response(error_body(426, why, "upgrade_required"), 426)
+
+    async def retrieve(self, http: Request) -> Response:
+        """A stored response."""
+        return json_response(
+            self._stored.require(_owner(http), http.path_params["response_id"]).body
+        )
+
+    async def delete(self, http: Request) -> Response:
+        """Forgets a stored response; turns in a session stay."""
+        name = http.path_params["response_id"]
+        self._stored.delete(_owner(http), name)
+        return json_response({"id": name, "object": "response", "deleted": True})
+
+    async def _translated(self, http: Request, body: ResponsesRequest) -> TranslatedResponses:
+        renderer = await self._context.models.renderer()
+        before = await self._before(http, body, renderer)
+        inner_system = renderer.template.accepts(_INNER_SYSTEM, None)
+        translated = translate(body, before, inner_system=inner_system)
+        _set_effort(translated, body, renderer)
+        check_chat(translated.chat)
+        return translated
+
+    async def _before(
+        self, http: Request, body: ResponsesRequest, renderer: Renderer
+    ) -> list[Plain]:
+        """The conversation of the response that the request goes on from."""
+        name = body.previous_response_id
+        if name is None:
+            return []
+        kept = self._stored.find(_owner(http), name)
+        if kept is None:
+            raise BadRequest(
+                f"Previous response with id '{name}' not found.", param="previous_response_id"
+            )
+        return kept.messages
+
+
+_INNER_SYSTEM: list[Plain] = [
+    {"role": role, "content": "text"} for role in ("user", "system", "assistant", "user")
+]
+
+
+def _owner(http: Request) -> str:
+    """Whose responses a request may use: those of its session, else those of its tenant."""
+    return session_id(http) or f"{caller_of(http).tenant} without a session"
+
+
+def _set_effort(
+    translated: TranslatedResponses, body: ResponsesRequest, renderer: Renderer
+) -> None:
+    effort = None if body.reasoning is None else body.reasoning.effort
+    source = renderer.template.source
+    if effort is not None and EFFORT in source:
+        translated.chat.reasoning_effort = effort
+        translated.accepted.remove("reasoning.effort")
+    elif effort == "none" and SWITCH in source:
+        translated.chat.chat_template_kwargs = {SWITCH: False}
+        translated.accepted.remove("reasoning.effort")

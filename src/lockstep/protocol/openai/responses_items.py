@@ -1,0 +1,162 @@
+"""Items of OpenAI's responses dialect: what a conversation is made of, read strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from lockstep.protocol.common.strict import explain
+from lockstep.tokens.errors import UnsupportedField
+
+T = TypeVar("T")
+
+
+class _Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(_Item, tag="message"):
+    """A message; `phase` is a mark that Codex keeps on what the assistant said."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+    phase: str | None = None
+
+
+class ReasoningItem(_Item, tag="reasoning"):
+    summary: list[dict[str, Any]] = []
+    content: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
+
+
+class FunctionCallItem(_Item, tag="function_call"):
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+    async_: Any = None
+    caller: Any = None
+
+
+class FunctionOutputItem(_Item, tag="function_call_output"):
+    call_id: str
+    output: str | list[dict[str, Any]]
+    caller: Any = None
+
+
+class CustomCallItem(_Item, tag="custom_tool_call"):
+    """A call whose input is free text."""
+
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+    caller: Any = None
+
+
+class CustomOutputItem(_Item, tag="custom_tool_call_output"):
+    call_id: str
+    output: str | list[dict[str, Any]]
+    caller: Any = None
+
+
+class AdditionalToolsItem(_Item, tag="additional_tools"):
+    """Tools that stand in the input instead of the field for them; Codex does it."""
+
+    tools: list[dict[str, Any]]
+    role: str | None = None
+
+
+class AgentMessageItem(_Item, tag="agent_message"):
+    """What one agent of Codex tells another."""
+
+    author: str
+    recipient: str
+    content: list[dict[str, Any]]
+
+
+ResponseItem = (
+    MessageItem
+    | ReasoningItem
+    | FunctionCallItem
+    | FunctionOutputItem
+    | CustomCallItem
+    | CustomOutputItem
+    | AdditionalToolsItem
+    | AgentMessageItem
+)
+KINDS = (
+    "message, reasoning, function_call, function_call_output, custom_tool_call, "
+    "custom_tool_call_output, additional_tools, agent_message"
+)
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool: a function, a custom one with free text, a namespace of them, or a hosted one."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] = []
+    external_web_access: bool | None = None
+    defer_loading: bool | None = None
+
+
+def read_items(items: Iterable[dict[str, Any]], where: str = "input") -> list[ResponseItem]:
+    """The items, of which one without a type is a message. Raises BadRequest that names the place,
+    UnsupportedField for a type that cannot be had here."""
+    read: list[ResponseItem] = []
+    for at, item in enumerate(items):
+        place = f"{where}[{at}]"
+        kind = item.get("type", "message")
+        if f"{kind}" not in KINDS.split(", "):
+            raise UnsupportedField(
+                f"{place}.type is {kind!r}: this server takes {KINDS}", param=f"{place}.type"
+            )
+        typed = item if "type" in item else {**item, "type": "message"}
+        read.append(convert(typed, ResponseItem, place))
+    return read
+
+
+def read_tools(tools: Iterable[dict[str, Any]], where: str = "tools") -> list[ResponseTool]:
+    """The tools. Raises BadRequest that names the place."""
+    return [convert(tool, ResponseTool, f"{where}[{at}]") for at, tool in enumerate(tools)]
+
+
+def convert(value: dict[str, Any], kind: Any, where: str) -> Any:
+    """The value as `kind`. Raises BadRequest (or UnknownField) that names what is wrong."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        problem = explain(str(error), msgspec.json.encode(value))
+        problem = problem.with_message(f"{where}: {problem.message}")
+        problem.param = f"{where}.{problem.param}"
+        raise problem from None
+
+
+def text_of(content: str | list[dict[str, Any]], where: str, joint: str = "\n") -> str:
+    """The text of a content, string or parts. Raises UnsupportedField for any other part."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for at, part in enumerate(content):
+        kind = part.get("type")
+        key = {"refusal": "refusal", "encrypted_content": "encrypted_content"}.get(
+            str(kind), "text"
+        )
+        text = part.get(key)
+        if (kind not in TEXT_PARTS and key == "text") or not isinstance(text, str):
+            raise UnsupportedField(
+                f"{where}[{at}] is a part of type {kind!r}: only text can be rendered to tokens "
+                "here",
+                param=f"{where}[{at}]",
+            )
+        texts.append(text)
+    return joint.join(texts)
