@@ -65,6 +65,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F48": ("in bf16 a worker on the old, or on partly old weights passes for one on the new", "judged against new and old logprobs within its own measured noise, and by the digest of what it read"),
     "F49": ("a step too small for bf16 logprobs proves nothing, or stops the run", "proved by the digest of every tensor that was read, or refused"),
     "F50": ("a version label with `+`, a newline, an escape or 100 kB is taken, and then cut apart or printed", "400 where it enters; one grammar joins and parses labels"),
+    "F51": ("a second run reuses `step_1` with other weights, and is refused for good or taken for the first", "a label names contents: the directory's name gets the digest added, and the operation says so; a label that the trainer chose stays strict"),
     "F52": ("an overlong prompt is taken for a passing fault and sent ten times", "the wording and the code that clients match, on every route"),
     "F53": ("one turn at another temperature makes a whole session unreadable", "that branch is split, with the reason, or the turn refused where the session is strict; the others come out as they are"),
     "F54": ("a malformed tool call is shown as a plain answer, and the text after it is lost", "what was not parsed stays in the content verbatim, and the turn says `tool_parse_error`; streams the same"),

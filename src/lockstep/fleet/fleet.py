@@ -205,8 +205,9 @@ class Fleet:
     ) -> Operation:
         """The verified update of all workers, from a directory or another source.
 
-        `version` defaults to the directory's name. A probe beside the checkpoint
-        (probe.safetensors) is what the workers must reproduce. Raises what stopped it when nothing
+        `version` defaults to the directory's name, with a digest where that names other weights
+        (`step_1@3fb2c0d91a6e`); a `version` that names other weights is a Conflict. A probe beside
+        the checkpoint is what the workers must reproduce. Raises what stopped it when nothing
         changed; its operation says who and why. A version that is served already is not loaded
         again. When no worker serves, it is done on those in quarantine that respond, and the
         operation says so.
@@ -222,14 +223,17 @@ class Fleet:
             operation.version = label
             workers = await self._updatable(operation)
             served = any(worker.serves for worker in workers)
-            new = await self._weights.read(weight_dir, source, label, self.desired, served=served)
-            if new is None:
-                return
+            new = await self._weights.read(
+                weight_dir, source, label, self.desired, served=served, strict=version is not None
+            )
+            operation.version = new.version
             operation.warnings += new.warnings
+            if new.is_served:
+                return
             transaction = Transaction(
                 workers,
                 new.source,
-                label,
+                new.version,
                 new.proof,
                 operation=operation,
                 quarantine=self.quarantine,
@@ -240,10 +244,10 @@ class Fleet:
             )
 
             def agree(reference: Reference) -> None:
-                desired = self.desired.agree(label, new.path, new.digest, reference)
+                desired = self.desired.agree(new.version, new.path, new.digest, reference)
                 self._store.save(desired)
                 self.desired = desired
-                self.pool.accepted.accept(label)
+                self.pool.accepted.accept(new.version)
 
             await transaction.run(agree)
             if served:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,14 @@ from lockstep.tokens.errors import LockstepError
 from tests.fleet.fakes import until
 from tests.simulator.fault_matrix import run
 from tests.simulator.fleet import simulated
-from tests.simulator.workers import FIRST, Kind, SimulatedWorker, score, write_checkpoint
+from tests.simulator.workers import (
+    FIRST,
+    Kind,
+    SimulatedWorker,
+    contents,
+    score,
+    write_checkpoint,
+)
 
 
 @pytest.mark.failure_mode("F24")
@@ -200,6 +208,38 @@ async def test_what_a_label_means_is_remembered_by_the_next_gateway(tmp_path: Pa
         write_checkpoint(tmp_path / "a", 77)
         with pytest.raises(LockstepError, match="other weights need another label"):
             await fleet.fleet.update_weights(str(tmp_path / "a"), version="a")
+
+
+@pytest.mark.failure_mode("F51")
+async def test_a_directory_called_like_other_weights_gets_a_label_of_its_own(
+    tmp_path: Path,
+) -> None:
+    """A second run of a trainer that only sends the directory: step_1 again, with other weights."""
+    where = str(tmp_path / "state.sqlite")
+    runs = [tmp_path / run / "step_1" for run in ("first", "second")]
+    for seed, path in enumerate(runs, 50):
+        write_checkpoint(path, seed)
+    async with simulated(tmp_path, store=StateStore(where)) as fleet:
+        fleet.meaning["step_1"] = contents(runs[0])
+        await fleet.fleet.update_weights(str(runs[0]))
+        fleet.check()
+    async with simulated(tmp_path, store=StateStore(where)) as fleet:
+        fleet.meaning["step_1"] = contents(runs[0])
+        operation = await fleet.fleet.update_weights(str(runs[1]))
+        label = fleet.fleet.desired.version or ""
+        assert label == operation.version
+        assert re.fullmatch(r"step_1@[0-9a-f]{12}", label)
+        assert any(label in warning for warning in operation.warnings)
+        fleet.meaning[label] = contents(runs[1])
+        fleet.check()
+        commits = fleet.workers[0].calls["commit"]
+        again = await fleet.fleet.update_weights(str(runs[1]))
+        assert (again.version, fleet.workers[0].calls["commit"]) == (label, commits)
+        with pytest.raises(LockstepError, match="other weights need another label"):
+            await fleet.fleet.update_weights(str(runs[1]), version="step_1")
+        await fleet.fleet.update_weights(str(runs[0]))
+        assert fleet.fleet.desired.version == "step_1"
+        fleet.check()
 
 
 @pytest.mark.failure_mode("F26")

@@ -13,17 +13,26 @@ from lockstep.checkpoint.validate import Checkpoint, ModelSignature, resolve
 from lockstep.fleet.control.desired import Desired
 from lockstep.fleet.update.proof import Proof, reference_of
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError
+from lockstep.tokens.versions import MAX_LABEL
+
+DIGITS = 12
+"""Digits of a digest that tell the weights of two runs apart in a label."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewWeights:
-    """What to load and how it is proved. `path` and `digest` are those of a checkpoint."""
+    """What to load, under which label, and how it is proved.
 
+    `path` and `digest` are those of a checkpoint. There is nothing to do when it `is_served`.
+    """
+
+    version: str
     source: Source
     proof: Proof
     path: str | None = None
     digest: str | None = None
     warnings: tuple[str, ...] = ()
+    is_served: bool = False
 
 
 class WeightReader:
@@ -43,26 +52,31 @@ class WeightReader:
         desired: Desired,
         *,
         served: bool = True,
-    ) -> NewWeights | None:
-        """The new weights, or None when exactly these are `served` under that label already.
+        strict: bool = True,
+    ) -> NewWeights:
+        """The new weights; they may be `served` under that label already.
 
-        Raises Conflict for a label that means other weights, and what is wrong with a checkpoint.
+        A label names contents. One that means other weights is a Conflict when it is `strict`, as
+        the trainer chose it; otherwise the digest is added to it, since directories of two runs
+        are often called alike. Raises what is wrong with a checkpoint.
         """
         if weight_dir is None:
             if source is None:
                 raise BadRequest("there is no source of weights", param="weight_dir")
             if version in desired.agreed:
                 raise _taken(version)
-            return NewWeights(source, Proof())
+            return NewWeights(version, source, Proof())
         path = resolve(weight_dir, self._roots)
         checkpoint = await asyncio.to_thread(
             Checkpoint.validate, path, await self._served(desired), roots=self._roots
         )
-        if version in desired.agreed:
-            if desired.digests.get(version) != checkpoint.digest:
+        warnings = checkpoint.warnings
+        if version in desired.agreed and desired.digests.get(version) != checkpoint.digest:
+            if strict:
                 raise _taken(version)
-            if served and version == desired.version:
-                return None
+            taken, version = version, content_label(version, checkpoint.digest)
+            note = f"version {taken!r} names other weights here: these are {version!r}"
+            warnings = (*warnings, note)
         now = await self._digest(desired)
         proof = Proof(
             reference_of(checkpoint.probe),
@@ -70,7 +84,13 @@ class WeightReader:
             same=checkpoint.digest == now,
         )
         return NewWeights(
-            Source(directory=path), proof, str(path), checkpoint.digest, checkpoint.warnings
+            version,
+            Source(directory=path),
+            proof,
+            str(path),
+            checkpoint.digest,
+            warnings,
+            is_served=served and version == desired.version,
         )
 
     async def _served(self, desired: Desired) -> ModelSignature | None:
@@ -91,6 +111,12 @@ class WeightReader:
         if len(desired.agreed) == 1 and desired.checkpoint is None:
             return self._first
         return desired.digests.get(desired.version or "")
+
+
+def content_label(name: str, digest: str) -> str:
+    """The label of weights whose directory is called as others were: `step_1@3fb2c0d91a6e`."""
+    mark = f"@{digest.rpartition(':')[2][:DIGITS]}"
+    return name[: MAX_LABEL - len(mark)] + mark
 
 
 def _taken(version: str) -> Conflict:

@@ -20,10 +20,12 @@ class EmptyFleetBody(_Body):
 class UpdateWeights(_Body):
     """New weights from a directory; or, with `tensors`, from shared memory or a broadcast group.
 
-    `version` defaults to the directory's name.
+    `version` defaults to the directory's name, with a digest where that names other weights.
+    `version_uid` is prime-rl's, for a transport of its own: null here.
     """
 
     weight_dir: str | None = None
+    version_uid: None = None
     version: str | None = None
     mode: Literal["keep", "wait", "abort"] = "keep"
     shared_memory: str | None = None
