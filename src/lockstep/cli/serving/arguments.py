@@ -34,6 +34,10 @@ class GatewayArguments:
             help="Bundled model or directory whose tokenizer is used; by default the model's."
         ),
     ] = None
+    prime_rl: Annotated[
+        bool,
+        typer.Option("--prime-rl", help="Print the lines of prime-rl's configuration for it."),
+    ] = False
     checkpoint_root: Annotated[
         list[Path] | None,
         typer.Option(help="Directory that weights may be loaded from; may be repeated."),

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.status import Status
 
 from lockstep.cli.serving.arguments import GatewayArguments
+from lockstep.cli.serving.prime_rl import prime_rl_key, prime_rl_toml
 from lockstep.cli.serving.sources import WorkerRows, WorkerSource
 from lockstep.cli.serving.state_dir import GatewayState, in_memory, open_state
 from lockstep.fleet.control.desired import MEMORY
@@ -93,6 +94,8 @@ class GatewayProcess:
                             _print_ready_json(entry, workers, state)
                         else:
                             _print_ready(entry, len(workers), _key_to_paste(options))
+                            if arguments.prime_rl:
+                                _print_prime_rl(entry, arguments, options)
 
                     await serve_gateway(fleet=fleet, options=options, on_ready=on_ready, stop=stop)
             except Unavailable as error:
@@ -136,6 +139,16 @@ def _print_ready(gateway: RunningGateway, workers: int, key: str | None) -> None
         "\n`lockstep state` shows the fleet. Ctrl-C stops it, after the requests that are running.",
         soft_wrap=True,
     )
+
+
+def _print_prime_rl(
+    gateway: RunningGateway, arguments: GatewayArguments, options: GatewayOptions
+) -> None:
+    """Prints the lines of prime-rl's configuration, and how it gets its key."""
+    roots = tuple(map(str, arguments.checkpoint_root or ()))
+    keys = bool(options.api_keys or options.key_file)
+    text = f"\n{prime_rl_toml(gateway, roots)}\n\n{prime_rl_key(gateway, keys=keys)}\n"
+    Console(highlight=False).print(text, soft_wrap=True, markup=False)
 
 
 def _print_state(state: GatewayState, console: Console) -> None:
