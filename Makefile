@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-cpus test-docs test-engines test-clients lint format docs bench clean
+.PHONY: demo test test-cpus test-docs test-engines test-clients lint format docs bench chaos clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,11 @@ test-cpus: $(VENV)/.ready
 # Every command and Python block of README and docs.
 test-docs: $(VENV)/.ready
 	$(PYTEST) tests/docs
+
+# One and two faults at once on real processes, under load; SEED=n repeats one.
+chaos: SECONDS ?= 600
+chaos: $(VENV)/.ready
+	$(BIN)/python -m tests.faults.campaign --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 # Real vLLM and real Dynamo, each in an environment of its own.
 test-engines: $(VENV)/.ready

@@ -1,4 +1,4 @@
-"""A proxy in front of a real worker, on which one call of one method goes wrong in a chosen way."""
+"""A proxy in front of a real worker, on which calls of a method go wrong in a chosen way."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from aiohttp import web
 from tests.processes import WorkerProcess
 
 Kind = Literal[
-    "delay", "drop", "swallow", "hang", "error", "null", "corrupt", "kill", "kill after", "hook"
+    "delay",
+    "drop",
+    "swallow",
+    "hang",
+    "error",
+    "null",
+    "corrupt",
+    "kill",
+    "kill after",
+    "hook",
+    "hook before",
 ]
 Hook = Callable[[], Awaitable[None]]
 
@@ -40,7 +50,7 @@ class Injector:
         self.worker = worker
         self.struck = 0
         self.calls: Counter[str] = Counter()
-        self._fault: Fault | None = None
+        self._faults: list[Fault] = []
         self._hanging = asyncio.Event()
         self._runners: list[web.AppRunner] = []
         self.url = self.system_url = ""
@@ -64,11 +74,16 @@ class Injector:
         self.calls.clear()
         self.struck = 0
         self._hanging = asyncio.Event()
-        self._fault = Fault(method, kind, **how)  # type: ignore[arg-type]
+        self._faults = []
+        self.also(method, kind, **how)
+
+    def also(self, method: str, kind: Kind, **how: object) -> None:
+        """One more fault, beside those that were set before."""
+        self._faults.append(Fault(method, kind, **how))  # type: ignore[arg-type]
 
     def heal(self) -> None:
-        """Ends the fault, and whatever hangs because of it."""
-        self._fault = None
+        """Ends the faults, and whatever hangs because of them."""
+        self._faults = []
         self._hanging.set()
 
     async def _listen(self, target: Callable[[], str]) -> str:
@@ -86,13 +101,12 @@ class Injector:
     async def _handle(self, request: web.Request, target: str) -> web.StreamResponse:
         method = request.path.rpartition("/")[2]
         self.calls[method] += 1
-        fault = self._fault
-        if fault is None or fault.method != method:
-            return await self._forward(request, target)
-        if not fault.number <= self.calls[method] < fault.number + fault.count:
-            return await self._forward(request, target)
-        self.struck += 1
-        return await self._struck(fault, request, target)
+        for fault in self._faults:
+            last = fault.number + fault.count
+            if fault.method == method and fault.number <= self.calls[method] < last:
+                self.struck += 1
+                return await self._struck(fault, request, target)
+        return await self._forward(request, target)
 
     async def _struck(self, fault: Fault, request: web.Request, target: str) -> web.StreamResponse:
         match fault.kind:
@@ -103,6 +117,9 @@ class Injector:
                 response = await self._forward(request, target)
                 await fault.hook()
                 return response
+            case "hook before" if fault.hook is not None:
+                await fault.hook()
+                return await self._forward(request, target)
             case "swallow":
                 await self._forward(request, target)
             case "hang":
