@@ -17,7 +17,8 @@ from lockstep.protocol.sglang import generate as sglang
 from lockstep.protocol.vllm import encode_generate as vllm
 from lockstep.protocol.vllm.generate_request import decode_request
 from lockstep.tokens import Sampling
-from lockstep.tokens.errors import UnsupportedField
+from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.grammar import Grammar
 
 ENCODERS = {
     "vllm": lambda request: vllm.encode_vllm(request, mode="raw"),
@@ -33,7 +34,7 @@ EXAMPLES: dict[str, Any] = {
     "min_tokens": 2, "stop": ("END",), "stop_token_ids": (9, 8), "ignore_eos": True, "n": 2,
     "allowed_token_ids": (1, 2), "logit_bias": {4: -1.5}, "logprobs": 3, "prompt_logprobs": 1,
     "logprob_mode": "processed", "presence_penalty": 0.5, "frequency_penalty": -0.5,
-    "repetition_penalty": 1.25, "score_start": 1,
+    "repetition_penalty": 1.25, "score_start": 1, "grammar": Grammar("regex", "[ab]+"),
 }  # fmt: skip
 """One value of each option that is not its default."""
 
@@ -88,3 +89,67 @@ def test_null_is_the_default() -> None:
     nulls = dict.fromkeys(BY_NAME)
     body = json.dumps({"token_ids": [5], "sampling_params": nulls}).encode()
     assert decode_request(body).sampling() == Sampling()
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON = Grammar("json", '{"type":"object","properties":{"a":{"type":"integer"}}}')
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"structured_outputs": {"json": SCHEMA}}, JSON),
+        ({"structured_outputs": {"json": JSON.text}}, JSON),
+        ({"structured_outputs": {"json_object": True}}, Grammar("json_object")),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["x", "y"]}}, Grammar("choice", '["x","y"]')),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("grammar", 'start: "a"')),
+        ({"structured_outputs": {"structural_tag": "{}"}}, Grammar("structural_tag", "{}")),
+        ({"guided_json": SCHEMA}, JSON),
+        ({"guided_regex": "a+"}, Grammar("regex", "a+")),
+        ({"guided_choice": ["x"]}, Grammar("choice", '["x"]')),
+        ({"guided_grammar": 'start: "a"'}, Grammar("grammar", 'start: "a"')),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar("json_object")),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, JSON),
+    ],
+)
+def test_every_spelling_of_structured_output_is_one_grammar(
+    fields: dict[str, Any], grammar: Grammar | None
+) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    chat = decode_chat(json.dumps({"messages": messages, **fields}).encode())
+    assert chat.sampling(()).grammar == grammar
+    body = decode_completion(json.dumps({"prompt": [5], **fields}).encode())
+    assert body.sampling().grammar == grammar
+    if "response_format" not in fields:
+        sent = json.dumps({"token_ids": [5], "sampling_params": fields}).encode()
+        assert decode_request(sent).sampling().grammar == grammar
+    if grammar is not None:
+        # What is sent on is read as the same grammar again.
+        request = GenerateRequest(prompt_ids=[5], sampling=Sampling(grammar=grammar))
+        assert decode_request(vllm.encode_lockstep(request)).sampling().grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}},
+         "structured_outputs.json_object"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+         "structured_outputs.whitespace_pattern"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex"),
+        ({"guided_json": 5}, "guided_json"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ],
+)  # fmt: skip
+def test_structured_output_that_makes_no_sense_is_refused_by_name(
+    fields: dict[str, Any], param: str
+) -> None:
+    body = decode_completion(json.dumps({"prompt": [5], **fields}).encode())
+    with pytest.raises(BadRequest) as refused:
+        body.sampling()
+    assert refused.value.param == param

@@ -25,7 +25,8 @@ from lockstep.engine.sampler import Sampled
 from lockstep.engine.scheduler import Scheduler
 from lockstep.engine.scoring import score_sequences
 from lockstep.engine.sequence import EngineRequest, RequestHandle, Sequence, StreamedToken
-from lockstep.engine.vocabulary import Vocabulary
+from lockstep.engine.text.grammars import Grammars
+from lockstep.engine.text.vocabulary import Vocabulary
 from lockstep.engine.weights.served import ServedWeights
 from lockstep.engine.weights.weights import Weights
 from lockstep.tokens import Finish
@@ -53,6 +54,7 @@ class Core:
         self.options = options
         self.config = ModelConfig.read(directory)
         self.vocabulary = Vocabulary(directory)
+        self.grammars = Grammars(self.vocabulary, self.config.vocab_size)
         self.max_len = options.max_model_len or self.config.max_position
         if not 2 <= self.max_len <= self.config.max_position:
             raise BadRequest(
@@ -78,7 +80,7 @@ class Core:
         self.prefixes = PrefixCache(self.cache, options.prefix_cache_bytes)
         budget = max(options.max_batch_tokens, self.cache.slots + 1)
         self.scheduler = Scheduler(self.cache.slots, budget, self._move)
-        self._runner = ModelRunner(self.model, self.cache, options)
+        self.runner = ModelRunner(self.model, self.cache, options, self.grammars)
         self.handles: dict[Sequence, RequestHandle] = {}
         self.state: State = "running"
         self.overlapped = self._overlapped_decoder()
@@ -106,6 +108,7 @@ class Core:
         seed = request.sampling.seed
         base = secrets.randbits(64) if seed is None else seed
         leader: Sequence | None = None
+        grammar = request.sampling.grammar
         for index in range(request.sampling.n):
             sequence = Sequence(
                 request,
@@ -115,6 +118,7 @@ class Core:
                 self.config.eos_ids,
                 self.vocabulary,
                 leader,
+                None if grammar is None else self.grammars.matcher(grammar),
             )
             leader = leader or sequence
             handle.sequences.append(sequence)
@@ -127,6 +131,9 @@ class Core:
         self.served.check_served(request)
         if request.sampling.stop:
             self.vocabulary.load("stop")
+        if request.sampling.grammar is not None:
+            self.grammars.compile(request.sampling.grammar)
+        self.served.check_served(request)
 
     def abort(self, *request_ids: str) -> int:
         """Ends the requests of those ids with what they have; returns how many there were."""
@@ -339,7 +346,17 @@ class Core:
         handle.deliver(error)
 
     def _fail_broken(self, sequence: Sequence, logprob: float = float("nan")) -> None:
-        if handle := self.handles.get(sequence):
+        if (handle := self.handles.get(sequence)) is None:
+            return
+        if sequence.matcher is not None and sequence.matcher.error:
+            self._fail(
+                handle,
+                BadRequest(
+                    f"the grammar could not be followed to its end: {sequence.matcher.error}",
+                    param="structured_outputs",
+                ),
+            )
+        else:
             error = BadLogprob(
                 f"the model gave logprob {logprob} at position {sequence.generated} of choice "
                 f"{sequence.index} under version {self.served.weights.version!r}"

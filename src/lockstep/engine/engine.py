@@ -407,6 +407,8 @@ class Engine:
         """Loads what the request needs beside the model, off the loop and beside running steps."""
         if request.sampling.stop:
             await asyncio.to_thread(self.core.vocabulary.load, "stop")
+        if request.sampling.grammar is not None:
+            await asyncio.to_thread(self.core.grammars.compile, request.sampling.grammar)
 
         return _Exclusive(self._mutation, operation)
 

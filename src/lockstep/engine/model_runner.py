@@ -17,6 +17,7 @@ from lockstep.engine.processing import TokenCounts, penalizes, process_spans
 from lockstep.engine.sampler import Sampled, SamplingRow, sample, score, top_logprobs, uniform
 from lockstep.engine.scheduler import Work
 from lockstep.engine.sequence import Sequence
+from lockstep.engine.text.grammars import Grammars
 from lockstep.engine.weights.weights import Weights
 from lockstep.tokens import PromptLogprob, ShapedSpan
 
@@ -35,7 +36,10 @@ class BatchResult:
 class ModelRunner:
     """Runs the works of one step over a model and its cache, all in one forward pass."""
 
-    def __init__(self, model: Model, cache: SlotCache, options: EngineOptions) -> None:
+    def __init__(
+        self, model: Model, cache: SlotCache, options: EngineOptions, grammars: Grammars
+    ) -> None:
+        self._grammars = grammars
         self._model = model
         self._cache = cache
         self._mode = options.logprob_mode
@@ -93,7 +97,7 @@ class ModelRunner:
         return self._cache.finite(work.slot, start, start + work.count)
 
     def score_prompt(self, weights: Weights, work: Work, hidden: Tensor, row: int) -> None:
-        """Adds the logprobs of the prompt tokens that the rows of a work, from `row` on, predict."""
+        """Adds the logprobs of the prompt tokens that the rows of a work predict, from `row` on."""
         sequence, options = work.sequence, work.sequence.request.sampling
         first = sequence.computed + 1
         targets = sequence.tokens[first : min(first + work.count, sequence.prompt_len)]
@@ -103,7 +107,9 @@ class ModelRunner:
         if (options.logprob_mode or self._mode) == "processed":
             spans = self._scored_spans(sequence, first, len(targets))
             window = sequence.tokens[: first + len(targets)]
-            logits = process_spans(logits, window, spans, options.temperature, first=first)
+            logits = process_spans(
+                logits, window, spans, options.temperature, first=first, grammars=self._grammars
+            )
         logprobs = torch.log_softmax(logits, dim=-1)
         ids = torch.tensor(targets, device=hidden.device)
         chosen, ranks = score(logprobs, ids)
@@ -132,4 +138,5 @@ class ModelRunner:
             uniform(sequence.seed, sequence.generated),
             banned=sequence.end_ids if sequence.generated < options.min_tokens else (),
             counts=sequence.counts,
+            allowed=None if sequence.matcher is None else sequence.matcher.mask(sequence.end_ids),
         )

@@ -12,7 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.engine.text.grammars import Grammars
 from lockstep.tokens import Sampling, ShapedSpan, Shaping
+from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.grammar import Grammar
 
 HIDDEN = float("-inf")
 ROWS = 64
@@ -43,13 +46,15 @@ class TokenCounts:
 class LogitsRow(NamedTuple):
     """How to process one row of logits. `banned` tokens must not come yet (before min_tokens).
 
-    `counts` are needed where the options penalize tokens.
+    `counts` are needed where the options penalize tokens; `allowed` are those that a grammar lets
+    come.
     """
 
     options: Sampling | Shaping
     temperature: float
     banned: tuple[int, ...] = ()
     counts: TokenCounts | None = None
+    allowed: Tensor | None = None
 
     @property
     def edits(self) -> bool:
@@ -60,6 +65,7 @@ class LogitsRow(NamedTuple):
             or options.logit_bias
             or options.allowed_token_ids is not None
             or self.counts is not None
+            or self.allowed is not None
         )
 
 
@@ -68,6 +74,7 @@ def restricts(options: Sampling) -> bool:
     return bool(
         options.logit_bias
         or options.allowed_token_ids is not None
+        or options.grammar is not None
         or truncates(options)
         or penalizes(options)
     )
@@ -106,10 +113,12 @@ def process_spans(
     temperature: float,
     *,
     first: int = 1,
+    grammars: Grammars | None = None,
 ) -> Tensor:
     """The logits of a sequence (tokens, vocab) as they were when its tokens were drawn.
 
-    The rows are of the tokens from `first` on. Those of tokens in no span are only tempered.
+    The rows are of the tokens from `first` on. Those of tokens in no span are only tempered. A span
+    with a grammar needs `grammars`: BadRequest without them.
     """
     pieces: list[Tensor] = []
     at = 0
@@ -117,8 +126,7 @@ def process_spans(
         start = max(span.start - first, 0)
         pieces.append(_tempered(logits[at:start], temperature))
         at = start
-        vocab, device = logits.shape[-1], logits.device
-        rows = span_rows(span, token_ids, temperature, vocab, device, max(first, span.start))
+        rows = _span_rows(span, token_ids, temperature, logits, max(first, span.start), grammars)
         while chunk := [row for _, row in zip(range(ROWS), rows, strict=False)]:
             pieces.append(process(logits[at : at + len(chunk)], chunk))
             at += len(chunk)
@@ -126,31 +134,52 @@ def process_spans(
     return torch.cat(pieces)
 
 
-def span_rows(
+def _span_rows(
     span: ShapedSpan,
     token_ids: Sequence[int],
     temperature: float,
-    vocab: int,
-    device: torch.device,
+    logits: Tensor,
     first: int,
+    grammars: Grammars | None,
 ) -> Iterator[LogitsRow]:
     """How each token of a span was drawn, from token `first` on."""
     shaping = span.shaping
-    counts = None
+    counts = matcher = None
     if penalizes(shaping):
-        counts = TokenCounts(token_ids[: span.start], vocab, device)
-        for token in token_ids[span.start : first]:
-            counts.add(token)
-    for position in range(first, span.end):
-        early = position - span.start < shaping.min_tokens
-        yield LogitsRow(
-            shaping,
-            temperature,
-            shaping.end_ids if early else (),
-            None if counts is None else counts.copy(),
-        )
+        counts = TokenCounts(token_ids[: span.start], logits.shape[-1], logits.device)
+    if shaping.grammar is not None:
+        matcher = _required(grammars, shaping.grammar).matcher(shaping.grammar)
+    for position in range(span.start, span.end):
+        if position >= first:
+            early = position - span.start < shaping.min_tokens
+            yield LogitsRow(
+                shaping,
+                temperature,
+                shaping.end_ids if early else (),
+                None if counts is None else counts.copy(),
+                None if matcher is None else matcher.mask(shaping.end_ids),
+            )
+        token = token_ids[position]
         if counts is not None:
-            counts.add(token_ids[position])
+            counts.add(token)
+        if matcher is not None and token not in shaping.end_ids:
+            matcher.consume(token)
+            if matcher.error:
+                raise BadRequest(
+                    f"token {token} at position {position} does not fit the grammar: "
+                    f"{matcher.error}",
+                    param="structured_outputs",
+                )
+
+
+def _required(grammars: Grammars | None, grammar: Grammar) -> Grammars:
+    if grammars is None:
+        raise BadRequest(
+            f"tokens were held to the grammar {grammar.digest}: their processed logprobs need "
+            "`grammars`, made of the model's tokenizer",
+            param="grammars",
+        )
+    return grammars
 
 
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
@@ -179,14 +208,16 @@ def _edit(logits: Tensor, rows: list[LogitsRow]) -> Tensor:
         logits = _penalize(logits, rows)
     hidden: Tensor | None = None
     for at, row in enumerate(rows):
-        allowed = row.options.allowed_token_ids
-        if allowed is None and not row.banned:
+        listed = row.options.allowed_token_ids
+        if listed is None and row.allowed is None and not row.banned:
             continue
         if hidden is None:
             hidden = torch.zeros_like(logits, dtype=torch.bool)
-        if allowed is not None:
+        if listed is not None:
             hidden[at] = True
-            hidden[at, list(allowed)] = False
+            hidden[at, list(listed)] = False
+        if row.allowed is not None:
+            hidden[at] |= ~row.allowed.to(hidden.device)
         hidden[at, list(row.banned)] = True
     return logits if hidden is None else logits.masked_fill(hidden, HIDDEN)
 

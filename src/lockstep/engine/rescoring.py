@@ -11,25 +11,32 @@ from torch import Tensor
 from lockstep.engine.exact import row_multiple_of
 from lockstep.engine.model.arithmetic import round_up
 from lockstep.engine.processing import process_spans
+from lockstep.engine.text.grammars import Grammars
 from lockstep.tokens import Sample
 
 
-def sample_logprobs(model: Any, samples: Sequence[Sample]) -> list[Tensor]:
+def sample_logprobs(
+    model: Any, samples: Sequence[Sample], grammars: Grammars | None = None
+) -> list[Tensor]:
     """The logprob of each token after the first of each sample, in the sample's own mode.
 
     Of sampled tokens these are the numbers that the engine reports, bit for bit where `model` is
     prepared (`lockstep.engine.exact`): at any temperature and with any option that shaped the
     distribution. -inf for a token that could not be drawn under these weights. Gradients flow.
+    `grammars` (`Grammars.of` the model's directory) are needed for samples that were held to one:
+    BadRequest without them.
     """
-    return [_logprobs(model, sample) for sample in samples]
+    return [_logprobs(model, sample, grammars) for sample in samples]
 
 
-def _logprobs(model: Any, sample: Sample) -> Tensor:
+def _logprobs(model: Any, sample: Sample, grammars: Grammars | None) -> Tensor:
     length = len(sample.token_ids)
     width = round_up(length, row_multiple_of(model))
     ids = torch.tensor([sample.token_ids + [0] * (width - length)], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits.float()[0, : length - 1]
     if sample.logprob_mode == "processed":
-        logits = process_spans(logits, sample.token_ids, sample.shaping, sample.temperature)
+        logits = process_spans(
+            logits, sample.token_ids, sample.shaping, sample.temperature, grammars=grammars
+        )
     logprobs = torch.log_softmax(logits, dim=-1)
     return logprobs.gather(-1, ids[0, 1:length, None]).squeeze(-1)

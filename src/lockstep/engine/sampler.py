@@ -23,11 +23,13 @@ class SamplingRow(NamedTuple):
     uniform: float
     banned: tuple[int, ...] = ()
     counts: TokenCounts | None = None
+    allowed: Tensor | None = None
 
     @property
     def processing(self) -> LogitsRow:
         """What is done to the logits before a token is drawn."""
-        return LogitsRow(self.sampling, self.sampling.temperature, self.banned, self.counts)
+        temperature = self.sampling.temperature
+        return LogitsRow(self.sampling, temperature, self.banned, self.counts, self.allowed)
 
 
 class Sampled(NamedTuple):

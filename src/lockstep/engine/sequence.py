@@ -12,7 +12,8 @@ from lockstep.engine.config import ModelConfig
 from lockstep.engine.model.lora import Adapter
 from lockstep.engine.processing import TokenCounts
 from lockstep.engine.sampler import Sampled
-from lockstep.engine.vocabulary import Vocabulary
+from lockstep.engine.text.grammars import GrammarMatcher
+from lockstep.engine.text.vocabulary import Vocabulary
 from lockstep.tokens import Completion, Finish, LockstepError, PromptLogprob, Ranked, Sampling
 from lockstep.tokens.errors import BadRequest, PromptTooLong
 from lockstep.tokens.ids import check_ids
@@ -94,6 +95,7 @@ class Sequence:
         max_len: int,
         eos_ids: frozenset[int],
         vocabulary: Vocabulary,
+        matcher: GrammarMatcher | None = None,
         leader: Sequence | None = None,
     ) -> None:
         self.request = request
@@ -122,6 +124,7 @@ class Sequence:
         self._stops = StopMatcher(request.sampling.stop) if request.sampling.stop else None
         self._vocabulary = vocabulary
         self.counts: TokenCounts | None = None
+        self.matcher = matcher
 
     @property
     def output_ids(self) -> list[int]:
@@ -165,6 +168,10 @@ class Sequence:
             self.counts.add(token)
         if token in self._eos_ids:
             return "stop"
+        if self.matcher is not None and token not in self.end_ids:
+            self.matcher.consume(token)
+            if self.matcher.complete and not self.end_ids:
+                return "stop"  # no token that ends is left to say so
         if token in self.request.sampling.stop_token_ids:
             self.stop_token = token
             return "stop"

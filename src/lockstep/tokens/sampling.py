@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.grammar import Grammar
 from lockstep.tokens.shaping import Shaping
 
 LogprobMode = Literal["raw", "processed"]
@@ -26,7 +27,8 @@ class Sampling:
     """Options of one generation. Raises BadRequest that names a field whose value makes no sense.
 
     `logprobs` is the number of alternatives to report beside each sampled token (its own logprob
-    always comes); `stop` are strings whose last token is the last one;
+    always comes); `stop` are strings whose last token is the last one; a `grammar` hides the
+    tokens that do not fit it;
     `prompt_logprobs` the same for prompt tokens, or None for not at all.
     `logprob_mode` "raw" takes logprobs from the model's untouched distribution, "processed" from
     the one that was sampled from; None leaves it to the engine. Temperature 0 is greedy.
@@ -51,6 +53,7 @@ class Sampling:
     n: int = 1
     allowed_token_ids: tuple[int, ...] | None = None
     logit_bias: Mapping[int, float] | None = None
+    grammar: Grammar | None = None
     logprobs: int = 0
     prompt_logprobs: int | None = None
     score_start: int | None = None
@@ -62,6 +65,12 @@ class Sampling:
                 continue
             if not makes_sense(value):
                 raise BadRequest(f"{field} must be {expected}, got {value!r}", param=field)
+        if self.grammar is not None and self.min_tokens:
+            raise BadRequest(
+                f"min_tokens is {self.min_tokens} beside a grammar, which alone decides where it "
+                "may end: leave one of them out",
+                param="min_tokens",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(
                 f"min_tokens must be at most max_tokens, got {self.min_tokens} and "
@@ -92,7 +101,8 @@ class Sampling:
             logit_bias=dict(self.logit_bias) if self.logit_bias else None,
             allowed_token_ids=self.allowed_token_ids,
             min_tokens=self.min_tokens,
-            end_ids=tuple(sorted(set(ends))) if self.min_tokens else (),
+            grammar=self.grammar,
+            end_ids=tuple(sorted(set(ends))) if self.min_tokens or self.grammar else (),
         )
         return None if shaping == Shaping() else shaping
 

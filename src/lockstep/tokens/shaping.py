@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.tokens.grammar import Grammar
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shaping:
     """Options beside the temperature that change the distribution of sampled tokens.
 
     With these and the temperature, processed logprobs can be computed again from the model's
-    logits. `end_ids` must not come before `min_tokens`. The defaults change nothing.
+    logits. `end_ids` must not come before `min_tokens`, nor where the grammar may not end. The
+    defaults change nothing.
     """
 
     top_p: float = 1.0
@@ -21,6 +24,7 @@ class Shaping:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    grammar: Grammar | None = None
     min_tokens: int = 0
     end_ids: tuple[int, ...] = ()
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from lockstep.protocol.common.strict import read_biases
+from lockstep.protocol.common.structured_outputs import StructuredOutputs, read_grammar
 from lockstep.tokens import LogprobMode, Sampling
 
 
@@ -42,6 +43,11 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     score_start: int | None = None
     logprob_mode: LogprobMode | None = None
     routed_experts_prompt_start: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -50,7 +56,6 @@ class SamplingFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, o
     bad_words: list[str] | None = None
     watermarking: Any = None
     logprob_token_ids: list[int] | None = None
-    structured_outputs: Any = None
     thinking_token_budget: int | None = None
     repetition_detection: Any = None
     stream_interval: int | None = None
@@ -60,7 +65,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "watermarking": (False,),
     "logprob_token_ids": ([],),
-    "structured_outputs": (),
     "thinking_token_budget": (),
     "repetition_detection": (),
     "stream_interval": (1,),
@@ -69,8 +73,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 OPTIONS = tuple(field.name for field in fields(Sampling))
 BY_NAME = tuple(name for name in OPTIONS if name in SamplingFields.__struct_fields__)
-"""Options that a body has under their own name. The others, `n` and `logprobs`, differ in type or
-meaning from dialect to dialect, so each passes them to `read_sampling` itself."""
+"""Options that a body has under their own name. The others differ in type or meaning between
+dialects (`n`, `logprobs`), so that each passes them to `read_sampling` itself, or come in several
+fields (`grammar`)."""
 LEFT_OUT_WHEN_OFF = frozenset(
     {"min_tokens", "stop", "stop_token_ids", "ignore_eos", "presence_penalty", "frequency_penalty"}
 )
@@ -93,6 +98,8 @@ def read_sampling(body: SamplingFields, *, prefix: str = "", **own: Any) -> Samp
         options["top_k"] = 0  # the other spelling of "off"
     if body.logit_bias is not None:
         options["logit_bias"] = read_biases(body.logit_bias, f"{prefix}logit_bias")
+    if (grammar := read_grammar(body, prefix)) is not None:
+        options["grammar"] = grammar
     return Sampling(**(options | own))
 
 

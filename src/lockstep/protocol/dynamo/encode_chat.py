@@ -11,6 +11,7 @@ from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.sampling_fields import LEFT_OUT_WHEN_OFF, write_sampling
 from lockstep.protocol.vllm.encode_generate import (
+    refuse_grammar,
     refuse_mode,
     refuse_scoring,
     refuse_stop_strings,
@@ -76,6 +77,7 @@ NAMES: Mapping[str, str | None] = {
     "logprobs": None,  # `top_logprobs`, beside a `logprobs` that is only true or false
     "n": None,  # refused: one choice at a time
     "logit_bias": None,  # refused: it never reaches the engine
+    "grammar": None,  # refused: it is Dynamo's frontend that would have to know it
     "score_start": None,  # refused: prompt logprobs are raw
     "logprob_mode": None,  # refused unless it is the server's
 }
@@ -94,6 +96,7 @@ def encode_dynamo(request: GenerateRequest, *, mode: LogprobMode, stream: bool =
     refuse_versions(request, "Dynamo")
     refuse_mode(request, mode)
     refuse_scoring(request, "Dynamo")
+    refuse_grammar(request, "Dynamo's chat route")
     refuse_stop_strings(request)
     if request.features is not None:
         raise NotImplementedError(

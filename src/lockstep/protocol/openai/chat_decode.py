@@ -24,7 +24,6 @@ PLACES = 2**31
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **sampling_fields.NEUTRAL,
-    "response_format": ({"type": "text"},),
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),

@@ -32,7 +32,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (),
     "truncation_side": (),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "vllm_xargs": ({},),

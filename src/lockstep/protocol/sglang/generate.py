@@ -38,6 +38,7 @@ from lockstep.tokens.errors import (
     MissingTokenIds,
     UnsupportedField,
 )
+from lockstep.tokens.grammar import Grammar, GrammarKind
 
 ENCODER = msgspec.json.Encoder()
 Layout = tuple[int, int]
@@ -62,10 +63,16 @@ NAMES: Mapping[str, str | None] = {
     "prompt_logprobs": None,
     "n": None,  # refused: one choice at a time
     "allowed_token_ids": None,  # refused: SGLang has none
+    "grammar": None,  # under a name for each kind: `_grammar`
     "score_start": None,  # refused: prompt logprobs know the temperature only
     "logprob_mode": None,  # refused unless it is the server's
 }
 """SGLang's name of each option; None for one that is not among its sampling_params."""
+GRAMMARS: Mapping[GrammarKind, str] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "structural_tag": "structural_tag",
+}
 
 
 def encode_sglang(
@@ -93,7 +100,7 @@ def encode_sglang(
         raise UnsupportedField(f"{field} is not supported by the SGLang transport", param=field)
     if request.features is not None:
         raise NotImplementedError("multimodal prompts need the `vllm` transport, not `sglang`")
-    params = write_sampling(sampling, NAMES)
+    params = write_sampling(sampling, NAMES) | _grammar(sampling.grammar)
     params |= {
         "top_k": sampling.top_k or -1,
         "max_new_tokens": max_new_tokens,
@@ -118,6 +125,22 @@ def encode_sglang(
     }
     body |= {name: value for name, value in optional.items() if value is not None}
     return ENCODER.encode(body)
+
+
+def _grammar(grammar: Grammar | None) -> dict[str, str]:
+    """The option for a grammar. Raises UnsupportedField for a kind that SGLang reads otherwise."""
+    if grammar is None:
+        return {}
+    if grammar.kind == "json_object":
+        return {"json_schema": '{"type": "object"}'}
+    name = GRAMMARS.get(grammar.kind)
+    if name is None:
+        raise UnsupportedField(
+            f"a grammar of kind {grammar.kind} is not supported by the SGLang transport: it knows "
+            f"json_object, {', '.join(GRAMMARS)}",
+            param="grammar",
+        )
+    return {name: grammar.text}
 
 
 def check_layout(request: GenerateRequest, layout: Layout | None) -> None:

@@ -9,6 +9,7 @@ import msgspec
 from lockstep.protocol.common.lazy_ids import as_json
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.sampling_fields import LEFT_OUT_WHEN_OFF, OPTIONS, write_sampling
+from lockstep.protocol.common.structured_outputs import StructuredOutputs
 from lockstep.protocol.vllm.generate_request import RelayedBody, SamplingParams
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnsupportedField
@@ -19,6 +20,7 @@ VLLM_MAX_LOGPROBS = 20
 NAMES: Mapping[str, str | None] = {
     **{option: option for option in OPTIONS},
     "logprob_mode": None,  # vLLM ignores it: `refuse_mode`, or set below for a Lockstep server
+    "grammar": None,  # `structured_outputs`, set below
     "score_start": None,  # `refuse_scoring`, or set below for a Lockstep server
 }
 
@@ -64,6 +66,7 @@ def encode_dynamo_generate(request: GenerateRequest, *, mode: LogprobMode) -> by
     refuse_versions(request, "Dynamo")
     refuse_mode(request, mode)
     refuse_scoring(request, "Dynamo")
+    refuse_grammar(request, "this route of Dynamo")
     refuse_stop_strings(request)
     if request.features is not None:
         raise NotImplementedError("multimodal prompts need the `vllm` transport, not Dynamo's")
@@ -96,6 +99,8 @@ def _body(
 def _params(request: GenerateRequest) -> SamplingParams:
     params = SamplingParams(**write_sampling(request.sampling, NAMES, LEFT_OUT_WHEN_OFF))
     params.routed_experts_prompt_start = request.first_experts_row
+    if (grammar := request.sampling.grammar) is not None:
+        params.structured_outputs = StructuredOutputs.of(grammar)
     return params
 
 
@@ -133,6 +138,16 @@ def refuse_scoring(request: GenerateRequest, server: str) -> None:
             f"prompt logprobs of {server} are raw whatever its mode; score at temperature 1 "
             "without other options, or use a Lockstep server",
             param=field,
+        )
+
+
+def refuse_grammar(request: GenerateRequest, server: str) -> None:
+    """Raises UnsupportedField for a grammar that this server would not be held to."""
+    if (grammar := request.sampling.grammar) is not None:
+        raise UnsupportedField(
+            f"a grammar ({grammar.kind}) was requested, which {server} does not pass to its engine "
+            "token by token: use the `vllm` transport or a Lockstep worker, or ask for text",
+            param="grammar",
         )
 
 

@@ -39,8 +39,10 @@ class Vocabulary:
 
     def text(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text; none for special and for padding tokens."""
-        if token_id in self._specials:
-            return b""
+        return b"" if token_id in self.specials else self.bytes_of(token_id)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token, special or not; none for an id that only pads the vocabulary."""
         try:
             return self._table.data(token_id)
         except BadTokenId:
@@ -48,7 +50,7 @@ class Vocabulary:
 
     def special(self, token_id: int) -> str | None:
         """How a special token is written; None for all others."""
-        return self._specials.get(token_id)
+        return self.specials.get(token_id)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -62,7 +64,14 @@ class Vocabulary:
         return TokenBytesTable(_Described(self.tokenizer))
 
     @cached_property
-    def _specials(self) -> dict[int, str]:
+    def added(self) -> dict[str, int]:
+        """The ids of all added tokens, special or not, by their text."""
+        decoder = self.tokenizer.get_added_tokens_decoder()
+        return {token.content: at for at, token in decoder.items()}
+
+    @cached_property
+    def specials(self) -> dict[int, str]:
+        """The texts of the special tokens."""
         added = self.tokenizer.get_added_tokens_decoder().items()
         return {at: token.content for at, token in added if token.special}
 

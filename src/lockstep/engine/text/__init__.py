@@ -1,0 +1,1 @@
+"""What the engine must know of text: the bytes of tokens, and grammars over them."""

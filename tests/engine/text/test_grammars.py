@@ -1,0 +1,218 @@
+"""Structured output: only what fits is sampled, and its processed logprobs score again."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.engine.rescoring import sample_logprobs
+from lockstep.engine.text.grammars import Grammars
+from lockstep.tokens import Completion
+from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.grammar import Grammar
+from tests.engine import checkpoints
+from tests.engine.rig import Rig, ids
+from tests.engine.test_processing import sample_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CALL = {
+    "type": "tag",
+    "begin": '<tool_call>\n{"name": "look", "arguments": ',
+    "content": {"type": "json_schema", "json_schema": {"type": "object", "properties": {},
+                                                       "additionalProperties": False}},
+    "end": "}\n</tool_call>",
+}  # fmt: skip
+JSON = Grammar("json", json.dumps(SCHEMA))
+GRAMMARS = [
+    JSON,
+    Grammar("regex", "[a-f]{3}-[0-9]{2}"),
+    Grammar("choice", '["yes", "no", "perhaps"]'),
+    Grammar("grammar", 'start: "x" /[0-9]/ "y"'),
+]
+
+
+@pytest.fixture(scope="module")
+def rig(tiny: Path) -> Rig:
+    return Rig(tiny, logprob_mode="processed")
+
+
+def text_of(rig: Rig, completion: Completion) -> str:
+    return b"".join(rig.core.vocabulary.text(token) for token in completion.token_ids).decode()
+
+
+def held(rig: Rig, grammar: Grammar, **options: Any) -> Completion:
+    settings = {"ignore_eos": False, "max_tokens": 400, "seed": 3, "temperature": 1.5} | options
+    return rig.generate(ids(51, 25), grammar=grammar, **settings)
+
+
+@pytest.mark.failure_mode("F67")
+@pytest.mark.parametrize("seed", range(6))
+def test_json_fits_its_schema_whatever_is_drawn(rig: Rig, seed: int) -> None:
+    completion = held(rig, JSON, seed=seed)
+    assert completion.finish == "stop"
+    value = json.loads(text_of(rig, completion))
+    assert {"name", "age"} <= value.keys() <= {"name", "age", "tags"}
+    assert 0 <= value["age"] <= 99
+    assert len(value["name"]) <= 6
+
+
+def test_other_grammars_are_held_to_as_well(rig: Rig) -> None:
+    assert re.fullmatch("[a-f]{3}-[0-9]{2}", text_of(rig, held(rig, GRAMMARS[1])))
+    assert text_of(rig, held(rig, GRAMMARS[2])) in ("yes", "no", "perhaps")
+    assert re.fullmatch("x[0-9]y", text_of(rig, held(rig, GRAMMARS[3])))
+    anything = held(rig, Grammar("json_object"), max_tokens=300)
+    if anything.finish == "stop":
+        assert isinstance(json.loads(text_of(rig, anything)), dict)
+
+
+@pytest.mark.failure_mode("F67")
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+def test_processed_logprobs_are_after_the_mask_and_score_again_bit_for_bit(
+    rig: Rig, grammar: Grammar
+) -> None:
+    completion = held(rig, grammar, top_p=0.95, repetition_penalty=1.1)
+    assert completion.shaping is not None
+    assert completion.shaping.grammar == grammar
+    grammars = Grammars.of(rig.directory, rig.core.config.vocab_size)
+    sample = sample_of(completion)
+    with torch.no_grad():
+        (again,) = sample_logprobs(checkpoints.trainer(rig.directory), [sample], grammars)
+    assert again[-len(completion.token_ids) :].tolist() == completion.logprobs
+    with pytest.raises(BadRequest, match=grammar.digest):
+        sample_logprobs(checkpoints.trainer(rig.directory), [sample])
+
+
+def test_the_engine_scores_them_again_too(rig: Rig) -> None:
+    completion = held(rig, JSON)
+    prompt = list(completion.prompt_ids)
+    scored = held_score(rig, prompt + completion.token_ids, len(prompt))
+    assert scored == completion.logprobs
+
+
+def held_score(rig: Rig, token_ids: list[int], start: int) -> list[float]:
+    completion = rig.generate(
+        token_ids, grammar=JSON, ignore_eos=False, temperature=1.5, max_tokens=1, seed=3,
+        prompt_logprobs=0, score_start=start,
+    )  # fmt: skip
+    assert completion.prompt_logprobs is not None
+    return [one.logprob for one in completion.prompt_logprobs[start:] if one is not None]
+
+
+@pytest.mark.failure_mode("F67")
+def test_raw_logprobs_stay_those_of_the_free_model(rig: Rig) -> None:
+    completion = held(rig, JSON, logprob_mode="raw")
+    whole = [*completion.prompt_ids, *completion.token_ids]
+    count = len(completion.token_ids)
+    assert completion.logprobs == checkpoints.reference(rig.directory, whole)[-count:]
+    assert completion.shaping is not None
+
+
+def test_choices_and_neighbours_do_not_disturb_each_other(rig: Rig) -> None:
+    alone = held(rig, JSON, seed=5)
+    free = rig.submit(ids(60, 30), max_tokens=30)
+    both = rig.submit(ids(51, 25), grammar=JSON, n=2, seed=4, ignore_eos=False, max_tokens=400,
+                      temperature=1.5)  # fmt: skip
+    rig.run()
+    assert both.completions[1].token_ids == alone.token_ids
+    assert free.one.shaping is None
+
+
+def test_without_a_token_that_ends_the_grammar_ends_it(rig: Rig) -> None:
+    completion = held(rig, GRAMMARS[1], ignore_eos=True)
+    assert completion.finish == "stop"
+    assert re.fullmatch("[a-f]{3}-[0-9]{2}", text_of(rig, completion))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        (Grammar("regex", "(unclosed"), "regex"),
+        (Grammar("json", "{not json"), "JSON"),
+        (Grammar("json", '{"type": "strin"}'), "json"),
+        (Grammar("grammar", "start: missing"), "missing"),
+        (Grammar("structural_tag", "{}"), "structural_tag"),
+        (Grammar("structural_tag", '{"format": {"type": "novel"}}'), "novel"),
+        (Grammar("json", " " * ((1 << 20) + 1)), "characters"),
+    ],
+)
+def test_a_grammar_that_cannot_be_held_to_is_refused_before_anything_runs(
+    rig: Rig, grammar: Grammar, says: str
+) -> None:
+    with pytest.raises(BadRequest, match=says) as refused:
+        held(rig, grammar)
+    assert (refused.value.param or "").startswith("structured_outputs")
+    assert rig.idle
+
+
+def test_a_grammar_is_compiled_once(rig: Rig) -> None:
+    grammars = Grammars.of(rig.directory, rig.core.config.vocab_size)
+    grammars.compile(JSON)
+    first = grammars._compiled[JSON]
+    grammars.compile(Grammar("json", json.dumps(SCHEMA)))
+    assert grammars._compiled[JSON] is first
+    assert len(grammars._compiled) == 1
+
+
+def test_min_tokens_beside_a_grammar_is_refused(rig: Rig) -> None:
+    with pytest.raises(BadRequest, match="min_tokens"):
+        held(rig, JSON, min_tokens=3)
+
+
+def test_a_model_without_a_tokenizer_says_so(rig: Rig, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedField, match="tokenizer"):
+        Grammars.of(tmp_path, 512).compile(JSON)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"type": "tags_with_separator", "tags": [CALL], "separator": "\n", "at_least_one": True,
+          "stop_after_first": True}, r"<tool_call>.*</tool_call>"),
+        ({"type": "tags_with_separator", "tags": [CALL], "separator": "\n", "at_least_one": True},
+         r"<tool_call>.*</tool_call>(\n<tool_call>.*</tool_call>)*"),
+        ({"type": "sequence", "elements": [{"type": "const_string", "value": "So: "}, CALL]},
+         r"So: <tool_call>.*</tool_call>"),
+        ({"type": "or", "elements": [{"type": "const_string", "value": "none"}, CALL]},
+         r"none|<tool_call>.*</tool_call>"),
+    ],
+)  # fmt: skip
+def test_a_structural_tag_holds_tool_calls_to_their_form(
+    rig: Rig, form: dict[str, Any], pattern: str
+) -> None:
+    grammar = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    completion = held(rig, grammar, max_tokens=200, temperature=0.7)
+    text = text_of(rig, completion)
+    assert re.fullmatch(pattern if completion.finish == "stop" else ".*", text, re.DOTALL), text
+
+
+def test_after_one_call_no_second_one_can_begin(rig: Rig) -> None:
+    form = {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": [CALL],
+            "stop_after_first": True}  # fmt: skip
+    grammar = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    matcher = rig.core.grammars.matcher(grammar)
+    encode = rig.core.vocabulary.tokenizer.encode
+    call = 'Well. <tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    ends = (505,)
+    for token in encode("Well. ", add_special_tokens=False).ids:
+        assert matcher.mask(ends)[token]
+        matcher.consume(token)
+    assert matcher.mask(ends)[505], "free text may end"
+    for token in encode(call[6:], add_special_tokens=False).ids:
+        assert matcher.mask(ends)[token], rig.core.vocabulary.text(token)
+        matcher.consume(token)
+    assert not matcher.error
+    assert matcher.mask(ends).nonzero().flatten().tolist() == [505]
