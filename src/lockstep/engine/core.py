@@ -219,7 +219,7 @@ class Core:
         if self.overlapped is not None and self.overlapped.fits(works):
             self.overlapped.launch(self.served.weights, works)
             return
-        result = self._runner.run(self.served.weights, works)
+        result = self.runner.run(self.served.weights, works)
         # All are wiped before the first fails: a failure ends the other choices of its request,
         # and what they have computed is then kept as a prefix.
         for work in result.broken:
