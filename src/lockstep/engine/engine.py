@@ -393,8 +393,8 @@ class Engine:
             self._outbox.setdefault(loop, []).append(lambda: events.put_nowait(event))
 
         handle = RequestHandle(request, deliver, stream=stream)
-        try:
         await self._prepare(request)
+        try:
             await self._call(lambda: self.core.submit(handle))
             yield events
         finally:
@@ -402,7 +402,6 @@ class Engine:
             if not handle.ended:
                 self._post(lambda: self.core.drop(handle))
 
-    def _mutating(self, operation: str) -> _Exclusive:
     async def _prepare(self, request: EngineRequest) -> None:
         """Loads what the request needs beside the model, off the loop and beside running steps."""
         if request.sampling.stop:
@@ -410,6 +409,7 @@ class Engine:
         if request.sampling.grammar is not None:
             await asyncio.to_thread(self.core.grammars.compile, request.sampling.grammar)
 
+    def _mutating(self, operation: str) -> _Exclusive:
         return _Exclusive(self._mutation, operation)
 
     def _require_staged(self) -> Weights:
