@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.backends import GenerateRequest
-from lockstep.backends.admin import PauseMode
+from lockstep.backends.admin import Admin, PauseMode
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import AdapterError, LockstepError, UnknownModel, UnsupportedField
 from tests.engines import vllm_models as models
@@ -34,11 +34,26 @@ async def generated(server: Vllm, tokens: int, model: str | None = None) -> Comp
         return completion
 
 
+TRIES = 6
+"""A busy client may pause a server when the request has just ended: then nothing was shown yet."""
+
+
+async def paused_under(server: Vllm, admin: Admin, mode: PauseMode) -> asyncio.Task[Completion]:
+    """Pauses the server; returns a request that was still running then, where the mode lets it."""
+    for _ in range(TRIES):
+        running = await begun(server, question(LONGEST))
+        await admin.pause(mode)
+        await asyncio.sleep(0.4)
+        if mode == "wait" or not running.done() or running.result().finish == "abort":
+            return running
+        await admin.resume()
+    raise AssertionError(f"{TRIES} requests in turn had ended when the server was paused")
+
+
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 async def test_a_pause_leaves_nothing_running(dense: Vllm, mode: PauseMode) -> None:
     async with dense.admin() as admin:
-        running = await begun(dense, question(LONGEST))
-        await admin.pause(mode)
+        running = await paused_under(dense, admin, mode)
         assert (await admin.view()).paused is True
         queued = asyncio.create_task(generated(dense, 1))
         await asyncio.sleep(0.4)
