@@ -245,6 +245,19 @@ async def test_ids_that_are_not_of_the_messages_are_refused(served: Served) -> N
         await served.refusal(messages=messages, **more)
 
 
+async def test_a_prefix_that_ends_in_a_user_turn_is_the_prompt_and_on_the_message(
+    served: Served, renderer: Renderer
+) -> None:
+    whole = renderer.render(REVERSE)
+    end = max(at for at, token in enumerate(whole) if token in renderer.stop_token_ids)
+    response = await served.post(
+        messages=REVERSE, required_prefix_token_ids=whole[:end], max_tokens=1, logprobs=True
+    )
+    message = response["choices"][0]["message"]
+    assert message["prompt_token_ids"] == whole
+    assert len(message["generation_token_ids"]) == len(message["generation_log_probs"]) == 1
+
+
 async def test_the_sdk_reads_logprobs_and_usage(served: Served) -> None:
     response = await served.openai.chat.completions.create(
         model="tiny", messages=REVERSE, logprobs=True, top_logprobs=2, temperature=0, n=2

@@ -183,6 +183,30 @@ async def test_a_required_prefix_is_kept_to_the_id(client: Client, renderer: Ren
     assert rest == "\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("closed", [False, True])
+async def test_a_prefix_that_ends_in_a_user_turn_is_kept_and_opened(
+    client: Client, renderer: Renderer, closed: bool
+) -> None:
+    """NeMo-RL's own test sends its whole chat body, sampling fields and all."""
+    whole = renderer.render(HI)
+    end = max(at for at, token in enumerate(whole) if token in renderer.stop_token_ids)
+    text = HI[0]["content"]
+    letters = [renderer.encode(letter)[0] for letter in text]
+    start = len(renderer.encode("<|im_start|>user\n"))
+    kept = [*whole[:start], *letters]
+    assert renderer.decode(kept) == renderer.decode(whole[:end])
+    sampling = {"temperature": 1.0, "top_p": 1.0, "logprobs": True, "max_tokens": 1,
+                "return_tokens_as_token_ids": True}  # fmt: skip
+    prefix = [*kept, whole[end]] if closed else kept
+    tokenized = await client.tokens(messages=HI, required_prefix_token_ids=prefix, **sampling)
+    assert tokenized["tokens"] == [*kept, *whole[end:]]
+    assert (await client.tokens(messages=HI, **sampling))["tokens"] == whole
+    error = await client.refused(
+        "/tokenize", messages=HI, required_prefix_token_ids=[*kept, letters[0]]
+    )
+    assert error["param"] == "required_prefix_token_ids"
+
+
 @pytest.mark.parametrize(
     ("spoil", "reply"),
     [

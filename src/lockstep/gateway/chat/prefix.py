@@ -1,7 +1,8 @@
 """Prompts that must start with ids the caller kept: NeMo-RL's prefix, NeMo-Gym's messages.
 
-Both say: these ids are the conversation up to the last assistant turn. What follows them comes
-from the bridge, and ids that cannot be of these messages are refused.
+Both say: these ids are the conversation up to the last assistant turn, or up to the last message
+where there is none. What follows them comes from the bridge, and ids that cannot be of these
+messages are refused.
 """
 
 from __future__ import annotations
@@ -125,6 +126,8 @@ def prefixed(chat: ChatRequest, kept: KeptIds | None, renderer: Renderer) -> lis
         (at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1
     )
     required = chat.required_prefix_token_ids
+    if turn < 0 and kept is None and required is not None:
+        return _opened(required, messages, tools, renderer)
     if turn < 0 or turn + 1 == len(messages):
         field = "required_prefix_token_ids" if kept is None else kept.field
         raise BadRequest(
@@ -157,6 +160,26 @@ def prefixed(chat: ChatRequest, kept: KeptIds | None, renderer: Renderer) -> lis
             param=kept.field,
         )
     return [*kept.prompt_ids, *kept.completion_ids, *extension]
+
+
+def _opened(
+    ids: list[int], messages: list[Plain], tools: list[Plain] | None, renderer: Renderer
+) -> list[int]:
+    """The ids of messages without an assistant turn, tokenized as the caller has it, and opened.
+
+    Raises BadRequest when they spell something else than the messages.
+    """
+    closed = renderer.render_plain(messages, tools, add_generation_prompt=False)
+    ends = [at for at, token in enumerate(closed) if token in renderer.stop_token_ids]
+    kept = ids[:-1] if ids[-1] in renderer.stop_token_ids else ids
+    if not ends or renderer.decode(kept) != renderer.decode(closed[: ends[-1]]):
+        raise BadRequest(
+            "required_prefix_token_ids do not spell the messages, which hold no assistant turn: "
+            "send the ids up to the end of the last message",
+            param="required_prefix_token_ids",
+        )
+    opened = renderer.render_plain(messages, tools, add_generation_prompt=True)
+    return [*kept, *opened[ends[-1] :]]
 
 
 def _split(

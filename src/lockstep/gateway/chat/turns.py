@@ -171,7 +171,9 @@ def _shape(
         top=chat.top_logprobs or 0,
         tokens_as_ids=bool(chat.return_tokens_as_token_ids),
         token_ids=bool(chat.return_token_ids),
-        ids_on_message=bool(chat.return_token_id_information),
+        # NeMo-RL sends the prefix and reads the ids of the next one from the message.
+        ids_on_message=bool(chat.return_token_id_information)
+        or chat.required_prefix_token_ids is not None,
         reasoning=chat.include_reasoning is not False,
         experts=bool(chat.return_routed_experts),
         prompt_logprobs=chat.prompt_logprobs is not None,

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from lockstep.protocol.common.sampling_fields import SamplingFields
 from lockstep.protocol.common.strict import decode, refuse_unless_neutral
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.ids import check_ids
@@ -23,8 +24,11 @@ PLACES = 2**31
 """Ids are only checked to be ids here; which of them exist is the tokenizer's to say."""
 
 
-class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TokenizeRequest(SamplingFields, kw_only=True):
     """Text to encode (`prompt`), or a conversation to render (`messages`), not both.
+
+    A client may send the body of its chat request as it is: fields that say how to sample, and
+    those of the last block, have no effect on the ids.
 
     `add_special_tokens` is on by default for a prompt and off for a chat, whose template writes
     its own. `required_prefix_token_ids` is NeMo-RL's: the ids start with exactly these, followed
@@ -47,6 +51,19 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template: str | None = None
     media_io_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+
+    logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_token_id_information: bool | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    user: str | None = None
 
     @property
     def special(self) -> bool:
