@@ -10,21 +10,30 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from lockstep.gateway.openapi.document import ROUTE_DOCS, OpenApiRoutes, describe
+from lockstep.gateway.openapi.control import CONTROL_ROUTE_DOCS
+from lockstep.gateway.openapi.document import ROUTE_DOCS, TOKEN, OpenApiRoutes, describe
+from lockstep.protocol.control.fleet import AddWorker, LoadAdapter, PauseFleet, UpdateWeights
+from lockstep.protocol.control.sessions import FinishSession, MintSession
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.openai.completions import CompletionRequest
 from lockstep.protocol.vllm.generate_request import GenerateBody
 from lockstep.protocol.vllm.tokenize import DetokenizeRequest, TokenizeRequest
 
+PLANES = {"data": OpenApiRoutes(), "control": OpenApiRoutes(CONTROL_ROUTE_DOCS, "Control", TOKEN)}
+
 
 @pytest.fixture(scope="module")
 def client() -> TestClient:
-    return TestClient(Starlette(routes=OpenApiRoutes().routes))
+    return TestClient(Starlette(routes=PLANES["data"].routes))
+
+
+def document_of(plane: str) -> dict[str, Any]:
+    return dict(TestClient(Starlette(routes=PLANES[plane].routes)).get("/openapi.json").json())
 
 
 @pytest.fixture(scope="module")
-def document(client: TestClient) -> dict[str, Any]:
-    return dict(client.get("/openapi.json").json())
+def document() -> dict[str, Any]:
+    return document_of("data")
 
 
 def references(node: Any) -> set[str]:
@@ -34,7 +43,9 @@ def references(node: Any) -> set[str]:
     return set().union(*map(references, node)) if isinstance(node, list) else set()
 
 
-def test_the_document_holds_together(document: dict[str, Any]) -> None:
+@pytest.mark.parametrize("plane", PLANES)
+def test_the_document_holds_together(plane: str) -> None:
+    document = document_of(plane)
     assert document["openapi"].startswith("3.1")
     schemas = document["components"]["schemas"]
     assert references(document) <= {f"#/components/schemas/{name}" for name in schemas}
@@ -51,7 +62,7 @@ def test_the_document_holds_together(document: dict[str, Any]) -> None:
     for path, operation in operations:
         named = {each["name"] for each in operation["parameters"] if each["in"] == "path"}
         assert named == set(re.findall(r"{(\w+)}", path))
-        assert {"200", "default"} <= operation["responses"].keys()
+        assert operation["responses"].keys() in ({"200", "default"}, {"201", "default"})
 
 
 @pytest.mark.parametrize(
@@ -73,12 +84,39 @@ def test_every_route_of_the_data_plane_is_described(document: dict[str, Any]) ->
         app.TokenizeRoutes,
         app.StatusRoutes,
         app.GenerateRoutes,
+        app.OwnSessionRoutes,
     )
     served = {
         re.sub(r":\w+}", "}", route.path) for group in groups for route in group(context).routes
     }
     described = {path for path in document["paths"] if not path.startswith("/sessions/")}
     assert described == served | {"/metrics"}
+
+
+def test_every_route_of_the_control_plane_is_described() -> None:
+    app = pytest.importorskip("lockstep.gateway.app")
+    context: Any = type("Nothing", (), {"pool": None, "models": None, "sessions": None})()
+    routes = [*app.FleetRoutes(context, None).routes, *app.SessionRoutes(context).routes]
+    served = {
+        (method, re.sub(r":\w+}", "}", route.path))
+        for route in routes
+        for method in route.methods - {"HEAD"}
+    }
+    assert {(one.method, one.path) for one in CONTROL_ROUTE_DOCS} == served
+
+
+@pytest.mark.parametrize(
+    "struct", [UpdateWeights, PauseFleet, LoadAdapter, AddWorker, MintSession, FinishSession]
+)
+def test_every_field_of_a_change_is_described(struct: Any) -> None:
+    schema = document_of("control")["components"]["schemas"][struct.__name__]
+    assert list(schema["properties"]) == list(struct.__struct_fields__)
+    assert schema["additionalProperties"] is False
+
+
+def test_only_the_control_plane_always_needs_its_token() -> None:
+    assert document_of("control")["security"] == [{"key": []}]
+    assert document_of("data")["security"] == [{}, {"key": []}]
 
 
 def test_the_page_stands_alone_and_names_every_route(client: TestClient) -> None:

@@ -22,7 +22,8 @@ from lockstep.gateway.keys import TenantKeys
 from lockstep.gateway.messages.route import MessagesRoutes
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.models import ModelRegistry
-from lockstep.gateway.openapi.document import OpenApiRoutes
+from lockstep.gateway.openapi.control import CONTROL_ROUTE_DOCS
+from lockstep.gateway.openapi.document import TOKEN, OpenApiRoutes
 from lockstep.gateway.responses.route import ResponsesRoutes
 from lockstep.gateway.routes.completions import CompletionsRoutes
 from lockstep.gateway.routes.fleet import FleetRoutes
@@ -134,7 +135,11 @@ def control_app(
 ) -> Starlette:
     """The control plane: routes of the admin port, every one behind the admin token."""
     return Starlette(
-        routes=[*FleetRoutes(context, fleet).routes, *SessionRoutes(context).routes],
+        routes=[
+            *FleetRoutes(context, fleet).routes,
+            *SessionRoutes(context).routes,
+            *OpenApiRoutes(CONTROL_ROUTE_DOCS, "Lockstep control plane", TOKEN).routes,
+        ],
         middleware=[
             Middleware(RequestAuth, hosts=hosts),
             Middleware(AdminAuth, token=token),

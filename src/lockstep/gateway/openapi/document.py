@@ -1,4 +1,4 @@
-"""GET /openapi.json and GET /docs: every route and field of the data plane."""
+"""GET /openapi.json and GET /docs: every route and field of a port of the gateway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.routing import Route
 from lockstep.gateway.openapi import page as docs_page
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.openapi.schemas import schemas_of
-from lockstep.gateway.routes import completions, tokenize
+from lockstep.gateway.routes import completions, own_session, tokenize
 from lockstep.http.handlers import json_response
 from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.protocol.openai import chat_response
@@ -24,9 +24,13 @@ from lockstep.protocol.vllm import generate_response
 from lockstep.protocol.vllm.abort import AbortRequest
 from lockstep.protocol.vllm.generate_request import GenerateBody
 
-__all__ = ["ROUTE_DOCS", "OpenApiRoutes", "RouteDoc", "describe"]
+__all__ = ["ROUTE_DOCS", "TOKEN", "OpenApiRoutes", "RouteDoc", "describe"]
 
+Security = dict[str, list[str]]
 TITLE = "Lockstep gateway"
+# A key is needed only where the gateway was started with keys.
+OPTIONAL_KEY: tuple[Security, ...] = ({}, {"key": []})
+TOKEN: tuple[Security, ...] = ({"key": []},)
 SESSION = "X-Session-ID"
 
 
@@ -75,6 +79,7 @@ ROUTE_DOCS: tuple[RouteDoc, ...] = (
     ),
     *completions.ROUTE_DOCS,
     *tokenize.ROUTE_DOCS,
+    *own_session.ROUTE_DOCS,
     RouteDoc("GET", "/v1/models", None, ModelList, "The base model, and its adapters."),
     RouteDoc("GET", "/v1/models/{model}", None, ModelCard, "One model."),
     RouteDoc("GET", "/health", None, Health, "Whether any worker serves."),
@@ -83,10 +88,15 @@ ROUTE_DOCS: tuple[RouteDoc, ...] = (
 
 
 class OpenApiRoutes:
-    """Serves the description of the data plane, generated once at start."""
+    """Serves the description of a port, by default the data plane, generated once at start."""
 
-    def __init__(self, routes: Sequence[RouteDoc] = ROUTE_DOCS) -> None:
-        document = describe(routes)
+    def __init__(
+        self,
+        routes: Sequence[RouteDoc] = ROUTE_DOCS,
+        title: str = TITLE,
+        security: Sequence[Security] = OPTIONAL_KEY,
+    ) -> None:
+        document = describe(routes, title, security)
         self._json = msgspec.json.encode(document)
         self._page = docs_page.page(document)
         self.routes = [
@@ -101,7 +111,9 @@ class OpenApiRoutes:
         return HTMLResponse(self._page)
 
 
-def describe(routes: Iterable[RouteDoc]) -> dict[str, Any]:
+def describe(
+    routes: Iterable[RouteDoc], title: str = TITLE, security: Sequence[Security] = OPTIONAL_KEY
+) -> dict[str, Any]:
     """The OpenAPI 3.1 document of these routes."""
     listed = list(routes)
     structs = [each for one in listed for each in (one.request, one.response) if each is not None]
@@ -113,14 +125,13 @@ def describe(routes: Iterable[RouteDoc]) -> dict[str, Any]:
             method[one.method.lower()] = _operation(one, prefix, references)
     return {
         "openapi": "3.1.0",
-        "info": {"title": TITLE, "version": _version()},
+        "info": {"title": title, "version": _version()},
         "paths": paths,
         "components": {
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        # A key is needed only where the gateway was started with LOCKSTEP_API_KEYS.
-        "security": [{}, {"key": []}],
+        "security": list(security),
     }
 
 
@@ -130,11 +141,9 @@ def _operation(one: RouteDoc, prefix: str, references: dict[Any, Any]) -> dict[s
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in names
     ]
-    if one.request is not None:
-        headers = ["X-Request-Id"] if prefix else ["X-Request-Id", SESSION]
-        parameters += [
-            {"name": name, "in": "header", "schema": {"type": "string"}} for name in headers
-        ]
+    headers = [*one.headers, SESSION] if one.sessions and not prefix else one.headers
+    parameters += [{"name": name, "in": "header", "schema": {"type": "string"}} for name in headers]
+    parameters += [{"name": each.name, "in": "query", "schema": each.schema} for each in one.query]
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if one.response is not None:
         content = {"application/json": {"schema": references[one.response]}}
@@ -146,13 +155,13 @@ def _operation(one: RouteDoc, prefix: str, references: dict[Any, Any]) -> dict[s
         "operationId": re.sub(r"\W+", "_", f"{one.method.lower()}{prefix}{one.path}").strip("_"),
         "parameters": parameters,
         "responses": {
-            "200": {"description": "The response.", "content": content},
+            str(one.status): {"description": "The response.", "content": content},
             "default": {"description": "The error, and what to do about it.", "content": error},
         },
     }
     if one.request is not None:
         body = {"application/json": {"schema": references[one.request]}}
-        operation["requestBody"] = {"required": True, "content": body}
+        operation["requestBody"] = {"required": one.body_required, "content": body}
     return operation
 
 

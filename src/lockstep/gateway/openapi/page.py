@@ -38,7 +38,7 @@ def page(document: dict[str, Any]) -> str:
         f"<title>{escape(info['title'])}</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(info['title'])} <small>{escape(info['version'])}</small></h1>"
         '<p class="note">The same, for machines: <a href="/openapi.json">/openapi.json</a>. '
-        "Chat, completion and tokenize routes are also served under "
+        "Routes that may join a session are also served under "
         "<code>/sessions/{session}</code>.</p>"
         f"<h2>Routes</h2>{routes}<h2>Types</h2>{types}</body></html>"
     )
@@ -46,7 +46,7 @@ def page(document: dict[str, Any]) -> str:
 
 def _route(method: str, path: str, operation: dict[str, Any]) -> str:
     body = operation.get("requestBody", {}).get("content", {}).get("application/json")
-    contents = operation["responses"]["200"]["content"]
+    contents = next(iter(operation["responses"].values()))["content"]
     parts = []
     if body is not None:
         parts.append(f"<p>Request: {_type(body['schema'])}</p>")

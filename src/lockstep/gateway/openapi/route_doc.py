@@ -7,11 +7,19 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
+class QueryDoc:
+    """One query parameter, with its JSON schema."""
+
+    name: str
+    schema: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class RouteDoc:
     """`request` and `response` are wire structs; a response of None is plain text.
 
     `streams` says that the response may be server-sent events, `sessions` that the route is also
-    served under /sessions/{session}.
+    served under /sessions/{session}, `status` how success is answered. `headers` may be sent.
     """
 
     method: str
@@ -21,3 +29,7 @@ class RouteDoc:
     summary: str
     streams: bool = False
     sessions: bool = True
+    status: int = 200
+    body_required: bool = True
+    query: tuple[QueryDoc, ...] = ()
+    headers: tuple[str, ...] = ("X-Request-Id",)

@@ -162,6 +162,7 @@ class FleetRoutes:
 
     async def init_broadcaster(self, http: Request) -> Response:
         body = await self._body(http, wire.InitBroadcaster)
+        _check_broadcaster(body)
         operation = await self._fleet.init_broadcaster(
             body.host,
             body.port,
@@ -211,6 +212,16 @@ def _response(operation: Operation, **more: object) -> Response:
 
 def _key(http: Request) -> str | None:
     return http.headers.get("idempotency-key")
+
+
+def _check_broadcaster(body: wire.InitBroadcaster) -> None:
+    """Raises BadRequest for a place that no trainer can be at: workers would wait for it."""
+    if not body.host:
+        raise BadRequest("host is empty: expected where the trainer listens", param="host")
+    if not 0 < body.port < 65536:
+        raise BadRequest(f"port is {body.port}: expected 1 to 65535", param="port")
+    if not 0 < body.timeout < math.inf:
+        raise BadRequest(f"timeout is {body.timeout}: expected seconds > 0", param="timeout")
 
 
 def _number(text: str, name: str) -> float:
