@@ -107,8 +107,8 @@ class Core:
         self.check(request)
         seed = request.sampling.seed
         base = secrets.randbits(64) if seed is None else seed
-        leader: Sequence | None = None
         grammar = request.sampling.grammar
+        leader: Sequence | None = None
         for index in range(request.sampling.n):
             sequence = Sequence(
                 request,
@@ -117,8 +117,8 @@ class Core:
                 self.max_len,
                 self.config.eos_ids,
                 self.vocabulary,
-                leader,
                 None if grammar is None else self.grammars.matcher(grammar),
+                leader,
             )
             leader = leader or sequence
             handle.sequences.append(sequence)
@@ -128,7 +128,6 @@ class Core:
     def check(self, request: EngineRequest) -> None:
         """Raises the error that says why this request cannot run here."""
         request.check(self.config, self.max_len)
-        self.served.check_served(request)
         if request.sampling.stop:
             self.vocabulary.load("stop")
         if request.sampling.grammar is not None:
