@@ -115,3 +115,26 @@ def test_the_python_of_an_engine_is_the_one_named_or_that_of_its_environment(
         find_python(VLLM)
     with pytest.raises(BadRequest, match=r"no Dynamo at /nowhere.*install-dynamo\.sh"):
         find_python(DYNAMO, "/nowhere/python")
+
+
+async def test_a_child_that_stays_unhealthy_is_started_again() -> None:
+    ill: set[int] = set()
+    restarted: list[Child] = []
+
+    async def healthy(child: Child) -> bool:
+        return child.pid not in ill
+
+    supervisor = Supervisor(
+        worker_names(2), lambda _: running(READY + FOR_EVER),
+        healthy=healthy, unhealthy_seconds=0.4, on_restart=restarted.append,
+    )  # fmt: skip
+    async with supervisor:
+        await supervisor.ready()
+        first, second = supervisor.children
+        pids = first.pid, second.pid
+        assert pids[0] is not None
+        ill.add(pids[0])
+        await until(lambda: bool(restarted))
+        assert restarted == [first]
+        assert first.pid not in (None, pids[0])
+        assert (second.pid, second.restarts) == (pids[1], 0)

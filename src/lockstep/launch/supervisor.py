@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,6 +26,9 @@ FIRST_BACKOFF = 0.2
 LAST_BACKOFF = 30.0
 STEADY_SECONDS = 60.0
 """A child that ran this long has not failed because of how it was started."""
+UNHEALTHY_SECONDS = 30.0
+HEALTH_SECONDS = 2.0
+"""Between two looks at the health of a child."""
 
 ChildState = Literal["starting", "running", "down", "stopped"]
 
@@ -69,7 +72,9 @@ class Supervisor:
 
     `command` says how a child is started; two ports are reserved for each, by default free ones.
     `on_ready` is called when a child is ready for the first time, `on_restart` when it died and is
-    ready again: it has lost what it held. With `restarts` false one that died stays dead.
+    ready again: it has lost what it held. With `restarts` false one that died stays dead. A child
+    that `healthy` denies for `unhealthy_seconds` on end is killed, and started again as one that
+    died.
     """
 
     def __init__(
@@ -80,6 +85,8 @@ class Supervisor:
         ports: tuple[int, int] = (0, 0),
         restarts: bool = True,
         drain_seconds: float = 30.0,
+        healthy: Callable[[Child], Awaitable[bool]] | None = None,
+        unhealthy_seconds: float = UNHEALTHY_SECONDS,
         on_ready: Callable[[Child], None] = lambda _: None,
         on_restart: Callable[[Child], None] = lambda _: None,
     ) -> None:
@@ -88,6 +95,8 @@ class Supervisor:
         self._ports = ports
         self._restarts = restarts
         self._drain_seconds = drain_seconds
+        self._healthy = healthy
+        self._unhealthy_seconds = unhealthy_seconds
         self._on_ready = on_ready
         self._on_restart = on_restart
         self._tasks: list[asyncio.Task[None]] = []
@@ -177,20 +186,41 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C is for this process, which stops them in order
         )
         child.process, child.pid = process, process.pid
+        health: asyncio.Task[None] | None = None
         try:
             self._set_ready(child, await _ready_line(process) if command.announces else {})
+            if self._healthy is not None:
+                health = asyncio.create_task(self._watch(child, process, self._healthy))
             while process.stdout is not None and await process.stdout.readline():
                 pass  # a pipe that nobody reads would block it
             code = await process.wait()
             if not self._stopping:
                 raise EngineFailure(f"process {process.pid} ended with code {code}")
         finally:
+            if health is not None:
+                health.cancel()
             child.state = "stopped" if self._stopping else "down"
             if process.returncode is None:
                 with suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
             child.pid = None
+
+    async def _watch(
+        self, child: Child, process: Process, healthy: Callable[[Child], Awaitable[bool]]
+    ) -> None:
+        """Kills a child that has been unhealthy for too long: only a new one helps then."""
+        loop = asyncio.get_running_loop()
+        well = loop.time()
+        while not self._stopping:
+            await asyncio.sleep(min(HEALTH_SECONDS, self._unhealthy_seconds / 4))
+            if await healthy(child):
+                well = loop.time()
+            elif loop.time() - well > self._unhealthy_seconds and not self._stopping:
+                log.error("%s was unhealthy for %.0f s: it is killed", child.id, loop.time() - well)
+                with suppress(ProcessLookupError):
+                    process.kill()
+                return
 
     def _set_ready(self, child: Child, line: dict[str, Any]) -> None:
         child.state = "running"

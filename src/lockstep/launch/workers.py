@@ -7,7 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lockstep.http.client import HttpClient
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
+from lockstep.tokens.errors import LockstepError
+
+HEALTH_SECONDS = 5.0
 
 
 def embedded_workers(
@@ -35,4 +39,18 @@ def embedded_workers(
             environ,
         )  # fmt: skip
 
-    return Supervisor(worker_names(count), command, drain_seconds=drain_seconds, **options)
+    return Supervisor(
+        worker_names(count), command, drain_seconds=drain_seconds, healthy=responds, **options
+    )
+
+
+async def responds(child: Child) -> bool:
+    """Whether the worker says that it is well."""
+    client = HttpClient(child.url, retries=0)
+    try:
+        await client.get("/health", timeout=HEALTH_SECONDS)
+    except LockstepError:
+        return False
+    finally:
+        await client.close()
+    return True

@@ -19,6 +19,7 @@ from lockstep.models import bundled
 from lockstep.protocol.dynamo import environment as dynamo_env
 from lockstep.tokens.errors import BadRequest, EngineFailure, Unavailable, UnsupportedField
 from lockstep.worker.dynamo.routes import engine_routes
+from lockstep.worker.health_report import report_health
 from lockstep.worker.serve import WorkerOptions, drain
 from lockstep.worker.system import SystemPlane
 
@@ -87,6 +88,7 @@ async def _serve(options: WorkerOptions) -> None:
         async with _endpoints(runtime, generate.serve_endpoint(data.serve, graceful_shutdown=True),
                               rl.serve_endpoint(registry.dispatch_stream)):  # fmt: skip
             runtime.set_health_status(True)
+            health = asyncio.create_task(report_health(engine, runtime.set_health_status))
             system_url = runtime.system_status_server_url()
             await _until_ready(system_url)
             say_ready(
@@ -101,6 +103,7 @@ async def _serve(options: WorkerOptions) -> None:
                 numerics=engine.plan.to_json(),
             )
             await stop.wait()
+            health.cancel()
             # Frontends first forget it, or they would still send what it must refuse.
             await models.leave()
             await drain(engine, data, options.drain_seconds)
