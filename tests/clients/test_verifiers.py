@@ -1,0 +1,71 @@
+"""verifiers' own command line, as eval and train client, on an environment with a tool server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lockstep.models import bundled
+from tests.clients.conftest import Clients
+from tests.clients.rules import ANSWER
+from tests.processes import ServeProcess
+
+
+def rollouts(clients: Clients, kind: str, model: str, count: int, *more: str) -> list[Any]:
+    base = f"{clients.served.url}/v1"
+    place = str(bundled(model))
+    traces = clients.run("verifiers_eval", kind, model, place, str(count), *more, base=base)
+    assert len(traces) == count
+    assert [trace["errors"] for trace in traces] == [[]] * count
+    return list(traces)
+
+
+def replies(trace: Any) -> list[Any]:
+    return [node for node in trace["nodes"] if node["message"]["role"] == "assistant"]
+
+
+def whole(trace: Any) -> list[int]:
+    return [token for node in trace["nodes"] for token in node["token_ids"]]
+
+
+async def test_eval_client(clients: Clients) -> None:
+    """It relays chat and keeps no tokens: the session that it names has them."""
+    for trace in rollouts(clients, "eval", "tiny", 2):
+        assert trace["rewards"]["right"]["score"] == 1.0
+        assert replies(trace)[-1]["message"]["content"] == ANSWER
+        await clients.exact_sample(trace["id"])
+
+
+async def test_train_client(clients: Clients) -> None:
+    """It renders, sends ids and bridges by itself: one branch, whose tokens are the session's."""
+    for trace in rollouts(clients, "train", "tiny", 2):
+        assert trace["rewards"]["right"]["score"] == 1.0
+        assert len(replies(trace)) == 3
+        sample = await clients.exact_sample(trace["id"])
+        assert sample.token_ids == whole(trace)
+
+
+@pytest.fixture(scope="module", params=["tiny", "tiny-moe"])
+def embedded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Clients]:
+    experts = ["--worker-args", "--return-routed-experts"] * (request.param == "tiny-moe")
+    served = ServeProcess("--sessions", "memory", *experts, model=request.param)
+    yield Clients(served, tmp_path_factory.mktemp(request.param))
+    served.stop()
+
+
+async def test_train_client_on_the_embedded_engine(embedded: Clients, request: Any) -> None:
+    """Dense and mixture of experts, which sends back the experts of every token."""
+    model = request.node.callspec.params["embedded"]
+    traces = rollouts(embedded, "train", model, 8, "--env.taskset.question", "What is 417 + 86?")
+    called = [trace for trace in traces if len(replies(trace)) > 1]
+    assert called
+    for trace in traces:
+        sample = await embedded.exact_sample(trace["id"], turns=len(replies(trace)))
+        assert sample.token_ids == whole(trace)
+        assert (sample.experts is not None) == (model == "tiny-moe")
+        for node in replies(trace) if model == "tiny-moe" else ():
+            assert node["routed_experts"] is not None
