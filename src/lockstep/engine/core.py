@@ -52,9 +52,22 @@ class Core:
 
     def __init__(self, directory: Path, options: EngineOptions) -> None:
         self.options = options
-        self.config = ModelConfig.read(directory)
+        self.config = self._read_config(directory)
         self.vocabulary = Vocabulary(directory)
         self.grammars = Grammars(self.vocabulary, self.config.vocab_size)
+        self.handles: dict[Sequence, RequestHandle] = {}
+        self.state: State = "running"
+        self.steps = self.prompt_tokens = self.generated_tokens = 0
+        self._on_quiet: list[Callable[[LockstepError | None], None]] = []
+        self._load(directory)
+        self.overlapped = self._overlapped_decoder()
+
+    def _read_config(self, directory: Path) -> ModelConfig:
+        return ModelConfig.read(directory)
+
+    def _load(self, directory: Path) -> None:
+        """Weights, model and caches, and what schedules and runs them."""
+        options = self.options
         self.max_len = options.max_model_len or self.config.max_position
         if not 2 <= self.max_len <= self.config.max_position:
             raise BadRequest(
@@ -81,11 +94,6 @@ class Core:
         budget = max(options.max_batch_tokens, self.cache.slots + 1)
         self.scheduler = Scheduler(self.cache.slots, budget, self._move)
         self.runner = ModelRunner(self.model, self.cache, options, self.grammars)
-        self.handles: dict[Sequence, RequestHandle] = {}
-        self.state: State = "running"
-        self.overlapped = self._overlapped_decoder()
-        self.steps = self.prompt_tokens = self.generated_tokens = 0
-        self._on_quiet: list[Callable[[LockstepError | None], None]] = []
 
     def commit(self, weights: Weights) -> None:
         """Serves `weights` from the next token on; requests in flight go on under them."""

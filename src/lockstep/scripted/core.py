@@ -59,9 +59,14 @@ class _NoPrefixes:
         """Nothing was computed that could be kept."""
 
 
+class _NoKeys:
+    is_cuda = False
+
+
 class _NoCache:
     """Stands where keys, values and routed experts would lie."""
 
+    k = _NoKeys()
     experts = None
 
 
@@ -75,33 +80,35 @@ class ScriptedCore(Core):
     def __init__(self, directory: Path, options: EngineOptions, script: Script) -> None:
         if not (directory / "tokenizer.json").is_file():
             raise UnknownModel(f"{directory} has no tokenizer.json", param="model")
-        self.options = options
         self._responder = Responder(script, directory)
-        renderer = self._responder.renderer
+        self._replies: dict[RequestHandle, ScriptedReply] = {}
+        self._speeches: dict[Sequence, _Speech] = {}
+        super().__init__(directory, options)
+
+    def _read_config(self, directory: Path) -> ModelConfig:
+        """The config of the weights, with the tokens of the tokenizer."""
         own = any(directory.glob("*.safetensors")) and (directory / "config.json").is_file()
-        weights = directory if own else bundled("tiny") or directory
-        config = ModelConfig.read(weights)
-        self.served = ServedWeights(weights, config, options)
-        self.config = replace(
+        self._weights = directory if own else bundled("tiny") or directory
+        config = ModelConfig.read(self._weights)
+        renderer = self._responder.renderer
+        return replace(
             config,
             vocab_size=config.vocab_size if own else len(renderer.tokenizer),
             eos_ids=frozenset(renderer.stop_token_ids),
             moe_layers=(),
         )
+
+    def _load(self, directory: Path) -> None:
+        """Weights, of which only the digest is used, and a distribution in place of a model."""
+        options = self.options
         self.max_len = options.max_model_len or CONTEXT
-        self._distribution = HashedDistribution(self.config.vocab_size)
+        self.served = ServedWeights(self._weights, ModelConfig.read(self._weights), options)
         self.arithmetic_note = REASON
         self.plan = plan("close", device="cpu", dtype=options.dtype, rows=0, reason=REASON)
         self.cache = _NoCache()  # type: ignore[assignment]
         self.prefixes = _NoPrefixes()  # type: ignore[assignment]
         self.scheduler = Scheduler(options.max_seqs, options.max_batch_tokens, _no_move)
-        self.handles: dict[Sequence, RequestHandle] = {}
-        self.state = "running"
-        self.overlapped = None
-        self.steps = self.prompt_tokens = self.generated_tokens = 0
-        self._on_quiet = []
-        self._replies: dict[RequestHandle, ScriptedReply] = {}
-        self._speeches: dict[Sequence, _Speech] = {}
+        self._distribution = HashedDistribution(self.config.vocab_size)
 
     @property
     def scores_beside(self) -> bool:
@@ -163,10 +170,9 @@ class ScriptedCore(Core):
         else:  # the script is at its end, but the request may not end yet
             number = uniform(sequence.seed, said)
             token = self._distribution.draw(speech.state, number, banned)
-        allowed = sampling.allowed_token_ids
-        if allowed is not None and token not in allowed:
-            why = f"the script says token {token} at position {said}, which is not allowed"
-            self._fail(self.handles[sequence], BadRequest(why, param="allowed_token_ids"))
+        if (why := _forbidden(sequence, token)) is not None:
+            error = BadRequest(f"the script says token {token} at position {said}, {why}")
+            self._fail(self.handles[sequence], error)
             return
         sampled = self._distribution.sampled(speech.state, token, sampling.logprobs)
         speech.state = self._distribution.after(speech.state, (token,))
@@ -221,6 +227,16 @@ def scripted_engine(path: Path) -> Callable[[str, EngineOptions], Engine]:
         return ScriptedCore(directory, options, script)
 
     return lambda model, options: Engine(model, options, make_core=make_core)
+
+
+def _forbidden(sequence: Sequence, token: int) -> str | None:
+    """Why the request does not let this token come next; None where it does."""
+    allowed = sequence.request.sampling.allowed_token_ids
+    if allowed is not None and token not in allowed:
+        return "which allowed_token_ids do not hold"
+    if sequence.matcher is not None and not sequence.matcher.mask(sequence.end_ids)[token]:
+        return "which does not fit the grammar of the request"
+    return None
 
 
 def _no_move(source: int, target: int, sequence: Sequence) -> None:
