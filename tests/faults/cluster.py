@@ -12,6 +12,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from lockstep.fleet.remote import RemoteFleet
@@ -207,11 +208,14 @@ class Cluster:
         self.gateway.kill()
         self.restarts += 1
         ports, state = self.gateway.ports, self.gateway.state
-        async with asyncio.timeout(START_SECONDS):
-            while True:
-                try:
-                    self.gateway = await asyncio.to_thread(self._start, state, ports)
-                except RuntimeError:
-                    await asyncio.sleep(0.5)
-                else:
-                    return
+        deadline = monotonic() + START_SECONDS
+        while True:
+            try:
+                self.gateway = await asyncio.to_thread(self._start, state, ports)
+            except RuntimeError:
+                if monotonic() > deadline:
+                    said = state.with_suffix(".log").read_text(errors="replace")[-4000:]
+                    raise RuntimeError(f"the gateway does not start any more:\n{said}") from None
+                await asyncio.sleep(0.5)
+            else:
+                return
