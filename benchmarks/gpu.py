@@ -1,11 +1,12 @@
 """Decoding on a GPU: the embedded engine beside transformers, and both beside what memory allows.
 
-    python benchmarks/gpu.py [--batches 1 32 256] [--source src]
+    python -m benchmarks.gpu [--batches 1 32 256] [--source src] [--served]
 
-Needs torch, transformers and this source tree, nothing else installed. The model is a random bf16
-Qwen3 of 0.6 B parameters; prompts have 512 tokens and 128 are drawn at temperature 1. Figures are
-tokens per second while every request of the batch decodes. The limit is what the device's own copy
-bandwidth allows: all weights, and the keys and values of all sequences, read once per token.
+Needs torch, transformers and this source tree, nothing else installed; with `--served`, which
+measures the whole stack as processes instead, what the package depends on. The model is a random
+bf16 Qwen3 of 0.6 B parameters; prompts have 512 tokens and 128 are drawn at temperature 1. Figures
+are tokens per second while every request of the batch decodes. The limit is what the device's own
+copy bandwidth allows: all weights, and the keys and values of all sequences, read once per token.
 """
 
 from __future__ import annotations
@@ -95,6 +96,46 @@ def lockstep(directory: Path, prompts: Prompts, rounds: int) -> tuple[float, lis
         engine.close()
 
 
+def prefill(model: Any, directory: Path, length: int = 256, count: int = 32) -> None:
+    """Prints tokens per second of prompts alone, in one step, beside transformers' forward."""
+    from lockstep.engine import EngineOptions
+    from lockstep.engine.core import Core
+    from lockstep.engine.model.model import Segment
+
+    core = Core(
+        directory,
+        EngineOptions(device="cuda", dtype="bfloat16", max_seqs=count, max_model_len=2 * length,
+                      max_batch_tokens=count * length, kv_bytes=8 << 30),
+    )  # fmt: skip
+    print(core.warm_note)
+    ids = torch.randint(151_000, (count, length))
+    prefiller = core.model.prefiller
+    if prefiller is None:
+        raise RuntimeError("this device has no ragged prefill")
+
+    def median_ms(run: Any) -> float:
+        spent = []
+        for _ in range(13):
+            begun = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            spent.append(1e3 * (time.perf_counter() - begun))
+        return median(spent[3:])
+
+    with torch.inference_mode():
+        print("| tokens in a step | lockstep ms | tokens/s | transformers (sdpa) ms | tokens/s |")
+        print("|" + " --- |" * 5)
+        for rows in (1, 4, 16, count):
+            segments = [Segment.whole(at, 0, ids[at].tolist()) for at in range(rows)]
+            ours = median_ms(lambda: prefiller.run(core.served.weights, segments))  # noqa: B023
+            batch = ids[:rows].cuda()
+            theirs = median_ms(lambda: model.model(batch))  # noqa: B023
+            tokens = rows * length
+            cells = [f"{tokens:,}", f"{ours:.2f}", f"{1e3 * tokens / ours:,.0f}"]
+            cells += [f"{theirs:.2f}", f"{1e3 * tokens / theirs:,.0f}"]
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
 def generate(model: Any, prompts: Prompts, rounds: int) -> float:
     """Tokens per second of transformers' generate: a whole run without its first token."""
     ids = torch.tensor(prompts, device="cuda")
@@ -171,6 +212,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--served", action="store_true", help="gateway and worker as processes")
+    parser.add_argument("--prefill", action="store_true", help="prompts instead of decoding")
     parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
     parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src")
     options = parser.parse_args()
@@ -187,6 +230,16 @@ def main() -> None:
     torch.cuda.empty_cache()
     model = Qwen3ForCausalLM(Qwen3Config(**SIZES, initializer_range=0.02)).to(torch.bfloat16)
     model = model.cuda().eval()
+    if options.served:
+        from benchmarks import gpu_served
+
+        gpu_served.run(model, options.source, options.batches)
+        return
+    if options.prefill:
+        with tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+            prefill(model, Path(directory))
+        return
     weights = sum(each.numel() * each.element_size() for each in model.parameters())
     per_token = 2 * 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 128
     print(

@@ -130,6 +130,10 @@ def worker(
     ] = None,
     max_loras: Annotated[int, _engine_option(help="Most LoRA adapters at a time.")] = 32,
     max_lora_rank: Annotated[int, _engine_option(help="Highest rank of a LoRA adapter.")] = 64,
+    warm_seconds: Annotated[
+        float,
+        _engine_option(help="On a GPU: most seconds to compile and capture before it is ready."),
+    ] = 300.0,
 ) -> None:
     """Start one worker with the embedded engine, which takes and returns token ids.
 
@@ -186,6 +190,7 @@ def worker(
                 worker=worker_id,
                 max_adapters=max_loras,
                 max_lora_rank=max_lora_rank,
+                warm_seconds=warm_seconds,
             ),
         )
     )

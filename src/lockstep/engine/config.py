@@ -142,6 +142,7 @@ class EngineOptions:
     for bit (CPU, fp32); "portable" does so on another make of x86 CPU too, several times slower;
     "close" takes the fastest kernels; "auto" is exact where a self-test proves it. The KV cache
     holds `max_seqs` slots of `max_model_len` tokens, fewer when `kv_bytes` does not suffice.
+    On a GPU, kernels are compiled and graphs captured for at most `warm_seconds` before it starts.
     """
 
     device: str = "cpu"
@@ -158,6 +159,7 @@ class EngineOptions:
     worker: str | None = None
     max_adapters: int = 32
     max_lora_rank: int = 64
+    warm_seconds: float = 300.0
 
     def __post_init__(self) -> None:
         for field in ("threads", "max_seqs", "max_batch_tokens", "kv_bytes", "max_lora_rank"):
@@ -165,7 +167,7 @@ class EngineOptions:
                 raise BadRequest(
                     f"{field} must be at least 1, got {getattr(self, field)}", param=field
                 )
-        for field in ("prefix_cache_bytes", "max_adapters"):
+        for field in ("prefix_cache_bytes", "max_adapters", "warm_seconds"):
             if getattr(self, field) < 0:
                 raise BadRequest(
                     f"{field} must not be negative, got {getattr(self, field)}", param=field

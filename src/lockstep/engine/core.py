@@ -41,7 +41,7 @@ from lockstep.tokens.errors import (
 from lockstep.tokens.ids import check_ids
 
 if TYPE_CHECKING:
-    from lockstep.engine.cuda.overlapped import OverlappedDecoder
+    from lockstep.engine.cuda.overlapped import OverlappedRunner
 
 PauseMode = Literal["abort", "wait", "keep"]
 State = Literal["running", "draining", "paused"]
@@ -60,7 +60,8 @@ class Core:
         self.steps = self.prompt_tokens = self.generated_tokens = 0
         self._on_quiet: list[Callable[[LockstepError | None], None]] = []
         self._load(directory)
-        self.overlapped = self._overlapped_decoder()
+        self.overlapped = self._overlapped_runner()
+        self.warm_note = self._warm()
 
     def _read_config(self, directory: Path) -> ModelConfig:
         return ModelConfig.read(directory)
@@ -223,9 +224,10 @@ class Core:
         if not works:
             return
         self.steps += 1
-        if self.overlapped is not None and self.overlapped.fits(works):
-            self.overlapped.launch(self.served.weights, works)
-            return
+        if self.overlapped is not None:
+            works = self.overlapped.launch(self.served.weights, works)
+            if not works:
+                return
         result = self.runner.run(self.served.weights, works)
         # All are wiped before the first fails: a failure ends the other choices of its request,
         # and what they have computed is then kept as a prefix.
@@ -234,11 +236,7 @@ class Core:
         for work in result.broken:
             self._fail_broken(work.sequence)
         for work, sampled in result.sampled:
-            sequence = work.sequence
-            if sequence.generated == 0 and sequence in self.handles:
-                # Later choices of the request, and the next turn, start from here.
-                self.prefixes.store(sequence.root, sequence.tokens, work.slot)
-            self.take(sequence, sampled)
+            self.take(work.sequence, sampled)
         self._check_drained()
 
     def score(
@@ -322,6 +320,10 @@ class Core:
         if not usable(sampled.logprob):
             self._fail_broken(sequence, sampled.logprob)
             return
+        if sequence.generated == 0:
+            # Later choices of the request, and the next turn, start from here.
+            slot = self.scheduler.running.index(sequence)
+            self.prefixes.store(sequence.root, sequence.tokens, slot)
         self.generated_tokens += 1
         if finish := sequence.append(sampled, self.served.version_of(sequence.adapter)):
             self._finish(sequence, finish, sampled)
@@ -397,19 +399,21 @@ class Core:
         if self.overlapped is not None:
             self.overlapped.collect()
 
-    def _overlapped_decoder(self) -> OverlappedDecoder | None:
-        """Overlapped decoding where there are kernels for it, which need Triton; else None."""
+    def _overlapped_runner(self) -> OverlappedRunner | None:
+        """Steps by graphs where there are kernels for them, which need Triton; else None."""
         if not self.cache.k.is_cuda or find_spec("triton") is None:
             return None
-        from lockstep.engine.cuda.graphs import Decoder
-        from lockstep.engine.cuda.overlapped import OverlappedDecoder
+        from lockstep.engine.cuda.start import overlapped_runner
 
-        if not Decoder.supports(self.model, self.cache):
-            return None
-        decoder = Decoder(self.model, self.cache)
-        return OverlappedDecoder(
-            decoder, self.scheduler, self.options.logprob_mode, self.take, self.wipe
-        )
+        return overlapped_runner(self)
+
+    def _warm(self) -> str:
+        """Compiles what the first requests would wait for; says what was, where anything is."""
+        if self.overlapped is None:
+            return ""
+        from lockstep.engine.cuda.start import warm
+
+        return warm(self, self.options.warm_seconds)
 
     def _move(self, source: int, target: int, sequence: Sequence) -> None:
         self.cache.move(source, target, sequence.computed)

@@ -300,6 +300,7 @@ class Engine:
             "adapters": sorted(core.served.adapters),
             "arithmetic": core.plan.arithmetic,
             "arithmetic_note": core.arithmetic_note,
+            "warm_note": core.warm_note,
             "numerics": core.plan.to_json(),
         }
 

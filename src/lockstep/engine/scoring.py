@@ -51,7 +51,7 @@ def score_sequences(
             )
             for piece in pieces
         ]
-        hidden = model.forward(weights, cache, model.batch(segments))
+        hidden = model.hidden_states(weights, cache, segments)
         rows = sum(len(segment.tokens) for segment in segments)
         if not bool(torch.isfinite(hidden[:rows]).all()):
             for piece in pieces:

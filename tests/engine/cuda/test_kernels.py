@@ -109,6 +109,7 @@ def test_a_new_token_attends_to_itself_and_all_before_it(
 def drawn(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[float], list[int]]:
     tokens = torch.empty(len(rows), dtype=torch.int32)
     logprobs, ranks = torch.empty(len(rows)), torch.empty_like(tokens)
+    highest, logs = torch.empty(2, len(rows))
     drawing.draw(
         logits,
         torch.tensor([row.uniform for row in rows]),
@@ -117,6 +118,8 @@ def drawn(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[floa
         tokens,
         logprobs,
         ranks,
+        highest,
+        logs,
     )
     return tokens.tolist(), logprobs.tolist(), ranks.tolist()
 

@@ -6,25 +6,47 @@ is so here, though the device has no queue of its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lockstep.engine.cuda import kernels
-from lockstep.engine.cuda.graphs import Decoder, bucket
-from lockstep.engine.cuda.overlapped import OverlappedDecoder
-from lockstep.tokens import Completion
+from lockstep.engine.cuda import kernels, prefill, prefill_kernels
+from lockstep.engine.cuda.graphs import Decoder, GraphPool
+from lockstep.engine.cuda.overlapped import OverlappedRunner
+from lockstep.engine.cuda.prefill import Prefiller, token_sizes
+from lockstep.engine.cuda.start import warm
+from lockstep.engine.cuda.table import bucket
+from lockstep.tokens import Completion, Ranked
 from lockstep.tokens.errors import BadLogprob
 from tests.engine.rig import Rig, ids
 
-SMALL = {"arithmetic": "close", "max_seqs": 3, "max_model_len": 64, "prefix_cache_bytes": 1 << 18}
+SMALL = {
+    "arithmetic": "close",
+    "max_seqs": 3,
+    "max_model_len": 64,
+    "max_batch_tokens": 64,
+    "prefix_cache_bytes": 1 << 18,
+}
 
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SPLIT_TARGET", 4)
     monkeypatch.setattr(kernels, "NARROW", 512)
+    monkeypatch.setattr(prefill, "SMALLEST", 8)
+    monkeypatch.setattr(prefill, "SPARE_BLOCKS", 3)
+    monkeypatch.setattr(prefill_kernels, "ROWS", 32)
+
+
+pytestmark = [
+    # The interpreter computes rows that pad a batch as well, and warns of what comes of them.
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
+]
 
 
 def step_by_step(tiny: Path) -> Rig:
@@ -36,8 +58,12 @@ def rig(tiny: Path) -> Rig:
     """An engine with overlapped decoding, as it is on a GPU."""
     rig = step_by_step(tiny)
     core = rig.core
-    decoder = Decoder(core.model, core.cache)
-    core.overlapped = OverlappedDecoder(decoder, core.scheduler, "raw", core.take, core.wipe)
+    decoder = Decoder(core.model, core.cache, GraphPool())
+    core.model.prefiller = prefiller = Prefiller(core.model, core.cache, GraphPool(), 64)
+    core.overlapped = OverlappedRunner(
+        decoder, prefiller, core.scheduler, core.runner, core.take, core.wipe
+    )
+    core.served._in_place = True
     return rig
 
 
@@ -52,8 +78,8 @@ def in_flight(rig: Rig) -> bool:
 
 
 def launch(rig: Rig) -> None:
-    """Steps until a step is in flight."""
-    while not in_flight(rig):
+    """Steps until a step is in flight in which all requests decode."""
+    while not in_flight(rig) or any(each.generated == 0 for each in rig.core.scheduler.running):
         rig.core.step()
 
 
@@ -89,13 +115,147 @@ def test_a_stop_token_ends_it_though_the_next_step_is_under_way(tiny: Path, rig:
     alike(others.one, step_by_step(tiny).generate(ids(2, 5), max_tokens=6))
 
 
-def test_what_the_kernels_do_not_know_goes_step_by_step(tiny: Path, rig: Rig) -> None:
-    options = {"max_tokens": 3, "top_p": 0.5}
-    result = rig.submit(ids(1, 5), **options)
-    while not result.ended:
-        rig.core.step()
-        assert not in_flight(rig)
-    assert result.one == step_by_step(tiny).generate(ids(1, 5), **options)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.5},
+        {"top_k": 3, "temperature": 0.7, "logprobs": 2},
+        {"logit_bias": {5: 40.0}},
+        {"frequency_penalty": 1.5, "temperature": 0.0},
+        {"logprobs": 3},
+        {"logprobs": 3, "temperature": 0.6},
+        {"logprobs": 3, "temperature": 0.6, "logprob_mode": "raw"},
+        {"prompt_logprobs": 1},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_every_option_stays_in_the_graphs(tiny: Path, rig: Rig, options: dict[str, Any]) -> None:
+    other = step_by_step(tiny)
+    pairs = [
+        (
+            rig.submit(ids(at, 5 + at), max_tokens=3, **each),
+            other.submit(ids(at, 5 + at), max_tokens=3, **each),
+        )
+        for at, each in enumerate([options, {}])
+    ]
+    refuse_eager_steps(rig)
+    rig.run()
+    other.run()
+    for ours, theirs in pairs:
+        alike(ours.one, theirs.one)
+        for mine, its in zip(tops_of(ours.one), tops_of(theirs.one), strict=True):
+            assert [(each.token_id, each.rank) for each in mine] == [
+                (each.token_id, each.rank) for each in its
+            ]
+            assert [each.logprob for each in mine] == pytest.approx(
+                [each.logprob for each in its], abs=2e-5
+            )
+
+
+def refuse_eager_steps(rig: Rig) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("a step left the graphs")
+
+    rig.core.runner.run = refused  # type: ignore[assignment]
+
+
+def tops_of(completion: Completion) -> list[tuple[Ranked, ...]]:
+    prompt = [each.top for each in completion.prompt_logprobs or [] if each is not None]
+    return [*(completion.top_logprobs or []), *prompt]
+
+
+def test_prompts_of_a_step_are_one_batch_and_long_ones_are_cut(tiny: Path, rig: Rig) -> None:
+    """A step takes 24 tokens here: the first prompt ends in it, the second goes on in others."""
+    other = step_by_step(tiny)
+    rig.core.scheduler.max_batch_tokens = 24
+    refuse_eager_steps(rig)
+    pairs = [
+        (rig.submit(ids(at, length), max_tokens=3), other.submit(ids(at, length), max_tokens=3))
+        for at, length in enumerate((9, 40, 17))
+    ]
+    rig.core.step()
+    assert [each.computed for each in rig.core.scheduler.running] == [9, 15, 0]
+    rig.run()
+    other.run()
+    for ours, theirs in pairs:
+        alike(ours.one, theirs.one)
+
+
+def test_scores_come_from_the_same_batches(tiny: Path, rig: Rig) -> None:
+    sequences = [ids(1, 20), ids(2, 3), ids(3, 50)]
+    expected = step_by_step(tiny).core.score_all(sequences)
+    rig.core.model.forward = None  # type: ignore[assignment]
+    for ours, theirs in zip(rig.core.score_all(sequences), expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-5)
+
+
+def test_a_long_score_in_pieces_keeps_the_start_of_its_slot(tiny: Path, rig: Rig) -> None:
+    """Rows that pad a batch leave nothing, not even in the slot that scoring uses."""
+    rig.core.options = replace(rig.core.options, max_batch_tokens=20)
+    (ours,), (theirs,) = (
+        rig.core.score_all([ids(3, 50)]),
+        step_by_step(tiny).core.score_all([ids(3, 50)]),
+    )
+    assert ours == pytest.approx(theirs, abs=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.failure_mode("F15")
+def test_a_prompt_that_breaks_fails_alone_before_its_last_piece(tiny: Path, rig: Rig) -> None:
+    rig.core.scheduler.max_batch_tokens = 40
+    bad, good = rig.submit(ids(1, 60), max_tokens=2), rig.submit(ids(2, 20), max_tokens=2)
+    weights = rig.core.served.weights
+    kept = weights.embed[bad.handle.request.prompt_ids[5]].clone()
+    weights.embed[bad.handle.request.prompt_ids[5]] = float("nan")
+    rig.core.step()
+    rig.core.step()
+    weights.embed[bad.handle.request.prompt_ids[5]] = kept
+    assert isinstance(bad.error, BadLogprob)
+    rig.run()
+    alike(good.one, step_by_step(tiny).generate(ids(2, 20), max_tokens=2))
+    assert torch.isfinite(rig.core.cache.v[:, :2]).all()
+
+
+def test_weights_keep_their_addresses_through_an_update_and_back(
+    tiny: Path, rig: Rig, tmp_path: Path
+) -> None:
+    from tests.engine import checkpoints
+
+    before = rig.core.served.weights
+    places = {name: tensor.data_ptr() for name, tensor in before.packed.items()}
+    numbers = before.embed.clone()
+    tensors = {name: each * 1.01 for name, each in checkpoints.tensors_of(tiny).items()}
+    rig.load(checkpoints.save(tiny, tmp_path, tensors), "v2")
+    served = rig.core.served.weights
+    assert {name: tensor.data_ptr() for name, tensor in served.packed.items()} == places
+    assert served.version == "v2"
+    assert torch.equal(served.embed, numbers * 1.01)
+    assert torch.equal(before.embed, numbers)
+    rig.core.rollback()
+    assert rig.core.served.weights is before
+    assert before.embed.data_ptr() == places["embed"]
+    assert torch.equal(before.embed, numbers)
+    assert torch.equal(before.layers[0].qkv, before.packed["layers.0.qkv"])
+
+
+def test_all_shapes_are_warm_before_the_first_request(rig: Rig) -> None:
+    note = warm(rig.core, 60)
+    assert "decoding up to 4, first tokens up to 4, prompt tokens up to 64" in note
+    assert rig.idle
+    assert (rig.core.steps, rig.core.generated_tokens, len(rig.core.prefixes)) == (0, 0, 0)
+
+
+def test_a_budget_ends_warming_and_says_what_is_left(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    note = warm(rig.core, 1e-9)
+    assert "larger batches are compiled when they first come" in note
+    assert note in caplog.text
+    rig.generate(ids(1, 5), max_tokens=3)
+
+
+def test_no_budget_warms_nothing(rig: Rig) -> None:
+    assert warm(rig.core, 0) == ""
 
 
 def test_an_end_that_is_banned_yet_does_not_come(tiny: Path, rig: Rig) -> None:
@@ -177,3 +337,8 @@ def test_a_row_that_breaks_fails_alone_and_leaves_nothing_behind(tiny: Path, rig
 
 def test_batch_sizes_are_few_and_large_enough() -> None:
     assert [bucket(n) for n in (1, 2, 3, 17, 32, 33, 256)] == [1, 2, 4, 32, 32, 64, 256]
+
+
+def test_token_counts_are_few_and_the_last_is_the_budget() -> None:
+    assert token_sizes(1024) == [8, 16, 32, 64, 128, 256, 384, 512, 768, 1024]
+    assert token_sizes(65) == [8, 16, 32, 64, 96]

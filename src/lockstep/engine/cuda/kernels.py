@@ -61,7 +61,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # or every batch size would be compiled anew
 def _linear(
     x, weight, bias, out, rows, inner: tl.constexpr, outer: tl.constexpr, part: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, early: tl.constexpr,

@@ -20,13 +20,15 @@ def draw(
     tokens: Tensor,
     logprobs: Tensor,
     ranks: Tensor,
+    highest: Tensor,
+    logs: Tensor,
 ) -> None:
     """Writes a token (int32), its logprob (fp32) and its rank (int32) for each row of logits.
 
     By inverse CDF, as `sampler.sample` does: a uniform number per row, the first token whose
     cumulative share lies above it. Temperature 0 takes the likeliest. Logprobs are those of the
     logits as they are, or tempered where `processed` is not 0; NaN for a row that is no
-    distribution.
+    distribution. The logprob of any other token is (its logit - highest) / temperature - logs.
     """
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -37,12 +39,12 @@ def draw(
     _weigh[(wide, rows)](logits, temperatures, stats, vocab, rows, **sizes, num_warps=8)
     _pick[(rows,)](
         logits, uniforms, temperatures, processed, stats, tokens, logprobs, chosen, ranks,
-        vocab, rows, **sizes, num_warps=8,
+        highest, logs, vocab, rows, **sizes, num_warps=8,
     )  # fmt: skip
     _rank[(chunks, rows)](logits, chosen, ranks, vocab, chunk=CHUNK, num_warps=8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _weigh(logits, temperatures, stats, vocab, rows, wide: tl.constexpr, chunk: tl.constexpr):
     """Of each chunk: its highest logit, where that is, and its sums of exp, plain and tempered."""
     part, row = tl.program_id(0), tl.program_id(1)
@@ -69,10 +71,10 @@ def _weigh(logits, temperatures, stats, vocab, rows, wide: tl.constexpr, chunk: 
         tl.store(stats + 3 * rows * wide + place, plain)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _pick(
-    logits, uniforms, temperatures, processed, stats, tokens, logprobs, chosen, ranks, vocab, rows,
-    wide: tl.constexpr, chunk: tl.constexpr,
+    logits, uniforms, temperatures, processed, stats, tokens, logprobs, chosen, ranks,
+    highest, logs, vocab, rows, wide: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """The token of one row: first its chunk, by the chunks' shares, then its place in there."""
     row = tl.program_id(0)
@@ -112,6 +114,9 @@ def _pick(
     tl.store(logprobs + row, tl.where(sound, logprob, float("nan")))
     tl.store(chosen + row, logit)
     tl.store(ranks + row, 1)
+    tl.store(highest + row, top)
+    summed = tl.where(tl.load(processed + row) != 0, total, tl.sum(plain, axis=0))
+    tl.store(logs + row, tl.log(summed))
 
 
 @triton.jit

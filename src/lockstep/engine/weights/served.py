@@ -35,6 +35,8 @@ class ServedWeights:
         self.previous: Weights | None = None
         self.history = [options.weight_version]
         self.adapters: dict[str, Adapter] = {}
+        # Captured graphs hold addresses: what they are to compute with must come to lie there.
+        self._in_place = options.device != "cpu"
 
     # Loading
 
@@ -73,6 +75,8 @@ class ServedWeights:
 
     def commit(self, weights: Weights) -> None:
         """Serves `weights`; the old set is kept for one rollback."""
+        if self._in_place:
+            self.weights.exchange_places(weights)
         self.previous, self.weights = self.weights, weights
         self.history = [*self.history[-KEPT_VERSIONS:], weights.version]
 
@@ -80,6 +84,8 @@ class ServedWeights:
         """Serves the set before the last commit again. Raises Conflict when there is none."""
         if self.previous is None:
             raise Conflict("there is nothing to roll back to: no commit since the last rollback")
+        if self._in_place:
+            self.weights.exchange_places(self.previous)
         self.weights, self.previous = self.previous, None
         self.history.pop()
 

@@ -27,6 +27,7 @@ from lockstep.checkpoint.tensor_names import (
 )
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.weights.digest import Digester
+from lockstep.engine.weights.upload import check_finite, copier
 from lockstep.tokens.errors import CheckpointError
 
 _epochs = count()
@@ -154,6 +155,11 @@ class Weights:
     layers: tuple[Layer, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._lay_out(self.packed)
+
+    def _lay_out(self, packed: Mapping[str, Tensor]) -> None:
+        """Takes these tensors, which hold its numbers, as its own."""
+        object.__setattr__(self, "packed", packed)
         names = [f.name for f in Layer.__dataclass_fields__.values() if f.init]
         layers = tuple(
             Layer(
@@ -191,8 +197,11 @@ class Weights:
         cls, directory: Path, layout: Layout, version: str, *, device: str, dtype: torch.dtype
     ) -> Weights:
         """The checkpoint in `directory`. Raises CheckpointError unless it is whole and fits."""
-        packed = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.shapes.items()}
-        missing = set(layout.places)
+        packed = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, shape in layout.shapes.items()
+        }
+        missing, copies = set(layout.places), copier(device)
         tied_head: Tensor | None = None
         with Digester() as digester:
             for name, load in _tensors(directory):
@@ -203,18 +212,33 @@ class Weights:
                     if name not in missing and name in layout.places:
                         raise CheckpointError(f"tensor {name!r} is in {directory} twice")
                     tensor = load()
-                    held = _fill(layout, packed, name, tensor)
-                    # What will serve is the better evidence, where its bytes are comparable.
-                    digester.add(name, held if held.dtype == tensor.dtype else tensor)
+                    place = layout.check(name, tuple(tensor.shape), tensor.dtype)
+                    target = place.view(packed[place.packed])
+                    digester.add(name, copies.fill(name, target, tensor))
                     missing.discard(name)
             digests = digester.digests()
+            copies.finish()
         check_names(
             layout.places.keys() - missing, layout.places, str(directory), tied=layout.config.tied
         )
-        if tied_head is not None and not torch.equal(tied_head.to(dtype), packed["embed"]):
+        embed = packed["embed"]
+        if tied_head is not None and not torch.equal(tied_head.to(embed.device, dtype), embed):
             raise tied_head_differs(str(directory))
-        held_there = {name: t.to(device) for name, t in packed.items()}
-        return cls(layout, held_there, version, digests=digests)
+        return cls(layout, packed, version, digests=digests)
+
+    def exchange_places(self, other: Weights) -> None:
+        """Each set takes the memory of the other; both hold the numbers that they held.
+
+        What knows only addresses, as captured graphs do, then computes with the other set.
+        """
+        mine, theirs = self.packed, other.packed
+        for name, tensor in mine.items():
+            if theirs[name] is not tensor:
+                numbers = tensor.clone()
+                tensor.copy_(theirs[name])
+                theirs[name].copy_(numbers)
+        self._lay_out(theirs)
+        other._lay_out(mine)
 
     def updated(self, tensors: Iterable[tuple[str, Tensor]], version: str) -> Weights:
         """A new set with the named tensors replaced; packed neighbours keep their contents.
@@ -231,28 +255,16 @@ class Weights:
             if place.packed not in fresh:
                 packed[place.packed] = packed[place.packed].clone()
                 fresh.add(place.packed)
-            before = place.view(packed[place.packed]).clone() if name in filled else None
-            _fill(self.layout, packed, name, tensor)
-            if before is not None and not torch.equal(before, place.view(packed[place.packed])):
+            target = place.view(packed[place.packed])
+            before = target.clone() if name in filled else None
+            target.copy_(tensor)
+            check_finite(source, target)
+            if before is not None and not torch.equal(before, target):
                 raise CheckpointError(f"tensor {source!r} came twice, with different contents")
             filled.add(name)
         if not fresh:
             raise CheckpointError("an update without tensors changes nothing: name at least one")
         return Weights(self.layout, packed, version)
-
-
-def _fill(layout: Layout, packed: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
-    """Copies a tensor to its place, and returns the copy there."""
-    place = layout.check(name, tuple(tensor.shape), tensor.dtype)
-    target = place.view(packed[place.packed])
-    target.copy_(tensor)
-    # Asked of the copy: a value may be too large for the narrower type it is served in.
-    if not bool(torch.isfinite(target).all()):
-        bad = int((~torch.isfinite(target)).sum())
-        raise CheckpointError(
-            f"tensor {name!r} has {bad} values that are NaN or infinite as {target.dtype}"
-        )
-    return target
 
 
 def _files(directory: Path) -> list[Path]:

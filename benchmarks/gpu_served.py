@@ -1,0 +1,187 @@
+"""A model on a GPU as its users meet it: gateway and worker as processes, requests over HTTP.
+
+Part of `benchmarks/gpu.py`, which runs it with `--served`. Every figure is of whole answers, from
+the first request sent to the last answer read, and of streams while weights are replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+PROMPT = TOKENS = 256
+STREAMS = 32
+MODEL_LEN = 1024
+WORKER = (
+    "--device cuda --dtype bfloat16 --max-num-seqs 256 --max-model-len {length} "
+    "--max-num-batched-tokens 4096 --kv-cache-mb 40000 --prefix-cache-mb 1024"
+)
+
+
+@contextlib.contextmanager
+def gateway(directory: Path, source: Path, log: Path) -> Iterator[dict[str, Any]]:
+    """A gateway with one worker on the GPU: the fields of its ready line, and when that came."""
+    command = [sys.executable, "-m", "lockstep", "serve", str(directory), "--json"]
+    command += ["--port", "0", "--admin-port", "0", "--checkpoint-root", str(directory.parent)]
+    command += ["--state-dir", str(directory.parent / "state"), "--worker-args"]
+    command.append(WORKER.format(length=MODEL_LEN))
+    paths = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
+    begun = time.perf_counter()
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+        try:
+            for line in process.stdout or ():
+                with contextlib.suppress(ValueError):
+                    ready = json.loads(line)
+                    if ready.get("event") == "ready":
+                        yield ready | {"start_seconds": time.perf_counter() - begun}
+                        return
+            raise RuntimeError(f"the gateway did not start: {log.read_text()[-2000:]}")
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def prompts(count: int, rng: random.Random) -> list[list[int]]:
+    return [[rng.randrange(151_000) for _ in range(PROMPT)] for _ in range(count)]
+
+
+async def answers(policy: Any, count: int, rng: random.Random, **options: Any) -> float:
+    """Tokens per second of so many requests at once."""
+    requests = prompts(count, rng)
+    begun = time.perf_counter()
+    settings = {"max_tokens": TOKENS, "ignore_eos": True} | options
+    results = await asyncio.gather(*(policy.generate(ids, **settings) for ids in requests))
+    spent = time.perf_counter() - begun
+    return sum(len(each.token_ids) for (each,) in results) / spent
+
+
+class Streams:
+    """So many streams that never end: when each of their events came."""
+
+    def __init__(self, policy: Any, count: int, rng: random.Random) -> None:
+        self.times: list[list[float]] = [[] for _ in range(count)]
+        self._policy, self._rng = policy, rng
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Streams:
+        self._tasks = [asyncio.ensure_future(self._run(times)) for times in self.times]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, times: list[float]) -> None:
+        while True:
+            (ids,) = prompts(1, self._rng)
+            # Up to the model's limit: the fewer begin anew, the less that hides a silence.
+            tokens = MODEL_LEN - PROMPT - 8
+            async for _ in self._policy.stream(ids, max_tokens=tokens, ignore_eos=True):
+                times.append(time.perf_counter())
+
+    def rate(self, begin: float, end: float) -> float:
+        """Events per second between two moments."""
+        count = sum(begin <= at < end for times in self.times for at in times)
+        return count / (end - begin)
+
+    def silence(self, begin: float, end: float) -> float:
+        """The longest time between two events of one stream, of those that meet that span."""
+        return max(
+            b - a for times in self.times for a, b in pairwise(times) if b >= begin and a <= end
+        )
+
+
+@contextlib.asynccontextmanager
+async def connected(ready: dict[str, Any]) -> AsyncIterator[tuple[Any, Any]]:
+    """A policy and the fleet of a gateway."""
+    import lockstep
+
+    opened = lockstep.connect_fleet(ready["admin_url"], token_file=ready["admin_token_file"])
+    async with lockstep.connect(ready["url"]) as policy, opened as fleet:
+        yield policy, fleet
+
+
+async def measure(ready: dict[str, Any], batches: list[int], pair: list[Path]) -> None:
+    """Prints the figures of whole answers, of options, and of updates under streams."""
+    rng = random.Random(0)
+    print(
+        f"ready after {ready['start_seconds']:.1f} s\n\n| requests at once | tokens/s |\n|---|---|"
+    )
+    async with connected(ready) as (policy, fleet):
+        for count in batches:
+            rates = [await answers(policy, count, rng) for _ in range(3)]
+            print(
+                f"| {count} | {median(rates):,.0f} (of {', '.join(f'{r:,.0f}' for r in rates)}) |"
+            )
+        for options in ({"logprobs": 1}, {"logprobs": 20}, {"top_p": 0.95}, {"top_k": 20}):
+            rates = [await answers(policy, STREAMS, rng, **options) for _ in range(2)]
+            print(f"| {STREAMS} with {options} | {max(rates):,.0f} |", flush=True)
+        print("\n| update | stage and prove s | pause ms | longest silence ms | events/s before, "
+              "while staging |\n|---|---|---|---|---|")  # fmt: skip
+        async with Streams(policy, STREAMS, rng) as streams:
+            await asyncio.sleep(2)
+            for number in range(4):
+                begun = time.perf_counter()
+                await asyncio.sleep(1.5)
+                staged = time.perf_counter()
+                operation = await fleet.update_weights(str(pair[number % 2]), version=f"u{number}")
+                ended = time.perf_counter()
+                await asyncio.sleep(1.0)
+                pause = operation.pause_seconds or 0.0
+                cells = [
+                    f"{number + 1}",
+                    f"{ended - staged - pause:.2f}",
+                    f"{1e3 * pause:.1f}",
+                    f"{1e3 * streams.silence(staged, ended + 0.9):.0f}",
+                    f"{streams.rate(begun, staged):,.0f}, {streams.rate(staged, ended):,.0f}",
+                ]
+                print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def run(model: Any, source: Path, batches: list[int]) -> None:
+    """Serves `model`, updates it to another and back, and prints what clients saw."""
+    import torch
+
+    from lockstep.engine.probe import remember, save_checkpoint
+
+    with tempfile.TemporaryDirectory() as root:
+        served = Path(root) / "served"
+        model.save_pretrained(served)
+        remember(model)
+        pair = []
+        for name in "ab":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.02 if name == "a" else 1 / 1.02)
+            begun = time.perf_counter()
+            model.save_pretrained(Path(root) / f"plain-{name}")
+            plain = time.perf_counter() - begun
+            begun = time.perf_counter()
+            pair.append(save_checkpoint(model, Path(root) / name, version=name))
+            whole = time.perf_counter() - begun
+            print(f"save_checkpoint with probe {whole:.2f} s, save_pretrained alone {plain:.2f} s")
+        with gateway(served, source, Path(root) / "log") as ready:
+            asyncio.run(measure(ready, batches, pair))

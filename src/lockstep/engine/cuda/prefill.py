@@ -1,0 +1,200 @@
+"""Prefill on a CUDA device: all tokens of a step in one ragged batch, captured by token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lockstep.engine.cuda.forward import forward
+from lockstep.engine.cuda.graphs import GraphPool
+from lockstep.engine.cuda.prefill_kernels import attend_ragged, store_heads, tokens_per_block
+from lockstep.engine.cuda.table import GraphRow, StepInFlight, Table, powers
+from lockstep.engine.kv.cache import SlotCache
+from lockstep.engine.model.model import Model, Segment
+from lockstep.engine.weights.weights import Layer, Weights
+
+SMALLEST = 32
+"""Tokens of the smallest batch that is captured."""
+SPARE_BLOCKS = 16
+"""Blocks of queries that a batch may have beside one for every sixteen tokens."""
+NOWHERE = -1
+"""The slot of a row that pads a batch: its keys and values are not kept."""
+
+
+class TokenTable:
+    """The tokens of one ragged batch on the device: ids, positions, slots, and blocks of queries.
+
+    Blocks are those of `attend_ragged`; there are more of them than full ones would be, as every
+    sequence may end with one that is not.
+    """
+
+    def __init__(self, tokens: int, hidden: Tensor, sums: Tensor) -> None:
+        self.tokens, self.blocks_max = tokens, most_blocks(tokens)
+        self.hidden, self.sums = hidden[:tokens], sums[:tokens]
+        size = 3 * tokens + 4 * self.blocks_max
+        self._words = torch.zeros(size, dtype=torch.int32, device=hidden.device)
+        self.ids, self.positions, self.slots = self._words[: 3 * tokens].view(3, tokens)
+        self.blocks = self._words[3 * tokens :].view(-1, 4)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        pinned = hidden.is_cuda
+        self._up = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+
+    def fill(self, segments: Seq[Segment], per_block: int) -> None:
+        """Puts these segments on the device, one after the other; the rows beyond them pad."""
+        self._up.reverse()
+        self._copied.reverse()
+        if (copied := self._copied[0]) is not None:
+            copied.synchronize()
+        words = self._up[0].numpy()
+        ids, positions, slots = words[: 3 * self.tokens].reshape(3, -1)
+        blocks: list[tuple[int, int, int, int]] = []
+        ids[:], positions[:], slots[:] = 0, 0, NOWHERE
+        row = 0
+        for segment in segments:
+            count = len(segment.tokens)
+            ids[row : row + count] = segment.tokens
+            positions[row : row + count] = np.arange(segment.start, segment.start + count)
+            slots[row : row + count] = segment.slot
+            blocks += [
+                (row + at, min(per_block, count - at), segment.slot, segment.start + at)
+                for at in range(0, count, per_block)
+            ]
+            row += count
+        table = words[3 * self.tokens :].reshape(-1, 4)
+        table[:] = 0
+        table[: len(blocks)] = blocks
+        self._words.copy_(self._up[0], non_blocking=True)
+        if self._words.is_cuda:
+            event = self._copied[0] = torch.cuda.Event()
+            event.record()
+
+
+class Prefiller:
+    """Computes tokens of many sequences over the slots of one cache, all layers in one graph.
+
+    At most `budget` tokens come at a time. Graphs serve the weights that lie where those lay that
+    they were captured with; others, which are staged, are computed launch by launch.
+    """
+
+    def __init__(self, model: Model, cache: SlotCache, pool: GraphPool, budget: int) -> None:
+        self.cache = cache
+        self.sizes = token_sizes(budget)
+        self._model = model
+        self._pool = pool
+        self._per_block = tokens_per_block(model.config.group)
+        device, kind = cache.k.device, cache.k.dtype
+        largest = self.sizes[-1]
+        self._hidden = torch.empty((largest, model.config.hidden), dtype=kind, device=device)
+        self._sums = torch.empty(largest, dtype=torch.float32, device=device)
+        shape = powers(cache.slots)[-1], model.config.vocab_size
+        self._logits = torch.empty(shape, dtype=kind, device=device)
+        self._tables: dict[int, TokenTable] = {}
+        self._heads: dict[int, Table] = {}
+        self._packed: Mapping[str, Tensor] | None = None
+
+    def run(self, weights: Weights, segments: Seq[Segment]) -> tuple[Tensor, Tensor]:
+        """Normed hidden states of all tokens, and the sum of each: finite where all of it is.
+
+        Writes keys and values to the slots. Both tensors are overwritten by the next run.
+        """
+        count = sum(len(segment.tokens) for segment in segments)
+        table = self.table(weights, self._size(segments, count))
+        table.fill(segments, self._per_block)
+        if table.graph is not None and self._captured(weights):
+            table.graph.replay()
+        else:
+            self._step(table, weights)
+        return table.hidden[:count], table.sums[:count]
+
+    def draw(self, weights: Weights, rows: Seq[GraphRow]) -> StepInFlight:
+        """Draws a token for each of these rows of hidden states of the last run."""
+        table = self.head(weights, len(rows))
+        table.fill(rows, 0)
+        if table.graph is not None and self._captured(weights):
+            table.graph.replay()
+        else:
+            self._finish(table, weights)
+        return table.fetch(rows)
+
+    def fits(self, segments: Seq[Segment]) -> bool:
+        """Whether one run can take all of these segments."""
+        count = sum(len(segment.tokens) for segment in segments)
+        adapted = any(segment.adapter is not None for segment in segments)
+        return not adapted and self._fitting(segments, count) is not None
+
+    def table(self, weights: Weights, size: int) -> TokenTable:
+        """The table of this size, captured with the first weights that are ever used."""
+        self._packed = self._packed or weights.packed
+        if size not in self._tables:
+            self._tables[size] = table = TokenTable(size, self._hidden, self._sums)
+            if self.cache.k.is_cuda and self._captured(weights):
+                table.slots.fill_(NOWHERE)
+                table.graph = self._pool.capture(lambda: self._step(table, weights))
+        return self._tables[size]
+
+    def head(self, weights: Weights, rows: int) -> Table:
+        """The table that draws for so many rows, captured with the first weights ever used."""
+        self._packed = self._packed or weights.packed
+        size = powers(rows)[-1]
+        if size not in self._heads:
+            self._heads[size] = table = Table(self._logits[:size])
+            if self.cache.k.is_cuda and self._captured(weights):
+                table.graph = self._pool.capture(lambda: self._finish(table, weights))
+        return self._heads[size]
+
+    def _captured(self, weights: Weights) -> bool:
+        """Whether these weights lie where those lie that graphs read."""
+        return weights.packed is self._packed
+
+    def _size(self, segments: Seq[Segment], count: int) -> int:
+        size = self._fitting(segments, count)
+        if size is None:
+            raise RuntimeError(
+                f"{len(segments)} sequences of {count} tokens are more than one prefill takes"
+            )
+        return size
+
+    def _fitting(self, segments: Seq[Segment], count: int) -> int | None:
+        blocks = sum(-(-len(segment.tokens) // self._per_block) for segment in segments)
+        return next(
+            (size for size in self.sizes if size >= count and most_blocks(size) >= blocks), None
+        )
+
+    def _step(self, table: TokenTable, weights: Weights) -> None:
+        model, cache = self._model, self.cache
+
+        def attend(i: int, layer: Layer, parts: Tensor) -> Tensor:
+            q = store_heads(
+                parts, *cache.layers[i], table.slots, table.positions,
+                *model.rotation, model.scale,
+                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=model.config.eps,
+            )  # fmt: skip
+            return attend_ragged(q, *cache.layers[i], table.blocks)
+
+        hidden = forward(model.config, weights, table.ids, attend)
+        table.hidden.copy_(hidden)
+        torch.sum(hidden, -1, dtype=torch.float32, out=table.sums)
+
+    def _finish(self, table: Table, weights: Weights) -> None:
+        hidden = self._hidden.index_select(0, table.positions)
+        torch.mm(hidden, weights.head.t(), out=table.logits)
+        table.draw()
+
+
+def most_blocks(tokens: int) -> int:
+    """How many blocks of queries a batch of so many tokens may have."""
+    return tokens // 16 + SPARE_BLOCKS
+
+
+def token_sizes(budget: int) -> list[int]:
+    """The token counts that batches are padded to: powers of two, from 256 on one between each."""
+    sizes, size = [], SMALLEST
+    while size < budget:
+        sizes += [size] if size < 256 else [size, size + size // 2]
+        size *= 2
+    return [each for each in sizes if each < budget] + [-(-budget // 32) * 32]

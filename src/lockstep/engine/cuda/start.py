@@ -1,0 +1,105 @@
+"""Warm at start: kernels are compiled and graphs captured before the first request comes.
+
+Triton keeps compiled kernels on disk (TRITON_CACHE_DIR, by default ~/.triton/cache), so that only
+the first start of a model on a machine compiles them.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import torch
+
+from lockstep.engine.cuda.graphs import Decoder, GraphPool, supported
+from lockstep.engine.cuda.overlapped import OverlappedRunner
+from lockstep.engine.cuda.prefill import Prefiller
+from lockstep.engine.sequence import EngineRequest, Event, RequestHandle
+from lockstep.tokens import LockstepError, Sampling
+
+if TYPE_CHECKING:
+    from lockstep.engine.core import Core
+
+log = logging.getLogger(__name__)
+PROGRESS_SECONDS = 2.0
+REHEARSED = (
+    Sampling(max_tokens=3, ignore_eos=True),
+    Sampling(max_tokens=3, ignore_eos=True, logprobs=5, prompt_logprobs=1),
+    Sampling(max_tokens=3, ignore_eos=True, top_p=0.9, top_k=50, presence_penalty=0.1),
+    Sampling(max_tokens=3, ignore_eos=True, temperature=0.0, logit_bias={0: 1.0}),
+)
+"""Options whose first use loads code onto the device."""
+
+
+def overlapped_runner(core: Core) -> OverlappedRunner | None:
+    """What runs the steps of an engine by graphs; None where the kernels do not fit it."""
+    if not supported(core.model, core.cache):
+        return None
+    pool = GraphPool()
+    decoder = Decoder(core.model, core.cache, pool)
+    prefiller = Prefiller(core.model, core.cache, pool, core.scheduler.max_batch_tokens)
+    core.model.prefiller = prefiller
+    return OverlappedRunner(decoder, prefiller, core.scheduler, core.runner, core.take, core.wipe)
+
+
+def warm(core: Core, seconds: float) -> str:
+    """Captures the graphs of all batch shapes, small ones first, and rehearses a few requests.
+
+    Returns what is covered, in words. Stops when `seconds` have passed; a shape that is left is
+    captured when it first comes, while its requests wait.
+    """
+    runner = core.overlapped
+    if runner is None or seconds <= 0:
+        return ""
+    weights, begun = core.served.weights, monotonic()
+    shapes: list[tuple[int, str, Callable[[int], object]]] = []
+    for name, sizes, capture in runner.shapes(weights):
+        shapes += [(size, name, capture) for size in sizes]
+    shapes.sort(key=lambda shape: shape[0])
+    covered: dict[str, int] = {}
+    told = begun
+    with torch.inference_mode():
+        for done, (size, name, capture) in enumerate(shapes):
+            if monotonic() - begun > seconds:
+                break
+            capture(size)
+            covered[name] = size
+            if monotonic() - told > PROGRESS_SECONDS:
+                told = monotonic()
+                log.info(
+                    "warming up: %d of %d batch shapes, %.0f s", done, len(shapes), told - begun
+                )
+    _rehearse(core)
+    gc.collect()
+    torch.cuda.empty_cache()
+    whole = all(covered.get(name, 0) >= size for size, name, _ in shapes)
+    shown = ", ".join(f"{name} up to {size}" for name, size in sorted(covered.items()))
+    note = f"warm after {monotonic() - begun:.1f} s: {shown}"
+    if whole:
+        log.info("%s", note)
+    else:
+        note += f" ({seconds:g} s were allowed: larger batches are compiled when they first come)"
+        log.warning("%s", note)
+    return note
+
+
+def _rehearse(core: Core) -> None:
+    """Runs a request of each kind, and leaves no trace of them."""
+    vocab = core.config.vocab_size
+    length = max(min(40, core.max_len - 4, vocab), 1)
+    before = core.steps, core.prompt_tokens, core.generated_tokens
+    for sampling in REHEARSED:
+        events: list[Event] = []
+        request = EngineRequest(prompt_ids=list(range(length)), sampling=sampling)
+        core.submit(RequestHandle(request, events.append))
+        while core.has_work:
+            core.step()
+        for event in events:
+            if isinstance(event, LockstepError):
+                log.warning("a rehearsed request failed: %s", event.message)
+    core.steps, core.prompt_tokens, core.generated_tokens = before
+    core.prefixes.clear()
+    core.prefixes.hits = core.prefixes.queries = 0
