@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-cpus test-docs test-engines test-clients lint format docs bench chaos clean
+.PHONY: demo test test-cpus test-docs test-engines test-clients lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,11 @@ test-docs: $(VENV)/.ready
 chaos: SECONDS ?= 600
 chaos: $(VENV)/.ready
 	$(BIN)/python -m tests.faults.campaign --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+# Mixed load and weight updates on real processes: memory, descriptors, tasks and threads stay flat.
+soak: SECONDS ?= 900
+soak: $(VENV)/.ready
+	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
 # Real vLLM and real Dynamo, each in an environment of its own.
 test-engines: $(VENV)/.ready

@@ -82,3 +82,11 @@ async def test_an_end_comes_after_what_was_written_unless_it_is_an_abort(
     await asyncio.sleep(0)
     assert recorded.calls == calls
     assert transport.is_closing() == ("close" in calls)
+
+
+async def test_what_was_written_to_a_peer_that_left_meanwhile_is_dropped() -> None:
+    transport, recorded = coalescing()
+    transport.write(b"a")
+    recorded.close()
+    await asyncio.sleep(0)
+    assert recorded.calls == ["close"]

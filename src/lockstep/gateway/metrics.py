@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from time import perf_counter
 
@@ -101,6 +102,9 @@ class GatewayMetrics(Collector):
             serving.add_metric([worker.id], worker.state == "serving")
         yield in_flight
         yield serving
+        tasks = GaugeMetricFamily("lockstep_gateway_tasks", "Tasks on the event loop.")
+        tasks.add_metric([], len(asyncio.all_tasks()))
+        yield tasks
         for name, value in self._context.sessions.stats().items():
             gauge = GaugeMetricFamily(f"lockstep_gateway_sessions_{name}", _sessions_help(name))
             gauge.add_metric([], value)

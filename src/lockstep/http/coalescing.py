@@ -53,4 +53,6 @@ class CoalescingTransport:
     def _flush(self) -> None:
         if self._pieces:
             pieces, self._pieces, self._size = self._pieces, [], 0
+            if self._transport.is_closing():
+                return  # the peer left since the write; uvloop would raise, and nobody reads
             self._transport.write(pieces[0] if len(pieces) == 1 else b"".join(pieces))
