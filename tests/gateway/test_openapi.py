@@ -85,6 +85,7 @@ def test_every_route_of_the_data_plane_is_described(document: dict[str, Any]) ->
         app.StatusRoutes,
         app.GenerateRoutes,
         app.OwnSessionRoutes,
+        app.ServerInfoRoutes,
     )
     served = {
         re.sub(r":\w+}", "}", route.path) for group in groups for route in group(context).routes

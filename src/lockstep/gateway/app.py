@@ -29,6 +29,7 @@ from lockstep.gateway.routes.completions import CompletionsRoutes
 from lockstep.gateway.routes.fleet import FleetRoutes
 from lockstep.gateway.routes.generate import GenerateRoutes
 from lockstep.gateway.routes.own_session import OwnSessionRoutes
+from lockstep.gateway.routes.server_info import ServerInfoRoutes
 from lockstep.gateway.routes.sessions import SessionRoutes
 from lockstep.gateway.routes.status import StatusRoutes
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
@@ -85,8 +86,10 @@ def data_app(
 ) -> FastRoutes:
     """The data plane: every route at the root, and those that may join a session also below it."""
     hosts = hosts_of(options.host)
-    generate = GenerateRoutes(context).routes
-    recorded: list[BaseRoute] = [
+    generate, abort = GenerateRoutes(context).routes
+    session_routes: list[BaseRoute] = [
+        generate,
+        *CompletionsRoutes(context).routes,
         *ChatRoutes(context).routes,
         *MessagesRoutes(context).routes,
         *ResponsesRoutes(context).routes,
@@ -94,10 +97,10 @@ def data_app(
         *StatusRoutes(context).routes,
         *OwnSessionRoutes(context).routes,
     ]
-    session_routes: list[BaseRoute] = [*recorded, *CompletionsRoutes(context).routes]
     all_routes: list[BaseRoute] = [
-        *generate,
+        abort,
         *session_routes,
+        *ServerInfoRoutes(context).routes,
         *metrics.routes,
         *OpenApiRoutes().routes,
         Mount(SESSION_TEMPLATE, routes=session_routes),
@@ -111,7 +114,9 @@ def data_app(
             shared=options.shared_sessions,
         ),
         hosts=hosts,
-        session_routes=RouteTemplates([*recorded, Mount(SESSION_TEMPLATE, routes=recorded)]),
+        session_routes=RouteTemplates(
+            [*session_routes, Mount(SESSION_TEMPLATE, routes=session_routes)]
+        ),
     )
     routed = Starlette(
         routes=all_routes,
@@ -125,7 +130,7 @@ def data_app(
         routed,
         auth(routed),
         metrics,
-        at_root=generate,
+        at_root=[abort],
         in_sessions=session_routes,
     )
 

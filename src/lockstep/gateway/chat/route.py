@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
@@ -15,11 +16,12 @@ from lockstep.http.handlers import EventStream, json_response
 from lockstep.protocol.openai import chat_response as wire
 from lockstep.protocol.openai.chat_decode import decode_chat
 from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.protocol.vllm.rendered import rendered_chat
 from lockstep.tokens.errors import BadRequest
 
 
 class ChatRoutes:
-    """POST /v1/chat/completions, and /v1/chat/completions/tokens for prompts that are ids."""
+    """POST /v1/chat/completions; /tokens below it takes prompts of ids, /render samples nothing."""
 
     def __init__(self, context: GatewayContext) -> None:
         self._context = context
@@ -27,6 +29,7 @@ class ChatRoutes:
         self.routes = [
             HttpRoute("/v1/chat/completions", self.chat, methods=["POST"]),
             HttpRoute("/v1/chat/completions/tokens", self.tokens, methods=["POST"]),
+            HttpRoute("/v1/chat/completions/render", self.render, methods=["POST"]),
         ]
 
     async def chat(self, http: Request) -> Response:
@@ -41,6 +44,15 @@ class ChatRoutes:
                 "required field 'tokens' is missing: it holds the ids of the prompt", param="tokens"
             )
         return await self._respond(http, chat)
+
+    async def render(self, http: Request) -> Response:
+        """The chat as a body for /inference/v1/generate; nothing is sampled."""
+        chat = await self._read(http)
+        turn = await self._turns.open(http, chat)
+        body = rendered_chat(
+            turn.request, turn.shape.id, cache_salt=chat.salt, logprobs=bool(chat.logprobs)
+        )
+        return json_response(msgspec.json.encode(body))
 
     async def _read(self, http: Request) -> ChatRequest:
         request_id(http)

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from lockstep.gateway.openapi import page as docs_page
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.openapi.schemas import schemas_of
-from lockstep.gateway.routes import completions, own_session, tokenize
+from lockstep.gateway.routes import completions, own_session, server_info, tokenize
 from lockstep.http.handlers import json_response
 from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.protocol.openai import chat_response
@@ -23,6 +23,7 @@ from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.vllm import generate_response
 from lockstep.protocol.vllm.abort import AbortRequest
 from lockstep.protocol.vllm.generate_request import GenerateBody
+from lockstep.protocol.vllm.rendered import RenderedChat
 
 __all__ = ["ROUTE_DOCS", "TOKEN", "OpenApiRoutes", "RouteDoc", "describe"]
 
@@ -46,12 +47,13 @@ class Health(msgspec.Struct):
 
 
 class ErrorDetailSchema(msgspec.Struct):
-    """What went wrong. `code` is the HTTP status, `reason` a stable name, `param` the field."""
+    """What went wrong. `code` is OpenAI's where clients match it, else the HTTP status; `reason` is
+    a stable name, `param` the field."""
 
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
     reason: str
     request_id: str | None
 
@@ -63,7 +65,7 @@ class ErrorSchema(msgspec.Struct):
 ROUTE_DOCS: tuple[RouteDoc, ...] = (
     RouteDoc(
         "POST", "/inference/v1/generate", GenerateBody, generate_response.GenerateResponse,
-        "Token ids in, token ids and logprobs out: vLLM's dialect.", streams=True, sessions=False,
+        "Token ids in, token ids and logprobs out: vLLM's dialect.", streams=True,
     ),
     RouteDoc(
         "POST", "/inference/v1/abort_requests", AbortRequest, Aborted,
@@ -77,9 +79,14 @@ ROUTE_DOCS: tuple[RouteDoc, ...] = (
         "POST", "/v1/chat/completions/tokens", ChatRequest, chat_response.ChatCompletionBody,
         "The same for a prompt of token ids, in `tokens`.", streams=True,
     ),
+    RouteDoc(
+        "POST", "/v1/chat/completions/render", ChatRequest, RenderedChat,
+        "The chat as a body for /inference/v1/generate; nothing is sampled.",
+    ),
     *completions.ROUTE_DOCS,
     *tokenize.ROUTE_DOCS,
     *own_session.ROUTE_DOCS,
+    *server_info.ROUTE_DOCS,
     RouteDoc("GET", "/v1/models", None, ModelList, "The base model, and its adapters."),
     RouteDoc("GET", "/v1/models/{model}", None, ModelCard, "One model."),
     RouteDoc("GET", "/health", None, Health, "Whether any worker serves."),

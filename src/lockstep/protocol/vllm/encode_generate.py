@@ -34,7 +34,7 @@ def encode_vllm(request: GenerateRequest, *, mode: LogprobMode, stream: bool = F
     refuse_versions(request, "a plain vLLM server")
     refuse_mode(request, mode)
     refuse_scoring(request, "vLLM")
-    params = _params(request)
+    params = sampling_params(request)
     if request.sampling.logprobs:
         # vLLM counts the sampled token among the k it lists: one more, and none is missing.
         wanted = request.sampling.logprobs
@@ -44,7 +44,7 @@ def encode_vllm(request: GenerateRequest, *, mode: LogprobMode, stream: bool = F
 
 def encode_lockstep(request: GenerateRequest, *, stream: bool = False) -> bytes:
     """The body for a Lockstep server, which honours versions, logprob modes and row starts."""
-    params = _params(request)
+    params = sampling_params(request)
     params.logprob_mode = request.sampling.logprob_mode
     params.score_start = request.sampling.score_start
     body = _body(request, params, stream=stream, features=request.features)
@@ -76,7 +76,7 @@ def encode_dynamo_generate(request: GenerateRequest, *, mode: LogprobMode) -> by
             "would never stop by itself; give them, or set ignore_eos",
             param="stop_token_ids",
         )
-    params = _params(request)
+    params = sampling_params(request)
     params.routed_experts_prompt_start = None  # trimmed here: the route does not know the field
     return ENCODER.encode(_body(request, params, stream=False, features=None))
 
@@ -96,7 +96,8 @@ def _body(
     )
 
 
-def _params(request: GenerateRequest) -> SamplingParams:
+def sampling_params(request: GenerateRequest) -> SamplingParams:
+    """The options of a request in vLLM's names."""
     params = SamplingParams(**write_sampling(request.sampling, NAMES, LEFT_OUT_WHEN_OFF))
     params.routed_experts_prompt_start = request.first_experts_row
     if (grammar := request.sampling.grammar) is not None:

@@ -1,0 +1,78 @@
+"""What trainers ask a vLLM server, answered in its shape: TRL's client reads these fields."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from lockstep.fleet.routing.pool import Pool
+from lockstep.gateway.app import GatewayOptions, data_app
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.metrics import GatewayMetrics
+from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.http.server import listen, serving, url_of
+from lockstep.render import Renderer
+from tests.processes import WorkerProcess
+
+ASK = [{"role": "user", "content": "Reverse: 40213"}]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    process = WorkerProcess("--max-model-len", "512", "--max-num-seqs", "8")
+    yield process
+    process.stop()
+
+
+@pytest_asyncio.fixture
+async def http(worker: WorkerProcess) -> AsyncIterator[httpx.AsyncClient]:
+    async with Pool() as pool, Sessions() as sessions:
+        await pool.add(worker.url)
+        context = GatewayContext(
+            pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=sessions
+        )
+        app = data_app(context, GatewayOptions(), GatewayMetrics(context))
+        with listen("127.0.0.1", 0) as sock:
+            async with (
+                serving([(app, sock)]),
+                httpx.AsyncClient(base_url=url_of(sock), timeout=60) as client,
+            ):
+                yield client
+
+
+async def test_the_server_says_what_it_is_in_vllm_s_shape(http: httpx.AsyncClient) -> None:
+    response = await http.get("/server_info", params={"config_format": "json"})
+    config = response.json()["vllm_config"]
+    assert config["model_config"] == {
+        "model": "tiny",
+        "max_model_len": 512,
+        "dtype": "torch.float32",
+        "logprobs_mode": "processed_logprobs",
+    }
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert config["lora_config"] is None
+    assert config["weight_transfer_config"] is None
+    assert (await http.get("/get_world_size")).json() == {"world_size": 1}
+    assert (await http.post("/reset_prefix_cache")).json() == {"success": True}
+    text = await http.get("/server_info", params={"config_format": "text"})
+    assert text.json()["error"]["param"] == "config_format"
+
+
+async def test_a_rendered_chat_samples_what_the_chat_samples(http: httpx.AsyncClient) -> None:
+    chat = {"model": "tiny", "messages": ASK, "seed": 3, "max_tokens": 6, "logprobs": True,
+            "return_token_ids": True}  # fmt: skip
+    rendered = (await http.post("/v1/chat/completions/render", json=chat)).json()
+    assert rendered["token_ids"] == Renderer.load("tiny").render(ASK)
+    assert rendered["features"] is None
+    for path in ("", "/sessions/rendered"):
+        generated = (await http.post(f"{path}/inference/v1/generate", json=rendered)).json()
+        answered = (await http.post("/v1/chat/completions", json=chat)).json()
+        (mine,), (theirs,) = generated["choices"], answered["choices"]
+        assert mine["token_ids"] == theirs["token_ids"]
+        assert [entry["logprob"] for entry in mine["logprobs"]["content"]] == [
+            entry["logprob"] for entry in theirs["logprobs"]["content"]
+        ]
