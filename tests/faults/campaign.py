@@ -300,6 +300,7 @@ class _Harm:
         self._checkpoint = checkpoint
         self._elsewhere = elsewhere
         self._tasks: list[asyncio.Task[None]] = []
+        self._over = False
 
     async def begin(self) -> None:
         """Those that strike in a call wait at the worker's proxy; the others strike now."""
@@ -323,6 +324,8 @@ class _Harm:
 
     async def _strike(self, fault: Fault) -> None:
         cluster = self._cluster
+        if self._over:
+            return
         self._trial.struck.append(fault)
         match fault.kind:
             case "kill -9":
@@ -356,6 +359,7 @@ class _Harm:
 
     async def over(self) -> None:
         """Returns when every fault has ended that ends by itself."""
+        self._over = True
         await asyncio.gather(*self._tasks)
 
 

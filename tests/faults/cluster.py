@@ -49,9 +49,13 @@ class Gateway:
         for worker in workers:
             command += ["--worker", worker]
         with open(state.with_suffix(".log"), "ab") as log:
-            self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, text=True, env=environ
-            )
+            # Through a pipe: what it says about a full disk is not to be lost in it.
+            self._cat = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self._cat.stdin, text=True, env=environ
+        )
+        if self._cat.stdin is not None:
+            self._cat.stdin.close()
         self.url = self.admin_url = ""
 
     def ready(self) -> Gateway:
@@ -75,6 +79,7 @@ class Gateway:
         with suppress(ProcessLookupError):
             self.process.kill()
         self.process.wait(10)
+        self._cat.wait(10)
 
     def fill_disk(self, full: bool) -> None:
         """Lets it write to no file any more, or again."""
@@ -174,6 +179,8 @@ class Cluster:
 
     async def heal(self) -> None:
         """Ends every fault, and starts again what is dead or was superseded."""
+        for injector in self.injectors:
+            injector.heal()  # first, or what did not strike yet would strike now
         for gateway in self.others:
             gateway.kill()
         if self._helpers:
@@ -183,7 +190,6 @@ class Cluster:
         self.spoiled = []
         for index in range(self.count):
             self.proceed(index)
-            self.injectors[index].heal()
             if self.workers[index].process.poll() is not None:
                 await self.restart_worker(index)
         self.gateway.fill_disk(False)

@@ -55,13 +55,17 @@ async def test_a_lease_ends_although_the_disk_is_full(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure_mode("F37")
-async def test_somebody_can_resume_although_the_disk_is_full(tmp_path: Path) -> None:
+async def test_somebody_can_resume_although_nothing_at_all_can_be_written(tmp_path: Path) -> None:
     store = StateStore(str(tmp_path / "state.sqlite"))
     async with simulated(tmp_path, store=store) as fleet:
         await fleet.fleet.pause("keep")
-        fill(store)
-        operation = await fleet.fleet.resume()
-        assert "not recorded" in operation.warnings[0]
+        store._db.execute("PRAGMA query_only = ON")
+        with pytest.raises(Unavailable, match="cannot be read or written"):
+            await fleet.fleet.flush()
+        operation = await fleet.fleet.resume(key="k")
+        assert (operation.status, "not recorded" in operation.warnings[0]) == ("done", True)
+        assert (await fleet.fleet.resume(key="k")).id == operation.id
+        assert (await fleet.fleet.operations.get(operation.id)) == operation
         fleet.check()
 
 

@@ -132,6 +132,22 @@ async def test_a_worker_that_hangs_in_any_phase_does_not_hold_the_others(
         fleet.check()
 
 
+@pytest.mark.failure_mode("F36")
+async def test_a_commit_that_stalls_everywhere_pauses_the_fleet_for_seconds_only(
+    tmp_path: Path,
+) -> None:
+    async with simulated(tmp_path, budget=PATIENT) as fleet:
+        for worker in fleet.workers:
+            worker.strike("commit", "hang")
+        begun = perf_counter()
+        with pytest.raises(UpdateFailed, match="commit took longer than 0.3 s"):
+            await fleet.update("a")
+        assert perf_counter() - begun < 5
+        assert not any(worker.paused for worker in fleet.workers)
+        assert states(fleet) == {"serving"}
+        fleet.check()
+
+
 async def test_a_worker_that_is_a_little_slower_is_waited_for(tmp_path: Path) -> None:
     async with simulated(tmp_path, budget=PATIENT) as fleet:
         fleet.workers[0].latency = lambda: 0.1
