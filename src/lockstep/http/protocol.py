@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import httptools
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -23,6 +24,8 @@ from lockstep.http.presence import GONE, Presence
 
 CHUNK_FRAME = 12
 """Bytes around each chunk that do not count: its size in up to eight digits, two line ends."""
+HEAD_PIECE, BODY_PIECE = 4 << 10, 16 << 10
+"""Bytes that are parsed in one go: a piece may hold many requests."""
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
 LINE_BREAK = re.compile(rb"[\r\n\0]")
 
@@ -47,6 +50,28 @@ class ListenerConfig(uvicorn.Config):
             backlog=2048,
         )
         self.limits = limits
+
+
+class HeldFlow(FlowControl):
+    """uvicorn's flow control, whose reading nobody resumes while it is held.
+
+    A handler resumes it for more of its body, and would let in more of what a client sends ahead.
+    """
+
+    _held = False
+
+    def hold(self, held: bool) -> None:
+        """Stops reading, or lets it go on; a reader that paused by itself resumes by itself."""
+        if held:
+            self._held = True
+            self.pause_reading()
+        elif self._held:
+            self._held = False
+            self.resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self._held:
+            super().resume_reading()
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -80,6 +105,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         joined = CoalescingTransport(transport, self.loop)
         super().connection_made(cast(asyncio.Transport, joined))
+        self.flow: HeldFlow = HeldFlow(cast(asyncio.Transport, joined))
         if len(self.connections) > self.limits.connections:
             self._close_one()
 
@@ -93,13 +119,12 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._ignores_input:
             return
-        if self._waits():
-            # Kept as bytes: reading goes on, so that a client that leaves is noticed.
-            self._pipelined += data
-            if len(self._pipelined) > self.limits.pipelined_bytes:
-                self.flow.pause_reading()
+        if self._in_body and len(data) <= BODY_PIECE and not (self._pipelined or self._waits()):
+            self._feed(data)
             return
-        self._feed(data)
+        # Kept as bytes: reading goes on, so that a client that leaves is noticed.
+        self._pipelined += data
+        self._feed_pipelined()
 
     def resume_writing(self) -> None:
         self._resumed += 1
@@ -143,6 +168,19 @@ class HttpProtocol(HttpToolsProtocol):
         """Whether what comes now belongs to a request whose turn has not come."""
         running = self._running
         return running is not None and (running is not self.cycle or not self._in_body)
+
+    def _feed_pipelined(self) -> None:
+        """Parses what has come, until it belongs to a request whose turn has not come.
+
+        In small pieces: all the requests of one piece are parsed at once, and each takes far more
+        memory than its bytes.
+        """
+        while self._pipelined and not self._ignores_input and not self._waits():
+            size = BODY_PIECE if self._in_body else HEAD_PIECE
+            piece = bytes(self._pipelined[:size])
+            del self._pipelined[:size]
+            self._feed(piece)
+        self.flow.hold(len(self._pipelined) > self.limits.pipelined_bytes)
 
     def _feed(self, data: bytes) -> None:
         in_head, in_body, messages = self._in_head, self._in_body, self._messages
@@ -265,10 +303,8 @@ class HttpProtocol(HttpToolsProtocol):
         else:
             if self.pipeline:
                 self._start_asgi_task(*self.pipeline.pop())
-            if self._pipelined and not self._waits():
-                pipelined = bytes(self._pipelined)
-                self._pipelined.clear()
-                self._feed(pipelined)
+            if self._pipelined:
+                self._feed_pipelined()
 
     def _leave(self) -> None:
         """Tells the handler of the request under way that its client has gone."""
