@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import Unavailable
 from tests.fleet.fakes import FakeWorker, fleet, until, work, work_stream
 
@@ -95,3 +98,31 @@ async def test_a_caller_that_leaves_is_cancelled_and_not_told_of_a_worker() -> N
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert pool.in_flight == 0
+
+
+async def test_requests_of_a_worker_that_cannot_be_brought_up_are_taken_from_it() -> None:
+    """It responds, but is paused for ever: what it was given would wait as long."""
+    async with fleet(1) as (pool, _):
+        stuck = FakeWorker("stuck")
+        await stuck.start()
+        stuck.behave = stuck.held
+        broken = False
+
+        async def gate(worker: Worker) -> None:
+            worker.become("syncing")
+            if broken:
+                worker.become("quarantined", "its checkpoint is gone")
+                raise Unavailable("its checkpoint is gone")
+            worker.become("proving")
+
+        pool.gate(gate)
+        admin: Any = SimpleNamespace(close=None)
+        worker = await pool.add(stuck.url, worker_id="stuck", admin=admin)
+        waiting = asyncio.create_task(pool.run(pinned(stuck, pool), work))
+        await until(lambda: bool(worker.attempts))
+        broken = True
+        pool.quarantine(worker, "it did not resume")
+        async with asyncio.timeout(5):
+            assert await waiting == "w0"
+        stuck.gate.set()
+        await stuck.die()

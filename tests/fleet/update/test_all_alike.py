@@ -140,7 +140,7 @@ async def test_a_commit_that_stalls_everywhere_pauses_the_fleet_for_seconds_only
         for worker in fleet.workers:
             worker.strike("commit", "hang")
         begun = perf_counter()
-        with pytest.raises(UpdateFailed, match="commit took longer than 0.3 s"):
+        with pytest.raises(UpdateFailed, match=r"commit took longer than 0\.3 s"):
             await fleet.update("a")
         assert perf_counter() - begun < 5
         assert not any(worker.paused for worker in fleet.workers)

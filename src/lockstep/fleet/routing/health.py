@@ -21,6 +21,8 @@ PROBES_PER_SECOND = 100.0
 MOST_FAILURES = 16
 GONE_FAILURES = 3
 """Probes in a row without a response, after which nobody waits for a worker any more."""
+STUCK_FAILURES = 6
+"""Attempts to bring a worker up, after which its requests are taken from it: it may be paused."""
 Gate = Callable[[Worker], Awaitable[None]]
 """Brings a healthy worker with a control side to `proving`, proved. Raises what keeps it out."""
 
@@ -181,7 +183,9 @@ class HealthMonitor:
             if worker.epoch == epoch:
                 self.eject(worker, error.message)
             if not responded:
-                self._call_off(worker)
+                self._call_off(worker, gone=worker.failures >= GONE_FAILURES)
+            elif worker.failures >= STUCK_FAILURES:
+                self._call_off(worker, gone=False)
             return
         if worker.epoch != epoch:
             return  # a request failed meanwhile and knows better
@@ -203,12 +207,12 @@ class HealthMonitor:
             log.info("worker %s serves", worker.id)
             self._rebuild()
 
-    def _call_off(self, worker: Worker) -> None:
-        """Ends the requests on a worker that does not respond, so that they are tried elsewhere.
+    def _call_off(self, worker: Worker, *, gone: bool) -> None:
+        """Ends the requests on a worker, so that they are tried elsewhere.
 
-        Where there is no other worker they wait for this one, as long as it may come back.
+        Where there is no other worker they wait for this one, unless it is `gone`; then those end
+        too that have delivered a part.
         """
-        gone = worker.failures >= GONE_FAILURES
         if gone or len(self._rendezvous):
             for attempt in tuple(worker.attempts):
                 attempt.call_off(delivered_too=gone)
