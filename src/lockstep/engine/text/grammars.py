@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.engine.text.structural_tag import TagGrammar
+from lockstep.engine.text.structural_tag import JSON_OPTIONS, TagGrammar
 from lockstep.engine.text.vocabulary import Vocabulary
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.grammar import Grammar
@@ -27,8 +27,6 @@ FIELD = "structured_outputs"
 KEPT = 256
 """Compiled grammars that are kept, those used last."""
 MAX_TEXT = 1 << 20
-JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,20}"}
-"""A model that likes spaces would otherwise write them up to its last token."""
 
 
 class GrammarMatcher:

@@ -1,7 +1,7 @@
 """Structural tags, which vLLM and SGLang take for tool calls, as a grammar of `llguidance`.
 
-Read are the formats json_schema, const_string, any_text, sequence, or, tag, tags_with_separator and
-triggered_tags of a `{"type": "structural_tag", "format": ...}`.
+Read are the formats json_schema, const_string, regex, any_text, sequence, or, tag,
+tags_with_separator and triggered_tags of a `{"type": "structural_tag", "format": ...}`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 from lockstep.tokens.errors import BadRequest
 
 TEXT = r"/(.|\n)*/"
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,20}"}
+"""A model that likes spaces would otherwise write them up to its last token."""
 
 
 class TagGrammar:
@@ -48,7 +50,12 @@ class TagGrammar:
             case "const_string":
                 return self._literal(form["value"])
             case "json_schema":
-                return f"%json {json.dumps(form['json_schema'])}"
+                schema = form["json_schema"]
+                if isinstance(schema, dict):
+                    schema = {"x-guidance": JSON_OPTIONS, **schema}
+                return f"%json {json.dumps(schema)}"
+            case "regex":
+                return self._named(f"/{form['pattern'].replace('/', '[/]')}/", terminal=True)
             case "any_text":
                 return self._named(TEXT, terminal=True)
             case "sequence":
@@ -98,8 +105,8 @@ class TagGrammar:
 
     def _until(self, trigger: str) -> str:
         """Free text that ends with the first occurrence of a trigger."""
-        if trigger in self._added:
-            return f"{self._named(TEXT, terminal=True)} <[{self._added[trigger]}]>"
+        if self._names is not None and self._names.match(trigger):
+            return f"{self._named(TEXT, terminal=True)} {self._literal(trigger)}"
         name = f"until_{len(self._rules)}"
         self._rules.append(f"{name}[lazy]: {TEXT} {json.dumps(trigger)}")
         return name

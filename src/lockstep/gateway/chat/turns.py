@@ -28,6 +28,7 @@ from lockstep.protocol.openai import chat_response as wire
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer
 from lockstep.render.messages import Plain
+from lockstep.render.tool_grammar import tool_grammar
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest
 
@@ -144,9 +145,17 @@ def _generate_request(
     caller: Caller,
 ) -> GenerateRequest:
     name = caller.request_id(chosen_id)
+    sampling = chat.sampling(renderer.stop_token_ids)
+    grammar = tool_grammar(
+        renderer,
+        chat.tools,
+        chat.tool_choice,
+        parallel=chat.parallel_tool_calls is not False,
+        content=sampling.grammar,
+    )
     return GenerateRequest(
         prompt_ids=prompt.ids,
-        sampling=chat.sampling(renderer.stop_token_ids),
+        sampling=replace(sampling, grammar=grammar),
         model=model,
         request_id=name,
         cache_salt=caller.cache_salt(chat.salt),

@@ -172,18 +172,37 @@ def _check_tools(request: ChatRequest) -> None:
                 f"tools[{at}].function has no name: expected an object with `name`",
                 param=f"tools[{at}].function",
             )
-    if request.tool_choice not in (None, "auto", "none"):
+    _check_choice(request)
+
+
+def _check_choice(request: ChatRequest) -> None:
+    choice = request.tool_choice
+    if choice in (None, "auto", "none"):
+        return
+    if isinstance(choice, str) and choice != "required":
         raise UnsupportedField(
-            f"tool_choice is {msgspec.json.encode(request.tool_choice).decode()}: this engine "
-            "cannot force a tool call, only 'auto' and 'none' can be promised",
+            f"tool_choice is {choice!r}: expected none, auto, required or a function's name",
             param="tool_choice",
         )
-    if request.parallel_tool_calls is False and request.calls_tools:
-        raise UnsupportedField(
-            "parallel_tool_calls is false: this engine cannot hold the model to one call; leave it "
-            "out, and carry out the first call only",
-            param="parallel_tool_calls",
+    names = [tool["function"]["name"] for tool in request.tools or ()]
+    if not names:
+        raise BadRequest(
+            "tool_choice demands a call, but there are no tools: send them in tools",
+            param="tool_choice",
         )
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        if choice.get("type") != "function" or not isinstance(function, dict):
+            raise UnsupportedField(
+                f"tool_choice is {msgspec.json.encode(choice).decode()}: expected "
+                '{"type": "function", "function": {"name": ...}}',
+                param="tool_choice",
+            )
+        if function.get("name") not in names:
+            raise BadRequest(
+                f"tool_choice names {function.get('name')!r}: tools has {', '.join(names)}",
+                param="tool_choice",
+            )
 
 
 def _check_prompt(request: ChatRequest) -> None:

@@ -1,0 +1,233 @@
+"""The grammar of tool calls in a model's own format, found in what its chat template writes.
+
+Two calls are rendered, and what stands around their names and arguments is the format. It is
+written as a structural tag, which vLLM, SGLang and the embedded engine all take.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from lockstep.render.messages import Plain
+from lockstep.render.renderer import Renderer
+from lockstep.tokens.errors import BadRequest, UnsupportedField
+from lockstep.tokens.grammar import Grammar
+
+NAME = "look_up"
+ARGUMENTS = ('{"word": "AAA"}', '{"word": "BBB"}')
+TOOL: Plain = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "Finds a word.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
+THOUGHT = re.compile(r"<think>\s*</think>\s*")
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes calls: `opening` (call (`separator` call)*)? `closing`, where a call is
+    `begin` name `middle` arguments `end`. `separator` is None where it can make only one."""
+
+    thought: str
+    opening: str
+    begin: str
+    middle: str
+    end: str
+    separator: str | None
+    closing: str
+
+
+def tool_grammar(
+    renderer: Renderer,
+    tools: Sequence[Json] | None,
+    choice: str | Json | None,
+    *,
+    parallel: bool,
+    content: Grammar | None = None,
+) -> Grammar | None:
+    """What a turn with these tools must look like; `content`, where nothing more is demanded.
+
+    `choice` is OpenAI's tool_choice, whose names are checked already. `content` is the grammar of
+    turns that call nothing. Raises UnsupportedField for a format that no grammar was found for.
+    """
+    demanded = choice == "required" or isinstance(choice, dict)
+    if not tools or choice == "none" or not (demanded or content is not None or not parallel):
+        return content
+    form = tool_format(renderer)
+    if form is None:
+        field = "tool_choice" if demanded else "response_format" if content else None
+        raise UnsupportedField(
+            "this model's chat template writes tool calls in a form that cannot be held to a "
+            "grammar here: leave tool_choice at 'auto', parallel_tool_calls out, and "
+            "response_format without tools",
+            param=field or "parallel_tool_calls",
+        )
+    if isinstance(choice, dict):
+        named = choice["function"]["name"]
+        tools = [tool for tool in tools if tool["function"]["name"] == named]
+    single = isinstance(choice, dict) or not parallel or form.separator is None
+    if demanded:
+        format_ = _demanded(form, tools, single=single)
+    elif content is not None:
+        format_ = {"type": "or", "elements": [_format_of(content), _calls(form, tools, single)]}
+    else:
+        format_ = _at_most_one(form, tools)
+    tag = {"type": "structural_tag", "format": format_}
+    return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False))
+
+
+@lru_cache(maxsize=64)
+def tool_format(renderer: Renderer) -> ToolFormat | None:
+    """How the renderer's model writes tool calls; None where no grammar can be made of it."""
+    single = _turn(renderer, 1)
+    if single is None or (one := _split(single, 1)) is None:
+        return None
+    several = _turn(renderer, 2)
+    two = None if several is None else _split(several, 2)
+    thought = THOUGHT.match(one[0])
+    before = one[0][thought.end() :] if thought else one[0]
+    known = thought.group() if thought else ""
+    if two is None:
+        if not before or _has_id(before + one[2]):
+            return None
+        return ToolFormat(known, "", before, one[1], one[2], None, "")
+    between, tail = two[2], two[3]
+    begin = _common(before[::-1], between[::-1])[::-1]
+    after = between[: len(between) - len(begin)]
+    end = _common(after, tail)
+    if not begin or _has_id(between + tail):
+        return None
+    opening = before[: len(before) - len(begin)]
+    return ToolFormat(known, opening, begin, two[1], end, after[len(end) :], tail[len(end) :])
+
+
+def _common(one: str, other: str) -> str:
+    """What both begin with."""
+    at = 0
+    while at < min(len(one), len(other)) and one[at] == other[at]:
+        at += 1
+    return one[:at]
+
+
+def _has_id(text: str) -> bool:
+    """Whether the text holds the id of a call, which a model would have to make up."""
+    return _id(0)[:-1] in text
+
+
+def _id(at: int) -> str:
+    return f"a1b2c3d4{at}"
+
+
+def _turn(renderer: Renderer, count: int) -> str | None:
+    """What the template writes of an assistant's turn with some calls, up to its end."""
+    user: Plain = {"role": "user", "content": "Hi"}
+    calls = [
+        {"id": _id(at), "type": "function",
+         "function": {"name": NAME, "arguments": json.loads(ARGUMENTS[at])}}
+        for at in range(count)
+    ]  # fmt: skip
+    reply: Plain = {"role": "assistant", "content": "", "tool_calls": calls}
+    decode = renderer.pieces.decode
+    try:
+        opened = decode(renderer.render([user], [TOOL]))
+        whole = decode(renderer.render([user, reply], [TOOL], add_generation_prompt=False))
+    except BadRequest:
+        return None
+    if not whole.startswith(opened):
+        return None
+    ends = [decode([token]) for token in renderer.stop_token_ids]
+    found = [at for end in ends if end and (at := whole.find(end, len(opened))) >= 0]
+    return whole[len(opened) : min(found, default=len(whole))]
+
+
+def _split(turn: str, count: int) -> list[str] | None:
+    """What stands before, within, between and behind the calls; None for another form."""
+    parts: list[str] = []
+    at = 0
+    for arguments in ARGUMENTS[:count]:
+        name = turn.find(NAME, at)
+        value = turn.find(arguments, name)
+        if name < 0 or value < 0:
+            return None
+        parts += [turn[at:name], turn[name + len(NAME) : value]]
+        at = value + len(arguments)
+    return [*parts[:3], turn[at:]] if count == 2 else [*parts, turn[at:]]
+
+
+def _calls(form: ToolFormat, tools: Sequence[Json], single: bool) -> Json:
+    """One call, or several."""
+    if single:
+        tags = [_tag(form, tool, form.opening, form.closing) for tool in tools]
+        return {"type": "tags_with_separator", "tags": tags, "separator": "",
+                "at_least_one": True, "stop_after_first": True}  # fmt: skip
+    several = {
+        "type": "tags_with_separator",
+        "tags": [_tag(form, tool) for tool in tools],
+        "separator": form.separator,
+        "at_least_one": True,
+        "stop_after_first": False,
+    }
+    return _sequence(_text(form.opening), several, _text(form.closing))
+
+
+def _demanded(form: ToolFormat, tools: Sequence[Json], *, single: bool) -> Json:
+    calls = _calls(form, tools, single)
+    if not form.thought:
+        return calls
+    # Templates put an empty thought before what did not think: the model may do so as well.
+    return {"type": "or", "elements": [calls, _sequence(_text(form.thought), calls)]}
+
+
+def _at_most_one(form: ToolFormat, tools: Sequence[Json]) -> Json:
+    opening = form.opening + form.begin
+    return {
+        "type": "triggered_tags",
+        # Up to the end of its line: what follows there is part of the call.
+        "triggers": [opening.partition("\n")[0] or opening],
+        "tags": [_tag(form, tool, form.opening, form.closing) for tool in tools],
+        "at_least_one": False,
+        "stop_after_first": True,
+    }
+
+
+def _tag(form: ToolFormat, tool: Json, opening: str = "", closing: str = "") -> Json:
+    function = tool["function"]
+    schema = function.get("parameters") or {"type": "object"}
+    return {
+        "type": "tag",
+        "begin": f"{opening}{form.begin}{function['name']}{form.middle}",
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": form.end + closing,
+    }
+
+
+def _format_of(content: Grammar) -> Json:
+    """The format of turns that call nothing. Raises UnsupportedField for one that has none."""
+    if content.kind in ("json", "json_object"):
+        schema = json.loads(content.text) if content.kind == "json" else {"type": "object"}
+        return {"type": "json_schema", "json_schema": schema}
+    if content.kind == "regex":
+        return {"type": "regex", "pattern": content.text}
+    raise UnsupportedField(
+        f"a grammar of kind {content.kind} does not go with tools: send tool_choice 'none', or "
+        "a JSON schema",
+        param="structured_outputs",
+    )
+
+
+def _text(value: str) -> Json:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: Json) -> Json:
+    kept = [each for each in elements if each.get("value") != ""]
+    return kept[0] if len(kept) == 1 else {"type": "sequence", "elements": kept}

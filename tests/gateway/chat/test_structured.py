@@ -1,0 +1,160 @@
+"""Structured output over chat: schemas, demanded calls, one call at most; every token kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.gateway.chat.test_route import SUM, TOOL, Served, chat_server
+from tests.processes import WorkerProcess
+
+OTHER = {
+    "type": "function",
+    "function": {
+        "name": "shout",
+        "parameters": {
+            "type": "object",
+            "properties": {"loud": {"type": "boolean"}},
+            "required": ["loud"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["sum"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    process = WorkerProcess("--max-model-len", "1024", "--max-num-seqs", "16")
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+async def served(worker: WorkerProcess) -> AsyncIterator[Served]:
+    async with chat_server(worker.url) as served:
+        yield served
+
+
+async def chosen(served: Served, **body: Any) -> dict[str, Any]:
+    body = {"messages": SUM, "max_tokens": 500, "temperature": 1.0, "seed": 4} | body
+    response = await served.post(**body)
+    assert "choices" in response, response
+    choice: dict[str, Any] = response["choices"][0]
+    return choice
+
+
+def name_of(call: dict[str, Any]) -> str:
+    return str(call["function"]["name"])
+
+
+@pytest.mark.failure_mode("F67")
+async def test_a_schema_is_kept_and_logprobs_stay_whole(served: Served) -> None:
+    choice = await chosen(served, response_format=FORMAT, logprobs=True, return_token_ids=True)
+    assert choice["finish_reason"] == "stop"
+    value = json.loads(choice["message"]["content"])
+    assert 0 <= value["sum"] <= 99
+    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+async def test_any_object_will_do_for_json_object(served: Served) -> None:
+    choice = await chosen(served, response_format={"type": "json_object"}, temperature=0.0)
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_demanded_call_comes_whatever_the_model_likes(served: Served, stream: bool) -> None:
+    client = served.openai
+    body: dict[str, Any] = {
+        "model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 400,
+        "tools": [OTHER], "tool_choice": "required", "seed": 2,
+    }  # fmt: skip
+    if stream:
+        async with client.chat.completions.stream(**body) as events:
+            async for _ in events:
+                pass
+            completion: Any = await events.get_final_completion()
+    else:
+        completion = await client.chat.completions.create(**body)
+    (choice,) = completion.choices
+    assert choice.finish_reason == "tool_calls"
+    for call in choice.message.tool_calls:
+        assert call.function.name == "shout"
+        assert isinstance(json.loads(call.function.arguments)["loud"], bool)
+
+
+async def test_a_named_function_is_called_once_and_no_other(served: Served) -> None:
+    named = {"type": "function", "function": {"name": "shout"}}
+    for seed in range(4):
+        choice = await chosen(served, tools=[TOOL, OTHER], tool_choice=named, seed=seed)
+        assert [name_of(call) for call in choice["message"]["tool_calls"]] == ["shout"]
+
+
+async def test_without_parallel_calls_there_is_at_most_one(served: Served) -> None:
+    for seed in range(6):
+        choice = await chosen(served, tools=[TOOL], parallel_tool_calls=False, seed=seed)
+        assert len(choice["message"].get("tool_calls") or ()) <= 1
+
+
+async def test_none_leaves_calls_as_text(served: Served) -> None:
+    choice = await chosen(served, tools=[TOOL], tool_choice="none")
+    assert "tool_calls" not in choice["message"]
+
+
+async def test_a_schema_beside_tools_holds_what_is_no_call(served: Served) -> None:
+    for seed in range(4):
+        choice = await chosen(served, tools=[TOOL], response_format=FORMAT, seed=seed)
+        if not choice["message"].get("tool_calls") and choice["finish_reason"] == "stop":
+            assert "sum" in json.loads(choice["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [OTHER], "tool_choice": "some"}, "tool_choice"),
+        ({"tools": [OTHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+         "tool_choice"),
+        ({"tools": [OTHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}}},
+         "structured_outputs"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_held_to_is_refused_by_name(
+    served: Served, body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        await served.openai.chat.completions.create(model="tiny", messages=SUM, **body)  # type: ignore[call-overload]
+    assert refused.value.param == param
+
+
+@pytest.mark.failure_mode("F67")
+async def test_a_session_of_held_turns_is_exact_and_says_what_held_them(served: Served) -> None:
+    messages: list[Any] = list(SUM)
+    for turn in range(2):
+        response = await served.post(
+            messages=messages, tools=[OTHER], tool_choice="required", max_tokens=400, seed=turn,
+            headers={"X-Session-ID": "held"},
+        )  # fmt: skip
+        message = response["choices"][0]["message"]
+        messages += [message]
+        messages += [
+            {"role": "tool", "tool_call_id": call["id"], "content": "ok"}
+            for call in message["tool_calls"]
+        ]
+    (sample,) = await served.sessions.samples("held")
+    assert len(sample.shaping) == 2
+    grammars = {span.shaping.grammar for span in sample.shaping}
+    assert {grammar.kind for grammar in grammars if grammar} == {"structural_tag"}
+    assert sample.breaks == ()
