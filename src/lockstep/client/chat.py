@@ -176,7 +176,9 @@ class Chat:
         opened = plan.prompt_ids[: len(plan.prompt_ids) - len(plan.partial)]
         tools = self.tools if self.call_tools is None else self.call_tools
         # What an aborted turn had sampled is part of this message, and no part of its prompt.
-        parsed = await renderer.parse_async(ids, tools, prompt_ids=opened)
+        parsed = await renderer.parse_async(
+            ids, tools, prompt_ids=opened, stop=completion.stop_reason
+        )
         turn = Turn.of(plan, parsed, completion)
         node = self.ledger.commit(plan, completion, Reply(turn.message, parsed.tool_parse_error))
         self._last = turn, node

@@ -75,7 +75,9 @@ class Policy:
         plan = PromptPlan(prompt_ids=ids, parent=None, new_messages=(), tools=b"")
         turns = []
         for completion in await self.transport.generate(request):
-            parsed = await renderer.parse_async(completion.token_ids, tools, prompt_ids=ids)
+            parsed = await renderer.parse_async(
+                completion.token_ids, tools, prompt_ids=ids, stop=completion.stop_reason
+            )
             turns.append(Turn.of(plan, parsed, completion))
         return turns
 

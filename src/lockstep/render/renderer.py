@@ -32,6 +32,7 @@ from lockstep.render.parsed_message import (
     parse_message,
     unparsed_message,
 )
+from lockstep.render.stop_cut import cut_at_stop, with_tail
 from lockstep.render.template import Template
 from lockstep.tokens.errors import BadRequest, UnknownModel
 from lockstep.tokens.token_bytes import TokenBytesTable
@@ -202,14 +203,24 @@ class Renderer:
         *,
         prompt_ids: Sequence[int] = (),
         verbatim: bool = False,
+        stop: str | None = None,
+        include_stop: bool = False,
     ) -> ParsedMessage:
         """The message that sampled ids spell, without the space around its parts.
 
         Client and gateway, whole and streamed responses all end here. Nothing is lost: what is not
         part of a call that parsed is content. Without `tools` nothing is a call. The prompt tells
         whether it opened the thinking already. `verbatim` takes everything as content, space and
-        all: the rest of a message that somebody else began.
+        all: the rest of a message that somebody else began. `stop` is the stop string that the last
+        token completed: what is said ends before it, or behind it with `include_stop`.
         """
+        if stop is not None:
+            cut = cut_at_stop(token_ids, stop, self.pieces.data, include=include_stop)
+            if cut is not None:
+                message = self.parse(cut.ids, tools, prompt_ids=prompt_ids, verbatim=verbatim)
+                if verbatim:
+                    return replace(message, content=message.content + cut.text)
+                return with_tail(message, self.decode(cut.ids), cut.text)
         if verbatim:
             return ParsedMessage(self.decode(self._before_stop(token_ids)))
         specs = plain_tools(tools)
@@ -233,13 +244,14 @@ class Renderer:
         *,
         prompt_ids: Sequence[int] = (),
         verbatim: bool = False,
+        stop: str | None = None,
+        include_stop: bool = False,
     ) -> ParsedMessage:
         """`parse`; a long completion is read off the event loop."""
+        options: dict[str, Any] = {"verbatim": verbatim, "stop": stop, "include_stop": include_stop}
         if len(token_ids) < LONG:
-            return self.parse(token_ids, tools, prompt_ids=prompt_ids, verbatim=verbatim)
-        return await self.offload(
-            self.parse, token_ids, tools, prompt_ids=prompt_ids, verbatim=verbatim
-        )
+            return self.parse(token_ids, tools, prompt_ids=prompt_ids, **options)
+        return await self.offload(self.parse, token_ids, tools, prompt_ids=prompt_ids, **options)
 
     def parse_partial(
         self, token_ids: Sequence[int], tools: list[Plain] | None, *, prompt_ids: Sequence[int]

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lockstep.render.messages import plain_tools
 from lockstep.render.parsed_message import Call, ParsedMessage
 from lockstep.render.renderer import Renderer
+from lockstep.render.stop_cut import HeldTokens
 from lockstep.tokens.errors import ContractError
 
 Channel = Literal["content", "reasoning"]
@@ -57,7 +58,12 @@ class StreamingParser:
         prompt_ids: Sequence[int],
         *,
         verbatim: bool = False,
+        stops: Sequence[str] = (),
+        include_stop: bool = False,
     ) -> None:
+        """`stops` are the stop strings of the request: text that may become one is held back."""
+        self._stopping = HeldTokens(stops, renderer.pieces.data)
+        self._include_stop = include_stop
         self._renderer = renderer
         self._tools = plain_tools(tools)
         self._prompt_ids = prompt_ids
@@ -78,20 +84,27 @@ class StreamingParser:
 
     def feed(self, token_ids: Sequence[int]) -> MessagePart:
         """What can be emitted after these tokens."""
-        parts = [self._take(token) for token in token_ids]
+        parts = [self._take(token) for token in self._stopping.feed(token_ids)]
         return MessagePart(
             "".join(part.content for part in parts),
             "".join(part.reasoning for part in parts),
             tuple(call for part in parts for call in part.calls),
         )
 
-    def finish(self, token_ids: Sequence[int]) -> tuple[ParsedMessage, MessagePart]:
-        """The whole message, and what of it was not emitted yet.
+    def finish(
+        self, token_ids: Sequence[int], stop: str | None = None
+    ) -> tuple[ParsedMessage, MessagePart]:
+        """The whole message, and what of it was not emitted yet; `stop` is what ended it.
 
         Raises ContractError when what was emitted is no part of it: nothing can be taken back.
         """
         parsed = self._renderer.parse(
-            token_ids, self._tools, prompt_ids=self._prompt_ids, verbatim=self._verbatim
+            token_ids,
+            self._tools,
+            prompt_ids=self._prompt_ids,
+            verbatim=self._verbatim,
+            stop=stop,
+            include_stop=self._include_stop,
         )
         content = str(parsed.message()["content"])
         return parsed, self._advance(content, parsed.reasoning or "", parsed.tool_calls)

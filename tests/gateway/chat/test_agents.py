@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from lockstep.render import Renderer
-from tests.gateway.chat.test_route import CHAT, REVERSE, SUM, TOOL, Served, chat_server
+from tests.gateway.chat.test_route import CHAT, REVERSE, SUM, TOOL, Served, chat_server, joined
 from tests.processes import WorkerProcess
 
 
@@ -150,6 +150,48 @@ async def test_choices_that_follow_one_turn_train_it_once(served: Served) -> Non
         assert sum(all_of_it.sampled_mask) - sum(sample.sampled_mask) == shared
         assert [span.sample for span in sample.trained_in] == [0]
     assert samples[0] == everything[0]
+
+
+@pytest.mark.failure_mode("F66")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("include", [False, True])
+async def test_a_stop_string_cuts_the_text_and_no_id(
+    served: Served, worker: WorkerProcess, stream: bool, include: bool
+) -> None:
+    name = f"stop-{stream}-{include}"
+    options = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
+    plain = (await served.post(messages=SUM, **options))["choices"][0]
+    text = plain["message"]["content"]
+    stop = text[len(text) // 2 :][:2]
+    cut = text[: text.index(stop) + len(stop) * include].strip()
+    body = {**options, "messages": SUM, "stop": [stop, "never"], "logprobs": True,
+            "include_stop_str_in_output": include}  # fmt: skip
+    session = {"x-session-id": name}
+    if stream:
+        chunks = await served.chunks(headers=session, **body)
+        (choice,) = joined(chunks)
+        content, ended = choice["content"], chunks[-1]["choices"][0]
+        ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids") or ()]
+    else:
+        ended = (await served.post(headers=session, **body))["choices"][0]
+        content, ids = ended["message"]["content"], ended["token_ids"]
+        assert len(ended["logprobs"]["content"]) == len(ids)
+    assert content == cut
+    assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", stop)
+    assert ids == plain["token_ids"][: len(ids)]
+    assert stop in Renderer.load("tiny").decode(ids)
+    (sample,) = await served.sessions.samples(name)
+    ((start, end),) = sample.stops
+    assert end == len(sample.token_ids)
+    assert stop in Renderer.load("tiny").decode(sample.token_ids[start:end])
+    assert sum(sample.sampled_mask) == len(ids)
+
+    more = [*SUM, {"role": "assistant", "content": content}, *REVERSE]
+    after = await served.http.post(
+        CHAT, json={"messages": more, "max_tokens": 2, "return_token_ids": True}, headers=session
+    )
+    assert after.headers["x-lockstep-bridged"] == "true"
+    assert after.json()["prompt_token_ids"][: len(sample.token_ids)] == sample.token_ids
 
 
 @pytest.mark.failure_mode("F21")

@@ -44,7 +44,6 @@ def test_unknown_fields_are_refused_by_name(body: dict[str, Any], param: str) ->
         ({"nvext": {"greed_sampling": True}}, "nvext.greed_sampling"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}},
          "stream_options.continuous_usage_stats"),
-        pytest.param({"stop": ["\n"]}, "stop", marks=pytest.mark.failure_mode("F14")),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], param: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from lockstep.render import Renderer
 from lockstep.render.streaming_parser import StreamingParser
 from lockstep.tokens.errors import ContractError
+from lockstep.tokens.stop_strings import StopMatcher
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
 CALL = '{"name": "calc", "arguments": {"x": "1"}}'
@@ -65,6 +67,54 @@ def test_parts_add_up_to_the_whole(
     assert content + rest.content == whole.message()["content"]
     assert reasoning + rest.reasoning == (whole.reasoning or "")
     assert (*calls, *rest.calls) == whole.tool_calls
+
+
+STOPS = ["world", "\n\n", "lo wo", "</tool_call>", "é😀", "<", "name"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    parts=st.lists(st.sampled_from(FRAGMENTS), max_size=12),
+    stop=st.sampled_from(STOPS),
+    with_tools=st.booleans(),
+    include=st.booleans(),
+    verbatim=st.booleans(),
+)
+@pytest.mark.failure_mode("F66")
+def test_text_ends_at_a_stop_string_and_nothing_of_it_is_streamed(
+    renderer: Renderer,
+    parts: list[str],
+    stop: str,
+    with_tools: bool,
+    include: bool,
+    verbatim: bool,
+) -> None:
+    matcher = StopMatcher([stop])
+    ids: list[int] = []
+    match = None
+    for token in renderer.encode("".join(parts).replace("<|im_end|>", "")):
+        ids.append(token)
+        if (match := matcher.feed(renderer.pieces.data(token))) is not None:
+            break
+    ended = None if match is None else stop
+    prompt = renderer.render([{"role": "user", "content": "x"}])
+    tools = TOOLS if with_tools else None
+    options: dict[str, Any] = {"verbatim": verbatim}
+    whole = renderer.parse(
+        ids, tools, prompt_ids=prompt, stop=ended, include_stop=include, **options
+    )
+    parser = StreamingParser(renderer, tools, prompt, stops=[stop], include_stop=include, **options)
+    streamed = [parser.feed([token]) for token in ids]
+    parsed, rest = parser.finish(ids, ended)
+    assert parsed == whole
+    assert "".join(part.content for part in (*streamed, rest)) == whole.content
+    assert "".join(part.reasoning for part in (*streamed, rest)) == (whole.reasoning or "")
+    if verbatim:
+        text = renderer.decode(ids)
+        end = len(text) if ended is None else text.rindex(stop) + len(stop) * include
+        assert whole.content == text[:end]
+    elif ended is not None and not include and stop != "</tool_call>":
+        assert stop not in whole.content
 
 
 def test_text_flows_and_a_call_is_held_until_it_is_whole(renderer: Renderer) -> None:

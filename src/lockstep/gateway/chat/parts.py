@@ -110,7 +110,9 @@ class PartStream:
         for completion in completions:
             choice = self.choices[completion.index]
             choice.complete(completion)
-            parsed, rest[completion.index] = choice.parser.finish(completion.token_ids)
+            parsed, rest[completion.index] = choice.parser.finish(
+                completion.token_ids, completion.stop_reason
+            )
             replies.append(reply(completion, parsed))
         return [
             StreamedPart(each.completion.index, rest[each.completion.index], each)

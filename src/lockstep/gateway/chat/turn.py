@@ -59,7 +59,12 @@ class ChatTurn:
 
     def new_parser(self) -> StreamingParser:
         return StreamingParser(
-            self.renderer, self.tools, self.request.prompt_ids, verbatim=self.chat.continues
+            self.renderer,
+            self.tools,
+            self.request.prompt_ids,
+            verbatim=self.chat.continues,
+            stops=self.request.sampling.stop,
+            include_stop=bool(self.chat.include_stop_str_in_output),
         )
 
     async def read(self, completion: Completion) -> ChatReply:
@@ -72,6 +77,8 @@ class ChatTurn:
             self.tools,
             prompt_ids=self.request.prompt_ids,
             verbatim=self.chat.continues,
+            stop=completion.stop_reason,
+            include_stop=bool(self.chat.include_stop_str_in_output),
         )
         return reply(completion, parsed)
 

@@ -79,7 +79,6 @@ def check_chat(request: ChatRequest) -> ChatRequest:
         check_nvext(request.nvext, request.choices)
     check_request_id(request.request_id)
     _check_stream(request)
-    _check_stop(request)
     _check_lengths_and_logprobs(request)
     _check_messages(request)
     _check_tools(request)
@@ -114,15 +113,6 @@ def _check_stream(request: ChatRequest) -> None:
             "stream_options is set, but stream is not true: set it too", param="stream_options"
         )
     refuse_unless_neutral(request.stream_options, NEUTRAL_STREAM, "stream_options.")
-
-
-def _check_stop(request: ChatRequest) -> None:
-    if request.stop not in (None, "", []):
-        raise UnsupportedField(
-            f"stop is {request.stop!r}: text cannot end a turn token-exactly here; name the ids of "
-            "the tokens to stop at in stop_token_ids",
-            param="stop",
-        )
 
 
 def _check_lengths_and_logprobs(request: ChatRequest) -> None:

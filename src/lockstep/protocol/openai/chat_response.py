@@ -89,7 +89,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     delta: AssistantMessage | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish | None = None
-    stop_reason: int | UnsetType | None = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType | None = UNSET
     weight_versions: Sequence[VersionSpan] | UnsetType = UNSET
     routed_experts: ExpertsField | str | UnsetType | None = UNSET
@@ -246,9 +246,9 @@ def ending(shape: ChatResponseShape, choice: ChatChoice, reply: ChatReply) -> No
     """Puts on a choice what is known when it has ended."""
     completion = reply.completion
     choice.finish_reason = reply.finish
-    choice.stop_reason = (
-        completion.stop_token if completion.stop_token in shape.stop_token_ids else None
-    )
+    choice.stop_reason = completion.stop_reason
+    if completion.stop_token in shape.stop_token_ids:
+        choice.stop_reason = completion.stop_token
     choice.weight_versions = completion.versions
     if reply.tool_parse_error is not None:
         choice.tool_parse_error = reply.tool_parse_error
