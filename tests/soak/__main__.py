@@ -106,7 +106,8 @@ def main() -> int:
         made = Checkpoints.make(root / "checkpoints")
         served = ServeProcess(
             "--workers", "2", "--state-dir", str(root / "state"), "--key-file", str(keys.path),
-            "--checkpoint-root", str(root), "--worker-args", "--max-model-len 512 --prefix-cache-mb 8",
+            "--checkpoint-root", str(root),
+            "--worker-args", "--max-model-len 512 --prefix-cache-mb 8",
         )  # fmt: skip
         try:
             flat = asyncio.run(Soak(served, known, made).run(seconds))

@@ -64,7 +64,7 @@ class Load:
     ) -> Any:
         async with self._data.post(path, json=body, headers=headers) as response:
             if response.status != expected:
-                self.errors[f"{path}: {response.status} {(await response.text())[:80]}"] += 1
+                self.errors[f"{path}: {response.status} {(await response.text())[:160]}"] += 1
                 return None
             return await response.json()
 
@@ -82,8 +82,11 @@ class Load:
         name, headers = self._name(), self._headers()
         await self._talk(f"/sessions/{name}{CHAT}", headers)
         async with self._data.get(f"/sessions/{name}/v1/session", headers=headers) as response:
-            full = (await response.json())["session"]["id"]
-        await self._read_and_delete(full)
+            view = await response.json()
+        if response.status != 200:
+            self.errors[f"session: {view['error']['message'][:80]}"] += 1
+            return
+        await self._read_and_delete(view["session"]["id"])
 
     async def _minted(self) -> None:
         async with self._admin.post("/v1/rl/sessions", json={"max_calls": 50}) as response:

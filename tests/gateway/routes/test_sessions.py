@@ -124,6 +124,7 @@ async def test_a_session_ends_once(admin: Admin, renderer: Renderer) -> None:
         ("/a", {"page": "1"}, "page"),
         ("", {"limit": "0"}, "limit"),
         ("", {"limit": "²"}, "limit"),
+        ("", {"limit": "9" * 5000}, "limit"),
     ],
 )
 async def test_a_question_that_cannot_be_read_is_refused(

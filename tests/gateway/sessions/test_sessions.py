@@ -349,6 +349,29 @@ async def test_a_turn_with_one_bit_flipped_is_never_read_as_good(
         assert await sessions.samples("a") == samples
 
 
+async def test_a_file_with_damaged_pages_is_a_typed_error(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    path = tmp_path / "sessions.db"
+    async with Sessions(str(path)) as sessions:
+        for name in ("a", "b"):
+            messages = await talk(sessions, name, renderer, 12)
+        await say(await sessions.open("b", renderer), renderer, [*messages, MORE], "x" * 20_000)
+    with sqlite3.connect(path) as connection:
+        (root,) = connection.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'turns'"
+        ).fetchone()
+        (size,) = connection.execute("PRAGMA page_size").fetchone()
+    connection.close()
+    data = bytearray(path.read_bytes())
+    data[(root - 1) * size : (root - 1) * size + 40] = b"\xff" * 40
+    path.write_bytes(data)
+    async with Sessions(str(path)) as sessions:
+        for name in ("a", "b"):
+            with pytest.raises(Unavailable, match="cannot be read"):
+                await sessions.samples(name)
+
+
 @pytest.mark.parametrize(
     "damage",
     [

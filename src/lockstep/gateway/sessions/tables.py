@@ -15,6 +15,7 @@ from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
 FORMAT = 3
 MEMORY = "memory"
 CHECKSUM_BYTES = 8
+Blob = bytes  # a row has a field of that name
 SCHEMA = f"""
 CREATE TABLE sessions (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, tokenizer BLOB NOT NULL,
@@ -55,7 +56,7 @@ class SessionRow(NamedTuple):
     bytes: int
     read_turns: int
     active: float
-    terms: bytes | None
+    terms: Blob | None
 
 
 KINDS: tuple[Any, ...] = (int, str, bytes, float, float, int, int, int, float, bytes | None)
