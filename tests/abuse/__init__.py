@@ -1,0 +1,1 @@
+"""Attacks on live processes: a gateway and a worker, over raw sockets."""
