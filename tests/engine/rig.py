@@ -10,7 +10,14 @@ from typing import Any
 from lockstep.engine import EngineOptions, EngineRequest, StreamedToken
 from lockstep.engine.core import Core, PauseMode
 from lockstep.engine.sequence import Event, RequestHandle
-from lockstep.tokens import Completion, LockstepError, Sampling
+from lockstep.tokens import (
+    Completion,
+    LockstepError,
+    Sample,
+    Sampling,
+    ShapedSpan,
+    VersionSpan,
+)
 
 REQUEST_FIELDS = {f.name for f in fields(EngineRequest)} - {"prompt_ids", "sampling"}
 
@@ -26,6 +33,26 @@ def request(prompt: list[int], **options: Any) -> EngineRequest:
     own = {name: options.pop(name) for name in list(options) if name in REQUEST_FIELDS}
     sampling = {"seed": 7, "ignore_eos": True, "max_tokens": 8} | options
     return EngineRequest(prompt_ids=prompt, sampling=Sampling(**sampling), **own)
+
+
+def sample_of(completion: Completion) -> Sample:
+    """What there is to learn from one completion."""
+    before, count = len(completion.prompt_ids), len(completion.token_ids)
+    shaping = completion.shaping
+    return Sample(
+        token_ids=[*completion.prompt_ids, *completion.token_ids],
+        sampled_mask=[False] * before + [True] * count,
+        logprobs=[0.0] * before + completion.logprobs,
+        versions=tuple(
+            VersionSpan(span.version, before + span.start, before + span.end)
+            for span in completion.versions
+        ),
+        logprob_mode=completion.logprob_mode,
+        temperature=completion.temperature,
+        shaping=() if shaping is None else (ShapedSpan(before, before + count, shaping),),
+        experts=completion.experts,
+        adapter=completion.adapter,
+    )
 
 
 @dataclass

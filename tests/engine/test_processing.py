@@ -11,9 +11,9 @@ import torch
 
 from lockstep.engine.processing import LogitsRow, TokenCounts, process
 from lockstep.engine.rescoring import sample_logprobs
-from lockstep.tokens import Completion, Sample, Sampling, ShapedSpan, Shaping
+from lockstep.tokens import Sampling, Shaping
 from tests.engine import checkpoints
-from tests.engine.rig import Rig, ids
+from tests.engine.rig import Rig, ids, sample_of
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -38,25 +38,6 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def rig(tiny: Path) -> Rig:
     return Rig(tiny, logprob_mode="processed", max_batch_tokens=64)
-
-
-def sample_of(completion: Completion) -> Sample:
-    """The completion as a trainer gets it."""
-    prompt, sampled = list(completion.prompt_ids), completion.token_ids
-    start, end = len(prompt), len(prompt) + len(sampled)
-    shaping = completion.shaping
-    return Sample(
-        token_ids=prompt + sampled,
-        sampled_mask=[False] * start + [True] * len(sampled),
-        logprobs=[0.0] * start + completion.logprobs,
-        versions=tuple(
-            type(span)(span.version, span.start + start, span.end + start)
-            for span in completion.versions
-        ),
-        logprob_mode=completion.logprob_mode,
-        temperature=completion.temperature,
-        shaping=() if shaping is None else (ShapedSpan(start, end, shaping),),
-    )
 
 
 @pytest.mark.failure_mode("F71")

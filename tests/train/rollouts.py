@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.models import bundled
-from lockstep.tokens import Completion, Sample, VersionSpan
+from lockstep.tokens import Sample, VersionSpan
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs.environment import Reward
 from lockstep.train.learning.batch import Clock, Rollout, RolloutGroup, TrainBatch, make_batch
-from tests.engine.rig import Rig, ids
+from tests.engine.rig import Rig, ids, sample_of
 
 VERSION = "step-0"
 
@@ -24,29 +24,11 @@ def directory(model: str) -> Path:
 
 def sampled(model: str = "tiny", count: int = 4, tokens: int = 12, **options: Any) -> list[Sample]:
     """Samples of the model's own, all of VERSION."""
-    rig = Rig(directory(model), weight_version=VERSION)
+    rig = Rig(directory(model), weight_version=VERSION, logprob_mode="processed")
     return [
         sample_of(rig.generate(ids(at, 9 + at), max_tokens=tokens, seed=at, **options))
         for at in range(count)
     ]
-
-
-def sample_of(completion: Completion) -> Sample:
-    """What there is to learn from one completion."""
-    before = len(completion.prompt_ids)
-    return Sample(
-        token_ids=[*completion.prompt_ids, *completion.token_ids],
-        sampled_mask=[False] * before + [True] * len(completion.token_ids),
-        logprobs=[0.0] * before + completion.logprobs,
-        versions=tuple(
-            VersionSpan(span.version, before + span.start, before + span.end)
-            for span in completion.versions
-        ),
-        logprob_mode=completion.logprob_mode,
-        temperature=completion.temperature,
-        experts=completion.experts,
-        adapter=completion.adapter,
-    )
 
 
 def grouped(samples: list[Sample], rewards: list[float] | None = None) -> list[RolloutGroup]:

@@ -16,8 +16,7 @@ from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.grammar import Grammar
 from tests.engine import checkpoints
-from tests.engine.rig import Rig, ids
-from tests.engine.test_processing import sample_of
+from tests.engine.rig import Rig, ids, sample_of
 
 SCHEMA = {
     "type": "object",

@@ -22,7 +22,7 @@ def sample(*versions: str, **changes: Any) -> Sample:
         sampled_mask=[False] * 2 + [True] * count,
         logprobs=[0.0] * 2 + [-0.5] * count,
         versions=tuple(VersionSpan(v, 2 + at, 3 + at) for at, v in enumerate(versions)),
-        **changes,
+        **{"logprob_mode": "processed", **changes},
     )
 
 
@@ -80,7 +80,7 @@ def test_a_sample_with_nothing_to_learn_from_is_counted_as_dropped() -> None:
     assert (len(made.items), made.dropped) == (1, 1)
 
 
-@pytest.mark.parametrize("change", [{"logprob_mode": "processed"}, {"temperature": 0.7}])
+@pytest.mark.parametrize("change", [{"logprob_mode": "raw"}, {"temperature": 0.7}])
 def test_logprobs_made_otherwise_than_the_config_says_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(Conflict, match=next(iter(change))):
         batch([sample("step-0"), replace(sample("step-0"), **change)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lockstep.checkpoint.manifest import PROBE
 from lockstep.checkpoint.probe import Probe
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadExperts, Conflict
+from lockstep.tokens.grammar import Grammar
 from lockstep.train.config import LearnerConfig, TrainConfig
 from lockstep.train.learning.learner import Learner
 from tests.train.rollouts import batch, relabelled, sampled
@@ -43,6 +45,37 @@ def test_equal_weights_have_no_mismatch_at_all(samples: list[Sample]) -> None:
         assert len(logprobs) == len(sample.token_ids)
         pairs = zip(sample.logprobs, logprobs, sample.sampled_mask, strict=True)
         assert all(engine == trainer for engine, trainer, was in pairs if was)
+
+
+@pytest.mark.failure_mode("F71")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.9},
+        {"top_k": 12, "min_p": 0.01},
+        {"presence_penalty": 0.6, "frequency_penalty": 0.2, "repetition_penalty": 1.2},
+        {"grammar": Grammar("regex", "[a-z ]{4,9}[.]"), "ignore_eos": False},
+    ],
+    ids=str,
+)
+def test_what_shaped_a_sample_is_applied_again_by_the_learner(options: dict[str, Any]) -> None:
+    shaped = sampled(**options)
+    assert all(sample.shaping for sample in shaped)
+    learnt = learner().step(batch(shaped), 1)
+    assert learnt.metrics["mismatch_max"] == 0.0
+    assert learnt.metrics["grad_norm"] > 0
+    assert math.isfinite(learnt.metrics["entropy"])
+
+
+def test_a_token_that_the_weights_would_not_draw_is_not_learnt_from() -> None:
+    shaped = sampled(top_k=2)
+    moved = learner()
+    with torch.no_grad():
+        for parameter in moved.model.parameters():
+            parameter.mul_(0.5)
+    learnt = moved.step(batch(shaped), 1)
+    assert math.isfinite(learnt.metrics["loss"])
+    assert math.isfinite(learnt.metrics["grad_norm"])
 
 
 def test_one_changed_id_shows_in_the_mismatch(samples: list[Sample]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.tokens.errors import BadRequest
 
 TEXT = r"/(.|\n)*/"
-JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,20}"}
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,20}"}
 """A model that likes spaces would otherwise write them up to its last token."""
 
 

@@ -24,6 +24,8 @@ from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.numerics.block_shapes import row_multiple
 from lockstep.engine.probe import remember, save_checkpoint, write_probe
+from lockstep.engine.processing import process_spans
+from lockstep.engine.text.grammars import Grammars
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from lockstep.tokens.numerics import NumericsPlan
@@ -64,6 +66,9 @@ class Learner:
         )
         self._trained = trained
         self._replay = ExpertReplay(self.model) if _is_moe(self.model) else None
+        directory = _model_directory(config)
+        vocab = self.model.config.get_text_config().vocab_size
+        self._grammars = Grammars.of(directory, vocab)
         # The fleet serves these weights before the first step: with their logprobs in the first
         # probe it measures how closely each worker follows, and tells new weights from old.
         remember(self.model)
@@ -145,6 +150,10 @@ class Learner:
         # Logits at a position are of the next token: all that follows is about tokens 1 to T.
         engine_BT, learn_BT = engine_BT[:, 1:], learn_BT[:, 1:]
         trainer_BT, entropy_BT = self._forward(items, ids_BT)
+        # A token that these weights would not draw under its options has no ratio to learn from.
+        drawable_BT = trainer_BT > -torch.inf
+        learn_BT = learn_BT & drawable_BT
+        trainer_BT = torch.where(drawable_BT, trainer_BT, engine_BT)
         ratio = Ratio.of(trainer_BT, engine_BT)
         config = self._config.loss
         more = {"entropy": entropy_BT}
@@ -173,13 +182,31 @@ class Learner:
         )
         with context:
             logits_BTV = self.model(input_ids=ids_BT, use_cache=False).logits.float()
-        if self._config.rollout.logprobs == "processed" and self._config.rollout.temperature != 1.0:
-            logits_BTV = logits_BTV / self._config.rollout.temperature
+        if self._config.rollout.logprobs == "processed":
+            logits_BTV = self._processed(logits_BTV, items)
         logprobs_BTV = torch.log_softmax(logits_BTV[:, :-1], dim=-1)
         chosen_BT = logprobs_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
         with torch.no_grad():
-            entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+            seen_BTV = logprobs_BTV.masked_fill(logprobs_BTV == -torch.inf, 0.0)
+            entropy_BT = -(logprobs_BTV.exp() * seen_BTV).sum(-1)
         return chosen_BT, entropy_BT
+
+    def _processed(self, logits_BTV: Tensor, items: list[TrainItem]) -> Tensor:
+        """The logits as they were when the tokens were drawn: tempered, truncated, penalized."""
+        temperature = self._config.rollout.temperature
+        if not any(item.sample.shaping for item in items):
+            return logits_BTV if temperature == 1.0 else logits_BTV / temperature
+        rows = [
+            process_spans(
+                row_TV,
+                item.sample.token_ids,
+                item.sample.shaping,
+                temperature,
+                grammars=self._grammars,
+            )
+            for row_TV, item in zip(logits_BTV, items, strict=True)
+        ]
+        return torch.stack(rows)
 
     def _rate(self, number: int) -> float:
         learner = self._config.learner
