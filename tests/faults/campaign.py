@@ -118,9 +118,10 @@ class Campaign:
             await asyncio.sleep(0.2)
             harm = _Harm(cluster, trial, self.reference.paths[aim], self._elsewhere(before, aim))
             operation = await self._operate(cluster, trial, harm, aim)
+            await asyncio.sleep(0.5)  # for faults that wait for the next request
             await harm.over()
-            healing = monotonic()
             await cluster.heal()
+            healing = monotonic()
             await self._healed(cluster, trial)
             trial.heal_seconds = monotonic() - healing
         harmless = not cluster.restarts and not trial_kills(trial)

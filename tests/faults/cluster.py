@@ -28,7 +28,7 @@ GATEWAY = (
 )  # fmt: skip
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 """Debian's libfaketime: without it no clock can be made to jump."""
-START_SECONDS = 60.0
+START_SECONDS = 120.0
 
 
 class Gateway:
