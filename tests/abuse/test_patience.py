@@ -79,6 +79,22 @@ def test_answers_that_nobody_reads_are_given_up(target: Target, listener: Listen
     assert listener.alive()
 
 
+def test_what_is_sent_ahead_is_made_to_wait(target: Target, listener: Listener) -> None:
+    before = target.memory("gateway") + target.memory("worker")
+    sent, taken = listener.post() * 50, 0
+    with listener.connect(receive_buffer=4096) as sock:
+        sock.settimeout(0.2)
+        begun = monotonic()
+        while monotonic() - begun < 1.5:
+            try:
+                taken += sock.send(sent)
+            except (TimeoutError, ConnectionError):
+                continue
+    assert taken < 40 << 20
+    assert target.memory("gateway") + target.memory("worker") - before < 40
+    assert listener.alive()
+
+
 def generate(**params: object) -> bytes:
     sampling = {"max_tokens": 900, "min_tokens": 900, "ignore_eos": True, **params}
     body = {"token_ids": [1, 2, 3], "stream": True, "sampling_params": sampling}
