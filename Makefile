@@ -55,6 +55,7 @@ lint: $(VENV)/.ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/failure_modes.py --check
+	$(BIN)/python scripts/chat_fields.py --check
 	$(BIN)/python scripts/reference.py --check
 	$(BIN)/python scripts/package_map.py --check
 

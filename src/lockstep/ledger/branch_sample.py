@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from lockstep.ledger.tree import Node
 from lockstep.tokens import RoutedExperts, Sample, ShapedSpan, TrainedSpan, VersionSpan
 from lockstep.tokens.errors import BadExperts, Conflict
@@ -114,6 +116,7 @@ def _sample(
             VersionSpan(span.version, start + span.start, start + span.end)
             for span in node.versions
         ]
+    notes = dict.fromkeys(node.notes for node in part.own if node.notes)
     return Sample(
         token_ids=ids,
         sampled_mask=mask,
@@ -140,6 +143,7 @@ def _sample(
         stops=tuple(
             (node.end - node.stop_tokens, node.end) for node in part.own if node.stop_tokens
         ),
+        notes=tuple(msgspec.json.decode(each) for each in notes),
         tool_parse_errors=sum(node.tool_parse_error is not None for node in part.own),
     )
 

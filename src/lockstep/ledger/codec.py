@@ -49,6 +49,7 @@ class _Turn(msgspec.Struct, array_like=True):
     stop_tokens: int = 0
     tool_parse_error: str | None = None
     by_ids: bool = False
+    notes: bytes = b""
 
 
 _TURN = msgspec.msgpack.Decoder(_Turn)
@@ -116,6 +117,7 @@ def _turn(node: Node, twin: int | None) -> _Turn:
         stop_tokens=node.stop_tokens,
         tool_parse_error=node.tool_parse_error,
         by_ids=node.by_ids,
+        notes=node.notes,
     )
 
 
@@ -162,6 +164,7 @@ def _node(index: int, turn: _Turn, parent: Node | None, twin: Node | None) -> No
         stop_tokens=turn.stop_tokens,
         tool_parse_error=turn.tool_parse_error,
         by_ids=turn.by_ids,
+        notes=turn.notes,
     )
 
 

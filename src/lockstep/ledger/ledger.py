@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
+
 from lockstep.ledger import codec
 from lockstep.ledger.branch_sample import branch_sample, branch_samples, own_experts
 from lockstep.ledger.breaks import CLIENT_BREAKS, Breaks, check_breaks
@@ -231,6 +233,7 @@ class Ledger:
             stop_tokens=completion.stop_tokens or 0,
             tool_parse_error=stored.tool_parse_error,
             by_ids=plan.by_ids,
+            notes=msgspec.json.encode(stored.notes) if stored.notes else b"",
         )
         return node, twin
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,8 @@ class Node:
 
     `tool_parse_error` says what was wrong with a tool call of the reply, `stop_tokens` how many of
     the last ids hold the stop string `stop_reason`. A turn `by_ids` had a prompt of ids, whose
-    messages nobody knows: it is found by its ids, never by messages.
+    messages nobody knows: it is found by its ids, never by messages. `notes` is JSON of what the
+    client said about the turn: a user, metadata.
 
     `new_messages` and `prompt` are shared between turns of the same request. `continues` marks a
     turn that goes on where its parent was aborted: its `reply` takes the parent's place.
@@ -56,6 +57,7 @@ class Node:
     stop_tokens: int = 0
     tool_parse_error: str | None = None
     by_ids: bool = False
+    notes: bytes = b""
     children: list[Node] = field(default_factory=list, repr=False)
 
     @property
@@ -94,10 +96,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The assistant message of a turn, and what is wrong with a tool call that stayed text."""
+    """The assistant message of a turn, and what is wrong with a tool call that stayed text.
+
+    `notes` is what the client said about the turn.
+    """
 
     message: Any
     tool_parse_error: str | None = None
+    notes: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,7 @@ def leaves(nodes: Iterable[Node]) -> list[Node]:
 
 def cost(node: Node, twin: Node | None) -> int:
     """The bytes that this node adds; what it shares with a twin is counted there."""
-    own = 12 * len(node.sampled) + text_size(node.reply) + PER_NODE
+    own = 12 * len(node.sampled) + text_size(node.reply) + len(node.notes) + PER_NODE
     if node.experts is not None:
         own += memoryview(node.experts.data).nbytes
     if twin is None:

@@ -40,7 +40,8 @@ class Sample:
     were asked for, they are masked. `split` names what differs between the turns of this branch,
     which is why it is several samples. `shaping` says what beside the temperature shaped the
     distribution of which tokens. `stops` are the spans of tokens that hold a stop string, and
-    `tool_parse_errors` counts turns with a tool call that could not be read.
+    `tool_parse_errors` counts turns with a tool call that could not be read. `notes` are what
+    clients said about the turns: each different set of `user`, `metadata` and the like once.
     """
 
     token_ids: list[int]
@@ -59,6 +60,7 @@ class Sample:
     shaping: tuple[ShapedSpan, ...] = ()
     stops: tuple[tuple[int, int], ...] = ()
     tool_parse_errors: int = 0
+    notes: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         check_aligned(len(self.token_ids), self.sampled_mask, "mask entries")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from typing import Any
 
 import msgspec
 
@@ -47,6 +48,7 @@ class SampleLine(msgspec.Struct, forbid_unknown_fields=True):
     shaping: tuple[ShapedSpan, ...] = ()
     stops: tuple[tuple[int, int], ...] = ()
     tool_parse_errors: int = 0
+    notes: tuple[dict[str, Any], ...] = ()
 
     @classmethod
     def of(cls, sample: Sample) -> SampleLine:

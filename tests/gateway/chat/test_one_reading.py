@@ -63,6 +63,45 @@ async def test_every_reader_says_the_same_of_the_same_ids(
         assert (turn.tool_calls, turn.finish) == ((), "stop")
 
 
+async def test_old_clients_get_a_function_call_and_go_on_in_their_session() -> None:
+    renderer = Renderer.load("tiny")
+    ids = [*renderer.encode(CALL), renderer.stop_token_ids[0]]
+    session = {"x-session-id": "old"}
+    async with answering(choice(ids), choice(ids), choice([5])) as (served, _):
+        body = {"model": "m", "messages": ASK, "functions": [TOOL["function"]]}
+        replied = (await served.post(headers=session, **body))["choices"][0]
+        chunks = await served.chunks(**body)
+        message = replied["message"]
+        assert "tool_calls" not in message
+        assert replied["finish_reason"] == "function_call"
+        assert message["function_call"]["name"] == "calc"
+        deltas = [chunk["choices"][0]["delta"].get("function_call") for chunk in chunks]
+        assert message["function_call"] in deltas
+        result = {"role": "function", "name": "calc", "content": "503"}
+        again = await served.http.post(
+            "/v1/chat/completions",
+            json={**body, "messages": [*ASK, message, result]},
+            headers=session,
+        )
+        assert again.headers["x-lockstep-bridged"] == "true"
+
+
+async def test_what_a_client_says_about_a_turn_is_recorded_with_it() -> None:
+    said = {"user": "u1", "metadata": {"task": "7"}, "store": True, "service_tier": "auto",
+            "safety_identifier": "s", "prompt_cache_key": "k"}  # fmt: skip
+    async with answering(choice([5])) as (served, _):
+        await served.post(model="m", messages=ASK, headers={"x-session-id": "notes"}, **said)
+        (sample,) = await served.sessions.samples("notes")
+    assert sample.notes == (said,)
+
+
+async def test_verbosity_is_refused_unless_the_template_has_it() -> None:
+    async with answering(choice([5])) as (served, _):
+        await served.post(model="m", messages=ASK, verbosity="medium")
+        error = await served.refusal(model="m", messages=ASK, verbosity="high")
+    assert error["param"] == "verbosity"
+
+
 @pytest.mark.failure_mode("F54")
 @pytest.mark.parametrize(
     ("text", "content", "error"),

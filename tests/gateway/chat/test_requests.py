@@ -109,6 +109,42 @@ def test_stock_clients_may_send_neutral_values() -> None:
     assert chat.choices == 1
 
 
+@pytest.mark.parametrize("choice", [None, "auto", "none", {"name": TOOL["function"]["name"]}])
+def test_functions_of_old_clients_are_tools(choice: Any) -> None:
+    function = TOOL["function"]
+    chat = read(
+        functions=[function],
+        function_call=choice,
+        messages=[
+            {"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "content": None,
+             "function_call": {"name": "calc", "arguments": "{}"}},
+            {"role": "function", "name": "calc", "content": "2"},
+        ],
+    )  # fmt: skip
+    assert chat.tools == [{"type": "function", "function": function}]
+    expected = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
+    assert chat.tool_choice == expected
+    assert chat.parallel_tool_calls is False
+    _, called, result = chat.messages
+    assert called["tool_calls"][0]["function"] == {"name": "calc", "arguments": "{}"}
+    assert (result["role"], result["name"]) == ("tool", "calc")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"functions": [{"x": 1}]}, "functions[0]"),
+        ({"functions": [TOOL["function"]], "tools": [TOOL]}, "functions"),
+        ({"function_call": "auto", "tool_choice": "auto"}, "function_call"),
+    ],
+)
+def test_functions_that_cannot_be_read_are_named(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(**body)
+    assert caught.value.param == param
+
+
 def test_ignore_eos_leaves_only_the_caller_s_stop_ids() -> None:
     assert read(ignore_eos=True, stop_token_ids=[3]).sampling((7,)).stop_token_ids == (3,)
     assert read(stop_token_ids=[3]).sampling((7,)).stop_token_ids == (3, 7)

@@ -76,6 +76,7 @@ class ChatStream:
             wire.ending(shape, item, end)
             completion = end.completion
             chunk.system_fingerprint = wire.fingerprint(completion)
+            chunk.logprob_mode = completion.logprob_mode
             if shape.prompt_logprobs and index == 0:
                 chunk.prompt_logprobs = wire.prompt_entries(shape, completion.prompt_logprobs)
             if shape.extra_fields:
@@ -121,7 +122,7 @@ class ChatStream:
                 for at, call in enumerate(part.calls)
             ]
             sent.calls += len(calls)
-            delta.tool_calls = calls
+            wire.put_calls(self._shape, delta, calls)
         return delta
 
     def _body(self, choices: list[wire.ChatChoice]) -> wire.ChatCompletionBody:

@@ -14,7 +14,7 @@ from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 KEPT = 32
 """Most renderers in memory: clients choose the values, so their number needs a limit."""
-OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
+OWN_FIELDS = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "verbosity")
 RESERVED = ("messages", "conversation", "tools", "documents", "chat_template", "tokenize",
             "return_dict", "return_tensors", "padding", "truncation", "max_length")  # fmt: skip
 
@@ -33,7 +33,7 @@ class RendererVariants:
         the model's template does not have.
         """
         base = await self._models.renderer()
-        if not chat.chat_template_kwargs and chat.reasoning_effort is None:
+        if not chat.chat_template_kwargs and chat.reasoning_effort is chat.verbosity is None:
             return base
         kwargs = variables(chat, base.template.source)
         if not kwargs:
@@ -71,6 +71,8 @@ def variables(chat: ChatRequest, source: str) -> dict[str, Any]:
             )
     if chat.reasoning_effort is not None:
         kwargs |= _effort(chat.reasoning_effort, kwargs, source)
+    if chat.verbosity is not None:
+        kwargs |= _verbosity(chat.verbosity, source)
     for name in kwargs:
         if name in RESERVED:
             raise BadRequest(
@@ -103,6 +105,18 @@ def _effort(effort: str, kwargs: dict[str, Any], source: str) -> dict[str, Any]:
         f"reasoning_effort is {effort!r}, but the chat template of this model has no variable for "
         "it: leave it out",
         param="reasoning_effort",
+    )
+
+
+def _verbosity(verbosity: str, source: str) -> dict[str, Any]:
+    if _mentions(source, "verbosity"):
+        return {"verbosity": verbosity}
+    if verbosity == "medium":
+        return {}  # what OpenAI takes when it is left out
+    raise UnsupportedField(
+        f"verbosity is {verbosity!r}, but the chat template of this model has no variable for it: "
+        "leave it out",
+        param="verbosity",
     )
 
 

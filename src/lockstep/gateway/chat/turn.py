@@ -87,7 +87,8 @@ class ChatTurn:
         ordered = sorted(choices, key=lambda each: each.completion.index)
         if self.session is not None and self.plan is not None:
             turns = [
-                (each.completion, Reply(each.message, each.tool_parse_error)) for each in ordered
+                (each.completion, Reply(each.message, each.tool_parse_error, self.chat.notes))
+                for each in ordered
             ]
             await self.session.commit(self.plan, turns)
         versions = [span.version for each in ordered for span in each.completion.versions]

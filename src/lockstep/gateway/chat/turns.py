@@ -186,6 +186,7 @@ def _shape(
         reasoning=chat.include_reasoning is not False,
         experts=bool(chat.return_routed_experts),
         prompt_logprobs=chat.prompt_logprobs is not None,
+        functions=bool(chat.functions),
         stop_token_ids=frozenset(chat.stop_token_ids or ()),
         extra_fields=chat.extension.requested_fields,
     )

@@ -15,6 +15,7 @@ from lockstep.protocol.common.request_id import check_request_id
 from lockstep.protocol.common.strict import decode, refuse_unless_neutral
 from lockstep.protocol.dynamo.nvext import check_nvext
 from lockstep.protocol.openai.chat_request import ChatRequest
+from lockstep.protocol.openai.legacy_functions import read_functions
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.ids import check_ids
 from lockstep.tokens.sampling import MAX_LOGPROBS
@@ -27,10 +28,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "audio": (),
     "modalities": (["text"],),
     "prediction": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
     "moderation": (),
-    "verbosity": ("medium",),
     "web_search_options": (),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -75,6 +73,7 @@ def decode_chat(body: bytes) -> ChatRequest:
 def check_chat(request: ChatRequest) -> ChatRequest:
     """The request, which may be of another dialect. Raises BadRequest or UnsupportedField."""
     refuse_unless_neutral(request, NEUTRAL)
+    read_functions(request)
     if request.nvext is not None:
         check_nvext(request.nvext, request.choices)
     check_request_id(request.request_id)

@@ -18,6 +18,15 @@ SHOWS_PROMPT = frozenset({"prompt_token_ids", "prompt_logprobs", "engine_data"})
 """Fields of nvext that hold the prompt."""
 
 
+RECORDED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_options", "prompt_cache_retention",
+)  # fmt: skip
+"""Fields that are kept with the turn of a session and change nothing."""
+WITHOUT_EFFECT = ("skip_special_tokens", "spaces_between_special_tokens")
+"""Fields that shape what chat never shows."""
+
+
 class ChatStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """How to stream. `include_obfuscation` is OpenAI's padding against eavesdroppers."""
 
@@ -29,8 +38,7 @@ class ChatStreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 class ChatRequest(SamplingFields, kw_only=True):
     """The request body: OpenAI's fields, vLLM's, NeMo's, ours; last, those refused unless neutral.
 
-    `user`, `metadata`, `store`, `service_tier`, `safety_identifier` and the prompt_cache_* fields
-    have no effect on the response and need none.
+    Those of `RECORDED` have no effect on the response: a session keeps them with the turn.
     """
 
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
@@ -44,7 +52,10 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -77,10 +88,7 @@ class ChatRequest(SamplingFields, kw_only=True):
     audio: Any = None
     modalities: list[str] | None = None
     prediction: Any = None
-    function_call: Any = None
-    functions: Any = None
     moderation: Any = None
-    verbosity: str | None = None
     web_search_options: Any = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
@@ -115,6 +123,12 @@ class ChatRequest(SamplingFields, kw_only=True):
     def calls_tools(self) -> bool:
         """Whether tool calls are parsed out of the completion; otherwise they stay text."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the client said about the turn that changes nothing."""
+        values = {name: getattr(self, name) for name in RECORDED}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def continues(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
 from lockstep.protocol.dynamo.nvext import EngineData, NvextResponse, Timing, worker_id
+from lockstep.protocol.openai.legacy_functions import function_call_of
 from lockstep.protocol.vllm.generate_response import (
     ExpertsField,
     GenerateUsage,
@@ -78,6 +79,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     reasoning: str | UnsetType | None = UNSET
     reasoning_content: str | UnsetType | None = UNSET
     tool_calls: list[Mapping[str, Any]] | UnsetType = UNSET
+    function_call: Mapping[str, Any] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     generation_token_ids: list[int] | UnsetType = UNSET
     generation_log_probs: list[float] | UnsetType = UNSET
@@ -88,7 +90,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: AssistantMessage | UnsetType = UNSET
     delta: AssistantMessage | UnsetType = UNSET
     logprobs: ChatLogprobs | None = None
-    finish_reason: Finish | None = None
+    finish_reason: Finish | Literal["function_call"] | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType | None = UNSET
     weight_versions: Sequence[VersionSpan] | UnsetType = UNSET
@@ -129,6 +131,7 @@ class ChatResponseShape:
     reasoning: bool = True
     experts: bool = False
     prompt_logprobs: bool = False
+    functions: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     extra_fields: frozenset[str] = frozenset()
 
@@ -180,8 +183,18 @@ def message_of(shape: ChatResponseShape, reply: ChatReply) -> AssistantMessage:
         reasoning_content=reasoning,
     )
     if calls:
-        message.tool_calls = list(calls)
+        put_calls(shape, message, list(calls))
     return _with_ids(message, shape, completion)
+
+
+def put_calls(
+    shape: ChatResponseShape, message: AssistantMessage, calls: list[Mapping[str, Any]]
+) -> None:
+    """Puts tool calls on a message, in the older shape where the request has that."""
+    if shape.functions:
+        message.function_call = function_call_of(calls)
+    else:
+        message.tool_calls = calls
 
 
 def chat_response(
@@ -246,6 +259,8 @@ def ending(shape: ChatResponseShape, choice: ChatChoice, reply: ChatReply) -> No
     """Puts on a choice what is known when it has ended."""
     completion = reply.completion
     choice.finish_reason = reply.finish
+    if shape.functions and reply.finish == "tool_calls":
+        choice.finish_reason = "function_call"
     choice.stop_reason = completion.stop_reason
     if completion.stop_token in shape.stop_token_ids:
         choice.stop_reason = completion.stop_token
