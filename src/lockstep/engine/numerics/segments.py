@@ -102,11 +102,11 @@ def segment_attention(
     length = int(positions.max()) + 1
     of_key = begin[:, None] + torch.arange(length, device=query.device)
     of_key = of_key.clamp(max=key.shape[2] - 1)
-    parts = (
+    q, k, v = (
         part.transpose(1, 2)[row[:, None], at].transpose(1, 2)
         for part, at in ((query, of_query), (key, of_key), (value, of_key))
     )
-    out = _attend(*parts, positions, scale).transpose(1, 2)
+    out = _attend(q, k, v, positions, scale).transpose(1, 2)
     whole = query.new_zeros(batch, queries, heads, dim)
     return whole.index_put((where_row, where_query), out[index, place])
 
@@ -114,6 +114,10 @@ def segment_attention(
 def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
     """Each query over the keys up to its position: positions (batch, queries), or (1, queries) for
     every row. Returns the shape of q."""
+    if q.is_cuda:
+        from lockstep.engine.cuda.trainer import attend
+
+        return attend(q, k, v, positions, scale)
     batch, heads, queries, dim = q.shape
     kv_heads, length = k.shape[1:3]
     shapes = attention_shapes(dim)
