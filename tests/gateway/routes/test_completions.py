@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -318,3 +319,45 @@ async def test_a_client_that_leaves_stops_its_request(
         if not health["running"]:
             break
     assert health["running"] == 0
+
+
+@pytest.mark.failure_mode("F66")
+@pytest.mark.parametrize("include", [False, True])
+async def test_a_stop_string_cuts_the_text_and_no_token(client: Client, include: bool) -> None:
+    options: dict[str, Any] = {
+        "prompt": IDS, "max_tokens": 40, "seed": 6, "return_token_ids": True, "logprobs": 0,
+        "ignore_eos": True,
+    }  # fmt: skip
+    (free,) = (await client.complete(**options))["choices"]
+    stop = free["text"][7:10]
+    shown = free["text"][: free["text"].index(stop)] + stop * include
+    options |= {"stop": stop, "include_stop_str_in_output": include}
+    (choice,) = (await client.complete(**options))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (shown, "stop")
+    assert choice["stop_reason"] == stop
+    count = len(choice["token_ids"])
+    assert choice["token_ids"] == free["token_ids"][:count]
+    assert len(choice["logprobs"]["tokens"]) == count
+    assert stop in "".join(choice["logprobs"]["tokens"])
+    parts = [one for event in await client.chunks(**options) for one in event["choices"]]
+    assert "".join(one["text"] for one in parts) == shown
+    assert [token for one in parts for token in one["token_ids"]] == choice["token_ids"]
+    assert parts[-1]["stop_reason"] == stop
+
+
+@pytest.mark.failure_mode("F67")
+async def test_a_completion_is_held_to_a_regular_expression(client: Client) -> None:
+    body = await client.complete(
+        prompt=IDS, max_tokens=60, seed=6, structured_outputs={"regex": "[a-c]{3}[.]"}
+    )
+    (choice,) = body["choices"]
+    assert re.fullmatch("[a-c]{3}[.]", choice["text"])
+
+
+async def test_up_to_a_hundred_alternatives_come(client: Client) -> None:
+    body = await client.complete(
+        prompt=IDS, max_tokens=1, logprobs=40, echo=True, prompt_logprobs=100
+    )
+    (choice,) = body["choices"]
+    assert len(choice["logprobs"]["top_logprobs"][-1]) in (40, 41)
+    assert len(choice["prompt_logprobs"][2]) in (100, 101)

@@ -1,0 +1,50 @@
+"""`--return-routed-experts`: every response has them, from the row that a request names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.engine import Engine
+from lockstep.models import bundled
+from lockstep.tokens.errors import BadRequest
+from lockstep.worker.data import DataPlane
+from tests.processes import WorkerProcess
+
+PROMPT = [11, 29, 3, 77, 5, 140, 9]
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    process = WorkerProcess("--return-routed-experts", model="tiny-moe")
+    yield process
+    process.stop()
+
+
+async def test_experts_come_unasked_with_every_response(worker: WorkerProcess) -> None:
+    options = {"max_tokens": 5, "seed": 1, "ignore_eos": True}
+    _, body = await worker.generate(PROMPT, **options)
+    assert body["choices"][0]["routed_experts"]["shape"] == [len(PROMPT) + 4, 2, 2]
+    events = await worker.events(PROMPT, **options)
+    shapes = [
+        choice["routed_experts"]["shape"]
+        for event in events
+        for choice in event["choices"]
+        if choice.get("routed_experts")
+    ]
+    assert shapes == [[len(PROMPT) + 4, 2, 2]]
+
+
+async def test_rows_that_a_client_has_already_are_left_out(worker: WorkerProcess) -> None:
+    options = {"max_tokens": 5, "seed": 1, "ignore_eos": True}
+    _, body = await worker.generate(PROMPT, **options, routed_experts_prompt_start=4)
+    experts = body["choices"][0]["routed_experts"]
+    assert (experts["start"], experts["shape"][0]) == (4, len(PROMPT))
+
+
+def test_a_model_without_experts_refuses_the_option_when_it_starts() -> None:
+    directory = bundled("tiny")
+    assert directory is not None
+    with pytest.raises(BadRequest, match="no mixture of experts"):
+        DataPlane(Engine("tiny"), "tiny", directory, return_routed_experts=True)
