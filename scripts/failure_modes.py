@@ -71,6 +71,8 @@ MODES: dict[str, tuple[str, str]] = {
     "F54": ("a malformed tool call is shown as a plain answer, and the text after it is lost", "what was not parsed stays in the content verbatim, and the turn says `tool_parse_error`; streams the same"),
     "F55": ("turns that several branches share are trained several times", "each token is trained in one sample; the others say in which"),
     "F56": ("a session id is accepted and recorded nowhere", "on every route it is recorded; turns of token ids join the session by their ids"),
+    "F57": ("a harness puts a counter, a date or a cache marker into its prompt, and every turn breaks the prefix", "parts that mean nothing are recognised and folded at the edge, and the response says so"),
+    "F60": ("results of parallel tool calls come back in another order, or split over messages", "matched by the ids of their calls: the prompt stays append-only"),
     "F61": ("two gateways drive one fleet against each other", "each start has a higher generation number; workers refuse the lower ones, and that gateway stands down"),
     "F62": ("a late commit of a gateway that was replaced is carried out", "refused by the worker, which has obeyed a later generation"),
     "F64": ("one key reads, joins, poisons or aborts what belongs to another, or measures what it cached", "not found: sessions, request ids and cached prompts are per tenant; a session key opens one session"),

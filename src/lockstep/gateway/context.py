@@ -39,6 +39,8 @@ def session_id(http: Request) -> str | None:
     NotFound when the key is for another session.
     """
     header, path = http.headers.get("x-session-id"), http.path_params.get("session")
+    if path is not None and header == http.headers.get("x-session-affinity"):
+        header = None  # opencode's name for its own session, which it sends whatever the URL is
     if header is not None and path is not None and header != path:
         raise BadRequest(
             f"X-Session-ID is {header!r}, but the path names session {path!r}: send one of them",

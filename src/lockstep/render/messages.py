@@ -104,15 +104,21 @@ def same(stored: Message, received: Message) -> bool:
     """Whether `received` is `stored` sent back. What is left out is not edited.
 
     What a client may leave out or add to an assistant turn without having changed it: the
-    reasoning, the ids of tool calls, and keys that are no part of the content.
+    reasoning, the ids of tool calls, space around the text, and keys that are no part of the
+    content.
     """
     if stored == received:
         return True
     if stored.role != "assistant" or received.role != "assistant":
         return False
-    if stored.content != received.content or len(stored.tool_calls) != len(received.tool_calls):
+    if stored.content.strip() != received.content.strip():
         return False
-    if received.reasoning is not None and received.reasoning != stored.reasoning:
+    if len(stored.tool_calls) != len(received.tool_calls):
+        return False
+    if (
+        received.reasoning is not None
+        and received.reasoning.strip() != (stored.reasoning or "").strip()
+    ):
         return False
     return all(
         mine.name == theirs.name
@@ -125,7 +131,21 @@ def same(stored: Message, received: Message) -> bool:
 def starts_with(messages: Sequence[Message], stored: Sequence[Message], at: int = 0) -> bool:
     """Whether the messages from `at` on begin with the stored ones."""
     part = messages[at : at + len(stored)]
-    return part == stored or (len(part) == len(stored) and all(map(same, stored, part)))
+    if part == stored:
+        return True
+    if len(part) != len(stored):
+        return False
+    return all(map(same, stored, part)) or all(map(same, _by_call(stored), _by_call(part)))
+
+
+def _by_call(messages: Sequence[Message]) -> list[Message]:
+    """The messages with results of parallel calls in the order of their ids: clients send them in
+    the order in which they came in, which need not be the same the next time."""
+    ordered: list[Message] = []
+    for role, group in itertools.groupby(messages, lambda message: message.role):
+        run = list(group)
+        ordered += sorted(run, key=lambda one: one.tool_call_id) if role == "tool" else run
+    return ordered
 
 
 def leading_system(messages: Sequence[Plain]) -> list[Plain]:

@@ -132,6 +132,7 @@ def joined(events: list[Event]) -> list[dict[str, Any]]:
     return blocks
 
 
+@pytest.mark.failure_mode("F60")
 async def test_a_tool_agent_stays_on_one_branch_however_it_writes_its_history(
     server: DialectServer,
 ) -> None:
@@ -140,7 +141,8 @@ async def test_a_tool_agent_stays_on_one_branch_however_it_writes_its_history(
     body = {**BODY, "tools": [READ], "system": [text("Be kind.", **marked)]}
     first = await server.ok(path, {**body, "messages": [user([text("two files", **marked)])]})
     thinking, said, one, two = first["content"]
-    # Keys in another order, a number in another spelling, blank text, results split and marked.
+    # Keys in another order, a number in another spelling, blank text, results marked; then results
+    # split and in another order, space around the text, and the thinking left out.
     one = {**one, "input": {"limit": 5000, "path": "a.txt"}}
     history = [
         user("two files"),
@@ -151,9 +153,9 @@ async def test_a_tool_agent_stays_on_one_branch_however_it_writes_its_history(
     assert second["content"][-1] == text("Done.")
     history = [
         *history[:1],
-        {"role": "assistant", "content": [said, one, two]},
-        user([result(one, "A")]),
-        user([result(two, [text("B")]), text("and then?", **marked)]),
+        {"role": "assistant", "content": [text("\n" + said["text"] + " "), one, two]},
+        user([result(two, [text("B")])]),
+        user([result(one, "A"), text("and then?", **marked)]),
         {"role": "assistant", "content": second["content"]},
         user("Thanks"),
     ]
@@ -205,6 +207,7 @@ async def test_a_turn_of_messages_goes_on_in_chat_and_back(server: DialectServer
     assert len(await server.samples("both")) == 1
 
 
+@pytest.mark.failure_mode("F57")
 async def test_the_billing_header_of_claude_code_is_left_out_and_said(
     server: DialectServer,
 ) -> None:

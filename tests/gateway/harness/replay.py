@@ -1,0 +1,122 @@
+"""Replays a recorded run against the gateway, in front of an engine that says what was said then.
+
+The agent is the recording: it sends what it sent, with our ids in place of those it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from lockstep.engine import Engine, EngineOptions
+from lockstep.fleet.routing.pool import Pool
+from lockstep.gateway.app import GatewayOptions, data_app
+from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.metrics import GatewayMetrics
+from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.http.server import listen, serving, url_of
+from lockstep.models import bundled
+from lockstep.scripted.core import ScriptedCore
+from lockstep.scripted.script import Rule, Script, ScriptedCall, ScriptedError
+from lockstep.tokens import Sample
+from lockstep.worker.data import DataPlane
+from tests.gateway.harness.capture import Exchange, Said, load
+from tests.gateway.harness.marks import Marks, missing_turns, sound
+
+
+class Replay:
+    """One gateway and one scripted engine; runs are replayed one after the other."""
+
+    def __init__(self, url: str, script: Script, engine: Engine, sessions: Sessions) -> None:
+        self._script, self._engine = script, engine
+        self.sessions = sessions
+        self.http = httpx.AsyncClient(base_url=url, timeout=120)
+
+    async def run(self, name: str, *, grow: bool = True) -> list[tuple[Exchange, httpx.Response]]:
+        """Sends every request of a run within a session of its name.
+
+        Some recordings begin in mid-run: with `grow`, the requests before are sent first, as the
+        history of the next one says that they were.
+        """
+        marks = Marks()
+        answers = []
+        for recorded in load(name):
+            for exchange in [*(missing_turns(recorded, marks) if grow else ()), recorded]:
+                self._script.say(_rule(exchange.said))
+                body = marks.mapped(exchange.body)
+                if isinstance(body, dict) and "model" in body:
+                    body["model"] = "tiny"
+                response = await self.http.request(
+                    exchange.method,
+                    f"/sessions/{name}{exchange.path}",
+                    json=body if exchange.method == "POST" else None,
+                    headers=exchange.headers,
+                )
+                if response.status_code == 200 and exchange.said.whole:
+                    marks.learn(exchange, response)
+            answers.append((recorded, response))
+        return answers
+
+    def breaks(self, name: str) -> dict[str, int]:
+        cached = self.sessions.cache.find(name)
+        return {} if cached is None else dict(cached.ledger.break_counts)
+
+    async def samples(self, name: str) -> list[Sample]:
+        """The samples of a run, each re-scored to the bit."""
+        samples = await self.sessions.samples(name)
+        scored = await self._engine.score_all([list(each.token_ids) for each in samples])
+        for sample, scores in zip(samples, scored, strict=True):
+            for at, sampled in enumerate(sample.sampled_mask):
+                assert not sampled or sample.logprobs[at] == scores[at - 1]
+        return samples
+
+
+class _Prompter(Script):
+    """A script of one rule, which is set before each request."""
+
+    def say(self, rule: Rule) -> None:
+        self.rules[:] = [rule]
+        self._taken[:] = [0]
+
+
+def _rule(said: Said) -> Rule:
+    if said.status != 200:
+        status = said.status if said.status in (400, 401, 404, 413, 429) else 500
+        return Rule(error=ScriptedError(status=status))
+    calls = [
+        ScriptedCall(name=each["name"], arguments=sound(each["arguments"])) for each in said.calls
+    ]
+    error = None if said.whole else ScriptedError(after_tokens=2)
+    return Rule(say=said.text, think=said.thought, calls=calls, error=error)
+
+
+@asynccontextmanager
+async def replaying() -> AsyncIterator[Replay]:
+    """An engine in this process, its data port, and a gateway in front of it."""
+    script = _Prompter([Rule()])
+    options = EngineOptions(worker="scripted")
+    engine = Engine(
+        "tiny", options, make_core=lambda directory, given: ScriptedCore(directory, given, script)
+    )
+    data = DataPlane(engine, "tiny", bundled("tiny") or Path())
+    with listen("127.0.0.1", 0) as data_socket, listen("127.0.0.1", 0) as socket:
+        async with (
+            engine,
+            serving([(data.app, data_socket)]),
+            Pool() as pool,
+            Sessions() as sessions,
+        ):
+            await pool.add(url_of(data_socket))
+            models = ModelRegistry(pool.models, "tiny")
+            context = GatewayContext(pool=pool, models=models, sessions=sessions)
+            app = data_app(context, GatewayOptions(), GatewayMetrics(context))
+            async with serving([(app, socket)]):
+                replay = Replay(url_of(socket), script, engine, sessions)
+                try:
+                    yield replay
+                finally:
+                    await replay.http.aclose()
