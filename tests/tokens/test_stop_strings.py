@@ -91,5 +91,11 @@ def test_what_may_become_a_stop_string_is_held_and_let_go_when_it_does_not() -> 
     assert held.finish(None) == ""
 
 
+def test_a_token_without_text_does_not_let_a_stop_string_go() -> None:
+    held = HeldText(["STOP"])
+    assert [held.feed(part) for part in ("a STOP", "")] == ["a ", ""]
+    assert held.finish("STOP") == ""
+
+
 def test_a_special_token_as_stop_string_cuts_nothing_from_the_text() -> None:
     assert text_before_stop([b"whole", b""], "<|im_end|>") == "whole"

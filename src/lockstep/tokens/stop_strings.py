@@ -78,6 +78,8 @@ class HeldText:
 
     def feed(self, text: str) -> str:
         """What can be shown now: all that no stop string can cut any more."""
+        if not text:  # a token without text has not passed over anything
+            return ""
         held = self._held + text
         start = len(held)
         for stop in self._stops:
