@@ -20,7 +20,8 @@ def same(body: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fault:
-    """How requests, whole responses and streamed events are changed; or what happens instead.
+    """How requests, whole responses, errors and streamed events are changed; or what happens
+    instead.
 
     `swallow` names a path whose POST is answered with that body and does nothing; `token` is added
     to requests that have none; `as_post` turns every GET into a POST; `dies` drops connections.
@@ -28,6 +29,7 @@ class Fault:
 
     request: Change = same
     response: Change = same
+    error: Change = same
     event: Change = same
     swallow: tuple[str, Change] | None = None
     token: str | None = None
@@ -92,7 +94,7 @@ async def pass_on(
     async with session.request(method, url + request.path, data=sent, headers=headers) as upstream:
         if upstream.content_type != "text/event-stream":
             whole = await upstream.json(content_type=None)
-            changed = fault.response(whole) if upstream.status == 200 else whole
+            changed = (fault.response if upstream.status == 200 else fault.error)(whole)
             return web.json_response(changed, status=upstream.status)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.check import CheckOptions, Finding, chosen_rows, open_target, run_rows
+from lockstep.models import bundled
 from tests.check.broken import Fault, broken, per_choice, values_of
 from tests.processes import TOKEN, WorkerProcess
 
@@ -147,6 +148,57 @@ async def test_a_broken_data_row_fails(worker: WorkerProcess, name: str) -> None
     fault, row, evidence = FAULTS[name]
     async with broken(worker.url, fault) as url:
         finding = (await check(CheckOptions(url=url, transport="vllm"), row))[row]
+    assert finding.verdict == "fail", finding
+    assert evidence in finding.evidence
+
+
+def stop_string_cut(choice: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(choice.get("stop_reason"), str):
+        count = choice["stop_tokens"]
+        choice["token_ids"] = choice["token_ids"][:-count]
+        choice["logprobs"] = {
+            name: each[:-count] for name, each in choice["logprobs"].items() if each
+        }
+        choice["weight_versions"][-1]["end"] -= count
+        choice["stop_tokens"] = 0
+    return choice
+
+
+def with_experts(body: dict[str, Any]) -> dict[str, Any]:
+    asks = "routed_experts_prompt_start" in body["sampling_params"]
+    return body | ({"return_routed_experts": True} if asks else {})
+
+
+CLIENT_FAULTS = {
+    "the stop string's tokens cut": (
+        Fault(response=per_choice(stop_string_cut)), "clients.stop", "cut off",
+    ),
+    "stop strings ignored": (Fault(request=sampling(stop=None)), "clients.stop", "24 of 24"),
+    "grammars ignored": (
+        Fault(request=sampling(structured_outputs=None)), "clients.structured", "one of",
+    ),
+    "penalties ignored": (
+        Fault(request=sampling(frequency_penalty=0.0, presence_penalty=0.0)),
+        "clients.penalties", "no effect",
+    ),
+    "overlong in other words": (
+        Fault(error=lambda body: {"error": {"message": "too long", "code": 400}}),
+        "clients.overlong", "no client",
+    ),
+    "one temperature on all": (
+        Fault(response=lambda body: body | {"temperature": 1.0}),
+        "clients.temperature", "told as [1.0, 1.0]",
+    ),
+    "a start requests experts": (Fault(request=with_experts), "clients.experts", "400"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLIENT_FAULTS)
+async def test_what_a_client_would_trip_over_fails(worker: WorkerProcess, name: str) -> None:
+    fault, row, evidence = CLIENT_FAULTS[name]
+    async with broken(worker.url, fault) as url:
+        options = CheckOptions(url=url, transport="vllm", tokenizer=bundled("tiny"))
+        finding = (await check(options, row))[row]
     assert finding.verdict == "fail", finding
     assert evidence in finding.evidence
 

@@ -41,10 +41,10 @@ def test_a_worker_keeps_every_data_row(worker: WorkerProcess) -> None:
     assert result.exit_code == 0
     by_row = verdicts(result)
     passed = [name for name, verdict in by_row.items() if verdict == "pass"]
-    assert len(passed) == 23
+    assert len(passed) == 29
     assert {name for name, verdict in by_row.items() if verdict == "n.a."} == {
         "text.tokenize", "text.template", "text.chat", "text.detokenize",
-        "experts.rows", "experts.start",
+        "clients.tools", "experts.rows", "experts.start",
     }  # fmt: skip
     assert json.loads(result.stdout)["held_back"] == 14
 
@@ -66,14 +66,17 @@ def test_a_worker_keeps_the_admin_rows_bit_for_bit(
 def test_a_gateway_renders_as_the_client_does() -> None:
     served = ServeProcess()
     try:
-        result = run(served.url, "--json", "--tokenizer", bundled("tiny"))
+        result = run(
+            served.url, "--json", "--tokenizer", bundled("tiny"), "--admin", served.admin_url
+        )
     finally:
         served.stop()
     assert failed(result) == []
     by_row = verdicts(result)
-    assert {by_row[f"text.{name}"] for name in ("tokenize", "template", "chat", "detokenize")} == {
-        "pass"
-    }
+    mine = {verdict for row, verdict in by_row.items() if row.startswith(("text.", "clients."))}
+    assert mine == {"pass"}
+    rows = {row["id"]: row["evidence"] for row in json.loads(result.stdout)["rows"]}
+    assert "has a sample for each" in rows["clients.temperature"]
 
 
 def test_a_mixture_of_experts_has_its_rows() -> None:
