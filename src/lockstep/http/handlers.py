@@ -156,6 +156,9 @@ async def on_lockstep_error(request: Request, error: Exception) -> Response:
     response = json_response(error_fields(error, request_id_of(request)), error.status)
     if error.retry_after is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    elif error.status == 409:
+        # OpenAI's client sends a request again after a 409, unless it is told not to.
+        response.headers["x-should-retry"] = "false"
     return response
 
 
