@@ -50,11 +50,11 @@ WORST: dict[str, tuple[str, bytes, tuple[int, ...]]] = {
     "10,000 messages": (CHAT, raw_messages(10_000), (400,)),
     "300,000 messages": (CHAT, raw_messages(300_000), (413,)),
     "10,000 messages in a session": (IN_SESSION, raw_messages(10_000), (400,)),
-    "arguments of 500 kB": (
+    "arguments of 2 MB": (
         IN_SESSION,
         chat(messages=[SAYING, {"role": "assistant", "tool_calls": [{
             "id": "c", "type": "function",
-            "function": {"name": "f", "arguments": json.dumps({"a": ["b"] * 100_000})},
+            "function": {"name": "f", "arguments": json.dumps({"a": ["b"] * 400_000})},
         }]}, {"role": "tool", "tool_call_id": "c", "content": "done"}]),
         (400,),
     ),

@@ -37,6 +37,18 @@ def texts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
     return texts
 
 
+def arguments_of(messages: Iterable[dict[str, Any]]) -> list[str]:
+    """The arguments of the tool calls in the messages, as far as they are text."""
+    arguments: list[str] = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            written = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(written, str):
+                arguments.append(written)
+    return arguments
+
+
 def is_light(chat: ChatRequest) -> bool:
     """Whether a conversation is rendered sooner than a thread would begin with it."""
     if chat.tools or len(chat.messages) > SHORT_CHAT:
@@ -48,9 +60,13 @@ def is_light(chat: ChatRequest) -> bool:
 
 async def check_chat_room(chat: ChatRequest, renderer: Renderer, limit: int | None) -> None:
     """Raises PromptTooLong for a conversation, or tools, that cannot fit `limit` tokens."""
+    if limit is None:
+        return
     await check_room(texts_of(chat.messages), renderer, limit, "messages")
-    if chat.tools and limit is not None:
-        # Not every template writes all of a schema.
+    # Templates write JSON in their own ways, and not every one writes all of a schema.
+    if arguments := arguments_of(chat.messages):
+        await check_room(arguments, renderer, 2 * limit, "messages")
+    if chat.tools:
         written = msgspec.json.encode(chat.tools).decode(errors="replace")
         await check_room([written], renderer, 2 * limit, "tools")
 

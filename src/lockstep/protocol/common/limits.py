@@ -85,7 +85,7 @@ def too_deep(limit: int | None = None, param: str = "body") -> BadRequest:
 def depth(value: Any, limit: int) -> int | None:
     """How deep lists and dicts lie within each other; None past the limit."""
     level = [value]
-    for at in range(limit + 1):
+    for at in range(limit):
         level = [
             child
             for each in level
