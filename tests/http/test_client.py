@@ -396,3 +396,16 @@ async def test_an_event_without_end_is_given_up() -> None:
             async for _ in client.events("/x", b"{}"):
                 pass
         await client.close()
+
+
+@pytest.mark.failure_mode("F47")
+async def test_what_a_caller_left_of_one_response_is_never_in_the_next() -> None:
+    streamed = events(b'{"of": "the first"}', b'{"of": "the first"}', pause=0.05)
+    async with serving(in_turn(streamed, whole({"of": "the second"}))) as server:
+        client = HttpClient(server.url)
+        batches = client.event_batches("/x", b"{}")
+        assert await anext(batches) == [b'{"of": "the first"}']
+        await asyncio.sleep(0.5)  # the rest of the response has come, and nobody takes it
+        await batches.aclose()
+        assert await client.post("/x", b"{}") == b'{"of": "the second"}'
+        await client.close()

@@ -226,6 +226,7 @@ class HttpClient:
                 with suppress(TimeoutError, Lost):
                     async with asyncio.timeout(LINGER):
                         await connection.news()
+            connection.take()  # an end of line, say: nothing after [DONE] counts
         except TimeoutError:
             raise self._late(path, limit) from None
         finally:

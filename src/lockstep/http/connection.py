@@ -36,9 +36,11 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether another request may be sent: the last one is over, and nobody hung up."""
+        """Whether another request may be sent: the last one is over, nothing of its response is
+        left for the next one to be taken for its own, and nobody hung up."""
         return (
             self.ended
+            and not self._pieces
             and self._kept
             and self._lost is None
             and not self._transport.is_closing()
