@@ -64,8 +64,15 @@ class Clients:
         assert turns_of(sample) >= turns
         return sample
 
-    async def check_exact(self, sample: Sample) -> None:
-        assert sample.breaks == ()
+    async def exact_forks(self, session: str, turns: int) -> None:
+        """Checks a session whose client rewrites its history: an exact sample for every turn."""
+        samples = await self.samples(session)
+        assert len(samples) == turns
+        for at, sample in enumerate(samples):
+            await self.check_exact(sample, breaks=("edited_history",)[:at])
+
+    async def check_exact(self, sample: Sample, breaks: tuple[str, ...] = ()) -> None:
+        assert sample.breaks == breaks
         assert sample.split == ()
         async with lockstep.connect(self.served.url) as policy:
             scores = await policy.score(sample.token_ids)
@@ -90,6 +97,25 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
     script = rules.write(home / "script.jsonl")
     served = ServeProcess("--sessions", "memory", "--worker-args", f"--script {script}")
     yield Clients(served, home)
+    served.stop()
+
+
+@pytest.fixture(scope="session")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    """A gateway before the embedded engine with the bundled dense model."""
+    home = tmp_path_factory.mktemp("dense")
+    served = ServeProcess("--sessions", "memory", "--checkpoint-root", str(home))
+    yield Clients(served, home)
+    served.stop()
+
+
+@pytest.fixture(scope="session")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
+    """The same with the bundled mixture of experts, which returns the experts of every request."""
+    served = ServeProcess(
+        "--sessions", "memory", "--worker-args", "--return-routed-experts", model="tiny-moe"
+    )
+    yield Clients(served, tmp_path_factory.mktemp("moe"))
     served.stop()
 
 

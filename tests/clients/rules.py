@@ -9,7 +9,8 @@ from typing import Any
 QUESTION = "What is 417 + 86, and then times 3?"
 """Every client asks this; `calc` answers 503, then 1509."""
 ANSWER = "The result is 1509."
-COUNTRY = {"country": "France", "capital": "Paris"}
+CAPITAL = r"capital of (\w+)"
+COUNTRY = '{"country": "{{1}}", "capital": "City"}'
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -28,8 +29,10 @@ RULES: list[dict[str, Any]] = [
     {"when": {"prompt": "MINI TASK", "turn": 1}, **call("bash", command="cat notes.txt")},
     {"when": {"prompt": "MINI TASK", "turn": 2},
      **call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat notes.txt")},
-    # smolagents ends with a tool of its own.
-    {"when": {"prompt": "`final_answer`", "turn": 2}, **call("final_answer", answer=ANSWER)},
+    # smolagents demands a call every time, and ends with a tool of its own.
+    {"when": {"prompt": "final_answer", "turn": 0}, **call("calc", expression="417 + 86")},
+    {"when": {"prompt": "final_answer", "turn": 1}, **call("calc", expression="503 * 3")},
+    {"when": {"prompt": "final_answer"}, **call("final_answer", answer=ANSWER)},
     # dspy writes the fields of its signature between marks of its own.
     {"when": {"prompt": "next_tool_name", "without": "[[ ## observation_0 ## ]]"},
      "say": fields(next_thought="Add.", next_tool_name="calc",
@@ -41,9 +44,13 @@ RULES: list[dict[str, Any]] = [
      "say": fields(next_thought="Done.", next_tool_name="finish", next_tool_args="{}")},
     {"when": {"prompt": "[[ ## observation_1 ## ]]"},
      "say": fields(reasoning="It was calculated.", answer=ANSWER)},
-    # instructor: a country by a tool, or as JSON in the text.
-    {"when": {"prompt": "the capital of France", "last": "(?i)tool_choice|```json codeblock"},
-     "say": "```json\n" + json.dumps(COUNTRY) + "\n```"},
+    # instructor: a country by a tool, in a block of JSON, or as bare JSON.
+    {"when": {"last": CAPITAL, "prompt": '"name": "Country"'},
+     **call("Country", country="{{1}}", capital="City")},
+    {"when": {"last": CAPITAL, "prompt": "```json"}, "say": "```json\n" + COUNTRY + "\n```"},
+    {"when": {"last": CAPITAL}, "say": COUNTRY},
+    # OpenEnv tries whether a tool is called.
+    {"when": {"last": "bash tool to list"}, **call("bash", command="ls /tmp")},
     # Everybody else: two calls, then the answer.
     {"when": {"last": "417 \\+ 86", "turn": 0}, "think": "First the sum.",
      **call("calc", expression="417 + 86")},

@@ -27,7 +27,6 @@ async def test_openai_sdk(clients: Clients, session: str, python: Path, how: str
         "langchain_agent",
         "pydantic_ai_agent",
         "openai_agents",
-        "smolagents_agent",
         "ag2_agent",
     ],
 )
@@ -51,3 +50,36 @@ async def test_dspy(clients: Clients, session: str) -> None:
     assert len(samples) == 4
     for sample in samples:
         await clients.check_exact(sample)
+
+
+@pytest.mark.parametrize(
+    "mode", ["TOOLS", "TOOLS_STRICT", "FUNCTIONS", "PARALLEL_TOOLS", "JSON", "JSON_SCHEMA"]
+)
+async def test_instructor(clients: Clients, session: str, mode: str) -> None:
+    result = clients.run("instructor_modes", mode, base=clients.session(session))
+    assert result["countries"] == ["France", "Japan", "Peru"]
+    await clients.exact_sample(session)
+
+
+async def test_instructor_on_the_responses_api(clients: Clients, session: str) -> None:
+    result = clients.run("instructor_modes", "RESPONSES_TOOLS", base=clients.session(session))
+    assert result["countries"] == ["France", "Japan", "Peru"]
+    samples = await clients.samples(session)
+    assert len(samples) == 3
+    for sample in samples:
+        await clients.check_exact(sample)
+
+
+async def test_instructor_with_blocks_of_json(clients: Clients, session: str) -> None:
+    """It asks for the block in the newest message only, so that every turn forks, and says so."""
+    result = clients.run("instructor_modes", "MD_JSON", base=clients.session(session))
+    assert result["countries"] == ["France", "Japan", "Peru"]
+    await clients.exact_forks(session, 3)
+
+
+@pytest.mark.parametrize("how", ["whole", "stream"])
+async def test_smolagents(clients: Clients, session: str, how: str) -> None:
+    """It writes its calls into the history as text of its own, so that every turn forks."""
+    result = clients.run("smolagents_agent", how, base=clients.session(session))
+    assert result["answer"] == ANSWER
+    await clients.exact_forks(session, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from lockstep.models import bundled
 from tests.clients.conftest import Clients
 from tests.clients.rules import ANSWER
-from tests.processes import ServeProcess
 
 
 def rollouts(clients: Clients, kind: str, model: str, count: int, *more: str) -> list[Any]:
@@ -47,22 +45,14 @@ async def test_train_client(clients: Clients) -> None:
         assert sample.token_ids == whole(trace)
 
 
-@pytest.fixture(scope="module", params=["tiny", "tiny-moe"])
-def embedded(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Clients]:
-    experts = ["--worker-args", "--return-routed-experts"] * (request.param == "tiny-moe")
-    served = ServeProcess("--sessions", "memory", *experts, model=request.param)
-    yield Clients(served, tmp_path_factory.mktemp(request.param))
-    served.stop()
-
-
-async def test_train_client_on_the_embedded_engine(embedded: Clients, request: Any) -> None:
+@pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
+async def test_train_client_on_the_embedded_engine(
+    model: str, request: pytest.FixtureRequest
+) -> None:
     """Dense and mixture of experts, which sends back the experts of every token."""
-    model = request.node.callspec.params["embedded"]
-    traces = rollouts(embedded, "train", model, 8, "--env.taskset.question", "What is 417 + 86?")
-    called = [trace for trace in traces if len(replies(trace)) > 1]
-    assert called
+    embedded: Clients = request.getfixturevalue({"tiny": "dense", "tiny-moe": "moe"}[model])
+    traces = rollouts(embedded, "train", model, 6, "--env.taskset.question", "What is 417 + 86?")
+    assert [trace for trace in traces if len(replies(trace)) > 1]
     for trace in traces:
         sample = await embedded.exact_sample(trace["id"], turns=len(replies(trace)))
         assert sample.token_ids == whole(trace)
