@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from time import time
 from typing import Any, Literal
@@ -20,16 +19,20 @@ from lockstep.fleet.control.lease import Lease
 from lockstep.fleet.control.operations import Operations
 from lockstep.fleet.fan_out import PhaseBudgets, each, quarantine_failed
 from lockstep.fleet.routing.pool import Pool
-from lockstep.fleet.update.adapters import load_everywhere, prove_again, unload_everywhere
+from lockstep.fleet.update.adapters import (
+    check_not_base,
+    load_everywhere,
+    prove_again,
+    unload_everywhere,
+)
 from lockstep.fleet.update.bring_up import bring_up
 from lockstep.fleet.update.new_weights import WeightReader
 from lockstep.fleet.update.proof import BUILTIN, CLOSE, scores_of
-from lockstep.fleet.update.recovery import quarantined
+from lockstep.fleet.update.recovery import serve_again, updatable
 from lockstep.fleet.update.transaction import Transaction
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import (
     BadRequest,
-    Conflict,
     LockstepError,
     NotFound,
     Superseded,
@@ -221,7 +224,7 @@ class Fleet:
 
         async def work(operation: Operation) -> None:
             operation.version = label
-            workers = await self._updatable(operation)
+            workers = await updatable(self.workers, operation)
             served = any(worker.serves for worker in workers)
             new = await self._weights.read(
                 weight_dir, source, label, self.desired, served=served, strict=version is not None
@@ -256,29 +259,8 @@ class Fleet:
                 recovered.extend(workers)
 
         operation = await self.operations.run("update_weights", request, work, key=key)
-        await self._serve_again(recovered)
+        await serve_again(self.pool, recovered, self._budget.prove)
         return operation
-
-    async def _updatable(self, operation: Operation) -> list[Worker]:
-        """The workers that serve; when none does, those that respond from quarantine."""
-        if any(worker.serves for worker in self.workers):
-            return self._serving()
-        workers = await quarantined(self.workers)
-        if not workers:
-            return self._serving()
-        names = ", ".join(worker.id for worker in workers)
-        operation.warnings.append(
-            f"no worker served: the update was made on {names}, quarantined until then"
-        )
-        return workers
-
-    async def _serve_again(self, workers: list[Worker]) -> None:
-        """Has workers brought up at once, and waits for the first of them."""
-        for worker in workers:
-            self.pool.check(worker.id)
-        if workers:
-            with suppress(Unavailable):
-                await self.pool.wait_ready(1, self._budget.prove)
 
     async def _prove_adapters(self, operation: Operation) -> None:
         """Has the workers agree on the scores of each adapter on the new weights too."""
@@ -377,7 +359,7 @@ class Fleet:
 
         async def work(operation: Operation) -> None:
             real = resolve(path, self._roots)
-            await self._check_not_base(name)
+            await check_not_base(self.pool, name)
             spec = await load_everywhere(
                 self._serving(), name, real, version, before=self.desired.adapters.get(name),
                 budget=self._budget, operation=operation, quarantine=self.quarantine,
@@ -390,16 +372,6 @@ class Fleet:
         return await self.operations.run(
             "load_lora_adapter", request, work, key=key, alone="lora_name"
         )
-
-    async def _check_not_base(self, name: str) -> None:
-        """Raises Conflict: requests that name the model would no longer tell which they mean."""
-        workers = [worker for worker in self.workers if worker.serves and worker.opened]
-        cards = await self.pool.models() if workers else []
-        if any(card.id == name and card.parent is None for card in cards):
-            raise Conflict(
-                f"lora_name is {name!r}, which is the name of the model: give the adapter another",
-                param="lora_name",
-            )
 
     async def unload_adapter(self, name: str, *, key: str | None = None) -> Operation:
         """Stops serving an adapter everywhere. Raises NotFound when nobody has it."""

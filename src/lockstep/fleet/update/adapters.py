@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep.checkpoint.probe import Probe
 from lockstep.fleet.control.desired import AdapterSpec, Reference
 from lockstep.fleet.fan_out import PhaseBudgets, Quarantine, each, quarantine_failed
+from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.update.judgement import Witness, judge
 from lockstep.fleet.update.proof import (
     BUILTIN,
@@ -20,8 +21,20 @@ from lockstep.fleet.update.proof import (
 )
 from lockstep.fleet.update.transaction import is_lost
 from lockstep.fleet.worker import Worker
-from lockstep.tokens.errors import LockstepError, UpdateFailed
+from lockstep.tokens.errors import Conflict, LockstepError, UpdateFailed
 from lockstep.tokens.operation import Operation
+
+
+async def check_not_base(pool: Pool, name: str) -> None:
+    """Raises Conflict for the name of the model: requests with it would no longer tell which of
+    both they mean."""
+    reached = any(worker.serves and worker.opened for worker in pool.workers)
+    cards = await pool.models() if reached else []
+    if any(card.id == name and card.parent is None for card in cards):
+        raise Conflict(
+            f"lora_name is {name!r}, which is the name of the model: give the adapter another",
+            param="lora_name",
+        )
 
 
 async def load_everywhere(

@@ -4,16 +4,43 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
+from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import Worker
-from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.errors import LockstepError, Unavailable
+from lockstep.tokens.operation import Operation
 
 SETTLE_SECONDS = 5.0
 """For workers that are being brought up at this moment: they serve soon, or fail soon."""
 RESPOND_SECONDS = 5.0
 
 
-async def quarantined(workers: Sequence[Worker]) -> list[Worker]:
+async def updatable(workers: Sequence[Worker], operation: Operation) -> list[Worker]:
+    """The workers that serve; when none does, those that respond from quarantine, which is said in
+    the operation. Raises Unavailable when there are none either."""
+    if serving := [worker for worker in workers if worker.serves]:
+        return serving
+    responding = await _quarantined(workers)
+    if not responding:
+        raise Unavailable(f"none of {len(workers)} workers is serving")
+    names = ", ".join(worker.id for worker in responding)
+    operation.warnings.append(
+        f"no worker served: the update was made on {names}, quarantined until then"
+    )
+    return responding
+
+
+async def serve_again(pool: Pool, workers: Sequence[Worker], seconds: float) -> None:
+    """Has workers brought up at once, and waits for the first of them."""
+    for worker in workers:
+        pool.check(worker.id)
+    if workers:
+        with suppress(Unavailable):
+            await pool.wait_ready(1, seconds)
+
+
+async def _quarantined(workers: Sequence[Worker]) -> list[Worker]:
     """The quarantined workers that respond, once none is being brought up any more.
 
     They hold nobody knows what: each is as one of which no version was ever proved.
