@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import lockstep
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens import Sample
+from lockstep.tokens.shaping import Shaping
 from tests.clients import rules
 from tests.processes import TOKEN, ServeProcess
 
@@ -23,14 +24,19 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("LOCKSTEP_TEST_CLIENTS") or ROOT / ".venv-clients" / "bin" / "python")
 PROGRAMS = Path(__file__).parent / "programs"
 TIMEOUT = 120
+SHAPING = [each for each in fields(Shaping) if each.name != "end_ids"]
 
 
 @dataclass(frozen=True)
 class Clients:
-    """Runs client programs against one gateway, and reads what became of their sessions."""
+    """Runs client programs against one gateway, and reads what became of their sessions.
+
+    `shapes` says whether options such as top_p change what its model samples from.
+    """
 
     served: ServeProcess
     home: Path
+    shapes: bool = True
 
     def run(self, program: str, *arguments: str, base: str, python: Path = PYTHON) -> Any:
         """What the program prints last. Its environment holds nothing of ours, and no key."""
@@ -75,10 +81,19 @@ class Clients:
         assert sample.breaks == breaks
         assert sample.split == ()
         async with lockstep.connect(self.served.url) as policy:
-            scores = await policy.score(sample.token_ids)
+            scores = (await policy.score(sample.token_ids)).logprobs
+            for span in sample.shaping if self.shapes else ():
+                options = {each.name: getattr(span.shaping, each.name) for each in SHAPING}
+                shaped = await policy.score(
+                    sample.token_ids[: span.end],
+                    start=span.start,
+                    temperature=sample.temperature,
+                    **options,
+                )
+                scores[span.start : span.end] = shaped.logprobs[span.start :]
         again = [
             score if sampled else 0.0
-            for score, sampled in zip(scores.logprobs, sample.sampled_mask, strict=True)
+            for score, sampled in zip(scores, sample.sampled_mask, strict=True)
         ]
         assert again == sample.logprobs
 
@@ -96,7 +111,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clients]:
     home = tmp_path_factory.mktemp("clients")
     script = rules.write(home / "script.jsonl")
     served = ServeProcess("--sessions", "memory", "--worker-args", f"--script {script}")
-    yield Clients(served, home)
+    yield Clients(served, home, shapes=False)
     served.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -83,3 +84,23 @@ async def test_smolagents(clients: Clients, session: str, how: str) -> None:
     result = clients.run("smolagents_agent", how, base=clients.session(session))
     assert result["answer"] == ANSWER
     await clients.exact_forks(session, 3)
+
+
+async def test_forced_calls_and_schemas_on_the_embedded_engine(
+    dense: Clients, session: str
+) -> None:
+    """A small model does what is demanded, and its processed logprobs are scored again exactly."""
+    result = dense.run("openai_forced", base=dense.session(session))
+    assert result["finishes"][:3] == ["tool_calls", "tool_calls", "stop"]
+    assert json.loads(result["contents"][2])["answer"] in (503, 1509)
+    assert not set("503") & set(result["contents"][3])
+    sample = await dense.exact_sample(session, turns=4)
+    assert len(sample.shaping) == 4
+
+
+def test_a_prompt_that_is_too_long_is_recognised(dense: Clients) -> None:
+    assert dense.run("overlong", base=f"{dense.served.url}/v1") == {
+        "openai": "context_length_exceeded",
+        "litellm": "ContextWindowExceededError",
+        "langchain": "ContextOverflowError",
+    }
