@@ -229,6 +229,11 @@ async def test_a_session_key_can_use_and_read_one_session_and_nothing_else(
     finish = "/v1/rl/sessions/alice~task/finish"
     assert (await gateway.admin.send(finish, {"reward": 0.5}))[1]["reward"] == 0.5
     assert (await gateway.admin.send(finish, {"reward": 1.0}))[0] == 409
+    _, view = await gateway.admin.send("/v1/rl/sessions/alice~task")
+    assert {sample["reward"] for sample in view["samples"]} == {0.5}
+    status, refused = await agent.chat(more)
+    assert status == 403
+    assert "finished" in refused["error"]["message"]
     assert (await gateway.admin.send("/v1/rl/sessions/alice~task", verb="DELETE"))[0] == 200
     assert (await agent.send("/v1/session"))[0] == 401
 

@@ -42,6 +42,7 @@ class Sample:
     distribution of which tokens. `stops` are the spans of tokens that hold a stop string, and
     `tool_parse_errors` counts turns with a tool call that could not be read. `notes` are what
     clients said about the turns: each different set of `user`, `metadata` and the like once.
+    `reward` is what the session was finished with, None where nobody said.
     """
 
     token_ids: list[int]
@@ -61,6 +62,7 @@ class Sample:
     stops: tuple[tuple[int, int], ...] = ()
     tool_parse_errors: int = 0
     notes: tuple[dict[str, Any], ...] = ()
+    reward: float | None = None
 
     def __post_init__(self) -> None:
         check_aligned(len(self.token_ids), self.sampled_mask, "mask entries")

@@ -49,6 +49,7 @@ class SampleLine(msgspec.Struct, forbid_unknown_fields=True):
     stops: tuple[tuple[int, int], ...] = ()
     tool_parse_errors: int = 0
     notes: tuple[dict[str, Any], ...] = ()
+    reward: float | None = None
 
     @classmethod
     def of(cls, sample: Sample) -> SampleLine:

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from lockstep.gateway.sessions.sessions import Session, Sessions
 from lockstep.ledger import PromptPlan
 from lockstep.protocol.common.lazy_ids import LazyIds
 from lockstep.render import Renderer
-from lockstep.tokens import Completion, VersionSpan
+from lockstep.tokens import Completion, Sample, VersionSpan
 from lockstep.tokens.errors import (
     BadRequest,
     Busy,
     Conflict,
+    Forbidden,
     Misaligned,
     NotFound,
     PrefixBreak,
@@ -643,3 +645,27 @@ async def test_a_session_that_is_being_deleted_is_gone_unless_the_file_keeps_it(
         with pytest.raises(Unavailable, match="disk full"):
             await deleting
         assert (await sessions.info("a")).turns == 2
+
+
+async def test_a_finished_session_takes_no_more_turns_and_its_reward_stands_on_its_samples(
+    renderer: Renderer, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "sessions.db")
+    async with Sessions(path) as sessions:
+        messages = await talk(sessions, "a", renderer, 2)
+        (before,) = await sessions.samples("a")
+        assert before.reward is None
+        open_turn = await sessions.open("a", renderer)
+        await sessions.keys.finish("a", -1.5)
+        await sessions.keys.finish("a", -1.5)
+        with pytest.raises(Conflict):
+            await sessions.keys.finish("a", 0.0)
+        with pytest.raises(NotFound):
+            await sessions.keys.finish("b", 0.0)
+        for session in (open_turn, await sessions.open("a", renderer)):
+            with pytest.raises(Forbidden, match="finished"):
+                await session.plan([*messages, MORE])
+    async with Sessions(path) as sessions:
+        (sample,) = await sessions.samples("a")
+        assert sample == replace(before, reward=-1.5)
+        assert Sample.from_json(sample.to_json()) == sample

@@ -9,6 +9,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -227,6 +228,10 @@ class Sessions:
         samples = await self._samples(entry, train_aborted=train_aborted, dedupe=dedupe)
         if by_trainer:
             await self._mark_read(entry, turns)
+        if entry.terms is not None and (reward := entry.terms.reward) is not None:
+            return await asyncio.to_thread(
+                lambda: [replace(sample, reward=reward) for sample in samples]
+            )
         return samples
 
     async def _samples(self, entry: SessionEntry, **options: bool) -> list[Sample]:
