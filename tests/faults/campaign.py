@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic
 from typing import Any, Literal, get_args
 
 from lockstep.tokens.errors import LockstepError
@@ -84,8 +84,8 @@ class Campaign:
     async def run(self, sizes: tuple[int, ...], seconds: float, directory: Path) -> None:
         """Trials on each size of fleet, for its share of the time; at least one."""
         for size in sizes:
-            until = monotonic() + seconds / len(sizes)
-            async with Cluster(size, directory / f"fleet-{size}-{time():.0f}") as cluster:
+            async with Cluster(size, directory / f"fleet-{size}") as cluster:
+                until = monotonic() + seconds / len(sizes)
                 while True:
                     await self._trial(cluster)
                     if monotonic() > until:
