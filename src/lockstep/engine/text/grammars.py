@@ -42,16 +42,17 @@ class GrammarMatcher:
 
         None at all where the grammar has failed: `error` then says why.
         """
-        allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
+        # All by numpy: an operation of torch may wait for its threads, hundreds of times as long.
+        bits = np.zeros(self._vocab_size, dtype=np.uint8)
         if not self._matcher.is_stopped():
             words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            bits = np.unpackbits(words, bitorder="little")[: self._vocab_size]
-            allowed = torch.from_numpy(bits.view(np.bool_))
-            allowed[self._eos_id] = False
+            bits = np.unpackbits(words, count=self._vocab_size, bitorder="little")
+            bits[self._eos_id] = 0
         if self.error:
-            return torch.zeros(self._vocab_size, dtype=torch.bool)
-        allowed[list(end_ids)] = self._matcher.is_accepting()
-        return allowed
+            bits[:] = 0
+        else:
+            bits[list(end_ids)] = self._matcher.is_accepting()
+        return torch.from_numpy(bits.view(np.bool_))
 
     def consume(self, token: int) -> None:
         """Goes on behind a token that is no end; `error` says if it cannot come here."""
