@@ -19,6 +19,7 @@ JSON = "application/json"
 LIGHT_BYTES = 1 << 20
 LIGHT_VALUES = 8192
 """A body of fewer bytes and values is decoded where it is: sooner than a thread would begin."""
+LARGE_BYTES = 256 << 10
 THREADS = 2
 """Large bodies decoded at once; the others wait, so that not all of them are in memory decoded."""
 
@@ -73,6 +74,11 @@ async def read_pieces(
             raise TooLarge(f"the body is larger than the limit of {limit} bytes")
         pieces.append(piece)
     return pieces
+
+
+def is_large(body: msgspec.Struct) -> bool:
+    """Whether it takes long to go through a decoded body: then that is for a thread."""
+    return len(msgspec.json.encode(body)) > LARGE_BYTES
 
 
 def _check_kind(header: str, kinds: tuple[str, ...]) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import msgspec
 
+from lockstep.protocol.common.limits import RequestLimits
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer
-from lockstep.tokens.errors import PromptTooLong
+from lockstep.tokens.errors import PromptTooLong, TooLarge
 
 SURE = 4
 """Text with fewer characters than this for each token of the context is tokenized as it is."""
@@ -35,6 +36,16 @@ def texts_of(messages: Iterable[dict[str, Any]]) -> list[str]:
             parts = (part.get("text") for part in content if isinstance(part, dict))
             texts += [text for text in parts if isinstance(text, str)]
     return texts
+
+
+def check_characters(messages: Iterable[dict[str, Any]], limits: RequestLimits) -> None:
+    """Raises TooLarge for more text than is tokenized where no context limits it."""
+    characters = sum(map(len, (*texts_of(messages), *arguments_of(messages))))
+    if characters > limits.characters:
+        raise TooLarge(
+            f"the text has {characters} characters: at most {limits.characters} are tokenized at "
+            "once (--limit characters=NUMBER); send it in parts"
+        )
 
 
 def arguments_of(messages: Iterable[dict[str, Any]]) -> list[str]:

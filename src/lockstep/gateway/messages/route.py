@@ -10,11 +10,12 @@ from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
 from lockstep.gateway.chat.prompt import prompt_of
+from lockstep.gateway.chat.room import check_characters
 from lockstep.gateway.chat.turns import ChatTurns
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.messages.translate import TranslatedMessages, translate
 from lockstep.gateway.messages.write import MessageStream, whole_message
-from lockstep.http.body import read_body
+from lockstep.http.body import is_large, read_body
 from lockstep.http.handlers import EventStream, json_response, request_id_of
 from lockstep.protocol.anthropic.messages_request import (
     MessagesRequest,
@@ -86,12 +87,16 @@ class MessagesRoutes:
         await self._context.models.resolve(body.model)
         translated = await self._translated(body)
         renderer = await self._context.models.renderer()
+        check_characters(translated.chat.messages, self._context.limits)
         prompt = await prompt_of(translated.chat, renderer, None)
         return json_response({"input_tokens": len(prompt.ids)})
 
     async def _translated(self, body: MessagesRequest) -> TranslatedMessages:
-        translated = translate(body)
         renderer = await self._context.models.renderer()
+        if is_large(body):
+            translated = await renderer.offload(translate, body)
+        else:
+            translated = translate(body)
         if translated.inner_system is not None and not _takes_inner_system(renderer):
             where = f"messages.{translated.inner_system}.role"
             # In Anthropic's words: Claude Code reads them, and folds the text elsewhere.

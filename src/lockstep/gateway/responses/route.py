@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import time
 
 from starlette.requests import Request
@@ -20,7 +21,7 @@ from lockstep.gateway.responses.write import (
     whole_output,
 )
 from lockstep.gateway.tenants import caller_of
-from lockstep.http.body import read_body
+from lockstep.http.body import is_large, read_body
 from lockstep.http.handlers import EventStream, json_response
 from lockstep.protocol.common.error_body import error_body
 from lockstep.protocol.openai.chat_decode import check_chat
@@ -111,7 +112,8 @@ class ResponsesRoutes:
         renderer = await self._context.models.renderer()
         before = await self._before(http, body, renderer)
         inner_system = renderer.template.accepts(_INNER_SYSTEM, None)
-        translated = translate(body, before, inner_system=inner_system)
+        work = partial(translate, body, before, inner_system=inner_system)
+        translated = await renderer.offload(work) if is_large(body) else work()
         _set_effort(translated, body, renderer)
         check_chat(translated.chat)
         return translated

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.gateway.chat.prompt import prompt_of
-from lockstep.gateway.chat.room import texts_of
+from lockstep.gateway.chat.room import check_characters
 from lockstep.gateway.chat.template import RendererVariants
 from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.gateway.openapi.route_doc import RouteDoc
@@ -25,7 +25,7 @@ from lockstep.protocol.vllm.tokenize import (
     decode_tokenize,
 )
 from lockstep.render import Renderer
-from lockstep.tokens.errors import BadTokenId, TooLarge
+from lockstep.tokens.errors import BadTokenId
 
 ROUTE_DOCS = tuple(
     doc
@@ -62,10 +62,10 @@ class TokenizeRoutes:
         renderer = await self._context.models.renderer()
         if body.messages is None:
             text = body.prompt or ""
-            self._check_size(len(text), "prompt")
+            check_characters([{"content": text}], self._context.limits)
             ids = await renderer.offload(renderer.encode, text, special=body.special)
         else:
-            self._check_size(sum(map(len, texts_of(body.messages))), "messages")
+            check_characters(body.messages, self._context.limits)
             ids = await self._chat_ids(body, renderer)
         written = await renderer.offload(tokenized, ids, body, renderer, model.max_model_len)
         return json_response(written)
@@ -76,15 +76,6 @@ class TokenizeRoutes:
         await self._context.models.resolve(body.model)
         renderer = await self._context.models.renderer()
         return json_response(await renderer.offload(detokenized, body, renderer))
-
-    def _check_size(self, characters: int, param: str) -> None:
-        most = self._context.limits.characters
-        if characters > most:
-            raise TooLarge(
-                f"{param} has {characters} characters: at most {most} are tokenized at once "
-                "(--limit characters=NUMBER); send it in parts",
-                param=param,
-            )
 
     async def _chat_ids(self, body: TokenizeRequest, renderer: Renderer) -> list[int]:
         chat = ChatRequest(

@@ -16,6 +16,7 @@ PIECE = 1 << 18
 """Bytes looked at in one go: other threads may run between two pieces."""
 COUNTED: dict[str, str] = {
     "messages": "messages",
+    "input": "messages",
     "tools": "tools",
     "prompt": "prompts",
     "stop_token_ids": "stop_token_ids",
@@ -23,7 +24,7 @@ COUNTED: dict[str, str] = {
     "request_ids": "request_ids",
 }
 """Fields of a body, in any dialect, and the limit of how many they hold."""
-NESTED = ("messages", "tools", "tool_choice", "chat_template_kwargs", "metadata")
+NESTED = ("messages", "input", "tools", "tool_choice", "chat_template_kwargs", "metadata")
 """Fields whose values may be any JSON."""
 
 
