@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-cpus test-docs test-engines test-clients lint format docs bench chaos soak clean
+.PHONY: demo test test-cpus test-docs test-engines test-clients test-agents lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,7 @@ demo: $(VENV)/.ready
 PYTEST := $(BIN)/pytest -n 2 --dist loadscope
 
 test: $(VENV)/.ready
-	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/cpus --ignore tests/docs
+	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/cpus --ignore tests/docs
 
 # The self-test and short demos on every kind of CPU that this one can play.
 test-cpus: $(VENV)/.ready
@@ -48,6 +48,11 @@ test-engines: $(VENV)/.ready
 test-clients: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-clients.sh
 	$(BIN)/pytest tests/clients
+
+# Real coding agents against a gateway and a scripted worker, in an environment of their own.
+test-agents: $(VENV)/.ready
+	PYTHON=$(PYTHON) scripts/install-agents.sh
+	$(BIN)/pytest tests/agents
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

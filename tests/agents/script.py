@@ -1,0 +1,39 @@
+"""What the scripted worker says to each agent: a task of three turns with tools, then an end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+COMMANDS = (("echo hello > out.txt",), ("cat out.txt",), ("ls", "pwd"))
+Rule = dict[str, Any]
+
+
+def rules() -> list[Rule]:
+    """First what fails once, then the turns of each agent, told apart by the tools they bring."""
+    return [
+        {"when": {"last": "fails once"}, "error": {"status": 500}, "times": 1},
+        {"when": {"last": "breaks once"}, "say": "Half", "error": {"after_tokens": 2}, "times": 1},
+        {"when": {"last": "Thanks"}, "say": "You are welcome."},
+        *_turns("bash", [SUBMIT], "command", end=f"echo {SUBMIT}"),
+        *_turns("exec_command", [], "cmd"),
+        *_turns("run_shell_command", [], "command", description="step", is_background=False),
+        *_turns("bash", [], "command", description="step"),
+        *_turns("shell", [], "command"),
+        {"say": "A title"},
+    ]
+
+
+def _turns(
+    tool: str, marks: list[str], key: str, end: str | None = None, **more: Any
+) -> list[Rule]:
+    def calls(*commands: str) -> list[Rule]:
+        return [{"name": tool, "arguments": {key: each, **more}} for each in commands]
+
+    prompt = [f'"name": "{tool}"', *marks]
+    turns: list[Rule] = [
+        {"when": {"prompt": prompt, "turn": at}, "think": f"Step {at}.", "calls": calls(*commands)}
+        for at, commands in enumerate(COMMANDS)
+    ]
+    last: Rule = {"say": "All done."} if end is None else {"calls": calls(end)}
+    return [*turns, {"when": {"prompt": prompt}, **last}]

@@ -1,0 +1,122 @@
+"""Real agents against the gateway: each ends its task, and its session is one exact sample."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.agents.programs import INSTALLED, Ended, Sandbox
+from tests.agents.script import rules
+from tests.gateway.dialects import DialectServer, dialect_server, scripted_worker
+from tests.processes import WorkerProcess
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+TASK = "Write hello to out.txt, then read it back."
+OPENCODE = {
+    "opencode-chat": "@ai-sdk/openai-compatible",
+    "opencode-messages": "@ai-sdk/anthropic",
+    "opencode-responses": "@ai-sdk/openai",
+}
+QWEN = {
+    "qwen-chat": "openai",
+    "qwen-messages": "anthropic",
+    "qwen-responses": "openai-responses",
+}
+MINI = {
+    "mini-chat": ("openai/tiny",),
+    "mini-messages": ("anthropic/tiny",),
+    "mini-responses": ("openai/tiny", "--model-class", "litellm_response"),
+}
+AGENTS = ("agents-chat", "agents-responses", "agents-streamed", "agents-previous")
+PYTHON = str(INSTALLED / "bin" / "python")
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    with scripted_worker(tmp_path_factory.mktemp("script"), rules()) as process:
+        yield process
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(worker: WorkerProcess) -> AsyncIterator[DialectServer]:
+    async with dialect_server(worker) as server:
+        yield server
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sandbox(tmp_path: Path) -> Sandbox:
+    return await Sandbox.make(tmp_path)
+
+
+async def play(sandbox: Sandbox, program: str, url: str, task: str = TASK) -> Ended:
+    if program == "codex":
+        return await sandbox.codex(url, task)
+    if program in OPENCODE:
+        return await sandbox.opencode(url, OPENCODE[program], task)
+    if program in QWEN:
+        return await sandbox.qwen(url, QWEN[program], task)
+    if program in MINI:
+        return await sandbox.mini(url, *MINI[program])
+    if program in AGENTS:
+        kind = program.removeprefix("agents-")
+        return await sandbox.run([PYTHON, str(HERE / "sdk_agents.py"), url, kind])
+    return await sandbox.run([PYTHON, str(HERE / "sdk_anthropic.py"), url])
+
+
+@pytest.mark.parametrize("program", ["codex", *OPENCODE, *QWEN, *MINI, *AGENTS, "anthropic"])
+async def test_a_task_of_three_tool_turns_is_one_exact_sample(
+    server: DialectServer, sandbox: Sandbox, program: str
+) -> None:
+    ended = await play(sandbox, program, f"{server.url}/sessions/{program}")
+    ended.check()
+    assert (sandbox.work / "out.txt").read_text() == "hello\n"
+    assert server.breaks(program) == {}
+    samples = await server.samples(program)
+    main = max(samples, key=lambda sample: sum(sample.sampled_mask))
+    said = server.renderer.decode(
+        [token for token, sampled in zip(main.token_ids, main.sampled_mask, strict=True) if sampled]
+    )
+    # All four turns, both parallel calls of the third among them, in one line of tokens.
+    for part in ("echo hello > out.txt", "cat out.txt", "ls", "pwd", "Step 0.", "Step 2."):
+        assert part in said
+    assert said.count("<|im_end|>") == 4
+    assert len(samples) <= 2, "the main line, and perhaps a title"
+
+
+async def test_the_sdk_of_anthropic_gets_every_event_it_needs(
+    server: DialectServer, sandbox: Sandbox
+) -> None:
+    ended = await play(sandbox, "anthropic", f"{server.url}/sessions/anthropic-events")
+    said = json.loads(ended.check().output)
+    assert (said["text"], said["stop"]) == ("All done.", "end_turn")
+    assert said["counted"] > 10
+    assert {"message_start", "content_block_stop", "signature", "input_json", "message_stop"} <= {
+        *said["kinds"]
+    }
+
+
+async def test_codex_goes_on_where_it_was_when_it_is_resumed(
+    server: DialectServer, sandbox: Sandbox
+) -> None:
+    url = f"{server.url}/sessions/resumed"
+    (await sandbox.codex(url, TASK)).check()
+    (await sandbox.codex(url, "resume", "--last", "Thanks")).check()
+    assert server.breaks("resumed") == {}
+    (sample,) = await server.samples("resumed")
+    assert "You are welcome." in server.renderer.decode(sample.token_ids)
+
+
+@pytest.mark.parametrize("program", ["codex", "opencode-messages"])
+async def test_an_error_of_the_server_is_tried_again_and_leaves_no_trace(
+    server: DialectServer, sandbox: Sandbox, program: str
+) -> None:
+    session = f"retried-{program}"
+    url = f"{server.url}/sessions/{session}"
+    (await play(sandbox, program, url, "It fails once. " + TASK)).check()
+    assert server.breaks(session) == {}
+    assert (sandbox.work / "out.txt").read_text() == "hello\n"
