@@ -34,7 +34,8 @@ STATE: dict[str, Any] = {
 DONE = {
     "status": "ok", "version": "step_8",
     "operation": {"id": "1", "kind": "update_weights", "request": {}, "version": "step_8",
-                  "status": "done", "pause_seconds": 0.012, "workers": {
+                  "status": "done", "pause_seconds": 0.012, "warnings": ["[a] is all zeros"],
+                  "workers": {
         "w0": {"status": "ok"}, "w1": {"status": "quarantined", "error": "it hung"}}},
 }  # fmt: skip
 Run = Callable[..., int]
@@ -114,6 +115,7 @@ def test_an_update_says_its_version_its_pause_and_who_was_left_out(
     shown = capsys.readouterr()
     assert "version step_8, paused for 12 ms" in shown.out
     assert "w1: quarantined: it hung" in shown.err
+    assert "warning: [a] is all zeros" in shown.err
     body = {"weight_dir": str(tmp_path), "version": "step_8", "mode": "keep"}
     assert Plane.requests == [("POST", "/v1/rl/update_weights", body)]
 

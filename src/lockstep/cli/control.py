@@ -259,6 +259,8 @@ def _print_operation(operation: Operation) -> None:
     if operation.pause_seconds is not None:
         parts.append(f"paused for {operation.pause_seconds * 1e3:.0f} ms")
     Console().print(", ".join(parts))
+    for warning in operation.warnings:
+        Console(stderr=True).print(f"[yellow]{escape(f'warning: {warning}')}[/]", soft_wrap=True)
     for name, result in operation.workers.items():
         if result.status != "ok":
             message = escape(f"{name}: {result.status}: {result.error}")

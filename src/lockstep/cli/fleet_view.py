@@ -60,6 +60,7 @@ def _details(state: dict[str, Any]) -> list[str]:
     lines += ["", "operations, newest first:"] if state["operations"] else []
     for each in state["operations"]:
         lines.append(f"  {_operation(each)}" + (f": {each['error']}" if each["error"] else ""))
+        lines += [f"    warning: {warning}" for warning in each.get("warnings", ())]
         lines += [
             f"    {name}: {result['status']}{_proof(result)}"
             for name, result in (each.get("workers") or {}).items()

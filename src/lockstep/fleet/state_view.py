@@ -37,6 +37,7 @@ def fleet_state(fleet: Fleet) -> dict[str, Any]:
                 "status": each.status,
                 "version": each.version,
                 "error": each.error,
+                "warnings": each.warnings,
                 "pause_seconds": each.pause_seconds,
                 "seconds": None if each.ended is None else each.ended - each.started,
                 "workers": msgspec.to_builtins(each.workers),
