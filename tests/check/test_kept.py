@@ -45,6 +45,8 @@ def test_a_worker_keeps_every_data_row(worker: WorkerProcess) -> None:
     assert {name for name, verdict in by_row.items() if verdict == "n.a."} == {
         "text.tokenize", "text.template", "text.chat", "text.detokenize",
         "clients.tools", "experts.rows", "experts.start",
+        "agents.messages", "agents.messages_stream", "agents.responses_stream", "agents.previous",
+        "agents.one_session", "agents.unknown",
     }  # fmt: skip
     assert json.loads(result.stdout)["held_back"] == 14
 
@@ -73,7 +75,11 @@ def test_a_gateway_renders_as_the_client_does() -> None:
         served.stop()
     assert failed(result) == []
     by_row = verdicts(result)
-    mine = {verdict for row, verdict in by_row.items() if row.startswith(("text.", "clients."))}
+    mine = {
+        verdict
+        for row, verdict in by_row.items()
+        if row.startswith(("text.", "clients.", "agents."))
+    }
     assert mine == {"pass"}
     rows = {row["id"]: row["evidence"] for row in json.loads(result.stdout)["rows"]}
     assert "has a sample for each" in rows["clients.temperature"]

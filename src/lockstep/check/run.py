@@ -11,6 +11,7 @@ from lockstep.check.outcome import Broken, NotApplicable
 from lockstep.check.row import CheckRow, Finding, RowGroup, Verdict
 from lockstep.check.rows import (
     adapters,
+    agents,
     auth,
     clients,
     control,
@@ -35,8 +36,8 @@ from lockstep.tokens.errors import (
 GROUPS: tuple[RowGroup, ...] = tuple(
     module.GROUP
     for module in (
-        tokens, scores, versions, input_rows, text, clients, experts, control, weights, adapters,
-        auth, crowd,
+        tokens, scores, versions, input_rows, text, clients, agents, experts, control, weights,
+        adapters, auth, crowd,
     )
 )  # fmt: skip
 """In the order of the table. A new group is a module like these, and a line here. What a server
