@@ -26,6 +26,7 @@ MEGABYTES = 400
 CHAT = "/v1/chat/completions"
 IN_SESSION = "/sessions/s/v1/chat/completions"
 SAYING = {"role": "user", "content": "hi"}
+MANY = {"n": 32, "max_tokens": 100, "ignore_eos": True}
 SAMPLE = re.compile(r'lockstep_event_loop_delay_seconds_bucket{clock="cpu",le="([^"]+)"} ([\d.]+)')
 
 
@@ -105,6 +106,18 @@ def watched_health(gateway: Listener) -> Iterator[list[float]]:
     finally:
         done.set()
         asking.join()
+
+
+@pytest.mark.parametrize(("path", "fields"), [
+    ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {**MANY, "logprobs": 20}}),
+    (CHAT, {"messages": [SAYING], "logprobs": True, "top_logprobs": 20, **MANY}),
+    ("/v1/completions", {"prompt": [1, 2], "logprobs": 20, **MANY}),
+])  # fmt: skip
+def test_no_answer_holds_the_event_loop(target: Target, path: str, fields: dict[str, Any]) -> None:
+    gateway = target.listeners["gateway"]
+    before = holds(target)
+    assert gateway.status(gateway.post(json.dumps(fields).encode(), path=path)) == 200
+    assert holds(target) == before
 
 
 @pytest.mark.parametrize(("path", "body", "statuses"), WORST.values(), ids=WORST.keys())

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
 from lockstep.backends.model_limits import ModelLimits
 from lockstep.backends.transport import ModelCard, Relay, TransportName
 from lockstep.http.client import HttpClient
+from lockstep.http.off_loop import LARGE_BYTES, off_loop
+from lockstep.protocol.common.base64_extract import ExtractedBody
 from lockstep.protocol.common.model_card import decode_models
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import UNKNOWN_VERSION, Reading
 from lockstep.tokens import LogprobMode
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class HttpTransport:
@@ -50,6 +58,17 @@ class HttpTransport:
 
     async def close(self) -> None:
         await self._http.close()
+
+    async def _decoded(
+        self,
+        decode: Callable[Concatenate[ExtractedBody, P], T],
+        response: ExtractedBody,
+        *more: P.args,
+        **options: P.kwargs,
+    ) -> T:
+        """What `decode` makes of a response; a large one is decoded by a thread."""
+        large = len(response.json) > LARGE_BYTES
+        return await off_loop(large, decode, response, *more, **options)
 
     def _reading(self, request: GenerateRequest, card: ModelCard | None, index: int = 0) -> Reading:
         """What the decoder of a response to `request` must know beside its body."""

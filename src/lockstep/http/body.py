@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 
+from lockstep.http.off_loop import LARGE_BYTES, off_loop
 from lockstep.protocol.common.limits import RequestLimits, check_shape, rough_values
 from lockstep.tokens.errors import BadRequest, TooLarge
 
@@ -19,9 +17,6 @@ JSON = "application/json"
 LIGHT_BYTES = 1 << 20
 LIGHT_VALUES = 8192
 """A body of fewer bytes and values is decoded where it is: sooner than a thread would begin."""
-LARGE_BYTES = 256 << 10
-THREADS = 2
-"""Large bodies decoded at once; the others wait, so that not all of them are in memory decoded."""
 
 
 class ClientGone(Exception):
@@ -46,8 +41,7 @@ async def read_body(request: Request, decode: Callable[[bytes], T], limits: Requ
     size = sum(map(len, pieces))
     if size <= LIGHT_VALUES or (size <= LIGHT_BYTES and _rough(pieces) <= LIGHT_VALUES):
         return _decoded(pieces, decode, limits)
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(_threads(), _checked, pieces, decode, limits)
+    return await off_loop(True, _checked, pieces, decode, limits)
 
 
 async def read_pieces(
@@ -106,8 +100,3 @@ def _decoded(pieces: list[bytes], decode: Callable[[bytes], T], limits: RequestL
     if isinstance(value, msgspec.Struct):
         limits.check(value)
     return value
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="lockstep-body")

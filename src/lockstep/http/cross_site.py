@@ -62,7 +62,7 @@ class CrossSiteGuard:
             # Following a link is no call: nothing of it can be read, and GET changes nothing.
             followed = mode == b"navigate" and scope["method"] in ("GET", "HEAD")
             return None if followed else "another site"
-        named = origin.decode("latin-1")
+        named: str = origin.decode("latin-1")
         if named in self._origins:
             return None
         if host is not None and origin == b"%b://%b" % (scope["scheme"].encode(), host):

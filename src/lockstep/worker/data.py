@@ -24,9 +24,11 @@ from lockstep.http.handlers import (
     json_response,
     unless_gone,
 )
+from lockstep.http.off_loop import off_loop
 from lockstep.protocol.common.limits import LIMITS, RequestLimits
 from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.protocol.common.request_id import check_request_id
+from lockstep.protocol.common.response_size import is_large
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
 from lockstep.protocol.vllm.generate_request import GenerateBody, decode_request
@@ -102,15 +104,16 @@ class DataPlane:
             await self.engine.check(request)
             return EventStream(self._events(body, request), request.request_id)
         completions = await unless_gone(http, self.engine.generate(request))
-        return json_response(
-            wire.generate_response(
-                completions,
-                request_id=request.request_id,
-                model=body.model or self.model,
-                created=int(time.time()),
-                form=body.form,
-            )
+        written = await off_loop(
+            is_large(completions, request.sampling.logprobs),
+            wire.generate_response,
+            completions,
+            request_id=request.request_id,
+            model=body.model or self.model,
+            created=int(time.time()),
+            form=body.form,
         )
+        return json_response(written)
 
     async def _events(
         self, body: GenerateBody, request: embedded.EngineRequest

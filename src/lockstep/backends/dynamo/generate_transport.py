@@ -49,4 +49,5 @@ class DynamoGenerateTransport(HttpTransport):
         response = await self._http.post_collected(
             ROUTE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
         )
-        return decode_generate(response, self._reading(request, card, index))[0]
+        reading = self._reading(request, card, index)
+        return (await self._decoded(decode_generate, response, reading))[0]

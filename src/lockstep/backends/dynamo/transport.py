@@ -102,7 +102,7 @@ class DynamoTransport(HttpTransport):
         except (BadRequest, UnknownModel):
             await self._check_there()
             raise
-        return decode_dynamo(response, self._reading(request, card, index))
+        return await self._decoded(decode_dynamo, response, self._reading(request, card, index))
 
     async def _follow(
         self, request: GenerateRequest, index: int, card: ModelCard | None

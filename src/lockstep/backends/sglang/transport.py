@@ -83,7 +83,8 @@ class SglangTransport(HttpTransport):
         response = await self._http.post_collected(
             ROUTE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
         )
-        return decode_sglang(response, self._reading(request, card, index), self._layout)
+        reading = self._reading(request, card, index)
+        return await self._decoded(decode_sglang, response, reading, self._layout)
 
     async def _follow(
         self, request: GenerateRequest, index: int, card: ModelCard | None

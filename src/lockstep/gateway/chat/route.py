@@ -13,6 +13,8 @@ from lockstep.gateway.chat.turns import ChatTurns
 from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.http.body import read_body
 from lockstep.http.handlers import EventStream, json_response
+from lockstep.http.off_loop import off_loop
+from lockstep.protocol.common.response_size import is_large
 from lockstep.protocol.openai import chat_response as wire
 from lockstep.protocol.openai.chat_decode import decode_chat
 from lockstep.protocol.openai.chat_request import ChatRequest
@@ -68,7 +70,11 @@ class ChatRoutes:
     async def _whole(self, http: Request, turn: ChatTurn) -> Response:
         worker, choices = await self._turns.run(http, turn)
         timing = turn.timing(None)
-        return json_response(wire.chat_response(turn.shape, choices, worker=worker, timing=timing))
+        large = is_large((each.completion for each in choices), turn.shape.top)
+        written = await off_loop(
+            large, wire.chat_response, turn.shape, choices, worker=worker, timing=timing
+        )
+        return json_response(written)
 
     async def _stream(self, http: Request, turn: ChatTurn) -> Response:
         parts = await self._turns.stream(http, turn)

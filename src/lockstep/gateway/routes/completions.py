@@ -22,8 +22,10 @@ from lockstep.gateway.sessions.token_turn import TokenTurn
 from lockstep.gateway.tenants import caller_of
 from lockstep.http.body import read_body
 from lockstep.http.handlers import EventStream, json_response, unless_gone
+from lockstep.http.off_loop import off_loop
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
+from lockstep.protocol.common.response_size import is_large
 from lockstep.protocol.openai.completions import (
     CompletionRequest,
     CompletionResponse,
@@ -64,7 +66,8 @@ class CompletionsRoutes:
         writer = CompletionWriter(body, model.name, spelling, prompts, chosen_id)
         if not body.stream:
             completions = await unless_gone(http, self._all(prompts))
-            return json_response(msgspec.json.encode(writer.whole(completions)))
+            large = any(is_large(each, body.logprobs or 0) for each in completions)
+            return json_response(await off_loop(large, _encoded, writer, completions))
         events = writer.events([self._items(prompt) for prompt in prompts])
         return await EventStream.started(http, events, chosen_id)
 
@@ -137,6 +140,10 @@ class CompletionsRoutes:
             return worker.stream(prompt.request)
 
         return self._context.pool.stream(prompt.affinity, opened)
+
+
+def _encoded(writer: CompletionWriter, completions: list[list[Completion]]) -> bytes:
+    return msgspec.json.encode(writer.whole(completions))
 
 
 def _check_start(start: int | None, length: int) -> None:

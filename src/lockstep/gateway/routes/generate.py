@@ -27,6 +27,7 @@ from lockstep.gateway.tenants import Caller, caller_of
 from lockstep.http import sse
 from lockstep.http.body import read_body
 from lockstep.http.handlers import EventStream, json_response, unless_gone
+from lockstep.http.off_loop import LARGE_BYTES, off_loop
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
     Reading,
@@ -36,6 +37,7 @@ from lockstep.protocol.common.response import (
     finish_of,
     ids_of,
 )
+from lockstep.protocol.common.response_size import is_large
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import decode_abort
 from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
@@ -132,10 +134,12 @@ class GenerateRoutes:
         if relay is not None and raw is not None:
             since = worker.accepted.mark()
             relayed, reading = await relay.forward(raw, request)
-            completions = _checked(relayed, reading, fields, worker, since)
+            completions = await _checked(relayed, reading, fields, worker, since)
             return _shown_as(relayed, request, shown), completions
         completions = await worker.generate(request)
-        response = wire.generate_response(
+        response = await off_loop(
+            is_large(completions, request.sampling.logprobs),
+            wire.generate_response,
             completions,
             request_id=wire.REQUEST_ID_PREFIX + shown,
             model=model.name,
@@ -294,7 +298,7 @@ async def _translated(
         yield sse.event(encoder.usage())
 
 
-def _checked(
+async def _checked(
     response: bytearray, reading: Reading, fields: GenerateFields, worker: Worker, since: int
 ) -> list[Completion]:
     """The completions of a response, none where it has no logprobs.
@@ -302,7 +306,8 @@ def _checked(
     Raises the error of a response that must not be handed on.
     """
     if fields.sampling_params.logprobs is not None:
-        completions = decode_generate(response, reading)
+        large = len(response) > LARGE_BYTES
+        completions = await off_loop(large, decode_generate, response, reading)
         worker.accepted.check(completions, since, worker.id)
         return completions
     bare = decode_response(BARE, response)
