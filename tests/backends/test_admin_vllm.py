@@ -23,6 +23,7 @@ from lockstep.tokens.errors import (
     DeadlineExceeded,
     EngineFailure,
     LockstepError,
+    Superseded,
     Unavailable,
     UnknownModel,
     UnsupportedField,
@@ -426,6 +427,27 @@ async def test_a_lost_answer_of_the_extension_is_settled_by_looking() -> None:
         methods = [r.json["method"] for r in server.requests_to("/collective_rpc")]
         assert (methods.count(rpc.COMMIT), methods.count(rpc.ROLLBACK)) == (1, 1)
         assert fake.weights == "start"
+        await admin.close()
+
+
+@pytest.mark.failure_mode("F62")
+async def test_commands_to_the_extension_say_which_generation_sends_them() -> None:
+    fake = Vllm(extension=True)
+    refused = {"error": {"message": "generation 9 was obeyed", "code": 409, "reason": "superseded"}}
+    async with serving(fake.script) as server:
+        admin = driver(server)
+        await admin.detect_extension()
+        admin.fence(lambda: 8)
+        await admin.pause("keep")
+        await admin.stage(B, "B")
+        await admin.commit("B")
+        await admin.rollback()
+        calls = [r.json for r in server.requests_to("/collective_rpc")]
+        sent = {call["method"]: call["kwargs"].get("generation") for call in calls}
+        assert sent == {rpc.VIEW: None, rpc.STAGE: 8, rpc.COMMIT: 8, rpc.ROLLBACK: 8}
+        fake.replies[rpc.STAGE] = [whole({"results": [refused, refused]})]
+        with pytest.raises(Superseded, match="generation 9 was obeyed"):
+            await admin.stage(B, "B")
         await admin.close()
 
 
