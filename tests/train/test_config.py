@@ -32,8 +32,10 @@ def test_the_example_is_a_run() -> None:
         ({"loop": {"mode": "both"}}, r"loop\.mode is 'both': expected one of 'sync', 'async'"),
         ({"learner": {"betas": [0.9]}}, r"learner\.betas is \[0\.9\]: expected a list"),
         ({"learner": {"lora_targets": [1]}}, r"learner\.lora_targets\[0\] is 1: expected str"),
-        ({"rollout": {"temperature": 0.7, "logprobs": "raw"}},
-         r"rollout\.logprobs is 'raw': expected 'processed'"),
+        (
+            {"rollout": {"temperature": 0.7, "logprobs": "raw"}},
+            r"rollout\.logprobs is 'raw': expected 'processed'",
+        ),
         ({"loss": {"kind": "distill"}}, r"teacher\.url is '': expected the URL of a teacher"),
     ],
 )

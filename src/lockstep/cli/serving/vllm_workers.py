@@ -99,9 +99,7 @@ class RunningVllm:
         async with fleet.pool, fleet:
             for url in self.urls:
                 admin = await open_admin(url, self.api_key, "vllm")
-                await fleet.add(
-                    url, admin, api_key=self.api_key, logprob_mode=self.logprob_mode
-                )
+                await fleet.add(url, admin, api_key=self.api_key, logprob_mode=self.logprob_mode)
             await fleet.pool.wait_ready(len(self.urls), READY_SECONDS)
             yield [
                 {"id": one.id, "url": one.url, "system_url": one.url, "pid": None}
