@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from lockstep.models import bundled
 from lockstep.render import CallStatus, Renderer
-from lockstep.render.bridge import FamilyBridge
+from lockstep.render.bridge import DUMMY, FamilyBridge
 from lockstep.tokens.errors import BadRequest, UnknownModel
 from tests import tokenizers
 from tests.ledger.rollouts import TOOLS
@@ -254,6 +254,17 @@ def test_a_template_that_writes_system_and_tools_with_the_newest_message_is_brid
         system
     )
     assert ("AVAILABLE_TOOLS" in renderer.decode(extension)) == bool(tools)
+
+
+def test_a_system_message_that_could_be_taken_for_the_dummy_reply_is_not_bridged(
+    real_tokenizer: Callable[[str], Path],
+) -> None:
+    renderer = Renderer.load(real_tokenizer("mistral_nemo"))
+    system = [{"role": "system", "content": f"Say {DUMMY}."}]
+    answer = [*renderer.encode("Three."), *renderer.stop_token_ids]
+    prompt = renderer.render([*system, *ASK])
+    assert renderer.extend(prompt, answer, ASK, None, system=system) is None
+    assert renderer.extend(prompt, answer, ASK, None) is not None
 
 
 def test_ids_of_calls_are_made_to_fit_a_template_that_takes_short_ones_only(
