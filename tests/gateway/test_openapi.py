@@ -12,10 +12,12 @@ from starlette.testclient import TestClient
 
 from lockstep.gateway.openapi.control import CONTROL_ROUTE_DOCS
 from lockstep.gateway.openapi.document import ROUTE_DOCS, TOKEN, OpenApiRoutes, describe
+from lockstep.protocol.anthropic.messages_request import MessagesRequest
 from lockstep.protocol.control.fleet import AddWorker, LoadAdapter, PauseFleet, UpdateWeights
 from lockstep.protocol.control.sessions import FinishSession, MintSession
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.openai.completions import CompletionRequest
+from lockstep.protocol.openai.responses_request import ResponsesRequest
 from lockstep.protocol.vllm.generate_request import GenerateBody
 from lockstep.protocol.vllm.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -67,7 +69,15 @@ def test_the_document_holds_together(plane: str) -> None:
 
 @pytest.mark.parametrize(
     "struct",
-    [ChatRequest, CompletionRequest, GenerateBody, TokenizeRequest, DetokenizeRequest],
+    [
+        ChatRequest,
+        MessagesRequest,
+        ResponsesRequest,
+        CompletionRequest,
+        GenerateBody,
+        TokenizeRequest,
+        DetokenizeRequest,
+    ],
 )
 def test_every_field_of_a_request_is_described(document: dict[str, Any], struct: Any) -> None:
     schema = document["components"]["schemas"][struct.__name__]
@@ -80,6 +90,8 @@ def test_every_route_of_the_data_plane_is_described(document: dict[str, Any]) ->
     context: Any = type("Nothing", (), {"pool": None, "models": None, "sessions": None})()
     groups = (
         app.ChatRoutes,
+        app.MessagesRoutes,
+        app.ResponsesRoutes,
         app.CompletionsRoutes,
         app.TokenizeRoutes,
         app.StatusRoutes,

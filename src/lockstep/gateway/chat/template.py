@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 from lockstep.gateway.models import ModelRegistry
@@ -47,6 +48,13 @@ class RendererVariants:
                 self._renderers.popitem(last=False)
         self._renderers.move_to_end(key)
         return renderer
+
+
+@lru_cache(maxsize=KEPT)
+def takes_inner_system(renderer: Renderer) -> bool:
+    """Whether the chat template takes a system message after the first message."""
+    roles = ("user", "system", "assistant", "user")
+    return renderer.template.accepts([{"role": role, "content": "text"} for role in roles], None)
 
 
 def variables(chat: ChatRequest, source: str) -> dict[str, Any]:

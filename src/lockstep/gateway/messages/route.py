@@ -11,10 +11,12 @@ from starlette.routing import Route as HttpRoute
 
 from lockstep.gateway.chat.prompt import prompt_of
 from lockstep.gateway.chat.room import check_characters
+from lockstep.gateway.chat.template import takes_inner_system
 from lockstep.gateway.chat.turns import ChatTurns
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.messages.translate import TranslatedMessages, translate
 from lockstep.gateway.messages.write import MessageStream, whole_message
+from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.http.body import is_large, read_body
 from lockstep.http.handlers import EventStream, json_response, request_id_of
 from lockstep.protocol.anthropic.messages_request import (
@@ -22,11 +24,21 @@ from lockstep.protocol.anthropic.messages_request import (
     decode_count,
     decode_messages,
 )
-from lockstep.protocol.anthropic.messages_response import error_of
+from lockstep.protocol.anthropic.messages_response import AnthropicMessage, TokenCount, error_of
 from lockstep.protocol.openai.chat_decode import check_chat
-from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest, LockstepError, PromptTooLong
 
+ROUTE_DOCS = (
+    RouteDoc(
+        "POST", "/v1/messages", MessagesRequest, AnthropicMessage,
+        "Anthropic's messages, in the same sessions as chat.", streams=True,
+    ),
+    RouteDoc(
+        "POST", "/v1/messages/count_tokens", MessagesRequest, TokenCount,
+        "The tokens that the prompt of such a request has.",
+    ),
+    RouteDoc("GET", "/api/hello", None, None, "What Claude Code tries first: always 200."),
+)  # fmt: skip
 SWITCH = "enable_thinking"
 """The template variable by which models that can leave out thinking are told to."""
 
@@ -89,7 +101,7 @@ class MessagesRoutes:
         renderer = await self._context.models.renderer()
         check_characters(translated.chat.messages, self._context.limits)
         prompt = await prompt_of(translated.chat, renderer, None)
-        return json_response({"input_tokens": len(prompt.ids)})
+        return json_response(TokenCount(input_tokens=len(prompt.ids)))
 
     async def _translated(self, body: MessagesRequest) -> TranslatedMessages:
         renderer = await self._context.models.renderer()
@@ -97,7 +109,7 @@ class MessagesRoutes:
             translated = await renderer.offload(translate, body)
         else:
             translated = translate(body)
-        if translated.inner_system is not None and not _takes_inner_system(renderer):
+        if translated.inner_system is not None and not takes_inner_system(renderer):
             where = f"messages.{translated.inner_system}.role"
             # In Anthropic's words: Claude Code reads them, and folds the text elsewhere.
             raise BadRequest(f"{where}: Input should be 'user' or 'assistant'", param=where)
@@ -106,12 +118,6 @@ class MessagesRoutes:
             translated.chat.chat_template_kwargs = {SWITCH: False}
         check_chat(translated.chat)
         return translated
-
-
-def _takes_inner_system(renderer: Renderer) -> bool:
-    roles = ("user", "system", "assistant", "user")
-    probe = [{"role": role, "content": "text"} for role in roles]
-    return renderer.template.accepts(probe, None)
 
 
 def _is_prefill(message: dict[str, object]) -> bool:

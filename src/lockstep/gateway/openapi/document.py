@@ -12,9 +12,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from lockstep.gateway.messages import route as messages
 from lockstep.gateway.openapi import page as docs_page
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.openapi.schemas import schemas_of
+from lockstep.gateway.responses import route as responses
 from lockstep.gateway.routes import completions, own_session, server_info, tokenize
 from lockstep.http.handlers import json_response
 from lockstep.protocol.common.model_card import ModelCard, ModelList
@@ -83,6 +85,8 @@ ROUTE_DOCS: tuple[RouteDoc, ...] = (
         "POST", "/v1/chat/completions/render", ChatRequest, RenderedChat,
         "The chat as a body for /inference/v1/generate; nothing is sampled.",
     ),
+    *messages.ROUTE_DOCS,
+    *responses.ROUTE_DOCS,
     *completions.ROUTE_DOCS,
     *tokenize.ROUTE_DOCS,
     *own_session.ROUTE_DOCS,

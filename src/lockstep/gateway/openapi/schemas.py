@@ -63,6 +63,9 @@ class _Plain:
                 module=struct.__module__,
                 kw_only=True,
                 namespace={"__doc__": struct.__doc__},
+                forbid_unknown_fields=struct.__struct_config__.forbid_unknown_fields,
+                tag=struct.__struct_config__.tag,
+                tag_field=struct.__struct_config__.tag_field,
             )
         return self._known[struct]
 

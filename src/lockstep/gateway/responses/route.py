@@ -9,8 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
+from lockstep.gateway.chat.template import takes_inner_system
 from lockstep.gateway.chat.turns import ChatTurns
 from lockstep.gateway.context import GatewayContext, request_id, session_id
+from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.responses.stored import StoredResponses
 from lockstep.gateway.responses.translate import TranslatedResponses, translate
 from lockstep.gateway.responses.write import (
@@ -27,11 +29,22 @@ from lockstep.protocol.common.error_body import error_body
 from lockstep.protocol.openai.chat_decode import check_chat
 from lockstep.protocol.openai.chat_response import ChatReply
 from lockstep.protocol.openai.responses_request import ResponsesRequest, decode_responses
-from lockstep.protocol.openai.responses_response import ResponseObject
+from lockstep.protocol.openai.responses_response import DeletedResponse, ResponseObject
 from lockstep.render import Renderer
 from lockstep.render.messages import Plain
 from lockstep.tokens.errors import BadRequest, PromptTooLong
 
+ROUTE_DOCS = (
+    RouteDoc(
+        "POST", "/v1/responses", ResponsesRequest, ResponseObject,
+        "OpenAI's responses, in the same sessions as chat.", streams=True,
+    ),
+    RouteDoc("GET", "/v1/responses/{response_id}", None, ResponseObject, "A stored response."),
+    RouteDoc(
+        "DELETE", "/v1/responses/{response_id}", None, DeletedResponse,
+        "Forgets a stored response; turns in a session stay.",
+    ),
+)  # fmt: skip
 EFFORT, SWITCH = "reasoning_effort", "enable_thinking"
 """Template variables by which models are told how much to think, or not to."""
 
@@ -106,21 +119,18 @@ class ResponsesRoutes:
         """Forgets a stored response; turns in a session stay."""
         name = http.path_params["response_id"]
         self._stored.delete(_owner(http), name)
-        return json_response({"id": name, "object": "response", "deleted": True})
+        return json_response(DeletedResponse(id=name))
 
     async def _translated(self, http: Request, body: ResponsesRequest) -> TranslatedResponses:
         renderer = await self._context.models.renderer()
-        before = await self._before(http, body, renderer)
-        inner_system = renderer.template.accepts(_INNER_SYSTEM, None)
-        work = partial(translate, body, before, inner_system=inner_system)
+        before = self._before(http, body)
+        work = partial(translate, body, before, inner_system=takes_inner_system(renderer))
         translated = await renderer.offload(work) if is_large(body) else work()
         _set_effort(translated, body, renderer)
         check_chat(translated.chat)
         return translated
 
-    async def _before(
-        self, http: Request, body: ResponsesRequest, renderer: Renderer
-    ) -> list[Plain]:
+    def _before(self, http: Request, body: ResponsesRequest) -> list[Plain]:
         """The conversation of the response that the request goes on from."""
         name = body.previous_response_id
         if name is None:
@@ -131,11 +141,6 @@ class ResponsesRoutes:
                 f"Previous response with id '{name}' not found.", param="previous_response_id"
             )
         return kept.messages
-
-
-_INNER_SYSTEM: list[Plain] = [
-    {"role": role, "content": "text"} for role in ("user", "system", "assistant", "user")
-]
 
 
 def _owner(http: Request) -> str:

@@ -48,6 +48,12 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
     role: str = "assistant"
 
 
+class TokenCount(msgspec.Struct, kw_only=True):
+    """The tokens of a prompt."""
+
+    input_tokens: int
+
+
 def thinking_block(text: str, signature: str) -> Fields:
     return {"type": "thinking", "thinking": text, "signature": signature}
 

@@ -61,6 +61,14 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     object: str = "response"
 
 
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """The receipt of a response that was forgotten."""
+
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
 def reasoning_item(item_id: str, text: str, sealed: str) -> Fields:
     """A reasoning item; its summary is the thinking itself."""
     summary = [{"type": "summary_text", "text": text}] if text else []
