@@ -1,6 +1,7 @@
 """Decoding on a GPU: the embedded engine beside transformers, and both beside what memory allows.
 
-    python -m benchmarks.gpu [--batches 1 32 256] [--source src] [--served]
+    python -m benchmarks.gpu [--batches 1 32 256] [--source src]
+        [--served | --prefill | --exact] [--arithmetic close|exact]
 
 Needs torch, transformers and this source tree, nothing else installed; with `--served`, which
 measures the whole stack as processes instead, what the package depends on. The model is a random
@@ -46,7 +47,9 @@ def rate(times: list[list[float]]) -> float:
     return sum(begin < at <= end for each in times for at in each) / (end - begin)
 
 
-def lockstep(directory: Path, prompts: Prompts, rounds: int) -> tuple[float, list[Any]]:
+def lockstep(
+    directory: Path, prompts: Prompts, rounds: int, arithmetic: Any
+) -> tuple[float, list[Any]]:
     """Tokens per second of the engine, through its async API, and its last completions."""
     from lockstep.engine import Engine, EngineOptions, EngineRequest
     from lockstep.tokens import Sampling
@@ -56,6 +59,7 @@ def lockstep(directory: Path, prompts: Prompts, rounds: int) -> tuple[float, lis
         EngineOptions(
             device="cuda",
             dtype="bfloat16",
+            arithmetic=arithmetic,
             max_seqs=len(prompts),
             max_model_len=PROMPT + TOKENS + 32,
             max_batch_tokens=16 * PROMPT,
@@ -96,7 +100,9 @@ def lockstep(directory: Path, prompts: Prompts, rounds: int) -> tuple[float, lis
         engine.close()
 
 
-def prefill(model: Any, directory: Path, length: int = 256, count: int = 32) -> None:
+def prefill(
+    model: Any, directory: Path, arithmetic: Any, length: int = 256, count: int = 32
+) -> None:
     """Prints tokens per second of prompts alone, in one step, beside transformers' forward."""
     from lockstep.engine import EngineOptions
     from lockstep.engine.core import Core
@@ -104,9 +110,16 @@ def prefill(model: Any, directory: Path, length: int = 256, count: int = 32) -> 
 
     core = Core(
         directory,
-        EngineOptions(device="cuda", dtype="bfloat16", max_seqs=count, max_model_len=2 * length,
-                      max_batch_tokens=count * length, kv_bytes=8 << 30),
-    )  # fmt: skip
+        EngineOptions(
+            device="cuda",
+            dtype="bfloat16",
+            arithmetic=arithmetic,
+            max_seqs=count,
+            max_model_len=2 * length,
+            max_batch_tokens=count * length,
+            kv_bytes=8 << 30,
+        ),
+    )
     print(core.warm_note)
     ids = torch.randint(151_000, (count, length))
     prefiller = core.model.prefiller
@@ -214,6 +227,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--served", action="store_true", help="gateway and worker as processes")
     parser.add_argument("--prefill", action="store_true", help="prompts instead of decoding")
+    parser.add_argument("--exact", action="store_true", help="prove exact arithmetic, bit by bit")
+    parser.add_argument("--arithmetic", choices=("close", "exact"), default="close")
     parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
     parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src")
     options = parser.parse_args()
@@ -233,12 +248,19 @@ def main() -> None:
     if options.served:
         from benchmarks import gpu_served
 
-        gpu_served.run(model, options.source, options.batches)
+        gpu_served.run(model, options.source, options.batches, options.arithmetic)
+        return
+    if options.exact:
+        from benchmarks import gpu_exact
+
+        with tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+            gpu_exact.run(model, Path(directory))
         return
     if options.prefill:
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
-            prefill(model, Path(directory))
+            prefill(model, Path(directory), options.arithmetic)
         return
     weights = sum(each.numel() * each.element_size() for each in model.parameters())
     per_token = 2 * 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 128
@@ -253,7 +275,9 @@ def main() -> None:
         model.save_pretrained(directory)
         for batch in options.batches:
             prompts = [[rng.randrange(151_000) for _ in range(PROMPT)] for _ in range(batch)]
-            ours, completions = lockstep(Path(directory), prompts, options.rounds)
+            ours, completions = lockstep(
+                Path(directory), prompts, options.rounds, options.arithmetic
+            )
             torch.cuda.empty_cache()
             gaps = mismatch(model, completions)
             peers = [float("nan")] * 2

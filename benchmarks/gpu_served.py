@@ -25,18 +25,18 @@ PROMPT = TOKENS = 256
 STREAMS = 32
 MODEL_LEN = 1024
 WORKER = (
-    "--device cuda --dtype bfloat16 --max-num-seqs 256 --max-model-len {length} "
-    "--max-num-batched-tokens 4096 --kv-cache-mb 40000 --prefix-cache-mb 1024"
+    "--device cuda --dtype bfloat16 --arithmetic {arithmetic} --max-model-len {length} "
+    "--max-num-seqs 256 --max-num-batched-tokens 4096 --kv-cache-mb 40000 --prefix-cache-mb 1024"
 )
 
 
 @contextlib.contextmanager
-def gateway(directory: Path, source: Path, log: Path) -> Iterator[dict[str, Any]]:
+def gateway(directory: Path, source: Path, log: Path, arithmetic: str) -> Iterator[dict[str, Any]]:
     """A gateway with one worker on the GPU: the fields of its ready line, and when that came."""
     command = [sys.executable, "-m", "lockstep", "serve", str(directory), "--json"]
     command += ["--port", "0", "--admin-port", "0", "--checkpoint-root", str(directory.parent)]
     command += ["--state-dir", str(directory.parent / "state"), "--worker-args"]
-    command.append(WORKER.format(length=MODEL_LEN))
+    command.append(WORKER.format(arithmetic=arithmetic, length=MODEL_LEN))
     paths = os.pathsep.join(filter(None, (str(source), os.environ.get("PYTHONPATH"))))
     begun = time.perf_counter()
     with log.open("w") as errors:
@@ -139,8 +139,8 @@ async def measure(ready: dict[str, Any], batches: list[int], pair: list[Path]) -
         for options in ({"logprobs": 1}, {"logprobs": 20}, {"top_p": 0.95}, {"top_k": 20}):
             rates = [await answers(policy, STREAMS, rng, **options) for _ in range(2)]
             print(f"| {STREAMS} with {options} | {max(rates):,.0f} |", flush=True)
-        print("\n| update | stage and prove s | pause ms | longest silence ms | events/s before, "
-              "while staging |\n|---|---|---|---|---|")  # fmt: skip
+        print("\n| update | whole s | stage s | pause ms | longest silence ms | events/s before, "
+              "meanwhile |\n|---|---|---|---|---|---|")  # fmt: skip
         async with Streams(policy, STREAMS, rng) as streams:
             await asyncio.sleep(2)
             for number in range(4):
@@ -151,9 +151,11 @@ async def measure(ready: dict[str, Any], batches: list[int], pair: list[Path]) -
                 ended = time.perf_counter()
                 await asyncio.sleep(1.0)
                 pause = operation.pause_seconds or 0.0
+                (worker,) = operation.workers.values()
                 cells = [
                     f"{number + 1}",
-                    f"{ended - staged - pause:.2f}",
+                    f"{ended - staged:.2f}",
+                    f"{worker.seconds.get('stage', 0):.2f}",
                     f"{1e3 * pause:.1f}",
                     f"{1e3 * streams.silence(staged, ended + 0.9):.0f}",
                     f"{streams.rate(begun, staged):,.0f}, {streams.rate(staged, ended):,.0f}",
@@ -161,7 +163,7 @@ async def measure(ready: dict[str, Any], batches: list[int], pair: list[Path]) -
                 print("| " + " | ".join(cells) + " |", flush=True)
 
 
-def run(model: Any, source: Path, batches: list[int]) -> None:
+def run(model: Any, source: Path, batches: list[int], arithmetic: str) -> None:
     """Serves `model`, updates it to another and back, and prints what clients saw."""
     import torch
 
@@ -183,5 +185,5 @@ def run(model: Any, source: Path, batches: list[int]) -> None:
             pair.append(save_checkpoint(model, Path(root) / name, version=name))
             whole = time.perf_counter() - begun
             print(f"save_checkpoint with probe {whole:.2f} s, save_pretrained alone {plain:.2f} s")
-        with gateway(served, source, Path(root) / "log") as ready:
+        with gateway(served, source, Path(root) / "log", arithmetic) as ready:
             asyncio.run(measure(ready, batches, pair))

@@ -86,12 +86,13 @@ class ModelConfig:
     def read(cls, directory: Path) -> ModelConfig:
         """The config in `directory`. Raises CheckpointError that names what is not supported."""
         try:
-            return cls._of(_json(directory / "config.json"), directory)
+            return cls.of(_json(directory / "config.json"), directory)
         except KeyError as error:
             raise CheckpointError(f"{directory / 'config.json'} has no {error}") from None
 
     @classmethod
-    def _of(cls, raw: dict[str, Any], directory: Path) -> ModelConfig:
+    def of(cls, raw: dict[str, Any], directory: Path) -> ModelConfig:
+        """The config with these fields; `directory` may hold more end tokens. Raises as `read`."""
         architecture = (raw.get("architectures") or [None])[0]
         family = FAMILIES.get(architecture)
         if family is None:
@@ -139,9 +140,10 @@ class EngineOptions:
     """How an engine runs. Raises BadRequest when a value makes no sense.
 
     `arithmetic` "exact" gives logprobs that do not depend on the batch and equal a trainer's bit
-    for bit (CPU, fp32); "portable" does so on another make of x86 CPU too, several times slower;
-    "close" takes the fastest kernels; "auto" is exact where a self-test proves it. The KV cache
-    holds `max_seqs` slots of `max_model_len` tokens, fewer when `kv_bytes` does not suffice.
+    for bit (fp32 on a CPU, bf16 on a GPU); "portable" does so on another make of x86 CPU too,
+    several times slower; "close" takes the fastest kernels; "auto" is exact where a self-test
+    proves it. The KV cache holds `max_seqs` slots of `max_model_len` tokens, fewer when `kv_bytes`
+    does not suffice.
     On a GPU, kernels are compiled and graphs captured for at most `warm_seconds` before it starts.
     """
 
@@ -173,13 +175,21 @@ class EngineOptions:
                     f"{field} must not be negative, got {getattr(self, field)}", param=field
                 )
         check_label(self.weight_version)
-        demanding = self.arithmetic in ("exact", "portable")
-        if demanding and (self.device != "cpu" or self.dtype != "float32"):
+        if self.arithmetic in ("exact", "portable") and (problem := self.why_not_exact):
             raise BadRequest(
-                f"{self.arithmetic} arithmetic needs device cpu and dtype float32, got "
-                f"{self.device} and {self.dtype}: use arithmetic close or auto",
+                f"{self.arithmetic} arithmetic needs {problem}: use arithmetic close or auto",
                 param="arithmetic",
             )
+
+    @property
+    def why_not_exact(self) -> str | None:
+        """What exact arithmetic lacks on this device in this number format; None if nothing."""
+        on_gpu = self.device.startswith("cuda") and self.arithmetic != "portable"
+        if on_gpu and self.dtype == "float32":
+            return f"dtype bfloat16 or float16 on {self.device}, got {self.dtype}"
+        if not on_gpu and (self.device != "cpu" or self.dtype != "float32"):
+            return f"device cpu and dtype float32, got {self.device} and {self.dtype}"
+        return None
 
 
 def _json(path: Path) -> dict[str, Any]:

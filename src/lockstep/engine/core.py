@@ -409,10 +409,11 @@ class Core:
 
     def _warm(self) -> str:
         """Compiles what the first requests would wait for; says what was, where anything is."""
-        if self.overlapped is None:
+        if not self.cache.k.is_cuda or find_spec("triton") is None:
             return ""
-        from lockstep.engine.cuda.start import warm
+        from lockstep.engine.cuda.start import prove, warm
 
+        prove(self)
         return warm(self, self.options.warm_seconds)
 
     def _move(self, source: int, target: int, sequence: Sequence) -> None:

@@ -4,7 +4,8 @@
     exact.prepare(model)
     logprobs = exact.token_logprobs(model, sample.token_ids)    # differentiable
 
-Holds for fp32 on the CPU, where the engine's self-test passed (`engine.arithmetic == "exact"`).
+Holds for fp32 on the CPU and bf16 on a GPU, where the engine's self-test passed
+(`engine.arithmetic == "exact"`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,8 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
     left, packed (with position_ids), with a cache, of any length. Other masks raise NotExact when
     they are used, and so does torch.compile. Adapters of PEFT come before `prepare`.
     """
+    if model.device.type == "cuda":
+        return _prepare_on_device(model)
     config = model.config.get_text_config()
     if problem := _unready(products_of(config), _head_dim(config), portable=portable):
         if strict:
@@ -86,6 +90,18 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
     return model
 
 
+def _prepare_on_device(model: Any) -> Any:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    from lockstep.engine.cuda.trainer import prepare_modules
+
+    prepare_modules(model)
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, segment_mask)
+    model.set_attn_implementation(NAME)
+    return model
+
+
 def own_plan(
     directory: Path, *, device: str = "cpu", dtype: str = "float32", portable: bool = False
 ) -> NumericsPlan:
@@ -95,8 +111,11 @@ def own_plan(
     is no model.
     """
     config = ModelConfig.read(directory)
+    on_gpu = device.startswith("cuda") and find_spec("triton") is not None
+    if on_gpu and dtype != "float32" and not config.moe_layers:
+        return plan("exact", device=device, dtype=dtype, rows=0)
     if device != "cpu" or dtype != "float32":
-        reason = f"exact needs fp32 on a CPU, not {dtype} on {device}"
+        reason = f"exact needs fp32 on a CPU or bf16 on a GPU, not {dtype} on {device}"
         return plan("close", device=device, dtype=dtype, rows=0, reason=reason)
     problem = _unready(config.products, config.head_dim, portable=portable)
     name: ArithmeticName = "portable" if portable else "exact"
@@ -202,6 +221,8 @@ def row_multiple_of(model: Any) -> int:
 
     With adapters of PEFT on it, the multiple that holds for their ranks too.
     """
+    if model.device.type != "cpu":
+        return 1
     base = products_of(model.config.get_text_config())
     multiples = [row_multiple(base)]
     for adapter in getattr(model, "peft_config", {}).values():
@@ -229,15 +250,31 @@ def _batch(model: Any, sequences: list[list[int]], temperature: float) -> list[T
     if not all(sequences):
         at = next(at for at, ids in enumerate(sequences) if not ids)
         raise BadRequest(f"token_ids[{at}] is empty", param=f"token_ids[{at}]")
-    width = round_up(max(map(len, sequences)), row_multiple_of(model))
+    width = max(map(len, sequences))
+    if model.device.type == "cpu":
+        width = round_up(width, row_multiple_of(model))
     rows = [ids + [0] * (width - len(ids)) for ids in sequences]
     ids = torch.tensor(rows, device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits.float()
+    logits = model(input_ids=ids, use_cache=False).logits
+    chosen = chosen_logprobs(logits[:, :-1], ids[:, 1:], temperature)
+    return [chosen[row, : len(sequence) - 1] for row, sequence in enumerate(sequences)]
+
+
+def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """The logprob of each token under logits (..., vocab) of the model's own type, differentiable.
+
+    By the same sums as in the engine on that device, where nothing but a temperature shapes the
+    distribution.
+    """
+    if logits.is_cuda and logits.dtype != torch.float32:
+        from lockstep.engine.cuda.trainer import logprobs_of
+
+        rows = logits.reshape(-1, logits.shape[-1])
+        return logprobs_of(rows, tokens.reshape(-1), temperature).view(tokens.shape)
+    logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
-    logprobs = torch.log_softmax(logits[:, :-1], dim=-1)
-    chosen = logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
-    return [chosen[row, : len(sequence) - 1] for row, sequence in enumerate(sequences)]
+    return torch.log_softmax(logits, dim=-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
 def attention(

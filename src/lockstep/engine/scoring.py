@@ -82,10 +82,7 @@ def _scores(model: Model, weights: Weights, hidden: Tensor, targets: list[int]) 
     # Many rows at once, whatever sequences they are of; not all, as a row has a whole vocabulary.
     for start in range(0, len(targets), LOGIT_ROWS):
         chosen = targets[start : start + LOGIT_ROWS]
-        logits = model.logits(weights, hidden, range(start, start + len(chosen)))
-        logprobs = torch.log_softmax(logits, dim=-1)
-        ids = torch.tensor(chosen, device=hidden.device)
-        values += logprobs.gather(-1, ids[:, None]).squeeze(-1).tolist()
+        values += model.scores(weights, hidden, start, chosen).tolist()
     return values
 
 

@@ -56,8 +56,8 @@ def say_ready(**fields: object) -> None:
 
 SWITCH_SECONDS = 0.0005
 """How long one thread may keep the interpreter while another waits. Threads that compute steps or
-read weights need it for an instant, hundreds of times: with Python's own 5 ms a busy event loop made
-staging six times as long."""
+read weights need it for an instant, hundreds of times: with Python's own 5 ms, staging beside a
+busy event loop took six times as long."""
 
 
 @contextlib.contextmanager

@@ -4,22 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.cuda import kernels
+from lockstep.engine.cuda import exact_kernels, kernels
 from lockstep.engine.weights.weights import Layer, Weights
 
 Attend = Callable[[int, Layer, Tensor], Tensor]
-"""The attention of one layer: its number, its weights, and the parts of the product that holds
-queries, keys and values. Returns (rows, heads * dim)."""
+"""The attention of one layer: its number, its weights, and the product that holds queries, keys and
+values (in close arithmetic as parts that are to be added up). Returns (rows, heads * dim)."""
 
 
-def forward(config: ModelConfig, weights: Weights, ids: Tensor, attend: Attend) -> Tensor:
+def forward(
+    config: ModelConfig, weights: Weights, ids: Tensor, attend: Attend, *, exact: bool
+) -> Tensor:
     """Normed hidden states of all rows, (rows, hidden)."""
-    eps = config.eps
     x = F.embedding(ids, weights.embed)
+    run = _exact_layers if exact else _close_layers
+    return run(config.eps, weights, x, attend)
+
+
+def head(hidden: Tensor, weights: Weights, out: Tensor, *, exact: bool) -> None:
+    """Logits of these rows, in the type of the model."""
+    if exact:
+        exact_kernels.linear(hidden, weights.head, out=out)
+    else:
+        torch.mm(hidden, weights.head.t(), out=out)
+
+
+def _close_layers(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Tensor:
     delta: Tensor | None = None
     for i, layer in enumerate(weights.layers):
         h = kernels.add_norm(x, delta, layer.input_norm, eps)
@@ -28,3 +43,14 @@ def forward(config: ModelConfig, weights: Weights, ids: Tensor, attend: Attend) 
         inner = kernels.gate(kernels.linear(h, layer.gate_up), x.dtype)
         delta = kernels.linear(inner, layer.down)
     return kernels.add_norm(x, delta, weights.norm, eps)
+
+
+def _exact_layers(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Tensor:
+    delta: Tensor | None = None
+    k = exact_kernels
+    for i, layer in enumerate(weights.layers):
+        h = k.add_norm(x, delta, layer.input_norm, eps)
+        attended = attend(i, layer, k.linear(h, layer.qkv, layer.qkv_bias))
+        h = k.add_norm(x, k.linear_parts(attended, layer.out), layer.post_norm, eps)
+        delta = k.linear_parts(k.gate(k.linear(h, layer.gate_up)), layer.down)
+    return k.add_norm(x, delta, weights.norm, eps)

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from lockstep.engine.cuda import kernels
-from lockstep.engine.cuda.forward import forward
+from lockstep.engine.cuda import exact_attention, exact_kernels, kernels
+from lockstep.engine.cuda.forward import forward, head
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, Table, bucket
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.model import Model
@@ -57,6 +57,8 @@ class Decoder:
         self._model = model
         self._cache = cache
         self._pool = pool
+        self._exact = model.arithmetic.name == "exact"
+        self._turns = [turn.to(cache.k.dtype) for turn in model.rotation]
         self._tables: dict[int, Table] = {}
         self._weights: Weights | None = None
         self._packed: Mapping[str, Tensor] | None = None
@@ -103,14 +105,21 @@ class Decoder:
         if weights is None:
             raise RuntimeError("a step was run before the decoder had weights")
 
-        def attend(i: int, layer: Layer, parts: Tensor) -> Tensor:
-            return kernels.attend(
-                parts, *self._cache.layers[i], table.slots, table.positions,
-                *model.rotation, model.scale,
-                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=model.config.eps,
-            )  # fmt: skip
+        def attend(i: int, layer: Layer, product: Tensor) -> Tensor:
+            cache, slots, positions = self._cache.layers[i], table.slots, table.positions
+            norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
+            eps = model.config.eps
+            if not self._exact:
+                return kernels.attend(
+                    product, *cache, slots, positions, *model.rotation, model.scale,
+                    eps=eps, **norms,
+                )  # fmt: skip
+            q = exact_kernels.store_heads(
+                product, *cache, slots, positions, *self._turns, eps=eps, **norms
+            )
+            return exact_attention.attend_tokens(q, *cache, slots, positions, model.scale)
 
-        hidden = forward(model.config, weights, table.tokens, attend)
-        torch.mm(hidden, weights.head.t(), out=table.logits)
+        hidden = forward(model.config, weights, table.tokens, attend, exact=self._exact)
+        head(hidden, weights, table.logits, exact=self._exact)
         table.draw()
         table.positions.add_(1)

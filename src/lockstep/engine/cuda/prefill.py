@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.engine.cuda.forward import forward
+from lockstep.engine.cuda import exact_attention, exact_kernels
+from lockstep.engine.cuda.forward import forward, head
 from lockstep.engine.cuda.graphs import GraphPool
 from lockstep.engine.cuda.prefill_kernels import attend_ragged, store_heads, tokens_per_block
+from lockstep.engine.cuda.sampling_kernels import token_logprobs
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, Table, powers
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.model import Model, Segment
@@ -78,21 +80,24 @@ class Prefiller:
     """Computes tokens of many sequences over the slots of one cache, all layers in one graph.
 
     At most `budget` tokens come at a time. Graphs serve the weights that lie where those lay that
-    they were captured with; others, which are staged, are computed launch by launch.
+    they were captured with; others, which are staged, are computed launch by launch. Without a
+    pool nothing is captured.
     """
 
-    def __init__(self, model: Model, cache: SlotCache, pool: GraphPool, budget: int) -> None:
+    def __init__(self, model: Model, cache: SlotCache, pool: GraphPool | None, budget: int) -> None:
         self.cache = cache
+        self._pool = pool
         self.sizes = token_sizes(budget)
         self._model = model
-        self._pool = pool
+        self._budget = budget
+        self._exact = model.arithmetic.name == "exact"
+        self._turns = [turn.to(cache.k.dtype) for turn in model.rotation]
         self._per_block = tokens_per_block(model.config.group)
         device, kind = cache.k.device, cache.k.dtype
         largest = self.sizes[-1]
         self._hidden = torch.empty((largest, model.config.hidden), dtype=kind, device=device)
         self._sums = torch.empty(largest, dtype=torch.float32, device=device)
-        shape = powers(cache.slots)[-1], model.config.vocab_size
-        self._logits = torch.empty(shape, dtype=kind, device=device)
+        self._logits: Tensor | None = None
         self._tables: dict[int, TokenTable] = {}
         self._heads: dict[int, Table] = {}
         self._packed: Mapping[str, Tensor] | None = None
@@ -121,6 +126,20 @@ class Prefiller:
             self._finish(table, weights)
         return table.fetch(rows)
 
+    def on(self, cache: SlotCache) -> Prefiller:
+        """The same over another cache, launch by launch; it may run beside this one."""
+        return Prefiller(self._model, cache, None, self._budget)
+
+    def logits(self, weights: Weights, hidden: Tensor) -> Tensor:
+        """Logits of these hidden states, in the type of the model."""
+        out = hidden.new_empty((len(hidden), weights.head.shape[0]))
+        head(hidden, weights, out, exact=self._exact)
+        return out
+
+    def scores(self, weights: Weights, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The logprob of one token for each of these hidden states, as it is when it is drawn."""
+        return token_logprobs(self.logits(weights, hidden), targets)
+
     def fits(self, segments: Seq[Segment]) -> bool:
         """Whether one run can take all of these segments."""
         count = sum(len(segment.tokens) for segment in segments)
@@ -132,7 +151,7 @@ class Prefiller:
         self._packed = self._packed or weights.packed
         if size not in self._tables:
             self._tables[size] = table = TokenTable(size, self._hidden, self._sums)
-            if self.cache.k.is_cuda and self._captured(weights):
+            if self._pool is not None and self.cache.k.is_cuda and self._captured(weights):
                 table.slots.fill_(NOWHERE)
                 table.graph = self._pool.capture(lambda: self._step(table, weights))
         return self._tables[size]
@@ -142,8 +161,11 @@ class Prefiller:
         self._packed = self._packed or weights.packed
         size = powers(rows)[-1]
         if size not in self._heads:
+            if self._logits is None:
+                shape = powers(self.cache.slots)[-1], self._model.config.vocab_size
+                self._logits = self._hidden.new_empty(shape)
             self._heads[size] = table = Table(self._logits[:size])
-            if self.cache.k.is_cuda and self._captured(weights):
+            if self._pool is not None and self.cache.k.is_cuda and self._captured(weights):
                 table.graph = self._pool.capture(lambda: self._finish(table, weights))
         return self._heads[size]
 
@@ -168,21 +190,28 @@ class Prefiller:
     def _step(self, table: TokenTable, weights: Weights) -> None:
         model, cache = self._model, self.cache
 
-        def attend(i: int, layer: Layer, parts: Tensor) -> Tensor:
-            q = store_heads(
-                parts, *cache.layers[i], table.slots, table.positions,
-                *model.rotation, model.scale,
-                q_norm=layer.q_norm, k_norm=layer.k_norm, eps=model.config.eps,
-            )  # fmt: skip
-            return attend_ragged(q, *cache.layers[i], table.blocks)
+        def attend(i: int, layer: Layer, product: Tensor) -> Tensor:
+            slots, positions, blocks = table.slots, table.positions, table.blocks
+            norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
+            eps = model.config.eps
+            if not self._exact:
+                q = store_heads(
+                    product, *cache.layers[i], slots, positions, *model.rotation, model.scale,
+                    eps=eps, **norms,
+                )  # fmt: skip
+                return attend_ragged(q, *cache.layers[i], blocks)
+            q = exact_kernels.store_heads(
+                product, *cache.layers[i], slots, positions, *self._turns, eps=eps, **norms
+            )
+            return exact_attention.attend_ragged(q, *cache.layers[i], blocks, model.scale)
 
-        hidden = forward(model.config, weights, table.ids, attend)
+        hidden = forward(model.config, weights, table.ids, attend, exact=self._exact)
         table.hidden.copy_(hidden)
         torch.sum(hidden, -1, dtype=torch.float32, out=table.sums)
 
     def _finish(self, table: Table, weights: Weights) -> None:
         hidden = self._hidden.index_select(0, table.positions)
-        torch.mm(hidden, weights.head.t(), out=table.logits)
+        head(hidden, weights, table.logits, exact=self._exact)
         table.draw()
 
 

@@ -37,11 +37,35 @@ def draw(
     chosen = torch.empty(rows, dtype=torch.float32, device=logits.device)
     sizes = {"wide": wide, "chunk": CHUNK}
     _weigh[(wide, rows)](logits, temperatures, stats, vocab, rows, **sizes, num_warps=8)
+    _normalize[(rows,)](temperatures, processed, stats, highest, logs, rows, wide=wide, num_warps=1)
     _pick[(rows,)](
         logits, uniforms, temperatures, processed, stats, tokens, logprobs, chosen, ranks,
         highest, logs, vocab, rows, **sizes, num_warps=8,
     )  # fmt: skip
     _rank[(chunks, rows)](logits, chosen, ranks, vocab, chunk=CHUNK, num_warps=8)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """The logprob of one token of each row, fp32, with the bits that `draw` gives it.
+
+    Logits are of the type that `draw` sees, and contiguous. Temperature 0 leaves them as they are.
+    """
+    rows, vocab = logits.shape
+    wide = pow2(triton.cdiv(vocab, CHUNK))
+    stats = torch.empty((4, rows, wide), dtype=torch.float32, device=logits.device)
+    heats = torch.full((rows,), temperature, dtype=torch.float32, device=logits.device)
+    processed = torch.ones(rows, dtype=torch.int32, device=logits.device)
+    highest, logs, out = torch.empty((3, rows), dtype=torch.float32, device=logits.device)
+    _weigh[(wide, rows)](logits, heats, stats, vocab, rows, wide=wide, chunk=CHUNK, num_warps=8)
+    _normalize[(rows,)](heats, processed, stats, highest, logs, rows, wide=wide, num_warps=1)
+    _score[(rows,)](logits, tokens.to(torch.int32), heats, highest, logs, out, vocab, num_warps=1)
+    return out
+
+
+def token_logprobs_reference(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """`token_logprobs` in plain torch, up to the order of its sums."""
+    logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    return logprobs.gather(-1, tokens.long()[:, None]).squeeze(-1)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -72,6 +96,42 @@ def _weigh(logits, temperatures, stats, vocab, rows, wide: tl.constexpr, chunk: 
 
 
 @triton.jit(do_not_specialize=["rows"])
+def _normalize(temperatures, processed, stats, highest, logs, rows, wide: tl.constexpr):
+    """The highest logit of a row, and the logarithm of the sum of its shares.
+
+    NaN for a row that is no distribution. A kernel of its own, so that whoever needs a logprob gets
+    it with the same bits.
+    """
+    row = tl.program_id(0)
+    part = row * wide + tl.arange(0, wide)
+    high = tl.load(stats + part)
+    top = tl.max(high, axis=0)
+    heat = tl.load(temperatures + row)
+    plain = tl.load(stats + 2 * rows * wide + part) * tl.exp(high - top)
+    shares = tl.load(stats + 3 * rows * wide + part)
+    shares *= tl.exp((high - top) / tl.where(heat > 0, heat, 1.0))
+    total, raw = tl.sum(shares, axis=0), tl.sum(plain, axis=0)
+    sound = (total > 0) & (total < float("inf")) & (raw < float("inf"))
+    log = tl.log(tl.where(tl.load(processed + row) != 0, total, raw))
+    tl.store(highest + row, top)
+    tl.store(logs + row, tl.where(sound, log, float("nan")))
+
+
+@triton.jit
+def _logprob(logit, top, log, heat):
+    return (logit - top) / heat - log
+
+
+@triton.jit
+def _score(logits, tokens, temperatures, highest, logs, out, vocab):
+    row = tl.program_id(0)
+    heat = tl.load(temperatures + row)
+    logit = tl.load(logits + row.to(tl.int64) * vocab + tl.load(tokens + row)).to(tl.float32)
+    heat = tl.where(heat > 0, heat, 1.0)
+    tl.store(out + row, _logprob(logit, tl.load(highest + row), tl.load(logs + row), heat))
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _pick(
     logits, uniforms, temperatures, processed, stats, tokens, logprobs, chosen, ranks,
     highest, logs, vocab, rows, wide: tl.constexpr, chunk: tl.constexpr,
@@ -83,7 +143,6 @@ def _pick(
     heat = tl.load(temperatures + row)
     heat_or_one = tl.where(heat > 0, heat, 1.0)
     top = tl.max(high, axis=0)
-    plain = tl.load(stats + 2 * rows * wide + row * wide + part) * tl.exp(high - top)
     shares = tl.load(stats + 3 * rows * wide + row * wide + part)
     shares *= tl.exp((high - top) / heat_or_one)
     ends = tl.cumsum(shares, axis=0)
@@ -106,17 +165,11 @@ def _pick(
     token = tl.where(heat > 0, which * chunk + place, likeliest)
     token = tl.minimum(tl.maximum(token, 0), vocab - 1).to(tl.int32)
     logit = tl.load(line + token).to(tl.float32)
-    raw = logit - top - tl.log(tl.sum(plain, axis=0))
-    warm = (logit - top) / heat_or_one - tl.log(total)
-    logprob = tl.where(tl.load(processed + row) != 0, warm, raw)
-    sound = (total > 0) & (total < float("inf")) & (tl.sum(plain, axis=0) < float("inf"))
+    scale = tl.where(tl.load(processed + row) != 0, heat_or_one, 1.0)
     tl.store(tokens + row, token)
-    tl.store(logprobs + row, tl.where(sound, logprob, float("nan")))
+    tl.store(logprobs + row, _logprob(logit, top, tl.load(logs + row), scale))
     tl.store(chosen + row, logit)
     tl.store(ranks + row, 1)
-    tl.store(highest + row, top)
-    summed = tl.where(tl.load(processed + row) != 0, total, tl.sum(plain, axis=0))
-    tl.store(logs + row, tl.log(summed))
 
 
 @triton.jit

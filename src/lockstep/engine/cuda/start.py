@@ -9,16 +9,20 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING
 
 import torch
+from triton.errors import TritonError
 
 from lockstep.engine.cuda.graphs import Decoder, GraphPool, supported
 from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller
+from lockstep.engine.model.arithmetic import Close
 from lockstep.engine.sequence import EngineRequest, Event, RequestHandle
-from lockstep.tokens import LockstepError, Sampling
+from lockstep.tokens import Completion, LockstepError, Sampling
+from lockstep.tokens.errors import EngineFailure
 
 if TYPE_CHECKING:
     from lockstep.engine.core import Core
@@ -90,16 +94,52 @@ def _rehearse(core: Core) -> None:
     """Runs a request of each kind, and leaves no trace of them."""
     vocab = core.config.vocab_size
     length = max(min(40, core.max_len - 4, vocab), 1)
-    before = core.steps, core.prompt_tokens, core.generated_tokens
     for sampling in REHEARSED:
-        events: list[Event] = []
-        request = EngineRequest(prompt_ids=list(range(length)), sampling=sampling)
-        core.submit(RequestHandle(request, events.append))
-        while core.has_work:
-            core.step()
-        for event in events:
-            if isinstance(event, LockstepError):
-                log.warning("a rehearsed request failed: %s", event.message)
+        complete(core, list(range(length)), sampling)
+
+
+def complete(core: Core, ids: list[int], sampling: Sampling) -> Completion | None:
+    """One request through an engine that has no others; None, with a warning, where it failed.
+
+    Leaves no trace of it in caches and counters.
+    """
+    before = core.steps, core.prompt_tokens, core.generated_tokens
+    events: list[Event] = []
+    request = EngineRequest(prompt_ids=ids, sampling=sampling)
+    core.submit(RequestHandle(request, events.append))
+    while core.has_work:
+        core.step()
     core.steps, core.prompt_tokens, core.generated_tokens = before
     core.prefixes.clear()
     core.prefixes.hits = core.prefixes.queries = 0
+    for event in events:
+        if isinstance(event, LockstepError):
+            log.warning("a request of the engine itself failed: %s", event.message)
+        elif isinstance(event, list):
+            return event[0]
+    return None
+
+
+def prove(core: Core) -> None:
+    """Keeps exact arithmetic where a self-test proves it on this device, else falls back to close.
+
+    Raises EngineFailure where exact was demanded and does not hold.
+    """
+    from lockstep.engine.cuda.selftest import why_not_exact
+
+    if core.model.arithmetic.name != "exact":
+        return
+    try:
+        problem = why_not_exact(core) if core.overlapped else "there are no kernels for this model"
+    except (RuntimeError, TritonError) as error:  # a device that lacks what a kernel needs
+        problem = f"the kernels do not run here: {error}"
+    if problem is None:
+        return
+    if core.options.arithmetic == "exact":
+        raise EngineFailure(f"exact arithmetic does not hold on this GPU: {problem}")
+    log.warning("falling back to close arithmetic: %s", problem)
+    core.model.arithmetic = Close()
+    core.arithmetic_note = f"the self-test failed: {problem}"
+    core.plan = replace(core.plan, arithmetic="close", reason=core.arithmetic_note, fingerprint="")
+    core.model.prefiller = None
+    core.overlapped = overlapped_runner(core)

@@ -128,6 +128,12 @@ class Close:
         return out[0].transpose(0, 1).reshape(count, heads * dim)
 
 
+class ExactOnDevice(Close):
+    """What the kernels of `lockstep.engine.cuda` compute exactly; the rest, adapters, is close."""
+
+    name: ArithmeticName = "exact"
+
+
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     """Attention of q (A, B, M, d) over k and v (A, B, T, d), M and T from `attention_shapes`.
 

@@ -100,6 +100,18 @@ class RaggedPrefill(Protocol):
         """Normed hidden states of all tokens, and the sum of each; valid until the next run."""
         ...
 
+    def on(self, cache: SlotCache) -> RaggedPrefill:
+        """The same over another cache."""
+        ...
+
+    def logits(self, weights: Weights, hidden: Tensor) -> Tensor:
+        """Logits of these hidden states, in the type of the model."""
+        ...
+
+    def scores(self, weights: Weights, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The logprob of one token for each of these hidden states, as it is when it is drawn."""
+        ...
+
 
 class Model:
     """The forward pass of one architecture; weights and caches are arguments of each call."""
@@ -207,7 +219,8 @@ class Model:
     ) -> Tensor:
         """Normed hidden states of all tokens of whole segments, the fastest way there is."""
         fast = self.prefiller
-        if fast is not None and fast.cache is cache and fast.fits(segments):
+        if fast is not None and fast.fits(segments):
+            fast = fast if fast.cache is cache else fast.on(cache)
             return fast.run(weights, segments)[0]
         return self.forward(weights, cache, self.batch(segments))
 
@@ -242,12 +255,28 @@ class Model:
     def logits(self, weights: Weights, hidden: Tensor, rows: Sequence[int]) -> Tensor:
         """fp32 logits of these rows, which ascend, (len(rows), vocab)."""
         count, first = len(rows), rows[0]
+        if self.prefiller is not None:
+            chosen = hidden[first : first + count]
+            if rows[-1] - first != count - 1:
+                chosen = hidden[list(rows)]
+            return self.prefiller.logits(weights, chosen).float()
         padded = round_up(count, self.row_multiple)
         if rows[-1] - first == count - 1 and first + padded <= hidden.shape[0]:
             chosen = hidden[first : first + padded]
         else:
             chosen = F.pad(hidden[list(rows)], (0, 0, 0, padded - count))
         return F.linear(chosen, weights.head)[:count].float()
+
+    def scores(
+        self, weights: Weights, hidden: Tensor, first: int, targets: Sequence[int]
+    ) -> Tensor:
+        """The logprob of each target at the rows from `first` on."""
+        ids = torch.tensor(targets, device=hidden.device)
+        rows = range(first, first + len(targets))
+        if self.prefiller is not None:
+            return self.prefiller.scores(weights, hidden[rows.start : rows.stop], ids)
+        logprobs = torch.log_softmax(self.logits(weights, hidden, rows), dim=-1)
+        return logprobs.gather(-1, ids[:, None]).squeeze(-1)
 
     def _keep(
         self, cache: SlotCache, layer: int, kv: Tensor, batch: ModelBatch, places: Tensor | None

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.kv.cache import SlotCache
-from lockstep.engine.model.arithmetic import CLOSE_ROW_MULTIPLE, Arithmetic, Close, Exact
+from lockstep.engine.model.arithmetic import (
+    CLOSE_ROW_MULTIPLE,
+    Arithmetic,
+    Close,
+    Exact,
+    ExactOnDevice,
+)
 from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.numerics.block_shapes import row_multiple, steady_products, threads, why_unfit
 from lockstep.engine.numerics.plan import why_not_portable
@@ -31,8 +38,12 @@ def requested_arithmetic(
     """The arithmetic of the options where device and dtype allow it, else close and the reason."""
     if options.arithmetic == "close":
         return Close(), "close was requested"
-    if options.device != "cpu" or options.dtype != "float32":
-        return Close(), f"exact needs fp32 on a CPU, not {options.dtype} on {options.device}"
+    if problem := options.why_not_exact:
+        return Close(), f"exact needs {problem}"
+    if options.device != "cpu":
+        if config.moe_layers or find_spec("triton") is None:
+            return Close(), "exact on a GPU needs a dense model and Triton"
+        return ExactOnDevice(), ""  # proved when its kernels are there: `lockstep.engine.cuda`
     name: ArithmeticName = "portable" if options.arithmetic == "portable" else "exact"
     return Exact(config.head_dim, max_len, name), ""
 

@@ -82,7 +82,7 @@ def plan(
         isa=isa(),
         torch=str(torch.__version__),
         onednn=os.environ.get(ONEDNN_ISA, "") if dtype != "float32" else "",
-        fingerprint=fingerprint() if arithmetic != "close" else "",
+        fingerprint=_fingerprint_on(device, dtype) if arithmetic != "close" else "",
         reason=reason,
     )
 
@@ -107,6 +107,14 @@ def why_not_portable() -> str | None:
     if fingerprint() != known:
         return f"this CPU computes other bits: fingerprint {fingerprint()}, expected {known}"
     return None
+
+
+def _fingerprint_on(device: str, dtype: str) -> str:
+    if not device.startswith("cuda"):
+        return fingerprint()
+    from lockstep.engine.cuda.selftest import fingerprint_on
+
+    return fingerprint_on(device, dtype)
 
 
 @lru_cache

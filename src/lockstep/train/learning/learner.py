@@ -181,11 +181,17 @@ class Learner:
             else nullcontext()
         )
         with context:
-            logits_BTV = self.model(input_ids=ids_BT, use_cache=False).logits.float()
-        if self._config.rollout.logprobs == "processed":
+            own_BTV = self.model(input_ids=ids_BT, use_cache=False).logits
+        processed = self._config.rollout.logprobs == "processed"
+        logits_BTV = own_BTV.float()
+        if processed:
             logits_BTV = self._processed(logits_BTV, items)
         logprobs_BTV = torch.log_softmax(logits_BTV[:, :-1], dim=-1)
-        chosen_BT = logprobs_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
+        if own_BTV.is_cuda and not any(item.sample.shaping for item in items):
+            temperature = self._config.rollout.temperature if processed else 1.0
+            chosen_BT = exact.chosen_logprobs(own_BTV[:, :-1], ids_BT[:, 1:], temperature)
+        else:
+            chosen_BT = logprobs_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
         with torch.no_grad():
             seen_BTV = logprobs_BTV.masked_fill(logprobs_BTV == -torch.inf, 0.0)
             entropy_BT = -(logprobs_BTV.exp() * seen_BTV).sum(-1)
@@ -259,6 +265,8 @@ def own_plan(config: TrainConfig) -> NumericsPlan:
     except CheckpointError as error:  # a model that the embedded engine does not have
         return close(reason=error.message)
     rank = learner.lora_rank
+    if plan.is_exact and rank and learner.device != "cpu":
+        return close(reason="a GPU computes adapters closely, not exactly")
     if plan.is_exact and rank and not row_multiple(products.with_lora(rank)):
         return close(reason=f"the products of an adapter of rank {rank} depend on the batch")
     return plan

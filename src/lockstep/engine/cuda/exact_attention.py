@@ -1,0 +1,187 @@
+"""Attention whose bits do not depend on the batch: see `exact_kernels` for what makes it so."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2 as pow2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lockstep.engine.cuda.exact_kernels import launch
+from lockstep.engine.cuda.kernels import LOG2_E
+
+KEYS = 64
+"""Keys of one block of a softmax."""
+SPLIT = 128
+"""Keys whose blocks are folded into each other; the results of splits are joined in order."""
+QUERIES = 128
+"""Queries, over all heads that share their keys, that one program of a prefill computes."""
+
+
+@triton.jit
+def _split(
+    query, keys, values, begin, end, last, scale,
+    dim: tl.constexpr, block: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    """Softmax over one split of the keys: highest score, sum of shares, weighed values.
+
+    `end` is behind the last key that is there, `last` (rows, 1) the last key that each query sees.
+    """
+    at, step = tl.arange(0, dim), tl.arange(0, block)
+    # Lower than any score, and yet a number: of a block that a query does not see, nothing is NaN.
+    top = tl.full((rows,), -1e30, tl.float32)
+    total = tl.zeros((rows, 16), tl.float32)
+    summed = tl.zeros((rows, dim), tl.float32)
+    # A sum by the matrix units: its order does not depend on how a tile lies in registers.
+    first = (tl.arange(0, 16)[None, :] + step[:, None] * 0) == 0
+    ones = tl.where(first, 1.0, 0.0).to(query.dtype)
+    for start in range(begin, tl.minimum(begin + size, end), block):
+        where = start + step
+        there = where < end
+        key = tl.load(keys + where[None, :] * dim + at[:, None], mask=there[None, :], other=0.0)
+        value = tl.load(values + where[:, None] * dim + at[None, :], mask=there[:, None], other=0.0)
+        scores = tl.where(where[None, :] <= last, tl.dot(query, key) * scale, float("-inf"))
+        highest = tl.maximum(top, tl.max(scores, axis=1))
+        old = tl.exp2(top - highest)[:, None]
+        shares = tl.exp2(scores - highest[:, None]).to(value.dtype)
+        total = tl.dot(shares, ones, total * old)
+        summed = tl.dot(shares, value, summed * old)
+        top = highest
+    return top, tl.sum(total, axis=1), summed
+
+
+@triton.jit
+def _joined(top, total, summed, more_top, more_total, more_summed):
+    """Two parts of a softmax as one."""
+    highest = tl.maximum(top, more_top)
+    old, new = tl.exp2(top - highest), tl.exp2(more_top - highest)
+    total = total * old + more_total * new
+    return highest, total, summed * old[:, None] + more_summed * new[:, None]
+
+
+def attend_ragged(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, scale: float) -> Tensor:
+    """Causal attention of a ragged batch, as `prefill_kernels.attend_ragged` has it."""
+    _, kv_heads, capacity, dim = keys.shape
+    group = q.shape[1] // dim // kv_heads
+    out = torch.empty_like(q)
+    _attend_ragged[(blocks.shape[0], kv_heads)](
+        q, keys, values, blocks, out, capacity, keys.stride(0), scale * LOG2_E,
+        kv_heads=kv_heads, group=group, dim=dim, rows=max(QUERIES, pow2(group)),
+        block=KEYS, size=SPLIT, num_warps=8, num_stages=2, **launch(keys),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _attend_ragged(
+    q, keys, values, blocks, out, capacity, slot_stride, scale,
+    kv_heads: tl.constexpr, group: tl.constexpr, dim: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr, size: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
+    which, head = tl.program_id(0), tl.program_id(1)
+    first = tl.load(blocks + which * 4)
+    count = tl.load(blocks + which * 4 + 1)
+    slot = tl.load(blocks + which * 4 + 2).to(tl.int64)
+    start = tl.load(blocks + which * 4 + 3)
+    lane, at = tl.arange(0, rows), tl.arange(0, dim)
+    token = lane // group
+    real = (token < count)[:, None]
+    place = ((first + token) * kv_heads + head) * group + lane % group
+    place = place.to(tl.int64)[:, None] * dim + at[None, :]
+    query = tl.load(q + place, mask=real, other=0.0)
+    keys += slot * slot_stride + head * capacity * dim
+    values += slot * slot_stride + head * capacity * dim
+    last = (start + token)[:, None]
+    top = tl.full((rows,), -1e30, tl.float32)
+    total = tl.zeros((rows,), tl.float32)
+    summed = tl.zeros((rows, dim), tl.float32)
+    end = start + count
+    for begin in range(0, end, size):
+        more_top, more_total, more_summed = _split(
+            query, keys, values, begin, end, last, scale, dim, block, size, rows
+        )
+        top, total, summed = _joined(top, total, summed, more_top, more_total, more_summed)
+    tl.store(out + place, (summed / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+def attend_tokens(
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    """Attention of one token per row over slot slots[r] up to position positions[r], itself too."""
+    rows = q.shape[0]
+    _, kv_heads, capacity, dim = keys.shape
+    heads = q.shape[1] // dim
+    splits = triton.cdiv(capacity, SPLIT)
+    out = torch.empty_like(q)
+    sums = q.new_empty((rows, heads, splits, dim), dtype=torch.float32)
+    tops = q.new_empty((rows, heads, splits, 2), dtype=torch.float32)
+    options = launch(keys)
+    _attend_tokens[(splits, kv_heads, rows)](
+        q, keys, values, slots, positions, sums, tops, capacity, keys.stride(0), scale * LOG2_E,
+        kv_heads=kv_heads, group=heads // kv_heads, dim=dim, splits=splits,
+        padded=max(16, pow2(heads // kv_heads)), block=KEYS, size=SPLIT,
+        num_warps=4, num_stages=2, **options,
+    )  # fmt: skip
+    _join_tokens[(heads, rows)](
+        sums, tops, positions, out, dim=dim, splits=splits, size=SPLIT, num_warps=1, **options
+    )
+    return out
+
+
+@triton.jit
+def _attend_tokens(
+    q, keys, values, slots, positions, sums, tops, capacity, slot_stride, scale,
+    kv_heads: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, splits: tl.constexpr,
+    padded: tl.constexpr, block: tl.constexpr, size: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row)
+    begin = split * size
+    if begin <= position:
+        slot = tl.load(slots + row).to(tl.int64)
+        keys += slot * slot_stride + head * capacity * dim
+        values += slot * slot_stride + head * capacity * dim
+        lane, at = tl.arange(0, padded), tl.arange(0, dim)
+        real = lane < group
+        mine = (row * kv_heads + head) * group + lane
+        query = tl.load(q + mine[:, None] * dim + at[None, :], mask=real[:, None], other=0.0)
+        last = (position + lane * 0)[:, None]
+        top, total, summed = _split(
+            query, keys, values, begin, position + 1, last, scale, dim, block, size, padded
+        )
+        which = mine * splits + split
+        tl.store(sums + which[:, None] * dim + at[None, :], summed, mask=real[:, None])
+        tl.store(tops + which * 2, top, mask=real)
+        tl.store(tops + which * 2 + 1, total, mask=real)
+
+
+@triton.jit
+def _join_tokens(
+    sums, tops, positions, out,
+    dim: tl.constexpr, splits: tl.constexpr, size: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: its splits, joined in order."""
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(1)
+    which = row * tl.num_programs(0) + tl.program_id(0)
+    at, one = tl.arange(0, dim), tl.arange(0, 1)
+    top = tl.full((1,), -1e30, tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    summed = tl.zeros((1, dim), tl.float32)
+    for split in range(tl.load(positions + row) // size + 1):
+        place = which * splits + split + one
+        more_summed = tl.load(sums + place[:, None] * dim + at[None, :])
+        more_top, more_total = tl.load(tops + place * 2), tl.load(tops + place * 2 + 1)
+        top, total, summed = _joined(top, total, summed, more_top, more_total, more_summed)
+    result = (summed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + (which + one)[:, None] * dim + at[None, :], result)

@@ -1,0 +1,400 @@
+"""Triton kernels whose bits do not depend on the batch, and their references in plain torch.
+
+What makes a row's bits its own: a product is one sum over the inner dimension, in order, by matrix
+instructions that add sixteen terms at a time whatever the tile (tried on Hopper: `mma` and `wgmma`
+agree in every shape); softmax (`exact_attention`) goes over splits of keys counted from the start
+of a sequence, each by itself, joined in order; other sums over a row are made by one kernel, or in
+fp64, where squares of bf16 numbers add up without rounding; and every intermediate is
+rounded to the type of the model where a trainer's module would round it. Multiplications and
+additions are not fused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2 as pow2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lockstep.engine.cuda.kernels import early
+
+PART = 1024
+"""Terms of a product that are summed up by themselves, in order."""
+AHEAD = 64
+"""Rows up to which a product loads weights before it waits for its input."""
+
+
+def launch(tensor: Tensor) -> dict[str, Any]:
+    """How to launch an exact kernel on the device of this tensor."""
+    options = early(tensor.device)
+    return options | ({"enable_fp_fusion": False} if tensor.is_cuda else {})
+
+
+# Products
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """x @ weight.T + bias, summed up over parts of `PART` terms in order, rounded once."""
+    rows, outer = x.shape[0], weight.shape[0]
+    if out is None:
+        out = torch.empty((rows, outer), dtype=x.dtype, device=x.device)
+    return _run(x, weight, bias, out, spread=False)
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T before it is rounded, fp32, as parts that `add_norm` adds up in order.
+
+    For few rows each part is another program's, so that enough of them read weights.
+    """
+    rows, outer, inner = x.shape[0], weight.shape[0], x.shape[1]
+    spread = rows <= AHEAD
+    parts = triton.cdiv(inner, PART) if spread else 1
+    out = torch.empty((parts, rows, outer), dtype=torch.float32, device=x.device)
+    return _run(x, weight, None, out, spread=spread)
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` in plain torch, up to the order of its sums."""
+    out = x.float() @ weight.float().T
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, spread: bool) -> Tensor:
+    (rows, inner), outer = x.shape, weight.shape[0]
+    block_m, block_n, block_k, warps, stages = _tile(rows, outer, inner)
+    part = min(PART, max(pow2(inner), 16))
+    splits = triton.cdiv(inner, part) if spread else 1
+    _linear[(triton.cdiv(rows, block_m), triton.cdiv(outer, block_n), splits)](
+        x, weight, bias, out, rows, inner=inner, outer=outer, part=part,
+        block_m=block_m, block_n=block_n, block_k=min(block_k, part),
+        ahead=rows <= AHEAD, spread=spread, num_warps=warps, num_stages=stages, **launch(x),
+    )  # fmt: skip
+    return out
+
+
+def _tile(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
+    """Rows, columns and depth of a tile, warps and stages: for speed alone, bits do not differ.
+
+    Measured on an H200, with weights that are not in its cache.
+    """
+    wide = outer > 8192  # the head
+    if rows <= 16:
+        return (16, 32, 256, 4, 4) if wide else (16, 16, 1024, 2, 2)
+    if rows <= 32:
+        if wide:
+            return 32, 64, 128, 4, 4
+        return (32, 64, 256, 4, 3) if 2048 < outer <= 4096 else (32, 16, 256, 4, 4)
+    if rows <= 64:
+        return (64, 128, 64, 4, 4) if wide else (64, 32, 128, 4, 4)
+    if rows <= 256:
+        if outer <= 2048:
+            return 64, 32, 128, 4, 4
+        return (64, 64, 128, 4, 3) if outer <= 4096 else (128, 128, 64, 8, 4)
+    if rows <= 1024 and outer <= 2048:
+        return 128, 64, 64, 4, 4
+    # Two sums are held where there are several parts: a larger tile would not fit in registers.
+    return (128, 128, 64, 8, 4) if rows <= 1024 or inner > PART else (128, 256, 64, 8, 3)
+
+
+@triton.jit
+def _part(
+    lines, columns, some, real, begin, end, summed, inner: tl.constexpr, block_k: tl.constexpr
+):  # fmt: skip
+    """`summed` with the products of terms [begin, end) added, in order."""
+    k = tl.arange(0, block_k)
+    for start in range(begin, tl.minimum(end, inner), block_k):
+        if inner % block_k == 0:
+            a = tl.load(lines + start, mask=some, other=0.0)
+            b = tl.load(columns + start, mask=real, other=0.0)
+        else:
+            inside = k + start < inner
+            a = tl.load(lines + start, mask=some & inside[None, :], other=0.0)
+            b = tl.load(columns + start, mask=real & inside[:, None], other=0.0)
+        summed = tl.dot(a, b, summed)
+    return summed
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x, weight, bias, out, rows, inner: tl.constexpr, outer: tl.constexpr, part: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, ahead: tl.constexpr,
+    spread: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    if early:
+        gdc_launch_dependents()
+    m = tl.program_id(0) * block_m + tl.arange(0, block_m)
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    k = tl.arange(0, block_k)
+    split = tl.program_id(2)
+    some, real = (m < rows)[:, None], (n < outer)[None, :]
+    lines = x + m.to(tl.int64)[:, None] * inner + k[None, :]
+    columns = weight + n.to(tl.int64)[None, :] * inner + k[:, None]
+    first = split * part
+    begin = first
+    total = tl.zeros((block_m, block_n), tl.float32)
+    if ahead:
+        # Weights are all that a small batch reads: the first are on their way before x is there.
+        b = tl.load(columns + first, mask=real & (k + first < inner)[:, None], other=0.0)
+        if early:
+            gdc_wait()
+        a = tl.load(lines + first, mask=some & (k + first < inner)[None, :], other=0.0)
+        total = tl.dot(a, b, total)
+        begin += block_k
+    elif early:
+        gdc_wait()
+    total = _part(lines, columns, some, real, begin, first + part, total, inner, block_k)
+    if not spread and inner > part:
+        for begin in range(part, inner, part):
+            summed = tl.zeros((block_m, block_n), tl.float32)
+            end = begin + part
+            total += _part(lines, columns, some, real, begin, end, summed, inner, block_k)
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < outer, other=0.0).to(tl.float32)[None, :]
+    place = (split.to(tl.int64) * rows + m)[:, None] * outer + n[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=some & real)
+
+
+# Norms
+
+
+def add_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of the rows of x with the sum of `parts`, rounded, added, which is left in x.
+
+    No parts are one row of zeros, so that the kernel loads the same in every use: the order of its
+    sum over a row is the compiler's, and the self-test at start tells if that were another.
+    """
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    stride, splits = width, 1
+    if parts is None:
+        parts, stride = torch.zeros(width, dtype=torch.float32, device=x.device), 0
+    else:
+        splits = parts.shape[0]
+    _add_norm[(rows,)](
+        x, parts, weight, out, width, stride, rows * width, eps,
+        splits=splits, block=pow2(width), num_warps=4, **launch(x),
+    )  # fmt: skip
+    return out
+
+
+def add_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """`add_norm` and `head_norm` in plain torch, without changing x."""
+    value = (x if delta is None else x + delta).float()
+    size = torch.rsqrt((value.double().square().sum(-1) / value.shape[-1]).float() + eps)
+    return (value * size[:, None] * weight.float()).to(x.dtype)
+
+
+@triton.jit
+def _add_norm(
+    x, parts, weight, out, width, stride, split_stride, eps,
+    splits: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    if early:
+        gdc_launch_dependents()
+    at = tl.arange(0, block)
+    inside = at < width
+    scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if early:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    kind = x.dtype.element_ty
+    value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    source = parts + row * stride + at
+    added = tl.load(source, mask=inside, other=0.0)
+    for split in tl.static_range(1, splits):
+        added += tl.load(source + split * split_stride, mask=inside, other=0.0)
+    value = (value + added.to(kind).to(tl.float32)).to(kind)
+    tl.store(x + row * width + at, value, mask=inside)
+    value = value.to(tl.float32)
+    size = tl.rsqrt(tl.sum(value * value) / width + eps)
+    tl.store(out + row * width + at, (value * size * scale).to(kind), mask=inside)
+
+
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of the rows of x, each a head, with the bits that it has in `store_heads`."""
+    rows, dim = x.shape
+    out = torch.empty_like(x)
+    _head_norm[(triton.cdiv(rows, 16),)](x, weight, out, rows, eps, dim=dim, **launch(x))
+    return out
+
+
+@triton.jit
+def _normed(low, high, norm, eps, kind: tl.constexpr, dim: tl.constexpr):
+    """Rows of heads, as their two halves, normed and rounded.
+
+    The sum is made in fp64, where squares of bf16 numbers add up without rounding: two kernels have
+    it, whose compilers may choose another order.
+    """
+    half: tl.constexpr = dim // 2
+    at = tl.arange(0, half)
+    wide_low, wide_high = low.to(tl.float64), high.to(tl.float64)
+    squares = tl.sum(wide_low * wide_low, axis=1) + tl.sum(wide_high * wide_high, axis=1)
+    size = tl.rsqrt((squares / dim).to(tl.float32) + eps)[:, None]
+    low = low * size * tl.load(norm + at).to(tl.float32)[None, :]
+    high = high * size * tl.load(norm + half + at).to(tl.float32)[None, :]
+    return low.to(kind), high.to(kind)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _head_norm(x, norm, out, rows, eps, dim: tl.constexpr, early: tl.constexpr):
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
+    half: tl.constexpr = dim // 2
+    row = tl.program_id(0).to(tl.int64) * 16 + tl.arange(0, 16)
+    place = row[:, None] * dim + tl.arange(0, half)[None, :]
+    real = (row < rows)[:, None]
+    low = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
+    high = tl.load(x + place + half, mask=real, other=0.0).to(tl.float32)
+    low, high = _normed(low, high, norm, eps, out.dtype.element_ty, dim)
+    tl.store(out + place, low, mask=real)
+    tl.store(out + place + half, high, mask=real)
+
+
+# The gate
+
+
+def gate(both: Tensor) -> Tensor:
+    """silu(gate) * up of rows that hold the two side by side; silu is rounded before."""
+    rows, width = both.shape[0], both.shape[1] // 2
+    out = torch.empty((rows, width), dtype=both.dtype, device=both.device)
+    block = 1024
+    _gate[(rows, triton.cdiv(width, block))](both, out, width, block=block, **launch(both))
+    return out
+
+
+def silu(x: Tensor) -> Tensor:
+    """SiLU, with the bits that it has in `gate`."""
+    out, block = torch.empty_like(x), 1024
+    _silu_all[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), block=block, **launch(x))
+    return out
+
+
+def gate_reference(both: Tensor) -> Tensor:
+    """`gate` in plain torch, up to the last bit of its exponential."""
+    first, second = both.float().chunk(2, -1)
+    return ((first / (1 + torch.exp(-first))).to(both.dtype).float() * second).to(both.dtype)
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gate(both, out, width, block: tl.constexpr, early: tl.constexpr):
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    kind = out.dtype.element_ty
+    first = tl.load(both + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(both + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
+    turned = _silu(first).to(kind).to(tl.float32)
+    tl.store(out + row * width + at, (turned * second).to(kind), mask=inside)
+
+
+@triton.jit
+def _silu_all(x, out, count, block: tl.constexpr, early: tl.constexpr):
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(out + at, _silu(value).to(out.dtype.element_ty), mask=at < count)
+
+
+# Heads
+
+
+def store_heads(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Queries, normed and rotated, (rows, heads * dim); keys and values go to their slots.
+
+    `cos` and `sin` are of the type of the model, and every step of the rotation is rounded to it.
+    Nothing of a row whose slot is negative is kept.
+    """
+    rows, width = qkv.shape
+    _, kv_heads, capacity, dim = keys.shape
+    heads = width // dim - 2 * kv_heads
+    out = torch.empty((rows, heads * dim), dtype=keys.dtype, device=keys.device)
+    _store_heads[(rows,)](
+        qkv, out, keys, values, slots, positions, cos, sin, q_norm, k_norm,
+        eps, capacity, keys.stride(0), heads=heads, kv_heads=kv_heads, dim=dim,
+        q_rows=pow2(heads), k_rows=pow2(kv_heads), num_warps=4, **launch(keys),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _turned(x, cos, sin, norm, rows, real, eps, dim: tl.constexpr):
+    """Heads of one token, normed if there is a weight, rotated, as their two halves."""
+    half: tl.constexpr = dim // 2
+    kind = x.dtype.element_ty
+    at = tl.arange(0, half)
+    place = rows[:, None] * dim + at[None, :]
+    low = tl.load(x + place, mask=real[:, None], other=0.0).to(tl.float32)
+    high = tl.load(x + place + half, mask=real[:, None], other=0.0).to(tl.float32)
+    if norm is not None:
+        low, high = _normed(low, high, norm, eps, kind, dim)
+        low, high = low.to(tl.float32), high.to(tl.float32)
+    c = tl.load(cos + at).to(tl.float32)[None, :]
+    s = tl.load(sin + at).to(tl.float32)[None, :]
+    low_c, low_s = (low * c).to(kind).to(tl.float32), (low * s).to(kind).to(tl.float32)
+    high_c, high_s = (high * c).to(kind).to(tl.float32), (high * s).to(kind).to(tl.float32)
+    return (low_c - high_s).to(kind), (high_c + low_s).to(kind)
+
+
+@triton.jit
+def _store_heads(
+    qkv, out, keys, values, slots, positions, cos, sin, q_norm, k_norm, eps, capacity, slot_stride,
+    heads: tl.constexpr, kv_heads: tl.constexpr, dim: tl.constexpr,
+    q_rows: tl.constexpr, k_rows: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    half: tl.constexpr = dim // 2
+    position = tl.load(positions + row)
+    slot = tl.load(slots + row).to(tl.int64)
+    qkv += row * (heads + 2 * kv_heads) * dim
+    cos += position * dim
+    sin += position * dim
+    part, at = tl.arange(0, half), tl.arange(0, dim)
+    lane = tl.arange(0, q_rows)
+    real = lane < heads
+    low, high = _turned(qkv, cos, sin, q_norm, lane, real, eps, dim)
+    place = out + row * heads * dim + lane[:, None] * dim + part[None, :]
+    tl.store(place, low, mask=real[:, None])
+    tl.store(place + half, high, mask=real[:, None])
+    lane = tl.arange(0, k_rows)
+    real = lane < kv_heads
+    low, high = _turned(qkv, cos, sin, k_norm, heads + lane, real, eps, dim)
+    kept = (tl.where(slot >= 0, lane, kv_heads) < kv_heads)[:, None]
+    first = slot * slot_stride + lane * capacity * dim + position * dim
+    place = keys + first[:, None] + part[None, :]
+    tl.store(place, low, mask=kept)
+    tl.store(place + half, high, mask=kept)
+    source = (heads + kv_heads + lane)[:, None] * dim + at[None, :]
+    value = tl.load(qkv + source, mask=real[:, None], other=0.0)
+    tl.store(values + first[:, None] + at[None, :], value, mask=kept)

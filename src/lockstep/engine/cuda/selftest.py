@@ -1,0 +1,147 @@
+"""Proves on the GPU at hand that a sequence has the same bits however it is cut and batched."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from functools import lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from triton.errors import TritonError
+
+from lockstep.engine.cuda import exact_kernels as kernels
+from lockstep.engine.cuda.prefill import Prefiller
+from lockstep.engine.cuda.sampling_kernels import token_logprobs
+from lockstep.engine.cuda.trainer import attend
+from lockstep.engine.model.model import Model, Segment
+from lockstep.engine.weights.weights import Weights
+
+if TYPE_CHECKING:
+    from lockstep.engine.core import Core
+
+log = logging.getLogger(__name__)
+LENGTH = 150
+CUTS = ((7, 16, 40, 87), (64, 64, 14, *[1] * 8), (142, *[1] * 8))
+
+
+def why_not_exact(core: Core) -> str | None:
+    """How bits depend on cut, batch or who computes them; None where they do not."""
+    model, weights, cache = core.model, core.served.weights, core.cache
+    prefiller = Prefiller(model, cache, None, max(core.scheduler.max_batch_tokens, LENGTH))
+    length, vocab = min(LENGTH, core.max_len - 1), core.config.vocab_size
+    ids = [(i * 2654435761 + 12345) % vocab for i in range(length)]
+    others = [ids[::-1][: length // 2], ids[3:]][: max(cache.slots - 1, 0)]
+    with torch.inference_mode():
+        whole = _scored(prefiller, weights, [Segment.whole(0, 0, ids)], length)
+        beside = [Segment.whole(at + 1, 0, other) for at, other in enumerate(others)]
+        together = _scored(prefiller, weights, [Segment.whole(0, 0, ids), *beside], length)
+        if not torch.equal(whole, together):
+            return f"logits differ by up to {_gap(whole, together)} beside other sequences"
+        for cut in CUTS:
+            rows = []
+            for start, end in zip([0, *accumulate(cut)], accumulate(cut), strict=False):
+                if piece := ids[start:end]:
+                    segment = Segment.whole(0, start, piece)
+                    rows.append(_scored(prefiller, weights, [segment], len(piece)).clone())
+            if not torch.equal(whole, torch.cat(rows)):
+                return f"logits differ by up to {_gap(whole, torch.cat(rows))} in pieces of {cut}"
+        trained = trainer_logits(model, weights, ids)
+        if not torch.equal(whole, trained):
+            return f"logits differ by up to {_gap(whole, trained)} between engine and trainer"
+    return _why_unlike_decoding(core, ids[:20])
+
+
+def _scored(prefiller: Prefiller, weights: Weights, segments: list[Segment], rows: int) -> Tensor:
+    """The logits of the first so many rows."""
+    return prefiller.logits(weights, prefiller.run(weights, segments)[0][:rows])
+
+
+def _gap(one: Tensor, other: Tensor) -> str:
+    return f"{float((one.float() - other.float()).abs().max()):.1e}"
+
+
+def _why_unlike_decoding(core: Core, ids: list[int]) -> str | None:
+    """How decoded tokens differ from the same tokens in a prompt; None where they do not."""
+    from lockstep.engine.cuda.start import complete
+    from lockstep.tokens import Sampling
+
+    sampling = Sampling(max_tokens=8, ignore_eos=True, seed=1, logprob_mode="raw")
+    completion = complete(core, ids, sampling)
+    if completion is None:
+        return "a request failed"
+    scores = core.score([*ids, *completion.token_ids])[len(ids) - 1 :]
+    if scores != completion.logprobs:
+        worst = max(abs(a - b) for a, b in zip(scores, completion.logprobs, strict=True))
+        return f"logprobs differ by up to {worst:.1e} between decoding and prefill"
+    return None
+
+
+def trainer_logits(model: Model, weights: Weights, ids: list[int]) -> Tensor:
+    """The logits of one sequence as a prepared transformers module computes them, without it."""
+    c, kind = model.config, weights.embed.dtype
+    sizes = (c.q_size, c.kv_size, c.kv_size)
+    cos, sin = (turn[: len(ids)].to(kind) for turn in model.rotation)
+
+    def heads(x: Tensor, norm: Tensor | None, *, turn: bool) -> Tensor:
+        x = x.view(-1, c.head_dim)
+        x = x if norm is None else kernels.head_norm(x.contiguous(), norm, c.eps)
+        x = x.view(1, len(ids), -1, c.head_dim).transpose(1, 2)
+        low, high = x.chunk(2, -1)
+        return x * cos + torch.cat((-high, low), -1) * sin if turn else x
+
+    x = F.embedding(torch.tensor(ids, device=weights.embed.device), weights.embed)
+    start = torch.zeros((1, 1), dtype=torch.long)
+    for layer in weights.layers:
+        h = kernels.add_norm(x, None, layer.input_norm, c.eps)
+        biases = (None,) * 3 if layer.qkv_bias is None else layer.qkv_bias.split(sizes)
+        parts = zip(layer.qkv.split(sizes), biases, strict=True)
+        q, k, v = (kernels.linear(h, each, bias) for each, bias in parts)
+        q, k, v = (
+            heads(q, layer.q_norm, turn=True),
+            heads(k, layer.k_norm, turn=True),
+            heads(v, None, turn=False),
+        )
+        attended = attend(q, k, v, start, model.scale).transpose(1, 2).reshape(len(ids), -1)
+        x = x + kernels.linear(attended, layer.out)
+        h = kernels.add_norm(x, None, layer.post_norm, c.eps)
+        gate, up = (kernels.linear(h, each) for each in layer.gate_up.chunk(2))
+        x = x + kernels.linear(kernels.silu(gate) * up, layer.down)
+    return kernels.linear(kernels.add_norm(x, None, weights.norm, c.eps), weights.head)
+
+
+@lru_cache
+def fingerprint_on(device: str, dtype: str) -> str:
+    """A digest of the bits of a fixed computation by the exact kernels on this device.
+
+    Empty where they do not run: the self-test then says why.
+    """
+    try:
+        return _fingerprint(device, getattr(torch, dtype))
+    except (RuntimeError, TritonError) as error:
+        log.info("no fingerprint of %s: %s", device, error)
+        return ""
+
+
+def _fingerprint(device: str, kind: torch.dtype) -> str:
+
+    def numbers(*shape: int) -> Tensor:
+        count = int(torch.tensor(shape).prod())
+        mixed = (torch.arange(count, dtype=torch.int64) * 2654435761 + 12345) % 65521
+        return ((mixed - 32760).float() / 32768).view(shape).to(device, kind)
+
+    digest = hashlib.sha256(torch.cuda.get_device_name(device).encode())
+    with torch.inference_mode():
+        x = numbers(40, 1024)
+        results = [kernels.linear(x, numbers(512, 1024)), kernels.gate(8 * x)]
+        results.append(kernels.add_norm(x.clone(), None, numbers(1024), 1e-6))
+        heads = numbers(1, 4, 100, 64)
+        start = torch.zeros((1, 1), dtype=torch.long)
+        results.append(attend(heads, heads[:, :2], heads[:, 2:], start, 0.125))
+        results.append(token_logprobs(8 * numbers(8, 9000), torch.arange(8, device=device)))
+        for result in results:
+            digest.update(result.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,243 @@
+"""The trainer's side of exact arithmetic on a GPU: a transformers model on the engine's kernels.
+
+Forward passes are the engine's, bit for bit. Backward passes are ordinary products and torch's own
+attention, told to be deterministic: the gradient of a function does not have to be bit-equal to
+anything, only the same every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lockstep.engine.config import FAMILIES, ModelConfig
+from lockstep.engine.cuda import exact_kernels as kernels
+from lockstep.engine.cuda.exact_attention import attend_ragged
+from lockstep.engine.cuda.prefill_kernels import tokens_per_block
+from lockstep.engine.cuda.sampling_kernels import token_logprobs
+from lockstep.engine.model.arithmetic import in_safe_pieces
+from lockstep.engine.model.rope import frequencies
+from lockstep.tokens.errors import NotExact
+
+TYPES = (torch.bfloat16, torch.float16)
+
+
+def prepare_modules(model: Any) -> None:
+    """Has the modules of a transformers model compute with the engine's kernels.
+
+    Raises NotExact for a model that they do not know. Attention is left to the caller.
+    """
+    config = config_of(model)
+    if config.moe_layers:
+        raise NotExact("exact arithmetic on a GPU knows no mixture of experts: train in close mode")
+    if model.dtype not in TYPES:
+        raise NotExact(f"exact arithmetic on a GPU needs bfloat16 or float16, not {model.dtype}")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = partial(_linear, module)
+        elif type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_norm, module)
+        if hasattr(module, "act_fn"):
+            module.act_fn.forward = _Silu.apply
+        if hasattr(getattr(module, "rotary_emb", None), "inv_freq"):
+            module.rotary_emb.forward = partial(_rotation, _Turns(config))
+
+
+def config_of(model: Any) -> ModelConfig:
+    """The architecture of a transformers model, as the engine reads it. Raises NotExact."""
+    known = [type(each).__name__ for each in model.modules() if type(each).__name__ in FAMILIES]
+    if not known:
+        raise NotExact(f"{type(model).__name__} is no architecture that the engine has")
+    raw = model.config.get_text_config().to_dict() | {"architectures": known[:1]}
+    return ModelConfig.of(raw, Path("/nonexistent"))
+
+
+class _Linear(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return kernels.linear(rows, weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            (rows @ weight).view_as(x) if of_x else None,
+            rows.T @ x.reshape(-1, x.shape[-1]) if of_weight else None,
+            rows.sum(0) if ctx.biased and of_bias else None,
+        )
+
+
+class _Norm(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        if x.dim() == 4:  # heads, whose norm the engine has in another kernel
+            return kernels.head_norm(rows, weight, eps).view(x.shape)
+        return kernels.add_norm(rows, None, weight, eps).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        wide, slope = x.float(), grad.float()
+        size = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+        normed, weighed = wide * size, slope * weight.float()
+        of_x = size * (weighed - normed * (weighed * normed).mean(-1, keepdim=True))
+        of_weight = (slope * normed).reshape(-1, x.shape[-1]).sum(0)
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
+
+
+class _Silu(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return kernels.silu(x.contiguous())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (x,) = grads, ctx.saved_tensors
+        wide = x.float()
+        share = torch.sigmoid(wide)
+        return (grad.float() * share * (1 + wide * (1 - share))).to(x.dtype)
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.starts, ctx.scale = starts, scale
+        batch, heads, queries, dim = q.shape
+        most = tokens_per_block(heads // k.shape[1])
+        blocks = [
+            (row * queries + at, min(most, queries - at), row, start + at)
+            for row, start in enumerate(starts)
+            for at in range(0, queries, most)
+        ]
+        out = attend_ragged(
+            q.transpose(1, 2).reshape(batch * queries, heads * dim).contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            torch.tensor(blocks, dtype=torch.int32, device=q.device),
+            scale,
+        )
+        return out.view(batch, queries, heads, dim).transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (q, k, v) = grads, ctx.saved_tensors
+        with torch.enable_grad(), deterministic():
+            leaves = [each.detach().requires_grad_() for each in (q, k, v)]
+            queries, keys = q.shape[2], k.shape[2]
+            whole = queries == keys and not any(ctx.starts)
+            mask = None
+            if not whole:
+                first = torch.tensor(ctx.starts, device=q.device)[:, None, None, None]
+                last = first + torch.arange(queries, device=q.device)[:, None]
+                mask = torch.arange(keys, device=q.device) <= last
+            query, key, value = leaves
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=whole, scale=ctx.scale, enable_gqa=True
+            )
+            return *torch.autograd.grad(out, leaves, grad), None, None
+
+
+class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward(logits, tokens)
+        ctx.temperature = temperature
+        return token_logprobs(logits.contiguous(), tokens, temperature)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (logits, tokens) = grads, ctx.saved_tensors
+        heat = ctx.temperature or 1.0
+        slope = torch.softmax(logits.float() / heat, -1).neg_()
+        slope.scatter_add_(-1, tokens[:, None], torch.ones_like(slope[:, :1]))
+        return (slope * (grad / heat)[:, None]).to(logits.dtype), None, None
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """The logprob of each row's token, differentiable, with the engine's bits."""
+    chosen: Tensor = _TokenLogprobs.apply(logits, tokens, temperature)
+    return chosen
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Attention of queries that follow each other, the first of row r at positions[r, 0].
+
+    As `segments._attend` has it, on a GPU. Rows of fewer queries are padded at the end.
+    """
+    starts = positions[:, 0].tolist()
+    if len(starts) == 1:
+        starts *= q.shape[0]
+    out: Tensor = _Attention.apply(q, k, v, tuple(starts), scale)
+    return out
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Torch's deterministic kernels, for the time of a block of code.
+
+    Without cuDNN's attention, whose backward pass has none.
+    """
+    kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    before = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with sdpa_kernel(kinds):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+
+
+class _Turns:
+    """Cosines and sines by position, made on the CPU as the engine makes them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def on(self, device: torch.device, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+        if (device, kind) not in self._tables:
+            angles = torch.outer(
+                torch.arange(self._config.max_position).float(), frequencies(self._config)
+            )
+            cos, sin = (
+                in_safe_pieces(turn, angles).repeat(1, 2).to(device, kind)
+                for turn in (torch.cos, torch.sin)
+            )
+            self._tables[device, kind] = cos, sin
+        return self._tables[device, kind]
+
+
+def _rotation(turns: _Turns, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = turns.on(x.device, x.dtype)
+    return cos[position_ids], sin[position_ids]
+
+
+def _linear(module: torch.nn.Linear, x: Tensor) -> Tensor:
+    out: Tensor = _Linear.apply(x, module.weight, module.bias)
+    return out
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    out: Tensor = _Norm.apply(x, module.weight, module.variance_epsilon)
+    return out
