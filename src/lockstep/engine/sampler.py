@@ -13,6 +13,7 @@ from lockstep.engine.processing import HIDDEN, LogitsRow, TokenCounts, process, 
 from lockstep.tokens import LogprobMode, Ranked, Sampling
 
 _MASK = (1 << 64) - 1
+UNTEMPERED = (1.0, 0.0)
 
 
 class SamplingRow(NamedTuple):
@@ -62,14 +63,15 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
 
     A row that is no distribution, as its logits or its options are out of range, gets logprob NaN.
     """
-    shaped = process(logits, [row.processing for row in rows])
+    plain = all(drawn_whole(row) and row.sampling.temperature in UNTEMPERED for row in rows)
+    shaped = logits if plain else process(logits, [row.processing for row in rows])
     tokens, totals = _draw(shaped, [row.uniform for row in rows])
     greedy = [at for at, row in enumerate(rows) if row.sampling.temperature == 0]
     if greedy:
         tokens[greedy] = shaped[greedy].argmax(dim=-1)
     raw = [at for at, row in enumerate(rows) if row.mode == "raw"]
-    logprobs = torch.log_softmax(shaped, dim=-1)
-    if raw and shaped is not logits:
+    logprobs = torch.log_softmax(logits if len(raw) == len(rows) else shaped, dim=-1)
+    if shaped is not logits and 0 < len(raw) < len(rows):
         logprobs[raw] = torch.log_softmax(logits[raw], dim=-1)
     chosen, ranks = score(logprobs, tokens)
     tops = top_logprobs(logprobs, [row.sampling.logprobs for row in rows])
