@@ -24,7 +24,7 @@ GATEWAY = (
     "--tokenizer", "tiny", "--wait-seconds", "4", "--drain-seconds", "2", "--health-seconds", "2",
     "--queue-seconds", "10", "--budget", "stage=8", "--budget", "pause=4", "--budget", "swap=3",
     "--budget", "commit=4", "--budget", "prove=6", "--budget", "resume=3", "--budget",
-    "straggler=1.5",
+    "straggler=1.5", "--budget", "stage_straggler=1.5",
 )  # fmt: skip
 FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 """Debian's libfaketime: without it no clock can be made to jump."""

@@ -26,7 +26,8 @@ class PhaseBudgets:
     """Seconds that one worker may take for each phase.
 
     `swap` is for the commit of weights that were proved while staged, `commit` for one that loads
-    them. A worker that is not done `straggler` seconds after most others is left behind.
+    them. A worker that is not done `straggler` seconds after most others is left behind; staging,
+    in which the fleet goes on serving, may take `stage_straggler` longer on cold disks.
     """
 
     stage: float = 600.0
@@ -36,6 +37,7 @@ class PhaseBudgets:
     prove: float = 60.0
     resume: float = 10.0
     straggler: float = 10.0
+    stage_straggler: float = 60.0
 
     @classmethod
     def parse(cls, options: Iterable[str]) -> PhaseBudgets:

@@ -18,7 +18,9 @@ from tests.fleet.fakes import until
 from tests.simulator.fleet import Simulation, simulated
 from tests.simulator.workers import write_checkpoint
 
-PATIENT = PhaseBudgets(stage=60, pause=60, swap=0.3, commit=60, prove=60, resume=1, straggler=0.3)
+PATIENT = PhaseBudgets(
+    stage=60, pause=60, swap=0.3, commit=60, prove=60, resume=1, straggler=0.3, stage_straggler=0.3
+)
 
 
 def states(fleet: Simulation) -> set[str]:

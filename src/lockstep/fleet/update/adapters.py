@@ -62,7 +62,7 @@ async def load_everywhere(
         labels[worker] = await worker.control.load_adapter(name, path, version)
 
     loaded, failed = await each(
-        "load", workers, load, budget.stage, operation, straggler=budget.straggler
+        "load", workers, load, budget.stage, operation, straggler=budget.stage_straggler
     )
     if not loaded:
         lost = {worker: error for worker, error in failed.items() if is_lost(error)}

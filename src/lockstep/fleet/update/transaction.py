@@ -112,7 +112,7 @@ class Transaction:
         staged, failed = await each(
             "stage", self._workers,
             lambda worker: worker.control.stage(self._source, self._version),
-            self._budget.stage, self._operation, straggler=self._budget.straggler,
+            self._budget.stage, self._operation, straggler=self._budget.stage_straggler,
         )  # fmt: skip
         lost = {w: e for w, e in failed.items() if is_lost(e)}
         refused = {w: e for w, e in failed.items() if w not in lost}
