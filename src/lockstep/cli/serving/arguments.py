@@ -148,8 +148,8 @@ class GatewayArguments:
         list[str] | None,
         _traffic_option(
             help="Seconds that a worker may take in an update, as NAME=SECONDS: stage, pause, "
-            "swap, commit, prove, resume, straggler and stage_straggler (beyond most others); may be "
-            "repeated."
+            "swap, commit, prove, resume, straggler and stage_straggler (beyond most others); may "
+            "be repeated."
         ),
     ] = None
     health_seconds: Annotated[
