@@ -19,6 +19,7 @@ from lockstep.protocol.vllm.encode_generate import (
 from lockstep.protocol.vllm.generate_request import decode_request
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, BadTokenId, UnknownField, UnsupportedField
+from lockstep.tokens.grammar import Grammar
 
 PROMPT = [5, 6, 7]
 STOP = Sampling(stop_token_ids=(9,))
@@ -127,6 +128,9 @@ def test_stop_strings_are_refused_where_they_would_lose_data(dialect: str) -> No
     ("dynamo", {"weight_version": "v1"}, "weight_version"),
     ("vllm", {"min_weight_version": "v1"}, "min_weight_version"),
     ("vllm", {"sampling": Sampling(logprob_mode="processed")}, "logprob_mode"),
+    ("dynamo", {"sampling": Sampling(temperature=0.5, prompt_logprobs=0,
+                                     logprob_mode="processed")}, "prompt_logprobs"),
+    ("sglang", {"sampling": Sampling(grammar=Grammar("choice", '["a"]'))}, "grammar"),
     ("dynamo-generate", {"sampling": Sampling()}, "stop_token_ids"),
     ("sglang", {"sampling": Sampling(allowed_token_ids=(1,))}, "allowed_token_ids"),
     ("sglang", {"weight_version": "v1"}, "weight_version"),

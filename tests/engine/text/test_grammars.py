@@ -215,3 +215,23 @@ def test_after_one_call_no_second_one_can_begin(rig: Rig) -> None:
         matcher.consume(token)
     assert not matcher.error
     assert matcher.mask(ends).nonzero().flatten().tolist() == [505]
+
+
+def test_a_special_token_that_ends_nothing_is_never_let_through(rig: Rig) -> None:
+    matcher = rig.core.grammars.matcher(Grammar("regex", "[a-z]*"))
+    specials = sorted(rig.core.vocabulary.specials)
+    assert not matcher.mask(())[specials].any()
+    assert matcher.mask((specials[1],))[specials].tolist() == [False, True, False]
+
+
+def test_a_grammar_that_fails_on_the_way_ends_its_own_request_only(rig: Rig) -> None:
+    held_one = rig.submit(ids(51, 25), grammar=JSON, ignore_eos=False, max_tokens=100)
+    free = rig.submit(ids(61, 25), max_tokens=12)
+    rig.run(3)
+    (sequence,) = held_one.handle.sequences
+    assert sequence.matcher is not None
+    sequence.matcher.consume(next(iter(rig.core.vocabulary.specials)))
+    rig.run()
+    assert isinstance(held_one.error, BadRequest)
+    assert held_one.error.param == "structured_outputs"
+    assert len(free.one.token_ids) == 12
