@@ -189,7 +189,7 @@ async def test_a_session_key_can_use_and_read_one_session_and_nothing_else(
     gateway: Gateway, keys: dict[str, str]
 ) -> None:
     status, minted = await gateway.admin.send(
-        "/v1/rl/sessions", {"id": "task", "tenant": "alice", "max_calls": 2}
+        "/v1/rl/sessions", {"id": "task", "tenant": "alice", "max_calls": 3}
     )
     assert status == 201
     assert minted["id"] == "alice~task"
@@ -207,17 +207,12 @@ async def test_a_session_key_can_use_and_read_one_session_and_nothing_else(
     for body, headers in ((HELLO, {"x_session_id": "secret"}), (HELLO, {"x_session_id": "new"})):
         assert (await agent.chat(body, **headers))[0] == 404
     assert (await agent.send("/sessions/secret/v1/session"))[0] == 404
-    generate = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
-    for route, body in (
-        (GENERATE, generate),
-        (ABORT, {"request_ids": ["x"]}),
-        ("/v1/completions", {"prompt": [1], "max_tokens": 1}),
-        ("/sessions/task/v1/completions", {"prompt": [1], "max_tokens": 1}),
-        ("/metrics", None),
-    ):
+    for route, body in ((ABORT, {"request_ids": ["x"]}), ("/metrics", None)):
         assert (await agent.send(route, body))[0] == 403
     assert (await agent.send("/v1/models"))[0] == 200
-    # Two calls were its budget.
+    # What is sampled by ids is recorded, too, and three calls were its budget.
+    generate = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}
+    assert (await agent.send(GENERATE, generate))[0] == 200
     more = [*HELLO, {"role": "assistant", "content": "?"}, *HELLO]
     assert (await agent.chat(more))[0] == 200
     status, refused = await agent.chat(more)
@@ -225,7 +220,7 @@ async def test_a_session_key_can_use_and_read_one_session_and_nothing_else(
     assert "budget" in refused["error"]["message"]
     # Reading by the agent is not reading by the trainer.
     _, view = await agent.send("/v1/session")
-    assert view["session"]["unread_turns"] == 2
+    assert view["session"]["unread_turns"] == 3
     finish = "/v1/rl/sessions/alice~task/finish"
     assert (await gateway.admin.send(finish, {"reward": 0.5}))[1]["reward"] == 0.5
     assert (await gateway.admin.send(finish, {"reward": 1.0}))[0] == 409
@@ -236,6 +231,13 @@ async def test_a_session_key_can_use_and_read_one_session_and_nothing_else(
     assert "finished" in refused["error"]["message"]
     assert (await gateway.admin.send("/v1/rl/sessions/alice~task", verb="DELETE"))[0] == 200
     assert (await agent.send("/v1/session"))[0] == 401
+
+
+async def test_calls_at_once_do_not_pass_a_budget(gateway: Gateway) -> None:
+    _, minted = await gateway.admin.send("/v1/rl/sessions", {"max_calls": 2})
+    agent = gateway.client(minted["key"])
+    answers = await asyncio.gather(*(agent.chat() for _ in range(8)))
+    assert sorted(status for status, _ in answers) == [200, 200, *[403] * 6]
 
 
 @pytest.mark.failure_mode("F64")

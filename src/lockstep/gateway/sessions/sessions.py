@@ -279,13 +279,16 @@ class Sessions:
         return await self._expiry.sweep()
 
     def check_limits(self, cached: CachedSession) -> None:
-        """Raises TooLarge or Busy when one more turn is past a limit, Conflict when it ended."""
+        """Counts a call. Raises TooLarge or Busy when one more turn is past a limit, Forbidden when
+        it is past the session's budget, Conflict when the session ended."""
         cached.check_alive()
         entry = cached.entry
         if entry.terms is not None:
             entry.terms.check_budget(entry.name)
         self._limits.check_session(entry.name, entry.turns, entry.bytes, self.counts)
         self._limits.check_all(0, self._index.nbytes, self.counts)
+        if entry.terms is not None:
+            entry.terms = entry.terms.called()
 
     def _check_room(self) -> None:
         """Raises Busy when there may not be one more session."""
@@ -309,7 +312,7 @@ class Sessions:
         self._touch(cached.entry)
         if (terms := cached.entry.terms) is not None:
             tokens = sum(len(completion.token_ids) for completion, _ in choices)
-            cached.entry.terms = terms.spent(tokens)
+            cached.entry.terms = terms.sampled(tokens)
         written = self._write(cached, nodes)
         self.cache.touch(cached)
         # Shielded: a client that goes away does not undo a turn that is being written.

@@ -12,8 +12,8 @@ class SessionTerms(msgspec.Struct, frozen=True):
     cached prompts that the session may share, None those of its own. `ends` is when the key stops
     to work, on the service clock.
 
-    `calls` and `tokens` are spent so far, each up to its `max_`; None has no limit. Once `finished`
-    the session takes no more turns; `reward` is what it was finished with.
+    `calls` that began and `tokens` that were sampled are counted up to their `max_`; None has no
+    limit. Once `finished` the session takes no more turns; `reward` is what it was finished with.
     """
 
     key_id: str | None = None
@@ -43,9 +43,13 @@ class SessionTerms(msgspec.Struct, frozen=True):
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
-    def spent(self, tokens: int) -> SessionTerms:
-        """These terms after one more call that sampled so many tokens."""
-        return msgspec.structs.replace(self, calls=self.calls + 1, tokens=self.tokens + tokens)
+    def called(self) -> SessionTerms:
+        """These terms after one more call has begun: many at once must not pass the budget."""
+        return msgspec.structs.replace(self, calls=self.calls + 1)
+
+    def sampled(self, tokens: int) -> SessionTerms:
+        """These terms after so many more tokens were sampled."""
+        return msgspec.structs.replace(self, tokens=self.tokens + tokens)
 
     def check_budget(self, name: str) -> None:
         """Raises Forbidden when the session may not have one more call."""
