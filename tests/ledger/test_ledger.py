@@ -12,7 +12,14 @@ from pydantic import BaseModel
 from lockstep.ledger import Ledger, Node
 from lockstep.render import Renderer
 from lockstep.tokens import RoutedExperts, Sample, TrainedSpan
-from lockstep.tokens.errors import BadExperts, BadRequest, Conflict, Misaligned, PrefixBreak
+from lockstep.tokens.errors import (
+    BadExperts,
+    BadRequest,
+    BadTokenId,
+    Conflict,
+    Misaligned,
+    PrefixBreak,
+)
 from tests.ledger.rollouts import TOOLS, completion, finish_turn, say
 
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"sum": "1 + 2"}}\n</tool_call><|im_end|>'
@@ -338,13 +345,36 @@ def test_an_inner_part_that_is_trained_already_is_not_given_twice(renderer: Rend
 def test_an_aborted_turn_is_trained_in_the_branch_that_continues_it(renderer: Renderer) -> None:
     ledger = Ledger(renderer)
     messages: list[Any] = [user()]
-    _, cut, message = say(ledger, messages, "It i", finish="abort")
+    _, cut, _ = say(ledger, messages, "It i", finish="abort")
     say(ledger, [*messages, user("Go on.")], "4<|im_end|>")
     _, rest, _ = finish_turn(ledger, ledger.continue_(cut), [], "s three.<|im_end|>")
     left, resumed = ledger.samples()
     assert not set(trained_positions(left)) & set(positions(cut))
     assert trained_positions(resumed) == positions(cut, rest)
     assert resumed.trained_in == ()
+
+
+@pytest.mark.failure_mode("F56")
+def test_a_turn_of_ids_is_found_by_ids_only(renderer: Renderer) -> None:
+    ledger = Ledger(renderer)
+    prompt, sampled = [5, 6, 7], [8, 9]
+    unread = {"role": "assistant", "content": ""}
+    node = ledger.commit(ledger.plan_ids(prompt), completion(prompt, sampled), unread)
+    with pytest.raises(PrefixBreak):
+        ledger.plan([unread, user()])
+    for more in ([], [10]):
+        assert ledger.plan_ids([*prompt, *sampled, *more]).parent is node
+    again = ledger.plan_ids(prompt)
+    assert (again.parent, again.cause) == (None, None)
+    ledger.commit(again, completion(prompt, [11]), unread)
+    assert ledger.nodes[1].prompt is node.prompt
+    with pytest.raises(PrefixBreak):
+        ledger.plan_ids([*prompt, 12])
+    with pytest.raises(BadTokenId):
+        ledger.plan_ids([2**40])
+    turns = [ledger.turn_bytes(each) for each in ledger.nodes]
+    restored = Ledger.from_turns(turns, [], renderer)
+    assert restored.plan_ids([*prompt, *sampled, 10]).parent is restored.nodes[0]
 
 
 def positions(*nodes: Node) -> list[int]:
