@@ -125,10 +125,6 @@ async def test_an_adapter_cannot_have_the_name_of_the_model(
     worker = workers.processes[0]
     status, body = await worker.control("load_lora_adapter", lora_name="tiny", lora_path="/tmp")
     assert (status, "name of the model" in body["error"]["message"]) == (409, True)
-    await workers.reset(made.paths["default"])
-    for process in workers.processes:  # numbers of the tests before are from the future
-        index = workers.processes.index(process)
-        workers.restart(index)
     async with live(workers, made, count=2) as fleet:
         with pytest.raises(Conflict, match="'tiny', which is the name of the model"):
             await fleet.fleet.load_adapter("tiny", str(made.paths["a"]))
