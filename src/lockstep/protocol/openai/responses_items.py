@@ -89,8 +89,14 @@ ResponseItem = (
     | AgentMessageItem
 )
 KINDS = (
-    "message, reasoning, function_call, function_call_output, custom_tool_call, "
-    "custom_tool_call_output, additional_tools, agent_message"
+    "message",
+    "reasoning",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "additional_tools",
+    "agent_message",
 )
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
@@ -112,17 +118,18 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def read_items(items: Iterable[dict[str, Any]], where: str = "input") -> list[ResponseItem]:
     """The items, of which one without a type is a message. Raises BadRequest that names the place,
     UnsupportedField for a type that cannot be had here."""
-    read: list[ResponseItem] = []
-    for at, item in enumerate(items):
-        place = f"{where}[{at}]"
-        kind = item.get("type", "message")
-        if f"{kind}" not in KINDS.split(", "):
+    typed = [item if "type" in item else {**item, "type": "message"} for item in items]
+    for at, item in enumerate(typed):
+        if item["type"] not in KINDS:
+            place = f"{where}[{at}].type"
             raise UnsupportedField(
-                f"{place}.type is {kind!r}: this server takes {KINDS}", param=f"{place}.type"
+                f"{place} is {item['type']!r}: this server takes {', '.join(KINDS)}", param=place
             )
-        typed = item if "type" in item else {**item, "type": "message"}
-        read.append(convert(typed, ResponseItem, place))
-    return read
+    try:
+        # All at once: for each by itself msgspec would look at the types anew.
+        return msgspec.convert(typed, list[ResponseItem])
+    except msgspec.ValidationError:
+        return [convert(item, ResponseItem, f"{where}[{at}]") for at, item in enumerate(typed)]
 
 
 def read_tools(tools: Iterable[dict[str, Any]], where: str = "tools") -> list[ResponseTool]:
