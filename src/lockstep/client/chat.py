@@ -111,7 +111,7 @@ class Chat:
         """Goes on, token for token, where the last turn was aborted; returns the whole turn.
 
         Token limits hold for the whole turn, unless set here. Raises Conflict when the turn was
-        not aborted.
+        not aborted, or is held to a grammar.
         """
         if self._last is None:
             raise Conflict("there is no turn to continue")
@@ -124,6 +124,9 @@ class Chat:
         if left.get("max_tokens") == 0:
             raise Conflict(f"the turn has used all of its {sampling.max_tokens} tokens already")
         merged = self._options.with_(**left)
+        if merged.sampling.grammar is not None:
+            # The engine would begin the grammar anew, in the middle of what it holds to.
+            raise Conflict("a turn that is held to a grammar cannot be continued: send it again")
         async with self._alone():
             turn = await self._sample(self.ledger.continue_(node), merged)
             self.messages[-1] = turn.message

@@ -139,6 +139,15 @@ async def test_what_cannot_be_held_to_is_refused_by_name(
     assert refused.value.param == param
 
 
+async def test_a_message_that_goes_on_cannot_be_held_to_a_schema(served: Served) -> None:
+    begun = [*SUM, {"role": "assistant", "content": "The"}]
+    error = await served.refusal(
+        messages=begun, response_format=FORMAT, continue_final_message=True,
+        add_generation_prompt=False,
+    )  # fmt: skip
+    assert error["param"] == "continue_final_message"
+
+
 @pytest.mark.failure_mode("F67")
 async def test_a_session_of_held_turns_is_exact_and_says_what_held_them(served: Served) -> None:
     messages: list[Any] = list(SUM)

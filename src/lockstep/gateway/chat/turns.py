@@ -30,7 +30,7 @@ from lockstep.render import Renderer
 from lockstep.render.messages import Plain
 from lockstep.render.tool_grammar import tool_grammar
 from lockstep.tokens import Completion
-from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 
 class ChatTurns:
@@ -153,6 +153,13 @@ def _generate_request(
         parallel=chat.parallel_tool_calls is not False,
         content=sampling.grammar,
     )
+    if grammar is not None and chat.continues:
+        # The engine would begin the grammar anew, in the middle of what it holds to.
+        raise UnsupportedField(
+            "continue_final_message does not go with a schema or a demanded call, which hold from "
+            "the first token of a message on: leave one of them out",
+            param="continue_final_message",
+        )
     return GenerateRequest(
         prompt_ids=prompt.ids,
         sampling=replace(sampling, grammar=grammar),
