@@ -88,7 +88,8 @@ def named_events(text: str) -> list[Event]:
 
 @asynccontextmanager
 async def dialect_server(worker: WorkerProcess, **options: Any) -> AsyncIterator[DialectServer]:
-    async with Pool() as pool, Sessions() as sessions:
+    stored = options.get("sessions", "memory")
+    async with Pool() as pool, Sessions(stored) as sessions:
         await pool.add(worker.url)
         context = GatewayContext(
             pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=sessions

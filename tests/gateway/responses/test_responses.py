@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -269,6 +270,23 @@ async def test_a_request_goes_on_from_the_response_before_it(server: DialectServ
     )
     assert third.headers["x-lockstep-bridged"] == "true"
     assert len(await server.samples("previous")) == 1
+
+
+async def test_in_a_session_the_response_before_is_found_by_its_turn_after_a_restart(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    path = "/sessions/kept" + RESPONSES
+    body = {**BODY, "tools": [READ], "instructions": "Be kind."}
+    async with dialect_server(worker, sessions=str(tmp_path / "sessions.sqlite")) as server:
+        opening = [message("system", "Be brief."), message("user", "two files")]
+        first = await server.ok(path, {**body, "input": opening})
+    outputs = [output(call, "text") for call in first["output"][2:]]
+    body |= {"input": outputs, "previous_response_id": first["id"]}
+    async with dialect_server(worker, sessions=str(tmp_path / "sessions.sqlite")) as server:
+        response = await server.post(path, body)
+        assert response.status_code == 200, response.text
+        assert response.headers["x-lockstep-bridged"] == "true"
+        assert (await server.post("/sessions/other" + RESPONSES, body)).status_code == 400
 
 
 async def test_stored_responses_are_read_and_deleted_by_whom_they_belong_to(

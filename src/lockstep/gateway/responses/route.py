@@ -11,10 +11,14 @@ from starlette.routing import Route as HttpRoute
 
 from lockstep.gateway.chat.template import takes_inner_system
 from lockstep.gateway.chat.turns import ChatTurns
-from lockstep.gateway.context import GatewayContext, request_id, session_id
+from lockstep.gateway.context import GatewayContext, join_session, request_id, session_id
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.gateway.responses.stored import StoredResponses
-from lockstep.gateway.responses.translate import TranslatedResponses, translate
+from lockstep.gateway.responses.translate import (
+    TranslatedResponses,
+    translate,
+    without_instructions,
+)
 from lockstep.gateway.responses.write import (
     ResponseStream,
     empty_response,
@@ -45,6 +49,7 @@ ROUTE_DOCS = (
         "Forgets a stored response; turns in a session stay.",
     ),
 )  # fmt: skip
+PREFIX = "resp_"
 EFFORT, SWITCH = "reasoning_effort", "enable_thinking"
 """Template variables by which models are told how much to think, or not to."""
 
@@ -67,7 +72,7 @@ class ResponsesRoutes:
         """Answers a request, whole or streamed."""
         chosen = request_id(http)
         body = await read_body(http, decode_responses, self._context.limits)
-        empty = empty_response(body, f"resp_{chosen}", int(time()))
+        empty = empty_response(body, PREFIX + chosen, int(time()))
         try:
             return await self._create(http, body, empty)
         except PromptTooLong as error:
@@ -123,24 +128,34 @@ class ResponsesRoutes:
 
     async def _translated(self, http: Request, body: ResponsesRequest) -> TranslatedResponses:
         renderer = await self._context.models.renderer()
-        before = self._before(http, body)
+        before = await self._before(http, body, renderer)
         work = partial(translate, body, before, inner_system=takes_inner_system(renderer))
         translated = await renderer.offload(work) if is_large(body) else work()
         _set_effort(translated, body, renderer)
         check_chat(translated.chat)
         return translated
 
-    def _before(self, http: Request, body: ResponsesRequest) -> list[Plain]:
-        """The conversation of the response that the request goes on from."""
+    async def _before(
+        self, http: Request, body: ResponsesRequest, renderer: Renderer
+    ) -> list[Plain]:
+        """The conversation of the response that the request goes on from.
+
+        In a session it is found by its turn too, also after a restart and by another gateway.
+        """
         name = body.previous_response_id
         if name is None:
             return []
         kept = self._stored.find(_owner(http), name)
-        if kept is None:
+        if kept is not None:
+            return kept.messages
+        session = await join_session(http, self._context, renderer)
+        turn_id = caller_of(http).request_id(name.removeprefix(PREFIX))
+        messages = None if session is None else session.history(turn_id)
+        if messages is None:
             raise BadRequest(
                 f"Previous response with id '{name}' not found.", param="previous_response_id"
             )
-        return kept.messages
+        return without_instructions(messages, body.instructions)
 
 
 def _owner(http: Request) -> str:

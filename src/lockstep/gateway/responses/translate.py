@@ -160,6 +160,15 @@ def _leading_system(instructions: str | None, items: Sequence[Plain]) -> list[Pl
     return [*system, *items[count:]]
 
 
+def without_instructions(messages: list[Plain], instructions: str | None) -> list[Plain]:
+    """Messages of a turn without the instructions that `_leading_system` put in front of them."""
+    first = messages[0]
+    if not instructions or first["role"] != "system":
+        return messages
+    rest = first["content"].removeprefix(instructions).removeprefix("\n\n")
+    return [*([{**first, "content": rest}] if rest else []), *messages[1:]]
+
+
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice

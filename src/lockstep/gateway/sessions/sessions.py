@@ -32,6 +32,7 @@ from lockstep.ledger.breaks import GATEWAY_BREAKS
 from lockstep.ledger.codec import load_turns
 from lockstep.ledger.tree import leaves
 from lockstep.render import Renderer
+from lockstep.render.messages import Plain, plain_messages
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import Conflict, LockstepError, Unavailable
 
@@ -76,6 +77,13 @@ class Session:
             return self._cached.ledger.plan_ids(prompt_ids, breaks=self._breaks)
         finally:
             self._owner.count_breaks(self._cached)
+
+    def history(self, request_id: str) -> list[Plain] | None:
+        """The messages up to and with the turn of that request; None when it is not here."""
+        for node in reversed(self._cached.ledger.nodes):
+            if node.request_id == request_id:
+                return plain_messages(node.messages())
+        return None
 
     def continue_(self, node: Node) -> PromptPlan:
         """The prompt that goes on where an aborted turn stopped; see Ledger.continue_."""
