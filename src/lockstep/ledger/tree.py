@@ -148,17 +148,27 @@ def longest_by_ids(roots: Sequence[Node], ids: array[int]) -> tuple[Node | None,
     """
     best: Node | None = None
     below = list(roots)
-    while fitting := [
-        node for node in below if ids[node.start : node.end] == node.prompt + node.sampled
-    ]:
+    while fitting := [node for node in below if _continued_by(node, ids)]:
         best = fitting[-1]
         below = [child for node in fitting for child in node.children]
     claims = any(
-        0 < len(node.prompt) < len(ids) - node.start
-        and ids[node.start : node.sampled_start] == node.prompt
+        len(ids) > node.sampled_start and _holds(ids, node.start, node.prompt)
         for node in below
+        if len(node.prompt)
     )
     return best, claims
+
+
+def _continued_by(node: Node, ids: array[int]) -> bool:
+    return _holds(ids, node.start, node.prompt) and _holds(ids, node.sampled_start, node.sampled)
+
+
+def _holds(ids: array[int], at: int, part: array[int]) -> bool:
+    """Whether `part` stands at that place; the ends are compared first, as most differ there."""
+    end = at + len(part)
+    if not part or len(ids) < end:
+        return not part
+    return ids[at] == part[0] and ids[end - 1] == part[-1] and ids[at:end] == part
 
 
 def leaves(nodes: Iterable[Node]) -> list[Node]:
