@@ -153,7 +153,9 @@ async def attempt(trial: Trial, directory: Path, meaning: dict[str, str]) -> Out
             wrong.append(f"updated is {updated}, and the version {fleet.desired.version!r}")
         if not workers[0].alive:
             workers[0].start()
-        for _ in range(10):  # on a busy machine one may be too slow for its budget once
+        for look in range(30):  # on a busy machine one may be too slow for its budget at times
+            if look >= 10 and all(worker.serves for worker in pool.workers):
+                break
             await pool.look()
             wrong += wrong_with(fleet, pool, meaning)
         healed = sum(worker.serves for worker in pool.workers)
