@@ -24,8 +24,8 @@ from lockstep.http.presence import GONE, Presence
 
 CHUNK_FRAME = 12
 """Bytes around each chunk that do not count: its size in up to eight digits, two line ends."""
-HEAD_PIECE, BODY_PIECE = 4 << 10, 16 << 10
-"""Bytes that are parsed in one go: a piece may hold many requests."""
+HEAD_PIECE, CHUNK_PIECE = 4 << 10, 16 << 10
+"""Bytes that are parsed in one go, as they may hold many requests; a body is taken as a whole."""
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings", b"connection")
 LINE_BREAK = re.compile(rb"[\r\n\0]")
 
@@ -94,7 +94,7 @@ class HttpProtocol(HttpToolsProtocol):
         # Whatever else the client sends is read and dropped, once this is set.
         self._ignores_input = self._in_head = self._in_body = False
         self._messages = self._hosts = 0
-        self._head_size = self._head_fed = self._framing = self._received = 0
+        self._head_size = self._head_fed = self._framing = self._received = self._body_left = 0
         self._resumed = 0
         self._watched: tuple[str, int, int] = ("idle", 0, 0)
         self._watched_since = self.loop.time()
@@ -119,7 +119,8 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._ignores_input:
             return
-        if self._in_body and len(data) <= BODY_PIECE and not (self._pipelined or self._waits()):
+        whole = self._in_body and len(data) <= max(self._body_left, CHUNK_PIECE)
+        if whole and not (self._pipelined or self._waits()):
             self._feed(data)
             return
         # Kept as bytes: reading goes on, so that a client that leaves is noticed.
@@ -176,7 +177,7 @@ class HttpProtocol(HttpToolsProtocol):
         memory than its bytes.
         """
         while self._pipelined and not self._ignores_input and not self._waits():
-            size = BODY_PIECE if self._in_body else HEAD_PIECE
+            size = max(self._body_left, CHUNK_PIECE) if self._in_body else HEAD_PIECE
             piece = bytes(self._pipelined[:size])
             del self._pipelined[:size]
             self._feed(piece)
@@ -231,7 +232,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._messages += 1
         self._in_head = True
-        self._hosts = self._head_size = self._head_fed = self._framing = 0
+        self._hosts = self._head_size = self._head_fed = self._framing = self._body_left = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._in_head:
@@ -242,6 +243,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._hosts += 1
         elif name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
+        elif name == b"content-length" and value.isdigit():
+            self._body_left = int(value[:18])
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -264,6 +267,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
+        self._body_left -= len(body)
         if self._in_body and not self._ignores_input:
             super().on_body(body)
 
