@@ -80,6 +80,18 @@ class Params(msgspec.Struct):
     stop_token_ids: list[int] = []
 
 
+class Prompts(msgspec.Struct):
+    prompt: str | list[Any]
+
+
+def test_the_ids_of_one_prompt_are_not_many_prompts() -> None:
+    LIMITS.check(Prompts([1] * 100_000))
+    LIMITS.check(Prompts("x" * 100_000))
+    for many in (["a"] * 5000, [[1]] * 5000):
+        with pytest.raises(BadRequest, match="prompt lists 5000"):
+            LIMITS.check(Prompts(many))
+
+
 class Body(msgspec.Struct):
     messages: list[Any] = []
     metadata: dict[str, Any] = {}

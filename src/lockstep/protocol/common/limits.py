@@ -65,7 +65,9 @@ class RequestLimits:
         for owner, prefix in ((request, ""), (_inner(request), "sampling_params.")):
             for field, limit in _present(type(owner), COUNTED):
                 listed = getattr(owner, field)
-                if isinstance(listed, list | dict) and len(listed) > getattr(self, limit):
+                if not isinstance(listed, list | dict) or len(listed) <= getattr(self, limit):
+                    continue
+                if field != "prompt" or not isinstance(listed[0], int):  # else the ids of one
                     raise BadRequest(
                         f"{prefix}{field} lists {len(listed)}: at most {getattr(self, limit)} are "
                         f"taken here (--limit {limit}=NUMBER)",
