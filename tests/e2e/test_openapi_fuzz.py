@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lockstep.gateway.openapi.control import CONTROL_ROUTE_DOCS
+from lockstep.gateway.openapi.document import ROUTE_DOCS
 from tests.processes import TOKEN, ServeProcess
 
-ROUTES = ("/inference/v1/generate", "/v1/chat/completions", "/v1/completions", "/tokenize",
-          "/detokenize", "/v1/chat/completions/tokens",
-          "/inference/v1/abort_requests")  # fmt: skip
+ROUTES = sorted({one.path for one in ROUTE_DOCS if one.method == "POST"})
 FUZZ = settings(
     max_examples=40,
     deadline=None,
