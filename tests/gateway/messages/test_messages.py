@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ RULES: list[dict[str, Any]] = [
         "error": {"status": 429, "message": "not now", "retry_after": 2},
     },
     {"when": {"last": "fails late"}, "say": "half of it", "error": {"after_tokens": 3}},
-    {"when": {"last": "short"}, "say": "cut", "finish": "length"},
+    {"when": {"last": "a title"}, "say": '{"title": "Files"}'},
     {
         "when": {"last": "two files"},
         "think": "I look at both.",
@@ -105,8 +106,6 @@ async def test_a_stream_has_every_event_in_order_and_says_the_same(server: Diale
 
 def joined(events: list[Event]) -> list[dict[str, Any]]:
     """The blocks that the deltas add up to, each opened and closed once and in order."""
-    import json
-
     blocks: list[dict[str, Any]] = []
     open_index: int | None = None
     for name, data in events:
@@ -322,6 +321,26 @@ async def test_more_tokens_than_there_is_room_for_are_clamped_and_said(
     assert response.status_code == 200, response.text
     room = 131_072 - response.json()["usage"]["input_tokens"]
     assert response.headers["x-lockstep-max-tokens"] == str(room)
+
+
+async def test_a_stop_sequence_ends_the_text_and_is_named(server: DialectServer) -> None:
+    body = {**BODY, "messages": [user("Hello")], "stop_sequences": ["there"]}
+    message = await server.ok(MESSAGES, body)
+    assert message["content"] == [text("Hello")]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "there")
+    events = await server.events(MESSAGES, body)
+    assert joined(events) == [text("Hello")]
+    assert events[-2][1]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "there"}
+
+
+async def test_a_schema_holds_what_is_said_to_its_form(server: DialectServer) -> None:
+    schema = {"type": "object", "properties": {"title": {"type": "string"}}, "required": ["title"]}
+    wanted = {"format": {"type": "json_schema", "schema": schema}}
+    body = {**BODY, "messages": [user("a title")], "output_config": wanted}
+    message = await server.ok(MESSAGES, body)
+    assert json.loads(message["content"][0]["text"]) == {"title": "Files"}
+    refused = await server.post(MESSAGES, {**body, "messages": [user("Hello")]})
+    assert "does not fit the grammar" in refused.json()["error"]["message"]
 
 
 async def test_the_token_limit_ends_a_turn_as_max_tokens(server: DialectServer) -> None:
