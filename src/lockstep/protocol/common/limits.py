@@ -5,9 +5,8 @@ They bound what one request costs a process in time and memory, whoever sends it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from typing import Any
 
@@ -63,7 +62,7 @@ class RequestLimits:
     def check(self, request: Any) -> None:
         """Raises BadRequest for a decoded body that lists too much, or nests too deeply."""
         for owner, prefix in ((request, ""), (_inner(request), "sampling_params.")):
-            for field, limit in _present(type(owner), COUNTED):
+            for field, limit in _present(owner, COUNTED):
                 listed = getattr(owner, field)
                 if not isinstance(listed, list | dict) or len(listed) <= getattr(self, limit):
                     continue
@@ -73,7 +72,7 @@ class RequestLimits:
                         f"taken here (--limit {limit}=NUMBER)",
                         param=prefix + field,
                     )
-        for field, _ in _present(type(request), NESTED):
+        for field, _ in _present(request, NESTED):
             value = getattr(request, field)
             if value and isinstance(value, list | dict) and depth(value, self.nesting) is None:
                 raise too_deep(self.nesting, field)
@@ -83,10 +82,10 @@ LIMITS = RequestLimits()
 """The default limits."""
 
 
-@cache
-def _present(kind: type, names: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """Those of the names that a type of body has as fields."""
-    return tuple(pair for pair in names if pair[0] in getattr(kind, "__struct_fields__", ()))
+def _present(owner: object, names: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, str]]:
+    """Those of the names that a body has as fields."""
+    fields = getattr(owner, "__struct_fields__", ())
+    return (pair for pair in names if pair[0] in fields)
 
 
 def _inner(request: Any) -> Any:
