@@ -86,6 +86,8 @@ def converse(renderer: Renderer, can: Format, rng: random.Random, seen: Counter[
         if rng.random() < 0.1:
             ids, finish = ids[: rng.randrange(1, len(ids) + 1)], "length"
             message = renderer.parse(ids, prompt_ids=plan.prompt_ids).message()
+            ends = [renderer.decode([end]) for end in renderer.stop_token_ids]
+            assert not any(end in message["content"] for end in ends)
             new = reply(rng, message)
         sampled = completion(plan.prompt_ids, ids, finish=finish)
         node = ledger.commit(plan, sampled, message)
