@@ -15,12 +15,27 @@ def rules() -> list[Rule]:
         {"when": {"last": "fails once"}, "error": {"status": 500}, "times": 1},
         {"when": {"last": "breaks once"}, "say": "Half", "error": {"after_tokens": 2}, "times": 1},
         {"when": {"last": "Thanks"}, "say": "You are welcome."},
+        *_helper(),
         *_turns("bash", [SUBMIT], "command", end=f"echo {SUBMIT}"),
         *_turns("exec_command", [], "cmd"),
         *_turns("run_shell_command", [], "command", description="step", is_background=False),
         *_turns("bash", [], "command", description="step"),
         *_turns("shell", [], "command"),
         {"say": "A title"},
+    ]
+
+
+def _helper() -> list[Rule]:
+    """Codex has a sub-agent look at the file, waits for it and ends."""
+    space, main = "multi_agent_v1", {"prompt": "with a helper"}
+    spawn = {"name": f"{space}.spawn_agent", "arguments": {"message": "Report the bug."}}
+    waited = {"targets": ["{{1}}"], "timeout_ms": 20000}
+    wait = {"name": f"{space}.wait_agent", "arguments": waited}
+    return [
+        {"when": {"last": "Report the bug"}, "say": "child report: add subtracts"},
+        {"when": {**main, "turn": 0}, "calls": [spawn]},
+        {"when": {**main, "last": '"agent_id":"([^"]+)"'}, "calls": [wait]},
+        {"when": {**main, "last": "child report"}, "say": "Done with the helper."},
     ]
 
 

@@ -120,3 +120,42 @@ async def test_an_error_of_the_server_is_tried_again_and_leaves_no_trace(
     (await play(sandbox, program, url, "It fails once. " + TASK)).check()
     assert server.breaks(session) == {}
     assert (sandbox.work / "out.txt").read_text() == "hello\n"
+
+
+async def test_a_stream_that_breaks_is_tried_again_and_leaves_no_trace(
+    server: DialectServer, sandbox: Sandbox
+) -> None:
+    url = f"{server.url}/sessions/broken"
+    (await sandbox.codex(url, "It breaks once. " + TASK)).check()
+    assert server.breaks("broken") == {}
+    (sample,) = await server.samples("broken")
+    assert "Half" not in server.renderer.decode(sample.token_ids)
+
+
+async def test_a_fork_of_codex_shares_the_turns_of_its_parent(
+    server: DialectServer, sandbox: Sandbox
+) -> None:
+    url = f"{server.url}/sessions/forked"
+    begun = (await sandbox.codex(url, TASK)).check()
+    thread = json.loads(begun.output.splitlines()[0])["thread_id"]
+    (await sandbox.codex(url, "fork", thread, "Thanks a lot")).check()
+    (await sandbox.codex(url, "resume", thread, "Thanks")).check()
+    assert server.breaks("forked") == {}
+    samples = await server.samples("forked")
+    assert len(samples) == 2
+    assert samples[1].trained_in, "what both share is trained in the first"
+
+
+async def test_a_sub_agent_of_codex_is_a_branch_beside_the_main_line(
+    server: DialectServer, sandbox: Sandbox
+) -> None:
+    url = f"{server.url}/sessions/helped"
+    ended = (await sandbox.codex(url, "Find the bug with a helper.")).check()
+    assert "Done with the helper." in ended.output
+    assert server.breaks("helped") == {}
+    samples = await server.samples("helped")
+    said = [server.renderer.decode(sample.token_ids) for sample in samples]
+    (child,) = [text for text in said if "child report: add subtracts<|im_end|>" in text]
+    (main,) = [text for text in said if "Done with the helper." in text]
+    assert child != main
+    assert not any(sample.trained_in for sample in samples)
