@@ -15,6 +15,7 @@ from lockstep.engine.sequence import StreamedToken
 from lockstep.protocol.dynamo import environment as dynamo_env
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, EngineFailure, UnknownField, UnsupportedField
+from lockstep.tokens.grammar import Grammar
 from lockstep.worker.dynamo.chunks import chunks_of, collected
 from lockstep.worker.dynamo.request import decimal, read_request
 from lockstep.worker.dynamo.routes import engine_routes
@@ -91,12 +92,22 @@ def test_what_the_frontend_would_lose_is_refused() -> None:
     assert read(stop_conditions__stop=["a"], extra_args=plain).engine_data is False
 
 
+def test_penalties_and_grammars_of_the_frontend_reach_the_engine() -> None:
+    guided = {"json": {"type": "object"}, "regex": None, "backend": "xgrammar"}
+    request = read(
+        sampling_options__guided_decoding=guided, sampling_options__repetition_penalty=1.5
+    )
+    sampling = request.body.sampling()
+    assert sampling.repetition_penalty == 1.5
+    assert sampling.grammar == Grammar("json", '{"type":"object"}')
+    assert read().body.sampling().grammar is None
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"sampling_options__guided_decoding": {"json": {}}}, "guided_decoding"),
+        ({"sampling_options__guided_decoding": {"novel": "x"}}, "novel"),
         ({"sampling_options__use_beam_search": True}, "use_beam_search"),
-        ({"sampling_options__repetition_penalty": 1.5}, "repetition_penalty"),
         ({"stop_conditions__max_thinking_tokens": 9}, "thinking_token_budget"),
         ({"extra_args": {"sampling_options": {"bad_words_token_ids": [[1]]}}}, "bad_words"),
     ],

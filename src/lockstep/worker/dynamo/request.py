@@ -21,7 +21,7 @@ Fields = dict[str, Any]
 VERBATIM = "vllm_tito"
 """Where the frontend puts the body of POST /inference/v1/generate."""
 SAME_NAME = frozenset(OPTIONS)
-REFUSED = ("best_of", "use_beam_search", "length_penalty", "guided_decoding")
+REFUSED = ("best_of", "use_beam_search", "length_penalty")
 ENGINE_FIELDS = frozenset({"engine_data", "routed_experts", "prompt_logprobs"})
 """Extra fields that the frontend takes from the worker's response."""
 
@@ -96,6 +96,7 @@ def _body(fields: Fields, extra: Fields, wanted: set[str]) -> Fields:
             "ignore_eos": stops.get("ignore_eos"),
             "stop_token_ids": _stop_ids(stops),
             "thinking_token_budget": stops.get("max_thinking_tokens"),
+            "structured_outputs": _grammar(sampling.get("guided_decoding")),
             "logprobs": output.get("logprobs"),
             "prompt_logprobs": output.get("prompt_logprobs"),
             **{name: value for name, value in passed.items() if value is not None},
@@ -124,6 +125,13 @@ def _refuse_lossy(fields: Fields, body: GenerateBody) -> None:
             "choice only; send n requests",
             param="n",
         )
+
+
+def _grammar(guided: Fields | None) -> Fields | None:
+    """Dynamo's guided_decoding in vLLM's words; which library shall hold to it is ours to say."""
+    if guided is None:
+        return None
+    return {name: value for name, value in guided.items() if name != "backend" and value}
 
 
 def _stop_ids(stops: Fields) -> list[int] | None:
