@@ -64,11 +64,12 @@ class Sandbox:
             raise AssertionError(f"{command[0]} did not end\n{output[-3000:]!r}") from None
         return Ended(process.returncode or 0, output.decode(), errors.decode())
 
-    async def codex(self, url: str, *arguments: str) -> Ended:
+    async def codex(self, url: str, *arguments: str, compact_at: int | None = None) -> Ended:
         config = self.home / ".codex" / "config.toml"
         config.parent.mkdir(exist_ok=True)
         config.write_text(
-            f'model = "tiny"\nmodel_provider = "local"\n[model_providers.local]\nname = "local"\n'
+            ("" if compact_at is None else f"model_auto_compact_token_limit = {compact_at}\n")
+            + f'model = "tiny"\nmodel_provider = "local"\n[model_providers.local]\nname = "local"\n'
             f'base_url = "{url}/v1"\nwire_api = "responses"\nenv_key = "LOCAL_KEY"\n'
             "supports_websockets = false\n"
         )

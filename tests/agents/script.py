@@ -16,6 +16,8 @@ def rules() -> list[Rule]:
         {"when": {"last": "breaks once"}, "say": "Half", "error": {"after_tokens": 2}, "times": 1},
         {"when": {"last": "Thanks"}, "say": "You are welcome."},
         *_helper(),
+        {"when": {"last": "CONTEXT CHECKPOINT COMPACTION"}, "say": "the summary so far"},
+        {"when": {"prompt": "the summary so far", "turn": 0}, "say": "Done after the summary."},
         *_turns("bash", [SUBMIT], "command", end=f"echo {SUBMIT}"),
         *_turns("exec_command", [], "cmd"),
         *_turns("run_shell_command", [], "command", description="step", is_background=False),

@@ -159,3 +159,16 @@ async def test_a_sub_agent_of_codex_is_a_branch_beside_the_main_line(
     (main,) = [text for text in said if "Done with the helper." in text]
     assert child != main
     assert not any(sample.trained_in for sample in samples)
+
+
+async def test_a_compaction_of_codex_begins_a_new_branch(
+    server: DialectServer, sandbox: Sandbox
+) -> None:
+    url = f"{server.url}/sessions/compacted"
+    ended = (await sandbox.codex(url, TASK, compact_at=20_000)).check()
+    assert "Done after the summary." in ended.output
+    assert server.breaks("compacted") == {"tools_changed": 1}
+    samples = await server.samples("compacted")
+    said = [server.renderer.decode(sample.token_ids) for sample in samples]
+    # The turns before, the request for a summary, and what goes on from it.
+    assert [text.count("the summary so far") for text in said] == [0, 1, 1]
