@@ -220,3 +220,24 @@ async def test_an_internal_error_keeps_its_cause_to_the_log(
     assert "swordfish" not in json.dumps(error)
     assert "swordfish" in caplog.text
     assert error["request_id"] in caplog.text
+
+
+@pytest.mark.failure_mode("F64")
+@pytest.mark.parametrize("owner", ["lockstep", "vllm"])
+@pytest.mark.parametrize("salt", [{}, {"cache_salt": None}, {"cache_salt": "5"}])
+async def test_workers_see_another_salt_and_another_id_for_each_key(
+    owner: str, salt: dict[str, str | None]
+) -> None:
+    keys = ("the-first-key", "the-second-key")
+    completed = whole(encoded(choice([7, 8], "stop")))
+    async with gateway(completed, owner=owner, keys=keys) as (http, server):
+        for key in keys:
+            headers = {"authorization": f"Bearer {key}", "X-Request-Id": "mine"}
+            async with http.post(GENERATE, json={**BODY, **salt}, headers=headers) as response:
+                assert response.status == 200
+        first, second = server.requests_to(GENERATE)
+    salts = {one.json["cache_salt"] for one in (first, second)}
+    ids = {one.headers["x-request-id"] for one in (first, second)}
+    assert len(salts) == len(ids) == 2
+    assert not salts & {None, "5"}
+    assert "mine" not in ids
