@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from itertools import pairwise
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 import lockstep
 from lockstep.backends import GenerateRequest, StreamDelta, VllmTransport
 from lockstep.http.client import HttpClient
+from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadTokenId, EngineFailure, PromptTooLong
+from lockstep.tokens.grammar import Grammar
 from tests.engines.vllm_load import begun
 from tests.engines.vllm_models import TOLERANCE, Reference
 from tests.engines.vllm_servers import Vllm, updated
@@ -93,6 +96,35 @@ async def test_a_stop_token_ends_the_answer_and_is_part_of_it(dense: Vllm) -> No
         dense, temperature=0.0, max_tokens=8, stop_token_ids=(stop,), ignore_eos=True
     )
     assert (completion.token_ids, completion.finish, completion.stop_token) == (cut, "stop", stop)
+
+
+@pytest.mark.failure_mode("F66")
+async def test_a_stop_string_ends_the_answer_and_its_tokens_stay(dense: Vllm) -> None:
+    options = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+    pieces = Renderer.load(dense.a).pieces
+    free = await one(dense, **options)
+    text = pieces.decode(free.token_ids[:6])
+    stop = text[len(text) // 2 :][:3]
+    completion = await one(dense, stop=(stop,), **options)
+    count = len(completion.token_ids)
+    assert completion.token_ids == free.token_ids[:count]
+    assert (completion.finish, completion.stop_reason) == ("stop", stop)
+    assert stop in pieces.decode(completion.token_ids)
+    assert len(completion.logprobs) == count
+
+
+@pytest.mark.failure_mode("F67")
+async def test_grammars_and_penalties_reach_the_engine(dense: Vllm) -> None:
+    pieces = Renderer.load(dense.a).pieces
+    held = await one(dense, grammar=Grammar("regex", "[a-c]{4}"), max_tokens=12, seed=1)
+    text = "".join(pieces.piece(token).text for token in held.token_ids[:4])
+    assert re.match("[a-c]{1,4}", text)
+    assert held.shaping is not None
+    assert held.shaping.grammar == Grammar("regex", "[a-c]{4}")
+    free = await one(dense, temperature=0.0, max_tokens=24, ignore_eos=True)
+    kept = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, "repetition_penalty": 50.0}
+    penalized = await one(dense, **kept)
+    assert len(set(penalized.token_ids)) > len(set(free.token_ids))
 
 
 @pytest.mark.failure_mode("F12")
