@@ -36,6 +36,7 @@ REHEARSED = (
     Sampling(max_tokens=3, ignore_eos=True, temperature=0.0, logit_bias={0: 1.0}),
 )
 """Options whose first use loads code onto the device."""
+REHEARSED_TOKENS = 40
 
 
 def overlapped_runner(core: Core) -> OverlappedRunner | None:
@@ -93,7 +94,7 @@ def warm(core: Core, seconds: float) -> str:
 def _rehearse(core: Core) -> None:
     """Runs a request of each kind, and leaves no trace of them."""
     vocab = core.config.vocab_size
-    length = max(min(40, core.max_len - 4, vocab), 1)
+    length = max(min(REHEARSED_TOKENS, core.max_len - 4, vocab), 1)
     for sampling in REHEARSED:
         complete(core, list(range(length)), sampling)
 

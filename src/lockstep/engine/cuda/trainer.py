@@ -141,10 +141,10 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,), (q, k, v) = grads, ctx.saved_tensors
-        with torch.enable_grad(), deterministic():
+        queries, keys = q.shape[2], k.shape[2]
+        whole = queries == keys and not any(ctx.starts)
+        with torch.enable_grad(), deterministic(strict=whole):
             leaves = [each.detach().requires_grad_() for each in (q, k, v)]
-            queries, keys = q.shape[2], k.shape[2]
-            whole = queries == keys and not any(ctx.starts)
             mask = None
             if not whole:
                 first = torch.tensor(ctx.starts, device=q.device)[:, None, None, None]
@@ -192,15 +192,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> 
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
-    """Torch's deterministic kernels, for the time of a block of code.
+def deterministic(*, strict: bool) -> Iterator[None]:
+    """Torch's deterministic attention, for the time of a block of code.
 
-    Without cuDNN's attention, whose backward pass has none.
+    Without cuDNN's, whose backward pass has none. Where not `strict`, torch warns instead of
+    raising: under a mask it may fall back to products that know no such promise.
     """
     kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
     try:
         with sdpa_kernel(kinds):
             yield
