@@ -10,10 +10,13 @@ import torch
 
 from lockstep.doctor.check import Check
 from lockstep.doctor.host import cores
+from lockstep.engine.config import EngineOptions
+from lockstep.engine.core import Core
 from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics import selftest
 from lockstep.engine.numerics.bf16 import make_bf16_safe
-from lockstep.tokens.errors import EngineFailure
+from lockstep.models import bundled
+from lockstep.tokens.errors import EngineFailure, LockstepError
 
 
 def checks() -> Iterator[Check]:
@@ -65,7 +68,25 @@ def cuda() -> Check:
         return Check("CUDA", "note", f"{why} (optional)", "install torch for CUDA on a GPU machine")
     names = {torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())}
     found = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}"
-    return Check("CUDA", "ok", found)
+    try:
+        return Check("CUDA", "ok", f"{found}; {on_gpu()}")
+    except (LockstepError, RuntimeError) as error:
+        return Check("CUDA", "note", f"{found}, but no engine runs there: {error}", "--device cpu")
+
+
+def on_gpu() -> str:
+    """What an engine does on the first GPU, in words: one is started with the bundled model."""
+    directory = bundled("tiny")
+    if directory is None:
+        raise EngineFailure("the bundled model tiny is missing")
+    options = EngineOptions(
+        device="cuda", dtype="bfloat16", max_seqs=4, max_model_len=256, warm_seconds=0
+    )
+    core = Core(directory, options)
+    speed = "by captured graphs" if core.overlapped else "step by step, as there is no Triton"
+    if core.plan.is_exact:
+        return f"bf16 {speed}, exact: engine and trainer agree bit for bit"
+    return f"bf16 {speed}, close: {core.arithmetic_note}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engine.cuda import kernels, prefill, prefill_kernels
+from lockstep.engine.cuda import kernels, prefill, prefill_kernels, start
 from lockstep.engine.cuda.graphs import Decoder, GraphPool
 from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller, token_sizes
@@ -39,6 +39,8 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "SMALLEST", 8)
     monkeypatch.setattr(prefill, "SPARE_BLOCKS", 3)
     monkeypatch.setattr(prefill_kernels, "ROWS", 32)
+    monkeypatch.setattr(start, "REHEARSED", start.REHEARSED[:1])
+    monkeypatch.setattr(start, "REHEARSED_TOKENS", 5)
 
 
 pytestmark = [
@@ -133,8 +135,8 @@ def test_every_option_stays_in_the_graphs(tiny: Path, rig: Rig, options: dict[st
     other = step_by_step(tiny)
     pairs = [
         (
-            rig.submit(ids(at, 5 + at), max_tokens=3, **each),
-            other.submit(ids(at, 5 + at), max_tokens=3, **each),
+            rig.submit(ids(at, 3 + at), max_tokens=2, **each),
+            other.submit(ids(at, 3 + at), max_tokens=2, **each),
         )
         for at, each in enumerate([options, {}])
     ]
@@ -165,16 +167,16 @@ def tops_of(completion: Completion) -> list[tuple[Ranked, ...]]:
 
 
 def test_prompts_of_a_step_are_one_batch_and_long_ones_are_cut(tiny: Path, rig: Rig) -> None:
-    """A step takes 24 tokens here: the first prompt ends in it, the second goes on in others."""
+    """A step takes 12 tokens here: the first prompt ends in it, the second goes on in others."""
     other = step_by_step(tiny)
-    rig.core.scheduler.max_batch_tokens = 24
+    rig.core.scheduler.max_batch_tokens = 12
     refuse_eager_steps(rig)
     pairs = [
-        (rig.submit(ids(at, length), max_tokens=3), other.submit(ids(at, length), max_tokens=3))
-        for at, length in enumerate((9, 40, 17))
+        (rig.submit(ids(at, length), max_tokens=2), other.submit(ids(at, length), max_tokens=2))
+        for at, length in enumerate((5, 20, 7))
     ]
     rig.core.step()
-    assert [each.computed for each in rig.core.scheduler.running] == [9, 15, 0]
+    assert [each.computed for each in rig.core.scheduler.running] == [5, 7, 0]
     rig.run()
     other.run()
     for ours, theirs in pairs:
@@ -182,7 +184,7 @@ def test_prompts_of_a_step_are_one_batch_and_long_ones_are_cut(tiny: Path, rig: 
 
 
 def test_scores_come_from_the_same_batches(tiny: Path, rig: Rig) -> None:
-    sequences = [ids(1, 20), ids(2, 3), ids(3, 50)]
+    sequences = [ids(1, 9), ids(2, 3), ids(3, 20)]
     expected = step_by_step(tiny).core.score_all(sequences)
     rig.core.model.forward = None  # type: ignore[assignment]
     for ours, theirs in zip(rig.core.score_all(sequences), expected, strict=True):
@@ -191,10 +193,10 @@ def test_scores_come_from_the_same_batches(tiny: Path, rig: Rig) -> None:
 
 def test_a_long_score_in_pieces_keeps_the_start_of_its_slot(tiny: Path, rig: Rig) -> None:
     """Rows that pad a batch leave nothing, not even in the slot that scoring uses."""
-    rig.core.options = replace(rig.core.options, max_batch_tokens=20)
+    rig.core.options = replace(rig.core.options, max_batch_tokens=8)
     (ours,), (theirs,) = (
-        rig.core.score_all([ids(3, 50)]),
-        step_by_step(tiny).core.score_all([ids(3, 50)]),
+        rig.core.score_all([ids(3, 20)]),
+        step_by_step(tiny).core.score_all([ids(3, 20)]),
     )
     assert ours == pytest.approx(theirs, abs=2e-5)
 
@@ -202,8 +204,8 @@ def test_a_long_score_in_pieces_keeps_the_start_of_its_slot(tiny: Path, rig: Rig
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.failure_mode("F15")
 def test_a_prompt_that_breaks_fails_alone_before_its_last_piece(tiny: Path, rig: Rig) -> None:
-    rig.core.scheduler.max_batch_tokens = 40
-    bad, good = rig.submit(ids(1, 60), max_tokens=2), rig.submit(ids(2, 20), max_tokens=2)
+    rig.core.scheduler.max_batch_tokens = 12
+    bad, good = rig.submit(ids(1, 20), max_tokens=2), rig.submit(ids(2, 6), max_tokens=2)
     weights = rig.core.served.weights
     kept = weights.embed[bad.handle.request.prompt_ids[5]].clone()
     weights.embed[bad.handle.request.prompt_ids[5]] = float("nan")
@@ -212,7 +214,7 @@ def test_a_prompt_that_breaks_fails_alone_before_its_last_piece(tiny: Path, rig:
     weights.embed[bad.handle.request.prompt_ids[5]] = kept
     assert isinstance(bad.error, BadLogprob)
     rig.run()
-    alike(good.one, step_by_step(tiny).generate(ids(2, 20), max_tokens=2))
+    alike(good.one, step_by_step(tiny).generate(ids(2, 6), max_tokens=2))
     assert torch.isfinite(rig.core.cache.v[:, :2]).all()
 
 
@@ -322,17 +324,17 @@ def test_a_prefix_of_overlapped_decoding_is_there_for_the_next_turn(tiny: Path, 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.failure_mode("F15")
 def test_a_row_that_breaks_fails_alone_and_leaves_nothing_behind(tiny: Path, rig: Rig) -> None:
-    bad = rig.submit(ids(1, 20), max_tokens=4)
-    good = rig.submit(ids(2, 20), max_tokens=4)
+    bad = rig.submit(ids(1, 7), max_tokens=4)
+    good = rig.submit(ids(2, 7), max_tokens=4)
     launch(rig)
     slot = rig.core.scheduler.running.index(bad.handle.sequences[0])
     rig.core.cache.v[:, slot, :, 3] = float("nan")
     rig.run()
     assert isinstance(bad.error, BadLogprob)
-    alike(good.one, step_by_step(tiny).generate(ids(2, 20), max_tokens=4))
+    alike(good.one, step_by_step(tiny).generate(ids(2, 7), max_tokens=4))
     assert torch.isfinite(rig.core.cache.v).all()
-    again = rig.generate(ids(1, 20), max_tokens=2)
-    alike(again, step_by_step(tiny).generate(ids(1, 20), max_tokens=2))
+    again = rig.generate(ids(1, 7), max_tokens=2)
+    alike(again, step_by_step(tiny).generate(ids(1, 7), max_tokens=2))
 
 
 def test_batch_sizes_are_few_and_large_enough() -> None:
