@@ -23,8 +23,8 @@ def listed(*cards: dict[str, Any]) -> list[ModelCard]:
 
 def test_a_card_reads_back_as_it_was_written() -> None:
     cards = [
-        ModelCard("tiny", 1024, "v1", None, "lockstep", PLAN, "/models/tiny", 7),
-        ModelCard("lora", 512, "v1+a", "tiny", "lockstep", PLAN, "/adapters/lora", 7),
+        ModelCard("tiny", 1024, "v1", None, "lockstep", PLAN, "processed", "/models/tiny", 7),
+        ModelCard("lora", 512, "v1+a", "tiny", "lockstep", PLAN, "raw", "/adapters/lora", 7),
     ]
     assert decode_models(msgspec.json.encode(ModelList(cards))) == cards
 
