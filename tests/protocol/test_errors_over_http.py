@@ -26,7 +26,7 @@ RECORD = Operation(
     "0123", "update_weights", {"weight_dir": "/w", "version": None}, "k", "failed", 1.0, 2.0, "s_1",
     {"w0": WorkerResult("rolled_back", "prove", "off by 0.1", {"stage": 0.5}),
      "w1": WorkerResult("quarantined", "commit", "it hung")},
-    0.25, "why", "update_failed", "version", 502,
+    0.25, ["look"], "why", "update_failed", "version", 502,
 )  # fmt: skip
 
 

@@ -37,7 +37,7 @@ DECODER = msgspec.json.Decoder(Body)
         (b'{"ids": [], "inner": {}}', errors.BadRequest, "inner.size", "missing"),
         (b'{"ids": ', errors.BadRequest, "body", "not JSON"),
         (b"[]", errors.BadRequest, "body", "[]"),
-        (b'{"ids": "\xff"}', errors.BadRequest, "body", "not JSON"),
+        (b'{"ids": "\xff"}', errors.BadRequest, "ids", "cannot be read"),
     ],
 )
 def test_an_error_names_field_and_value(
