@@ -4,8 +4,6 @@ import asyncio
 import subprocess
 import sys
 
-from openai import AsyncOpenAI
-
 from agents import (
     Agent,
     OpenAIChatCompletionsModel,
@@ -14,6 +12,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
+from openai import AsyncOpenAI
 
 
 @function_tool
