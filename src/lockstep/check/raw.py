@@ -15,7 +15,7 @@ SHOWN = 160
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class RawReply:
     """A response. `fields` is empty unless its body is a JSON object."""
 
     status: int
@@ -56,7 +56,7 @@ class Raw:
 
     async def send(
         self, method: str, url: str, body: object = None, *, token: str | None = None
-    ) -> Reply:
+    ) -> RawReply:
         headers = dict(self._headers)
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
@@ -66,6 +66,6 @@ class Raw:
         # A server may drop a connection after an error, so each request gets its own.
         client = HttpClient(f"{parts.scheme}://{parts.netloc}", retries=0, timeout=self._timeout)
         try:
-            return Reply(*await client.exchange(method, target, raw, headers=headers))
+            return RawReply(*await client.exchange(method, target, raw, headers=headers))
         finally:
             await client.close()

@@ -17,7 +17,7 @@ from lockstep.backends.dynamo.discovery import DynamoDiscovery
 from lockstep.backends.registry import open_admin
 from lockstep.check.dialect import DIALECTS, RawDialect
 from lockstep.check.outcome import Broken, NotApplicable
-from lockstep.check.raw import Raw, Reply
+from lockstep.check.raw import Raw, RawReply
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sampling
@@ -139,10 +139,10 @@ class Target:
         """Of several sequences, one after the other: see `crowd.scores` for why."""
         return [await self.score(ids, model=model) for ids in sequences]
 
-    async def post(self, path: str, body: object) -> Reply:
+    async def post(self, path: str, body: object) -> RawReply:
         return await self.raw.send("POST", self.transport.base_url + path, body)
 
-    async def send_ids(self, ids: Any, *, model: str | None = None, **fields: Any) -> Reply:
+    async def send_ids(self, ids: Any, *, model: str | None = None, **fields: Any) -> RawReply:
         """A bare request for one token; `fields` are put beside what the dialect knows."""
         body = self.dialect.body(model or self.card.id, ids)
         return await self.post(self.dialect.route, body | fields)

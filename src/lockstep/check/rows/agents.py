@@ -7,7 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from lockstep.check.outcome import require
-from lockstep.check.raw import Reply
+from lockstep.check.raw import RawReply
 from lockstep.check.row import RowGroup
 from lockstep.check.rows.text import renderer_of, there
 from lockstep.check.target import Target
@@ -18,7 +18,7 @@ QUESTION, MORE = "Count from one to five.", "Go on."
 UNKNOWN = {"frobnicate": 1}
 
 
-def events_of(reply: Reply) -> list[dict[str, Any]]:
+def events_of(reply: RawReply) -> list[dict[str, Any]]:
     """The data of a stream of events."""
     lines = bytes(reply.body).decode(errors="replace").splitlines()
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]

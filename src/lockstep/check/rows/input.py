@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.check.outcome import NotApplicable, require
-from lockstep.check.raw import Reply
+from lockstep.check.raw import RawReply
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
@@ -25,7 +25,7 @@ async def refuses(target: Target, what: str, ids: Any, **fields: Any) -> str:
     return f"{what}: {reply.describe()}"
 
 
-def _sampled(target: Target, reply: Reply) -> str:
+def _sampled(target: Target, reply: RawReply) -> str:
     if reply.status != 200:
         return ""
     return f" with ids {target.dialect.ids(reply.fields)[:1]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.check.outcome import NotApplicable, require
-from lockstep.check.raw import Reply
+from lockstep.check.raw import RawReply
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 from lockstep.render import Renderer
@@ -26,7 +26,7 @@ def renderer_of(target: Target) -> Renderer:
     return target.renderer
 
 
-def there(reply: Reply, route: str) -> Reply:
+def there(reply: RawReply, route: str) -> RawReply:
     """The reply of a route that exists. Raises NotApplicable for one that does not."""
     if reply.missing:
         raise NotApplicable(f"the server has no {route} ({reply.status})")
