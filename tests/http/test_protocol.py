@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from lockstep.http.closing import reset
 from lockstep.http.limits import ServerLimits
 from tests.http.peer import HOST, Handlers, connected, running, talking
 
@@ -58,13 +59,16 @@ async def test_more_requests_than_are_read_ahead_are_still_answered_in_their_ord
 
 async def test_a_client_that_sends_far_ahead_is_made_to_wait() -> None:
     handlers = Handlers()
-    async with talking(handlers, ServerLimits(pipelined_bytes=1000)) as peer:
+    limits = ServerLimits(pipelined_bytes=1000, sweep_seconds=0.02)
+    async with talking(handlers, limits) as peer:
         peer.send(f"GET /wait {HOST}")
         await asyncio.wait_for(handlers.begun.wait(), 2)
         for _ in range(100):
             peer.send(f"POST /echo {HOST}\ncontent-length: 500000", b"x" * 500_000)
         await asyncio.sleep(0.5)
         assert peer.writer.transport.get_write_buffer_size() > 20_000_000
+        reset(peer.writer.transport)
+        await asyncio.wait_for(handlers.left.wait(), 5)
 
 
 async def test_a_client_that_waits_for_100_continue_gets_it() -> None:

@@ -13,6 +13,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 from lockstep.protocol.common.error_body import error_body
 
+CLOSED_STATES = (7, 8)
+"""Of TCP_INFO: closed, and closed by the other side."""
 NO_LINGER = struct.pack("ii", 1, 0)
 
 
@@ -24,6 +26,19 @@ def reset(transport: asyncio.Transport) -> None:
         with suppress(OSError):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
     transport.abort()
+
+
+def has_left(transport: asyncio.Transport) -> bool:
+    """Whether the client of a connection that is not being read has ended it, where the system
+    tells (Linux)."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or not hasattr(socket, "TCP_INFO"):
+        return False
+    try:
+        state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    except OSError:
+        return True
+    return bool(state) and state[0] in CLOSED_STATES
 
 
 def refusal(status: int, why: str, reason: str) -> bytes:

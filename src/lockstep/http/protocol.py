@@ -17,7 +17,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from lockstep.http.closing import last_response, refusal, reset
+from lockstep.http.closing import has_left, last_response, refusal, reset
 from lockstep.http.coalescing import CoalescingTransport
 from lockstep.http.limits import ServerLimits
 from lockstep.http.presence import GONE, Presence
@@ -58,19 +58,19 @@ class HeldFlow(FlowControl):
     A handler resumes it for more of its body, and would let in more of what a client sends ahead.
     """
 
-    _held = False
+    held = False
 
     def hold(self, held: bool) -> None:
         """Stops reading, or lets it go on; a reader that paused by itself resumes by itself."""
         if held:
-            self._held = True
+            self.held = True
             self.pause_reading()
-        elif self._held:
-            self._held = False
+        elif self.held:
+            self.held = False
             self.resume_reading()
 
     def resume_reading(self) -> None:
-        if not self._held:
+        if not self.held:
             super().resume_reading()
 
 
@@ -362,6 +362,9 @@ class HttpProtocol(HttpToolsProtocol):
 
     def sweep(self, now: float) -> None:
         """Ends what has waited for this client for too long. Called once in a while."""
+        if self.flow.held and has_left(self.transport):
+            self.cut()
+            return
         kind, progress = self._waiting_for()
         watched = (kind, self._messages, self._resumed)
         if watched != self._watched:
