@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, get_args
@@ -260,7 +260,9 @@ class Campaign:
 
     def table(self) -> str:
         """Markdown: how many faults of each kind struck in each phase, and what came of it."""
-        count = Counter((f.phase, f.kind) for trial in self.trials for f in trial.struck)
+        count = Counter(
+            pair for trial in self.trials for pair in {(f.phase, f.kind) for f in trial.struck}
+        )
         kinds = get_args(Kind)
         rows = ["| phase | " + " | ".join(kinds) + " |", "|---|" + "---|" * len(kinds)]
         for phase in get_args(Phase):
@@ -304,22 +306,33 @@ class _Harm:
         self._over = False
 
     async def begin(self) -> None:
-        """Those that strike in a call wait at the worker's proxy; the others strike now."""
+        """Those that strike in a call wait at the worker's proxy; the others strike now.
+
+        Nobody knows which worker gets the next request: there the first that does is struck.
+        """
         for fault in self._trial.faults:
             method = METHODS.get(fault.phase)
-            injector = self._cluster.injectors[fault.worker]
-            if fault.kind == "200 with error" and method is not None:
-                injector.also(method, "error", number=injector.calls[method] + 1, count=2)
-                self._trial.struck.append(fault)
-            elif method is None:
+            if method is None:
                 await self._strike(fault)
-            else:
-                number = injector.calls[method] + 1
-                injector.also(method, "hook before", number=number, hook=self._hook(fault))
+                continue
+            anywhere = range(self._cluster.count) if method == "generate" else (fault.worker,)
+            for index in anywhere:
+                self._wait_for(method, replace(fault, worker=index))
+
+    def _wait_for(self, method: str, fault: Fault) -> None:
+        injector = self._cluster.injectors[fault.worker]
+        number = injector.calls[method] + 1
+        if fault.kind == "200 with error":
+            injector.also(method, "error", number=number, count=2)
+            self._trial.struck.append(fault)
+        else:
+            injector.also(method, "hook before", number=number, hook=self._hook(fault))
 
     def _hook(self, fault: Fault) -> Callable[[], Awaitable[None]]:
         async def hook() -> None:
-            await self._strike(fault)
+            same = (fault.kind, fault.phase)
+            if same not in [(other.kind, other.phase) for other in self._trial.struck]:
+                await self._strike(fault)
 
         return hook
 
