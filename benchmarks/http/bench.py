@@ -35,7 +35,7 @@ from benchmarks.gateway.contestants import (
 from benchmarks.gateway.load import Bad, Connection
 from benchmarks.http.app import RESPONSE
 from benchmarks.table import Row
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 
 ROUNDS, SECONDS, REQUESTS = 9, 0.7, 6000
 CONNECTIONS = 16

@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from benchmarks.http.app import app
-from lockstep.http.server import listen, serving
+from lockstep.http.server.server import listen, serving
 
 
 async def main(name: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import lockstep
 from lockstep.backends import GenerateRequest, StreamDelta, VllmTransport
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import BadTokenId, EngineFailure, PromptTooLong

@@ -13,7 +13,7 @@ from lockstep.backends import GenerateRequest
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
 from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.shared_memory import shared_tensors
-from lockstep.http.server import listen
+from lockstep.http.server.server import listen
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import CheckpointError, Conflict, EngineFailure
 from tests.engines import vllm_models as models

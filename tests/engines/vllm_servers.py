@@ -17,8 +17,8 @@ from lockstep.backends import VllmTransport
 from lockstep.backends.admin import Source
 from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.checkpoint.probe import Probe, compare
-from lockstep.http.client import HttpClient
-from lockstep.http.server import listen, url_of
+from lockstep.http.client.client import HttpClient
+from lockstep.http.server.server import listen, url_of
 from lockstep.launch.vllm import VllmServer
 from lockstep.models import bundled
 from tests.engines import vllm_models as models

@@ -15,7 +15,7 @@ from lockstep.gateway.app import control_app
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.http.server import listen, serving, url_of
+from lockstep.http.server.server import listen, serving, url_of
 from lockstep.tokens.errors import CheckpointError, Conflict, NotFound, Unavailable, UpdateFailed
 from lockstep.tokens.operation import Operation
 from tests.simulator.fleet import Simulation, simulated

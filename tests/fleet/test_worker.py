@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import TRANSITIONS, State, Worker
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.tokens.errors import Conflict, LockstepError, NotFound, Unavailable
 from tests.simulator.fleet import Simulation, simulated
 

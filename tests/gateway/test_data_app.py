@@ -16,7 +16,7 @@ from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.http.server import listen, serving, url_of
+from lockstep.http.server.server import listen, serving, url_of
 from tests.backends import scripted
 from tests.backends.scripted import Reply, Request, events, models, whole
 

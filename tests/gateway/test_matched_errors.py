@@ -17,7 +17,7 @@ from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.http.server import listen, serving, url_of
+from lockstep.http.server.server import listen, serving, url_of
 from tests.processes import WorkerProcess
 
 LIMIT = 128

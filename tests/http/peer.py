@@ -14,8 +14,8 @@ from starlette.routing import Route
 
 from lockstep.http.body import read_json
 from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream, unless_gone
-from lockstep.http.limits import DRAIN_SECONDS, LIMITS, ServerLimits
-from lockstep.http.server import listen, serving
+from lockstep.http.server.limits import DRAIN_SECONDS, LIMITS, ServerLimits
+from lockstep.http.server.server import listen, serving
 
 HOST = "HTTP/1.1\nhost: x"
 NAMES = (

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lockstep.http import client as http
-from lockstep.http.client import HttpClient
+from lockstep.http.client import client as http
+from lockstep.http.client.client import HttpClient
 from lockstep.tokens.errors import (
     BadRequest,
     Busy,
@@ -338,7 +338,7 @@ async def test_a_request_names_one_host() -> None:
 OUT_OF_DESCRIPTORS = """
 import asyncio, os, resource, socket, sys
 import uvloop
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.tokens.errors import Busy
 
 async def main():

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.http.coalescing import HELD_BYTES, CoalescingTransport
+from lockstep.http.server.coalescing import HELD_BYTES, CoalescingTransport
 
 
 class Recorded:

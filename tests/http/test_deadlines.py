@@ -11,7 +11,7 @@ from time import monotonic
 
 import pytest
 
-from lockstep.http.limits import RESERVED_DESCRIPTORS, ServerLimits, connections_within
+from lockstep.http.server.limits import RESERVED_DESCRIPTORS, ServerLimits, connections_within
 from tests.http.peer import HOST, Handlers, connected, running, talking
 
 QUICK = ServerLimits(
@@ -196,7 +196,7 @@ LOW = """
 import resource, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
-from lockstep.http.limits import raise_descriptor_limit
+from lockstep.http.server.limits import raise_descriptor_limit
 raised = raise_descriptor_limit()
 assert raised == resource.getrlimit(resource.RLIMIT_NOFILE)[0], raised
 assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.http.limits import parse_limits
+from lockstep.http.server.limits import parse_limits
 from lockstep.tokens.errors import BadRequest
 
 

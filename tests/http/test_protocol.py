@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from lockstep.http.closing import reset
-from lockstep.http.limits import ServerLimits
+from lockstep.http.server.closing import reset
+from lockstep.http.server.limits import ServerLimits
 from tests.http.peer import HOST, Handlers, connected, running, talking
 
 SMALL = ServerLimits(head_bytes=8 << 10, framing_bytes=4 << 10)

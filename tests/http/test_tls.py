@@ -14,9 +14,9 @@ import pytest
 import trustme
 
 from lockstep.http import tls
-from lockstep.http.client import HttpClient
-from lockstep.http.limits import ServerLimits
-from lockstep.http.server import Endpoint, listen, serving, url_of
+from lockstep.http.client.client import HttpClient
+from lockstep.http.server.limits import ServerLimits
+from lockstep.http.server.server import Endpoint, listen, serving, url_of
 from lockstep.http.tls import TlsFiles
 from lockstep.tokens.errors import BadRequest, Unavailable
 from tests.http.peer import Handlers, Peer, application

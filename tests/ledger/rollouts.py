@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lockstep.ledger import Ledger, Node, PromptPlan
-from lockstep.protocol.common.lazy_ids import LazyIds
+from lockstep.protocol.json.lazy_ids import LazyIds
 from lockstep.render import Renderer
 from lockstep.render.messages import plain_messages, plain_tools
 from lockstep.tokens import Completion, RoutedExperts, VersionSpan

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.protocol.common.base64_extract import Base64Extractor, extract_base64
+from lockstep.protocol.json.base64_extract import Base64Extractor, extract_base64
 
 BASE64 = st.text(alphabet="ABCxyz019+/=", max_size=40)
 TRICKY = st.one_of(

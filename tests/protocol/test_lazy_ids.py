@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from lockstep.protocol.common.lazy_ids import LazyIds, as_json, as_list
 from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.json.lazy_ids import LazyIds, as_json, as_list
 from lockstep.protocol.vllm.encode_generate import encode_vllm
 from lockstep.protocol.vllm.generate_request import decode_relayed, decode_request
 from lockstep.tokens import Sampling

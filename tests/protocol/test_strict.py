@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.protocol.common.strict import decode
+from lockstep.protocol.json.strict import decode
 from lockstep.protocol.vllm.generate_request import decode_request
 from lockstep.tokens import errors
 from lockstep.tokens.ids import check_ids

@@ -11,7 +11,7 @@ from lockstep.backends.admin import Admin
 from lockstep.fleet.routing.health import HealthMonitor
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import State, Worker, WorkerHealth
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.tokens.errors import Unavailable
 from tests.simulator.workers import SimulatedWorker
 

@@ -14,7 +14,7 @@ import pytest
 from lockstep.engine import Engine, EngineOptions, EngineRequest, step_health
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
-from lockstep.http.server import listen, serving, url_of
+from lockstep.http.server.server import listen, serving, url_of
 from lockstep.models import bundled
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Completion, Sampling

@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.engine import Engine, EngineOptions
 from lockstep.http.auth import hosts_of
-from lockstep.http.server import listen, serving, url_of
+from lockstep.http.server.server import listen, serving, url_of
 from lockstep.models import bundled
 from lockstep.worker.data import DataPlane
 

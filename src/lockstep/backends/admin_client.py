@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar
 
 import msgspec
 
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.tokens.errors import (
     Busy,
     Conflict,

@@ -9,7 +9,7 @@ import msgspec
 from lockstep.backends.admin import AdminName
 from lockstep.backends.admin_client import AdminClient, CallBudget
 from lockstep.backends.transport import TransportName
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.model_card import decode_models
 from lockstep.tokens.errors import (
     BadRequest,

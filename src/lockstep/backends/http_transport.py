@@ -7,12 +7,12 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from lockstep.backends.model_limits import ModelLimits
 from lockstep.backends.transport import ModelCard, Relay, TransportName
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.http.off_loop import LARGE_BYTES, off_loop
-from lockstep.protocol.common.base64_extract import ExtractedBody
 from lockstep.protocol.common.model_card import decode_models
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import UNKNOWN_VERSION, Reading
+from lockstep.protocol.json.base64_extract import ExtractedBody
 from lockstep.tokens import LogprobMode
 
 P = ParamSpec("P")

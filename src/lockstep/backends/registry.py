@@ -20,7 +20,7 @@ from lockstep.backends.sglang.transport import SglangTransport
 from lockstep.backends.transport import Transport, TransportName
 from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.backends.vllm.transport import VllmTransport
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, LockstepError
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.decode_error import error_of
 
 SHOWN = 160

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from lockstep.http.server import run, say_ready, stop_event
+from lockstep.http.server.server import run, say_ready, stop_event
 
 if TYPE_CHECKING:
     from lockstep.launch.dynamo import LocalDynamo

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lockstep.http.limits import DRAIN_SECONDS, parse_limits
+from lockstep.http.server.limits import DRAIN_SECONDS, parse_limits
 from lockstep.http.tls import TlsFiles
 from lockstep.settings import Settings
 from lockstep.tokens import LogprobMode

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.ledger import PromptPlan
-from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.render import Call, ParsedMessage
 from lockstep.render.messages import Plain
 from lockstep.tokens import Completion, Finish, VersionSpan

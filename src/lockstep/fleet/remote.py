@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from lockstep.backends.admin import PauseMode
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.operation import Operation

@@ -16,7 +16,7 @@ from lockstep.backends import GenerateRequest, StreamDelta, Transport, open_tran
 from lockstep.backends.admin import Admin
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
 from lockstep.fleet.control.desired import Closeness
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import Conflict, Unavailable
 

@@ -37,13 +37,13 @@ from lockstep.gateway.sessions.expiry import TTL_SECONDS
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.auth import RequestAuth, check_admin_exposure, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
-from lockstep.http.limits import DRAIN_SECONDS, LIMITS, ServerLimits
-from lockstep.http.loop_monitor import LoopMonitor
 from lockstep.http.route_templates import RouteTemplates
-from lockstep.http.server import Endpoint, listen, serving, url_of
+from lockstep.http.server.limits import DRAIN_SECONDS, LIMITS, ServerLimits
+from lockstep.http.server.loop_monitor import LoopMonitor
+from lockstep.http.server.server import Endpoint, listen, serving, url_of
 from lockstep.http.tls import TlsFiles, without_ca
-from lockstep.protocol.common.limits import LIMITS as REQUEST_LIMITS
-from lockstep.protocol.common.limits import RequestLimits
+from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
+from lockstep.protocol.json.limits import RequestLimits
 from lockstep.tokens.errors import LockstepError
 
 

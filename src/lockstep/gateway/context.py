@@ -13,8 +13,8 @@ from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Session, Sessions
 from lockstep.gateway.tenants import caller_of
 from lockstep.ledger.breaks import GATEWAY_BREAKS, check_breaks
-from lockstep.protocol.common.limits import LIMITS, RequestLimits
 from lockstep.protocol.common.request_id import check_request_id
+from lockstep.protocol.json.limits import LIMITS, RequestLimits
 from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest
 

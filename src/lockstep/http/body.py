@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 
 from lockstep.http.off_loop import LARGE_BYTES, off_loop
-from lockstep.protocol.common.limits import RequestLimits, check_shape, rough_values
+from lockstep.protocol.json.limits import RequestLimits, check_shape, rough_values
 from lockstep.tokens.errors import BadRequest, TooLarge
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from lockstep.http import sse
 from lockstep.http.body import ClientGone
 from lockstep.http.presence import GONE
 from lockstep.protocol.common.error_body import error_body, error_fields
-from lockstep.protocol.common.limits import too_deep
 from lockstep.protocol.common.request_id import is_request_id
+from lockstep.protocol.json.limits import too_deep
 from lockstep.tokens.errors import LockstepError, Unauthorized
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.backends.dynamo.discovery import DynamoDiscovery, until_ready
 from lockstep.backends.dynamo.transport import DynamoTransport
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.dynamo import environment as dynamo_env

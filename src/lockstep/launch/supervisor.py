@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lockstep.http.server import listen, url_of
+from lockstep.http.server.server import listen, url_of
 from lockstep.tokens.errors import BadRequest, EngineFailure, LockstepError
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from lockstep.http.server import say_ready
+from lockstep.http.server.server import say_ready
 from lockstep.launch.parent_death import PR_SET_PDEATHSIG, exit_with_parent
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.models import bundled

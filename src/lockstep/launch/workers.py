@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.tokens.errors import LockstepError
 

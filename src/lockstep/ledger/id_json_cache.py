@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from lockstep.ledger.tree import Node
-from lockstep.protocol.common.lazy_ids import PlannedIds
+from lockstep.protocol.json.lazy_ids import PlannedIds
 
 ENCODER = msgspec.json.Encoder()
 

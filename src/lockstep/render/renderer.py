@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 from lockstep.models import bundled
-from lockstep.protocol.common.lazy_ids import PlannedIds
+from lockstep.protocol.json.lazy_ids import PlannedIds
 from lockstep.render.bridge import FamilyBridge, TemplateBridge
 from lockstep.render.family import find_family, make_family, plain_family
 from lockstep.render.fast_tokenizer import FastTokenizer

@@ -25,10 +25,10 @@ from lockstep.http.handlers import (
     unless_gone,
 )
 from lockstep.http.off_loop import off_loop
-from lockstep.protocol.common.limits import LIMITS, RequestLimits
 from lockstep.protocol.common.model_card import ModelCard, ModelList
 from lockstep.protocol.common.request_id import check_request_id
-from lockstep.protocol.common.response_size import is_large
+from lockstep.protocol.json.limits import LIMITS, RequestLimits
+from lockstep.protocol.json.response_size import is_large
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
 from lockstep.protocol.vllm.generate_request import GenerateBody, decode_request

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from lockstep.engine import Engine, EngineOptions
 from lockstep.http.auth import check_admin_exposure, check_exposure, hosts_of
-from lockstep.http.limits import DRAIN_SECONDS, ServerLimits
-from lockstep.http.limits import LIMITS as SERVER_LIMITS
-from lockstep.http.loop_monitor import LoopMonitor
-from lockstep.http.server import (
+from lockstep.http.server.limits import DRAIN_SECONDS, ServerLimits
+from lockstep.http.server.limits import LIMITS as SERVER_LIMITS
+from lockstep.http.server.loop_monitor import LoopMonitor
+from lockstep.http.server.server import (
     Endpoint,
     admin_token,
     listen,
@@ -27,7 +27,7 @@ from lockstep.http.server import (
 )
 from lockstep.http.tls import TlsFiles
 from lockstep.models import bundled
-from lockstep.protocol.common.limits import LIMITS, RequestLimits
+from lockstep.protocol.json.limits import LIMITS, RequestLimits
 from lockstep.worker.data import DataPlane
 from lockstep.worker.system import SystemPlane
 

@@ -24,10 +24,10 @@ from lockstep.engine.weights.weights import Weights
 from lockstep.http.auth import RequestAuth
 from lockstep.http.body import read_json
 from lockstep.http.handlers import EXCEPTION_HANDLERS, json_response, require_bearer
-from lockstep.protocol.common.strict import decode
 from lockstep.protocol.control import worker as control
 from lockstep.protocol.control.generations import Generations
 from lockstep.protocol.control.worker import TensorSpec
+from lockstep.protocol.json.strict import decode
 from lockstep.tokens.errors import BadRequest, Conflict, NotFound
 from lockstep.tokens.versions import check_label
 from lockstep.worker.data import prefixed

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.protocol.common.lazy_ids import LazyIds
+from lockstep.protocol.json.lazy_ids import LazyIds
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" ,\n", ":")])

@@ -18,7 +18,7 @@ from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.http.server import listen, serving, url_of
+from lockstep.http.server.server import listen, serving, url_of
 from lockstep.models import bundled
 from lockstep.scripted.core import ScriptedCore
 from lockstep.scripted.script import Rule, Script, ScriptedCall, ScriptedError

@@ -21,7 +21,7 @@ from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.routes.completions import CompletionsRoutes
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
-from lockstep.http.server import listen, serving, url_of
+from lockstep.http.server.server import listen, serving, url_of
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.render import Renderer
 from lockstep.tokens.errors import Unavailable

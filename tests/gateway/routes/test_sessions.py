@@ -17,7 +17,7 @@ from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.routes.sessions import SessionRoutes
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
-from lockstep.http.server import listen, serving, url_of
+from lockstep.http.server.server import listen, serving, url_of
 from lockstep.render import Renderer
 from lockstep.tokens import RoutedExperts, Sample
 from tests.gateway.sessions.test_sessions import ASK, completion, talk

@@ -17,7 +17,7 @@ from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.handlers import EXCEPTION_HANDLERS
-from lockstep.http.server import listen, serving, url_of
+from lockstep.http.server.server import listen, serving, url_of
 from lockstep.render import Renderer
 
 HI = [{"role": "user", "content": "Hi"}]

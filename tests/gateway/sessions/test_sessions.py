@@ -18,7 +18,7 @@ from lockstep.gateway.sessions import expiry, samples, store, tables
 from lockstep.gateway.sessions.cache import CachedSession
 from lockstep.gateway.sessions.sessions import Session, Sessions
 from lockstep.ledger import PromptPlan
-from lockstep.protocol.common.lazy_ids import LazyIds
+from lockstep.protocol.json.lazy_ids import LazyIds
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sample, VersionSpan
 from lockstep.tokens.errors import (

@@ -11,7 +11,7 @@ from lockstep.backends.dynamo.admin import DynamoAdmin
 from lockstep.backends.dynamo.discovery import DiscoveredWorker
 from lockstep.backends.dynamo.transport import DynamoTransport, pinned
 from lockstep.backends.lockstep.admin import check_scores
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, UnknownModel

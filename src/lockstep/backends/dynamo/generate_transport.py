@@ -5,9 +5,9 @@ from __future__ import annotations
 from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.repeated_choices import gather
 from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
-from lockstep.protocol.common.base64_extract import Base64Extractor
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
+from lockstep.protocol.json.base64_extract import Base64Extractor
 from lockstep.protocol.vllm.decode_generate import decode_generate
 from lockstep.protocol.vllm.encode_generate import encode_dynamo_generate
 from lockstep.tokens import Completion, LogprobMode

@@ -13,12 +13,12 @@ import msgspec
 from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.repeated_choices import gather, merge
 from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
-from lockstep.http.client import HttpClient
-from lockstep.protocol.common.base64_extract import Base64Extractor
+from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta, decode_response
 from lockstep.protocol.dynamo.decode_chat import DynamoStreamDecoder, decode_dynamo
 from lockstep.protocol.dynamo.encode_chat import encode_dynamo
+from lockstep.protocol.json.base64_extract import Base64Extractor
 from lockstep.tokens import Completion, LogprobMode
 from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
 

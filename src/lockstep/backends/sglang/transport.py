@@ -9,9 +9,9 @@ import msgspec
 from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.repeated_choices import gather, merge
 from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
-from lockstep.http.client import HttpClient
-from lockstep.protocol.common.base64_extract import Base64Extractor
+from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.json.base64_extract import Base64Extractor
 from lockstep.protocol.sglang.generate import (
     Layout,
     SglangStreamDecoder,

@@ -9,10 +9,10 @@ import msgspec
 
 from lockstep.backends.http_transport import HttpTransport
 from lockstep.backends.transport import CompletionStream, ModelCard, Relay, TransportName
-from lockstep.http.client import HttpClient
-from lockstep.protocol.common.base64_extract import Base64Extractor
+from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import Reading
+from lockstep.protocol.json.base64_extract import Base64Extractor
 from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate
 from lockstep.protocol.vllm.encode_generate import encode_lockstep, encode_vllm
 from lockstep.protocol.vllm.generate_response import REQUEST_ID_PREFIX

@@ -19,7 +19,7 @@ from lockstep.cli.serving.prime_rl import prime_rl_key, prime_rl_toml
 from lockstep.cli.serving.sources import WorkerRows, WorkerSource
 from lockstep.cli.serving.state_dir import GatewayState, in_memory, open_state
 from lockstep.fleet.control.desired import MEMORY
-from lockstep.http.server import admin_token, run, say_ready, stop_event
+from lockstep.http.server.server import admin_token, run, say_ready, stop_event
 from lockstep.running_gateways import RunningGateway, registered
 from lockstep.settings import Settings
 from lockstep.tokens.errors import LockstepError, Unavailable

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from lockstep.protocol.common.lazy_ids import LazyIds
+from lockstep.protocol.json.lazy_ids import LazyIds
 
 BLOCK = 64
 """Leading tokens come in blocks of this many; what is shorter has no prefix to share."""

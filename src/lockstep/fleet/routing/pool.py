@@ -19,7 +19,7 @@ from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.health import Gate, HealthMonitor
 from lockstep.fleet.routing.rendezvous import RendezvousHash
 from lockstep.fleet.worker import HEALTH_SECONDS, RETRIES, Worker
-from lockstep.http.client import HttpClient
+from lockstep.http.client.client import HttpClient
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import (
     BadRequest,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.limits import RequestLimits
+from lockstep.protocol.json.limits import RequestLimits
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer
 from lockstep.tokens.errors import PromptTooLong, TooLarge

@@ -14,7 +14,7 @@ from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.http.body import read_body
 from lockstep.http.handlers import EventStream, json_response
 from lockstep.http.off_loop import off_loop
-from lockstep.protocol.common.response_size import is_large
+from lockstep.protocol.json.response_size import is_large
 from lockstep.protocol.openai import chat_response as wire
 from lockstep.protocol.openai.chat_decode import decode_chat
 from lockstep.protocol.openai.chat_request import ChatRequest

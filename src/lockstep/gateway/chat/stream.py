@@ -12,8 +12,8 @@ from typing import Any
 from lockstep.gateway.chat.parts import ChoiceProgress, PartStream
 from lockstep.gateway.chat.turn import ChatTurn
 from lockstep.http import sse
-from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.dynamo.nvext import NvextResponse
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai import chat_response as wire
 from lockstep.protocol.vllm.generate_response import usage_of
 from lockstep.render.streaming_parser import MessagePart

@@ -25,7 +25,7 @@ from lockstep.http.handlers import EventStream, json_response, unless_gone
 from lockstep.http.off_loop import off_loop
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
-from lockstep.protocol.common.response_size import is_large
+from lockstep.protocol.json.response_size import is_large
 from lockstep.protocol.openai.completions import (
     CompletionRequest,
     CompletionResponse,

@@ -12,9 +12,9 @@ from lockstep.fleet.routing.affinity import Affinity
 from lockstep.gateway.routes.token_text import CompletionText, TokenSpelling
 from lockstep.gateway.sessions.token_turn import TokenTurn
 from lockstep.http import sse
-from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai.completions import (
     ID_PREFIX,
     CompletionChoice,

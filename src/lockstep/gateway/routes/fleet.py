@@ -18,8 +18,8 @@ from lockstep.fleet.state_view import fleet_state, worker_views
 from lockstep.gateway.context import GatewayContext
 from lockstep.http.body import read_json
 from lockstep.http.handlers import json_response
-from lockstep.protocol.common.strict import decode
 from lockstep.protocol.control import fleet as wire
+from lockstep.protocol.json.strict import decode
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
 from lockstep.tokens.operation import Operation
 

@@ -37,7 +37,7 @@ from lockstep.protocol.common.response import (
     finish_of,
     ids_of,
 )
-from lockstep.protocol.common.response_size import is_large
+from lockstep.protocol.json.response_size import is_large
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import decode_abort
 from lockstep.protocol.vllm.decode_generate import GenerateStreamDecoder, decode_generate

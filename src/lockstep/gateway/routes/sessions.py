@@ -20,8 +20,8 @@ from lockstep.gateway.tenants import check_tenant, full_name
 from lockstep.http.body import read_json
 from lockstep.http.handlers import json_response
 from lockstep.protocol.common.request import MAX_SALT
-from lockstep.protocol.common.strict import decode
 from lockstep.protocol.control.sessions import FinishSession, MintedSession, MintSession
+from lockstep.protocol.json.strict import decode
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
 

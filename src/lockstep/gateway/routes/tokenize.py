@@ -14,7 +14,7 @@ from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.gateway.openapi.route_doc import RouteDoc
 from lockstep.http.body import read_body
 from lockstep.http.handlers import json_response
-from lockstep.protocol.common.lazy_ids import as_list
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.vllm.tokenize import (
     DetokenizedText,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lockstep.protocol.common.strict import decode
+from lockstep.protocol.json.strict import decode
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 ACCEPTED: Mapping[str, str] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.lazy_ids import LazyIds
+from lockstep.protocol.json.lazy_ids import LazyIds
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, BadTokenId
 from lockstep.tokens.versions import check_label

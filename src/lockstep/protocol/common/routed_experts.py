@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.protocol.common.base64_extract import Base64Text, ExtractedBody
+from lockstep.protocol.json.base64_extract import Base64Text, ExtractedBody
 from lockstep.tokens import RoutedExperts
 from lockstep.tokens.errors import BadExperts
 from lockstep.tokens.experts import Buffer, check_size

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.strict import read_biases
 from lockstep.protocol.common.structured_outputs import StructuredOutputs, read_grammar
+from lockstep.protocol.json.strict import read_biases
 from lockstep.tokens import LogprobMode, Sampling
 
 

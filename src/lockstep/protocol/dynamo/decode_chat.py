@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.base64_extract import ExtractedBody, extract_base64
 from lockstep.protocol.common.decode_error import NO_ERROR, raise_stated
 from lockstep.protocol.common.prompt_logprobs import PromptField
 from lockstep.protocol.common.request import GenerateRequest
@@ -33,6 +32,7 @@ from lockstep.protocol.common.response import (
     tops_of,
 )
 from lockstep.protocol.common.routed_experts import ExpertsField, read_experts
+from lockstep.protocol.json.base64_extract import ExtractedBody, extract_base64
 from lockstep.protocol.vllm.decode_generate import prompt_of
 from lockstep.tokens import Completion, Finish, Shaping, VersionSpan
 from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish

@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.sampling_fields import LEFT_OUT_WHEN_OFF, write_sampling
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.vllm.encode_generate import (
     refuse_grammar,
     refuse_mode,

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.prompt_logprobs import PromptField
-from lockstep.protocol.common.strict import refuse_unless_neutral
+from lockstep.protocol.json.lazy_ids import as_list
+from lockstep.protocol.json.strict import refuse_unless_neutral
 from lockstep.protocol.vllm.generate_response import ExpertsField
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, UnknownField

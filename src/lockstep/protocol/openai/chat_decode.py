@@ -12,8 +12,8 @@ import msgspec
 
 from lockstep.protocol.common import sampling_fields
 from lockstep.protocol.common.request_id import check_request_id
-from lockstep.protocol.common.strict import decode, refuse_unless_neutral
 from lockstep.protocol.dynamo.nvext import check_nvext
+from lockstep.protocol.json.strict import decode, refuse_unless_neutral
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.protocol.openai.legacy_functions import read_functions
 from lockstep.tokens.errors import BadRequest, UnsupportedField

@@ -14,9 +14,9 @@ from typing import Any, Literal, Protocol
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
 from lockstep.protocol.dynamo.nvext import EngineData, NvextResponse, Timing, worker_id
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.openai.legacy_functions import function_call_of
 from lockstep.protocol.vllm.generate_response import (
     ExpertsField,

@@ -10,7 +10,7 @@ import msgspec
 from lockstep.protocol.common import sampling_fields
 from lockstep.protocol.common.prompt_logprobs import PromptField
 from lockstep.protocol.common.sampling_fields import SamplingFields, read_sampling
-from lockstep.protocol.common.strict import decode, refuse_unless_neutral
+from lockstep.protocol.json.strict import decode, refuse_unless_neutral
 from lockstep.protocol.vllm.generate_request import StreamOptions
 from lockstep.protocol.vllm.generate_response import ExpertsField, GenerateUsage
 from lockstep.tokens import Sampling, VersionSpan

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from lockstep.protocol.common.strict import explain
+from lockstep.protocol.json.strict import explain
 from lockstep.tokens.errors import UnsupportedField
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.strict import decode, refuse_unless_neutral
+from lockstep.protocol.json.strict import decode, refuse_unless_neutral
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 ACCEPTED: Mapping[str, str] = {

@@ -12,9 +12,7 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.base64_extract import ExtractedBody, extract_base64
 from lockstep.protocol.common.decode_error import NO_ERROR, error_of, raise_stated
-from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import (
     Reading,
@@ -26,6 +24,8 @@ from lockstep.protocol.common.response import (
 )
 from lockstep.protocol.common.routed_experts import EncodedExperts, decoded_size, trim
 from lockstep.protocol.common.sampling_fields import write_sampling
+from lockstep.protocol.json.base64_extract import ExtractedBody, extract_base64
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.vllm.encode_generate import refuse_mode, refuse_versions
 from lockstep.tokens import Completion, LogprobMode, PromptLogprob, Ranked, RoutedExperts
 from lockstep.tokens.completion import usable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lockstep.protocol.common.strict import decode
+from lockstep.protocol.json.strict import decode
 
 
 class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):

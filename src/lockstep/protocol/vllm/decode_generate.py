@@ -11,12 +11,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from lockstep.protocol.common.base64_extract import (
-    NEEDLE,
-    Base64Text,
-    ExtractedBody,
-    extract_base64,
-)
 from lockstep.protocol.common.decode_error import NO_ERROR, raise_stated
 from lockstep.protocol.common.prompt_logprobs import PromptField, decode_prompt_logprobs
 from lockstep.protocol.common.request import GenerateRequest
@@ -40,6 +34,12 @@ from lockstep.protocol.common.response import (
     tops_of,
 )
 from lockstep.protocol.common.routed_experts import ExpertsField, read_experts
+from lockstep.protocol.json.base64_extract import (
+    NEEDLE,
+    Base64Text,
+    ExtractedBody,
+    extract_base64,
+)
 from lockstep.tokens import (
     Completion,
     LogprobMode,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lockstep.protocol.common.lazy_ids import as_json
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.sampling_fields import LEFT_OUT_WHEN_OFF, OPTIONS, write_sampling
 from lockstep.protocol.common.structured_outputs import StructuredOutputs
+from lockstep.protocol.json.lazy_ids import as_json
 from lockstep.protocol.vllm.generate_request import RelayedBody, SamplingParams
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnsupportedField

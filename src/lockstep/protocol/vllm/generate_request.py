@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from lockstep.protocol.common.lazy_ids import LazyIds
 from lockstep.protocol.common.sampling_fields import NEUTRAL, SamplingFields, read_sampling
-from lockstep.protocol.common.strict import decode, refuse_unless_neutral
+from lockstep.protocol.json.lazy_ids import LazyIds
+from lockstep.protocol.json.strict import decode, refuse_unless_neutral
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.versions import check_label

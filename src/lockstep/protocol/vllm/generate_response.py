@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.prompt_logprobs import PromptField, encode_prompt_logprobs
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.vllm.generate_request import Form
 from lockstep.tokens import Completion, Finish, Ranked, RoutedExperts, Shaping, VersionSpan
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from lockstep.protocol.common.lazy_ids import as_list
 from lockstep.protocol.common.request import GenerateRequest
+from lockstep.protocol.json.lazy_ids import as_list
 from lockstep.protocol.vllm.encode_generate import sampling_params
 from lockstep.protocol.vllm.generate_request import SamplingParams
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from lockstep.protocol.common.error_body import error_fields
-from lockstep.protocol.common.strict import decode
+from lockstep.protocol.json.strict import decode
 from lockstep.tokens.errors import EngineFailure, LockstepError
 from lockstep.worker.system import SystemPlane
 

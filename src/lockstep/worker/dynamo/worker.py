@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.engine import Engine
-from lockstep.http.client import HttpClient
-from lockstep.http.server import run, say_ready, stop_event
+from lockstep.http.client.client import HttpClient
+from lockstep.http.server.server import run, say_ready, stop_event
 from lockstep.models import bundled
 from lockstep.protocol.dynamo import environment as dynamo_env
 from lockstep.tokens.errors import BadRequest, EngineFailure, Unavailable, UnsupportedField

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Protocol, TypeVar
 from urllib.parse import SplitResult, quote, urlsplit
 
-from lockstep.http.connection import Connection, Lost
+from lockstep.http.client.connection import Connection, Lost
 from lockstep.http.sse import EventReader
 from lockstep.http.tls import Certificates, client_certificates
 from lockstep.protocol.common.decode_error import error_of

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from lockstep.protocol.common.limits import LIMITS as REQUEST_LIMITS
-from lockstep.protocol.common.limits import RequestLimits
+from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
+from lockstep.protocol.json.limits import RequestLimits
 from lockstep.tokens.errors import BadRequest
 
 try:

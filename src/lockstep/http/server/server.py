@@ -28,14 +28,14 @@ except ImportError:  # there is none for Windows
 from starlette.types import ASGIApp
 
 from lockstep.http.cross_site import CrossSiteGuard
-from lockstep.http.limits import (
+from lockstep.http.server.limits import (
     DRAIN_SECONDS,
     LIMITS,
     ServerLimits,
     connections_within,
     raise_descriptor_limit,
 )
-from lockstep.http.protocol import HttpProtocol, ListenerConfig
+from lockstep.http.server.protocol import HttpProtocol, ListenerConfig
 from lockstep.http.tls import TlsFiles, listener_certificates
 from lockstep.tokens.errors import BadRequest
 

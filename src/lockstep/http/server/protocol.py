@@ -17,10 +17,10 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from lockstep.http.closing import has_left, last_response, refusal, reset
-from lockstep.http.coalescing import CoalescingTransport
-from lockstep.http.limits import ServerLimits
 from lockstep.http.presence import GONE, Presence
+from lockstep.http.server.closing import has_left, last_response, refusal, reset
+from lockstep.http.server.coalescing import CoalescingTransport
+from lockstep.http.server.limits import ServerLimits
 
 CHUNK_FRAME = 12
 """Bytes around each chunk that do not count: its size in up to eight digits, two line ends."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from lockstep.protocol.common.limits import too_deep
+from lockstep.protocol.json.limits import too_deep
 from lockstep.tokens.errors import BadRequest, UnknownField, UnsupportedField
 
 T = TypeVar("T")

@@ -1,0 +1,1 @@
+"""How bodies are read and written as JSON: strictly, within limits, and large arrays lazily."""
