@@ -19,7 +19,7 @@ from tests.engine.running import LONG, start, until_running
 
 
 async def test_requests_at_once_are_answered_as_if_alone(engine: Engine, tiny: Path) -> None:
-    alone = Rig(tiny, weight_version="v1", max_seqs=1)
+    alone = Rig(tiny, weight_version="v1", max_seqs=1, logprob_mode="processed")
     prompts = [ids(i, 10 + 20 * i) for i in range(8)]
     results = await asyncio.gather(*(engine.generate(request(p, seed=1)) for p in prompts))
     for prompt, (completion,) in zip(prompts, results, strict=True):
