@@ -16,5 +16,5 @@ fi
 rm -f "$ready"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --requirement "$wanted"
-"$venv/bin/python" -c 'import openai, litellm, verifiers'
+LITELLM_LOCAL_MODEL_COST_MAP=True "$venv/bin/python" -c 'import openai, litellm, verifiers'
 cp "$wanted" "$ready"
