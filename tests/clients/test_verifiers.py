@@ -10,6 +10,9 @@ from lockstep.models import bundled
 from tests.clients.conftest import Clients
 from tests.clients.rules import ANSWER
 
+TRIES = 4
+"""Sampled at temperature 1, the bundled models call the tool in about one rollout of three."""
+
 
 def rollouts(clients: Clients, kind: str, model: str, count: int, *more: str) -> list[Any]:
     base = f"{clients.served.url}/v1"
@@ -45,14 +48,21 @@ async def test_train_client(clients: Clients) -> None:
         assert sample.token_ids == whole(trace)
 
 
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 async def test_train_client_on_the_embedded_engine(
     model: str, request: pytest.FixtureRequest
 ) -> None:
     """Dense and mixture of experts, which sends back the experts of every token."""
     embedded: Clients = request.getfixturevalue({"tiny": "dense", "tiny-moe": "moe"}[model])
-    traces = rollouts(embedded, "train", model, 6, "--env.taskset.question", "What is 417 + 86?")
-    assert [trace for trace in traces if len(replies(trace)) > 1]
+    question = ("--env.taskset.question", "What is 417 + 86?")
+    traces: list[Any] = []
+    for _ in range(TRIES):
+        traces += rollouts(embedded, "train", model, 6, *question)
+        if any(len(replies(trace)) > 1 for trace in traces):
+            break
+    else:
+        raise AssertionError(f"none of {len(traces)} rollouts called the tool")
     for trace in traces:
         sample = await embedded.exact_sample(trace["id"], turns=len(replies(trace)))
         assert sample.token_ids == whole(trace)
