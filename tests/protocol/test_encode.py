@@ -177,6 +177,25 @@ def test_plain_vllm_is_sent_no_field_it_would_not_know() -> None:
     assert encode("vllm", request())["sampling_params"]["logprobs"] == 0
 
 
+THINKS = (
+    '{"type": "structural_tag", "format": {"type": "tag", "begin": "<think>",'
+    ' "content": {"type": "any_text"}, "end": "</think>"}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "ended"),
+    [(Grammar("structural_tag", THINKS), True), (Grammar("json_object"), None), (None, None)],
+)
+def test_vllm_begins_a_grammar_that_holds_a_thought_with_the_first_token(
+    grammar: Grammar | None, ended: bool | None
+) -> None:
+    one = request(sampling=Sampling(stop_token_ids=(9,), grammar=grammar))
+    assert encode("vllm", one).get("reasoning_ended") is ended
+    decode_request(encode_vllm(one, mode="raw"))
+    assert "reasoning_ended" not in encode("lockstep", one)
+
+
 @pytest.mark.failure_mode("F18")
 @pytest.mark.parametrize(("ids", "named"), [
     ([], "empty"), ([1, -2], r"prompt_ids\[1\] is -2"), ([1, 2.0], r"prompt_ids\[1\] is 2\.0"),

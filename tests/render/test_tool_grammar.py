@@ -24,20 +24,19 @@ def loaded(name: str) -> Renderer:
 
 
 def test_the_bundled_model_writes_calls_as_qwen_does() -> None:
-    thought = "<think>\n\n</think>\n\n"
-    assert tool_format(Renderer.load("tiny")) == ToolFormat(thought, "", *HERMES)
+    assert tool_format(Renderer.load("tiny")) == ToolFormat("", *HERMES)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("qwen3", ToolFormat("<think>\n\n</think>\n\n", "", *HERMES)),
-        ("qwen2_5", ToolFormat("", "", *HERMES)),
-        ("llama3_2", ToolFormat("", "", '{"name": "', '", "parameters": ', "}", None, "")),
+        ("qwen3", ToolFormat("", *HERMES)),
+        ("qwen2_5", ToolFormat("", *HERMES)),
+        ("llama3_2", ToolFormat("", '{"name": "', '", "parameters": ', "}", None, "")),
         (
             "deepseek_v3",
             ToolFormat(
-                "", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+                "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
                 "\n```json\n", "\n```<｜tool▁call▁end｜>", "\n", "<｜tool▁calls▁end｜>",
             ),
         ),
@@ -62,8 +61,8 @@ def test_a_format_without_a_grammar_is_refused_with_the_reason() -> None:
         (None, True, None),
         ("none", False, None),
         ("auto", False, "triggered_tags"),
-        ("required", True, "or"),
-        ({"type": "function", "function": {"name": "look_up"}}, True, "or"),
+        ("required", True, "tags_with_separator"),
+        ({"type": "function", "function": {"name": "look_up"}}, True, "tags_with_separator"),
     ],
 )
 def test_only_what_is_demanded_is_held_to(choice: Any, parallel: bool, kind: str | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.render.messages import Plain
 from lockstep.render.renderer import Renderer
+from lockstep.render.thought import format_of, tagged
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.grammar import Grammar
 
@@ -37,7 +38,6 @@ class ToolFormat:
     """How a model writes calls: `opening` (call (`separator` call)*)? `closing`, where a call is
     `begin` name `middle` arguments `end`. `separator` is None where it can make only one."""
 
-    thought: str
     opening: str
     begin: str
     middle: str
@@ -76,13 +76,12 @@ def tool_grammar(
         tools = [tool for tool in tools if tool["function"]["name"] == named]
     single = isinstance(choice, dict) or not parallel or form.separator is None
     if demanded:
-        format_ = _demanded(form, tools, single=single)
+        format_ = _calls(form, tools, single)
     elif content is not None:
         format_ = {"type": "or", "elements": [_format_of(content), _calls(form, tools, single)]}
     else:
         format_ = _at_most_one(form, tools)
-    tag = {"type": "structural_tag", "format": format_}
-    return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False))
+    return tagged(format_)
 
 
 @lru_cache(maxsize=64)
@@ -93,13 +92,13 @@ def tool_format(renderer: Renderer) -> ToolFormat | None:
         return None
     several = _turn(renderer, 2)
     two = None if several is None else _split(several, 2)
+    # Templates put an empty thought before what did not think: it is no part of the call.
     thought = THOUGHT.match(one[0])
     before = one[0][thought.end() :] if thought else one[0]
-    known = thought.group() if thought else ""
     if two is None:
         if not before or _has_id(before + one[2]):
             return None
-        return ToolFormat(known, "", before, one[1], one[2], None, "")
+        return ToolFormat("", before, one[1], one[2], None, "")
     between, tail = two[2], two[3]
     begin = _common(before[::-1], between[::-1])[::-1]
     after = between[: len(between) - len(begin)]
@@ -107,7 +106,7 @@ def tool_format(renderer: Renderer) -> ToolFormat | None:
     if not begin or _has_id(between + tail):
         return None
     opening = before[: len(before) - len(begin)]
-    return ToolFormat(known, opening, begin, two[1], end, after[len(end) :], tail[len(end) :])
+    return ToolFormat(opening, begin, two[1], end, after[len(end) :], tail[len(end) :])
 
 
 def _common(one: str, other: str) -> str:
@@ -179,14 +178,6 @@ def _calls(form: ToolFormat, tools: Sequence[Json], single: bool) -> Json:
     return _sequence(_text(form.opening), several, _text(form.closing))
 
 
-def _demanded(form: ToolFormat, tools: Sequence[Json], *, single: bool) -> Json:
-    calls = _calls(form, tools, single)
-    if not form.thought:
-        return calls
-    # Templates put an empty thought before what did not think: the model may do so as well.
-    return {"type": "or", "elements": [calls, _sequence(_text(form.thought), calls)]}
-
-
 def _at_most_one(form: ToolFormat, tools: Sequence[Json]) -> Json:
     opening = form.opening + form.begin
     return {
@@ -212,11 +203,8 @@ def _tag(form: ToolFormat, tool: Json, opening: str = "", closing: str = "") -> 
 
 def _format_of(content: Grammar) -> Json:
     """The format of turns that call nothing. Raises UnsupportedField for one that has none."""
-    if content.kind in ("json", "json_object"):
-        schema = json.loads(content.text) if content.kind == "json" else {"type": "object"}
-        return {"type": "json_schema", "json_schema": schema}
-    if content.kind == "regex":
-        return {"type": "regex", "pattern": content.text}
+    if (form := format_of(content)) is not None:
+        return form
     raise UnsupportedField(
         f"a grammar of kind {content.kind} does not go with tools: send tool_choice 'none', or "
         "a JSON schema",

@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import Literal
 
 GrammarKind = Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]
+THOUGHT_END = "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +25,8 @@ class Grammar:
     def digest(self) -> str:
         """Names this grammar: two that are written the same have the same."""
         return sha256(f"{self.kind}\n{self.text}".encode()).hexdigest()[:16]
+
+    @property
+    def has_thought(self) -> bool:
+        """Whether it says itself where a thought goes, so that it holds from the first token."""
+        return self.kind == "structural_tag" and THOUGHT_END in self.text

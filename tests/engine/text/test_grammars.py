@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import torch
 
 from lockstep.engine.rescoring import sample_logprobs
 from lockstep.engine.text.grammars import Grammars
+from lockstep.render import Renderer
+from lockstep.render.thought import with_thought
+from lockstep.render.tool_grammar import tool_grammar
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.grammar import Grammar
@@ -34,6 +38,14 @@ CALL = {
     "content": {"type": "json_schema", "json_schema": {"type": "object", "properties": {},
                                                        "additionalProperties": False}},
     "end": "}\n</tool_call>",
+}  # fmt: skip
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "parameters": {"type": "object", "properties": {"deep": {"type": "boolean"}},
+                       "required": ["deep"], "additionalProperties": False},
+    },
 }  # fmt: skip
 JSON = Grammar("json", json.dumps(SCHEMA))
 GRAMMARS = [
@@ -102,9 +114,9 @@ def test_the_engine_scores_them_again_too(rig: Rig) -> None:
     assert scored == completion.logprobs
 
 
-def held_score(rig: Rig, token_ids: list[int], start: int) -> list[float]:
+def held_score(rig: Rig, token_ids: list[int], start: int, grammar: Grammar = JSON) -> list[float]:
     completion = rig.generate(
-        token_ids, grammar=JSON, ignore_eos=False, temperature=1.5, max_tokens=1, seed=3,
+        token_ids, grammar=grammar, ignore_eos=False, temperature=1.5, max_tokens=1, seed=3,
         prompt_logprobs=0, score_start=start,
     )  # fmt: skip
     assert completion.prompt_logprobs is not None
@@ -215,6 +227,83 @@ def test_after_one_call_no_second_one_can_begin(rig: Rig) -> None:
         matcher.consume(token)
     assert not matcher.error
     assert matcher.mask(ends).nonzero().flatten().tolist() == [505]
+
+
+def test_text_in_a_tag_goes_up_to_where_the_tag_first_ends(rig: Rig) -> None:
+    note = {"type": "tag", "begin": "(", "content": {"type": "any_text"}, "end": "!)"}
+    form = {"type": "sequence", "elements": [note, {"type": "const_string", "value": "x"}]}
+    grammar = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    matcher = rig.core.grammars.matcher(grammar)
+    for token in rig.core.vocabulary.tokenizer.encode("(a) b!)").ids:
+        assert matcher.mask(())[token]
+        matcher.consume(token)
+    left = matcher.mask(()).nonzero().flatten().tolist()
+    assert [rig.core.vocabulary.text(token) for token in left] == [b"x"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"), [(r"a/b\/[/]", "a/b//"), ("a\nb", "a\nb"), ("(a|b/){0}", ""), ("", "")]
+)
+def test_a_tag_s_regular_expression_may_hold_slashes_and_lines(
+    rig: Rig, pattern: str, text: str
+) -> None:
+    form = {"type": "regex", "pattern": pattern}
+    grammar = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    assert text_of(rig, held(rig, grammar)) == text
+
+
+def thinking(rig: Rig, opened: str = "") -> tuple[list[int], Grammar]:
+    """A prompt, and the grammar of a call that is demanded behind it."""
+    renderer = Renderer.load(rig.directory)
+    prompt = renderer.render([{"role": "user", "content": "Hi"}], [TOOL])
+    prompt += renderer.encode(opened)
+    calls = tool_grammar(renderer, [TOOL], "required", parallel=False)
+    assert calls is not None
+    return prompt, with_thought(renderer, prompt, calls)
+
+
+@pytest.mark.failure_mode("F67")
+def test_a_demanded_call_behind_a_sampled_thought_scores_again_bit_for_bit(rig: Rig) -> None:
+    prompt, grammar = thinking(rig, "<think>\n")
+    close = rig.core.vocabulary.added["</think>"]
+    completion = rig.generate(
+        prompt, grammar=grammar, ignore_eos=False, max_tokens=600, seed=3, temperature=0.8,
+        logit_bias={close: 8.0},
+    )  # fmt: skip
+    assert completion.token_ids.count(close) == 1
+    assert completion.finish == "stop"
+    assert "look_up" in text_of(rig, completion)
+    again = scored_again(rig, completion)
+    assert again == completion.logprobs
+
+
+@pytest.mark.failure_mode("F67")
+@pytest.mark.parametrize(
+    "thought", [None, "", "\n\n", "\nHm, a <tool_call>?\n", "\n" + "so, " * 90]
+)
+def test_engine_and_trainer_score_a_call_alike_behind_a_thought_of_any_length(
+    rig: Rig, thought: str | None
+) -> None:
+    prompt, grammar = thinking(rig)
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"deep": true}}\n</tool_call>'
+    text = call if thought is None else f"<think>{thought}</think>\n\n{call}"
+    tokens = [*rig.core.vocabulary.tokenizer.encode(text).ids, 505]
+    scored = held_score(rig, prompt + tokens, len(prompt), grammar)
+    drawn = rig.generate(prompt, grammar=grammar, ignore_eos=False, temperature=1.5, max_tokens=1)
+    assert drawn.shaping is not None
+    versions = (replace(drawn.versions[0], end=len(tokens)),)
+    written = replace(drawn, token_ids=tokens, logprobs=scored, versions=versions, ranks=None)
+    assert scored_again(rig, written) == scored
+
+
+def scored_again(rig: Rig, completion: Completion) -> list[float]:
+    grammars = Grammars.of(rig.directory, rig.core.config.vocab_size)
+    with torch.no_grad():
+        (again,) = sample_logprobs(
+            checkpoints.trainer(rig.directory), [sample_of(completion)], grammars
+        )
+    scores: list[float] = again[-len(completion.token_ids) :].tolist()
+    return scores
 
 
 def test_a_special_token_that_ends_nothing_is_never_let_through(rig: Rig) -> None:

@@ -55,7 +55,7 @@ class TagGrammar:
                     schema = {"x-guidance": JSON_OPTIONS, **schema}
                 return f"%json {json.dumps(schema)}"
             case "regex":
-                return self._named(f"/{form['pattern'].replace('/', '[/]')}/", terminal=True)
+                return self._named(_regex(form["pattern"]), terminal=True)
             case "any_text":
                 return self._named(TEXT, terminal=True)
             case "sequence":
@@ -74,6 +74,8 @@ class TagGrammar:
         )
 
     def _tag(self, form: dict[str, Any]) -> str:
+        if form["content"]["type"] == "any_text" and form["end"]:
+            return self._named(f"{self._literal(form['begin'])} {self._until(form['end'])}")
         parts = (self._literal(form["begin"]), self._rule(form["content"]))
         return self._named(" ".join((*parts, self._literal(form["end"]))))
 
@@ -129,3 +131,10 @@ class TagGrammar:
         name = f"{'TEXT' if terminal else 'rule'}_{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
+
+
+def _regex(pattern: str) -> str:
+    """A regular expression in Lark's notation: between slashes, on one line."""
+    within = {"/": r"\/", "\n": r"\n"}
+    written = re.sub(r"\\.|/|\n", lambda found: within.get(found[0], found[0]), pattern)
+    return f"/{written}/" if written else '""'

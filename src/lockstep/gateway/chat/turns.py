@@ -28,6 +28,7 @@ from lockstep.protocol.openai import chat_response as wire
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer
 from lockstep.render.messages import Plain
+from lockstep.render.thought import with_thought
 from lockstep.render.tool_grammar import tool_grammar
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest, UnsupportedField
@@ -160,6 +161,8 @@ def _generate_request(
             "the first token of a message on: leave one of them out",
             param="continue_final_message",
         )
+    if grammar is not None:
+        grammar = with_thought(renderer, prompt.ids, grammar)
     return GenerateRequest(
         prompt_ids=prompt.ids,
         sampling=replace(sampling, grammar=grammar),

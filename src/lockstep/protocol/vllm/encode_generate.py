@@ -39,7 +39,11 @@ def encode_vllm(request: GenerateRequest, *, mode: LogprobMode, stream: bool = F
         # vLLM counts the sampled token among the k it lists: one more, and none is missing.
         wanted = request.sampling.logprobs
         params.logprobs = min(wanted + 1, max(wanted, VLLM_MAX_LOGPROBS))
-    return ENCODER.encode(_body(request, params, stream=stream, features=request.features))
+    body = _body(request, params, stream=stream, features=request.features)
+    if request.sampling.grammar is not None and request.sampling.grammar.has_thought:
+        # With a reasoning parser, vLLM would otherwise begin the grammar behind the thought.
+        body.reasoning_ended = True
+    return ENCODER.encode(body)
 
 
 def encode_lockstep(request: GenerateRequest, *, stream: bool = False) -> bytes:

@@ -52,7 +52,7 @@ NEUTRAL_REQUEST: Mapping[str, tuple[object, ...]] = {
     "token_offsets": ([],),
     "features": ([], {}),
     "content_parts": ([],),
-    "reasoning_ended": (False,),
+    "reasoning_ended": (False, True),  # a grammar holds from the first token here, as with True
     "reasoning_parser_kwargs": ({},),
     "output_mode": ("tokens",),
     "kv_transfer_params": ({},),
