@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-cpus test-docs test-engines test-clients test-agents lint format docs bench chaos soak clean
+.PHONY: demo test test-kernels test-cpus test-docs test-engines test-clients test-agents lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,11 @@ demo: $(VENV)/.ready
 PYTEST := $(BIN)/pytest -n 2 --dist loadscope
 
 test: $(VENV)/.ready
-	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/cpus --ignore tests/docs
+	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/cpus --ignore tests/docs --ignore tests/engine/cuda
+
+# The kernels for GPUs, in Triton's interpreter, which is slow.
+test-kernels: $(VENV)/.ready
+	$(BIN)/pytest -n 2 tests/engine/cuda
 
 # The self-test and short demos on every kind of CPU that this one can play.
 test-cpus: $(VENV)/.ready
