@@ -72,6 +72,8 @@ MODES: dict[str, tuple[str, str]] = {
     "F55": ("turns that several branches share are trained several times", "each token is trained in one sample; the others say in which"),
     "F56": ("a session id is accepted and recorded nowhere", "on every route it is recorded; turns of token ids join the session by their ids"),
     "F57": ("a harness puts a counter, a date or a cache marker into its prompt, and every turn breaks the prefix", "parts that mean nothing are recognised and folded at the edge, and the response says so"),
+    "F58": ("a compaction of the history is taken for an edit, or trained as one trajectory with what it replaced", "what follows a summary is a branch of kind `compaction`, whose parent is the branch it replaced"),
+    "F59": ("turns of a sub-agent, a title, a summary or a thrown-away attempt are mixed into the main line", "every branch has a kind, a parent and the evidence; each turn is trained in its own branch, an attempt that was not used in none"),
     "F60": ("results of parallel tool calls come back in another order, or split over messages", "matched by the ids of their calls: the prompt stays append-only"),
     "F61": ("two gateways drive one fleet against each other", "each start has a higher generation number; workers refuse the lower ones, and that gateway stands down"),
     "F62": ("a late commit of a gateway that was replaced is carried out", "refused by the worker, which has obeyed a later generation"),

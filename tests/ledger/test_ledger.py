@@ -348,7 +348,7 @@ def test_an_aborted_turn_is_trained_in_the_branch_that_continues_it(renderer: Re
     _, cut, _ = say(ledger, messages, "It i", finish="abort")
     say(ledger, [*messages, user("Go on.")], "4<|im_end|>")
     _, rest, _ = finish_turn(ledger, ledger.continue_(cut), [], "s three.<|im_end|>")
-    left, resumed = ledger.samples()
+    resumed, left = ledger.samples()
     assert not set(trained_positions(left)) & set(positions(cut))
     assert trained_positions(resumed) == positions(cut, rest)
     assert resumed.trained_in == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -116,11 +117,25 @@ class RemoteFleet:
         return self._decode(await self._client.delete(path, timeout=drain_seconds + 30))
 
     async def samples(
-        self, session: str, *, train_aborted: bool = False, dedupe: bool = True
+        self,
+        session: str,
+        *,
+        train_aborted: bool = False,
+        dedupe: bool = True,
+        kinds: Iterable[str] | None = None,
+        weights: str | None = None,
     ) -> list[Sample]:
-        """The samples of every branch of a session; with `dedupe` a token is trained in one."""
-        flags = f"train_aborted={train_aborted}&dedupe={dedupe}".lower()
-        path = f"/v1/rl/sessions/{quote(session)}?{flags}"
+        """The samples of every branch of a session; with `dedupe` a token is trained in one.
+
+        `kinds` leaves out branches of other kinds, `weights` sets how much samples count; see
+        Ledger.samples. Raises BadRequest for kinds and weights that there are not.
+        """
+        query = f"train_aborted={train_aborted}&dedupe={dedupe}".lower()
+        if kinds is not None:
+            query += "&kinds=" + quote(",".join([kinds] if isinstance(kinds, str) else kinds))
+        if weights is not None:
+            query += f"&weights={quote(weights)}"
+        path = f"/v1/rl/sessions/{quote(session)}?{query}"
         body = self._decode(await self._client.get(path, timeout=60.0))
         return [Sample.from_json(msgspec.json.encode(each)) for each in body["samples"]]
 

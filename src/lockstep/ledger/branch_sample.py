@@ -4,35 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from lockstep.ledger.lineage import Branch, find_branches
 from lockstep.ledger.tree import Node
 from lockstep.tokens import RoutedExperts, Sample, ShapedSpan, TrainedSpan, VersionSpan
 from lockstep.tokens.errors import BadExperts, Conflict
+from lockstep.tokens.lineage import check_kinds, check_weights, weighted
 
 COMPARABLE = ("logprob_mode", "temperature", "adapter")
 """What all turns of a sample have in common: across them logprobs cannot be compared."""
 
 
-def branch_samples(ends: Iterable[Node], *, train_aborted: bool, dedupe: bool) -> list[Sample]:
-    """The samples of the branches that end with these turns, in their order.
+def branch_samples(
+    nodes: Sequence[Node],
+    *,
+    train_aborted: bool,
+    dedupe: bool,
+    kinds: Iterable[str] | None = None,
+    weights: str | None = None,
+) -> list[Sample]:
+    """The samples of a session's branches, given all its turns; see `find_branches`.
 
     A branch whose turns cannot be in one sample (`COMPARABLE`) is split: each part has the tokens
-    up to its last turn and trains its own turns only. What an earlier sample trains is in
-    `trained_in`, and masked with `dedupe`.
+    up to its last turn and trains its own turns only. With `dedupe` a branch trains its own turns,
+    and not those that it goes on from: `trained_in` says which sample has them. With `kinds`, only
+    branches of these are given. An attempt that the harness threw away is masked, unless `kinds`
+    names `retry`. `weights` is as in `weighted`. Raises BadRequest for kinds and weights that there
+    are not.
     """
+    wanted, way = check_kinds(kinds), check_weights(weights)
     samples: list[Sample] = []
     trained: dict[int, int] = {}
-    for end in ends:
+    for branch in find_branches(nodes):
+        if wanted is not None and branch.kind not in wanted:
+            continue
+        end = branch.last
         for part in _parts(end.path()):
             turns = part.trained_turns(train_aborted)
-            if dedupe and part.path[-1] is not end and all(turn.index in trained for turn in turns):
-                continue  # an inner part, which an earlier sample holds
-            samples.append(_sample(part, turns, trained, dedupe=dedupe))
-            for turn in turns:
+            if branch.kind == "retry" and wanted is None:
+                turns = [turn for turn in turns if turn.index < branch.number]
+            own = [turn for turn in turns if branch.owns(turn)] if dedupe else turns
+            if dedupe and not own and part.path[-1] is not end:
+                continue  # an inner part, which is of the branch before
+            samples.append(_sample(part, turns, own, trained, branch))
+            for turn in own:
                 trained.setdefault(turn.index, len(samples) - 1)
-    return samples
+    return weighted(samples, way)
 
 
 def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
@@ -50,7 +70,8 @@ def branch_sample(path: Sequence[Node], *, train_aborted: bool) -> Sample:
                     param=name,
                 )
     part = _Part(path, path, ())
-    return _sample(part, part.trained_turns(train_aborted), {}, dedupe=False)
+    turns = part.trained_turns(train_aborted)
+    return _sample(part, turns, turns, {})
 
 
 def check_comparable(parent: Node | None, **values: object) -> None:
@@ -96,9 +117,13 @@ def _parts(path: Sequence[Node]) -> list[_Part]:
 
 
 def _sample(
-    part: _Part, turns: Sequence[Node], trained: Mapping[int, int], *, dedupe: bool
+    part: _Part,
+    turns: Sequence[Node],
+    own: Sequence[Node],
+    trained: Mapping[int, int],
+    branch: Branch | None = None,
 ) -> Sample:
-    """The sample of a part; `trained` says which sample trains a turn already."""
+    """The sample of a part that trains `own` of its turns; `trained` says who trains others."""
     first, last = part.own[0], part.path[-1]
     ids: list[int] = []
     for node in part.path:
@@ -106,9 +131,7 @@ def _sample(
         ids += node.sampled
     mask, logprobs = [False] * len(ids), [0.0] * len(ids)
     versions: list[VersionSpan] = []
-    for node in turns:
-        if dedupe and node.index in trained:
-            continue
+    for node in own:
         start, end = node.sampled_start, node.end
         mask[start:end] = [True] * (end - start)
         logprobs[start:end] = node.logprobs
@@ -145,7 +168,22 @@ def _sample(
         ),
         notes=tuple(msgspec.json.decode(each) for each in notes),
         tool_parse_errors=sum(node.tool_parse_error is not None for node in part.own),
+        turn_index=last.index,
+        **_lineage(branch),
     )
+
+
+def _lineage(branch: Branch | None) -> dict[str, Any]:
+    if branch is None:
+        return {}
+    return {
+        "kind": branch.kind,
+        "branch": branch.number,
+        "parent": branch.parent,
+        "depth": branch.depth,
+        "harness": branch.harness or None,
+        "evidence": branch.evidence,
+    }
 
 
 def own_experts(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from lockstep.ledger.origin import Origin
 from lockstep.ledger.tree import IDS, LOGPROBS, Node
 from lockstep.render.messages import Message
 from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, VersionSpan
@@ -50,6 +51,7 @@ class _Turn(msgspec.Struct, array_like=True):
     tool_parse_error: str | None = None
     by_ids: bool = False
     notes: bytes = b""
+    origin: Origin | None = None
 
 
 _TURN = msgspec.msgpack.Decoder(_Turn)
@@ -118,6 +120,7 @@ def _turn(node: Node, twin: int | None) -> _Turn:
         tool_parse_error=node.tool_parse_error,
         by_ids=node.by_ids,
         notes=node.notes,
+        origin=node.origin,
     )
 
 
@@ -165,6 +168,7 @@ def _node(index: int, turn: _Turn, parent: Node | None, twin: Node | None) -> No
         tool_parse_error=turn.tool_parse_error,
         by_ids=turn.by_ids,
         notes=turn.notes,
+        origin=turn.origin,
     )
 
 

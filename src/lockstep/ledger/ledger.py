@@ -37,7 +37,6 @@ from lockstep.ledger.tree import (
     Node,
     Reply,
     cost,
-    leaves,
     longest_by_ids,
 )
 from lockstep.render.messages import Message, canonical, plain_messages
@@ -234,6 +233,7 @@ class Ledger:
             tool_parse_error=stored.tool_parse_error,
             by_ids=plan.by_ids,
             notes=msgspec.json.encode(stored.notes) if stored.notes else b"",
+            origin=stored.origin,
         )
         return node, twin
 
@@ -241,17 +241,29 @@ class Ledger:
         """The turns that follow this one; for None those that open the session."""
         return parent.children if parent is not None else self.roots
 
-    def samples(self, *, train_aborted: bool = False, dedupe: bool = True) -> list[Sample]:
+    def samples(
+        self,
+        *,
+        train_aborted: bool = False,
+        dedupe: bool = True,
+        kinds: Iterable[str] | None = None,
+        weights: str | None = None,
+    ) -> list[Sample]:
         """The samples of every branch, in the order in which the branches ended.
 
         A branch that mixes logprob modes, temperatures or adapters is split into one for each.
         Tokens of an aborted turn that nobody continued are masked out, unless `train_aborted`; and
-        so are, with `dedupe`, tokens that an earlier sample trains (`trained_in`).
+        so are, with `dedupe`, tokens that an earlier sample trains (`trained_in`). `kinds` leaves
+        out branches of other kinds, and `weights` sets how much samples count (see `weighted`).
+        Raises BadRequest for kinds and weights that there are not.
         """
-        return branch_samples(leaves(self.nodes), train_aborted=train_aborted, dedupe=dedupe)
+        return branch_samples(
+            self.nodes, train_aborted=train_aborted, dedupe=dedupe, kinds=kinds, weights=weights
+        )
 
     def sample(self, node: Node, *, train_aborted: bool = False) -> Sample:
-        """The one sample of the branch that ends with this turn, whatever other branches train.
+        """The one sample of the branch that ends with this turn, whatever other branches train,
+        and without its lineage.
 
         Raises Conflict where the branch mixes logprob modes, temperatures or adapters.
         """

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.ledger.origin import Origin
 from lockstep.render.messages import Message, same, starts_with
 from lockstep.tokens import Finish, LogprobMode, RoutedExperts, Shaping, VersionSpan
 
@@ -16,6 +17,8 @@ LOGPROBS = "d"
 """Logprobs as the doubles they came as: a trainer gets the engine's bits."""
 PER_NODE = 1200
 """About what a node costs beside its arrays and texts; for the accounting only."""
+PER_ORIGIN = 600
+"""About what the ids and names of an origin cost; for the accounting only."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -25,7 +28,7 @@ class Node:
     `tool_parse_error` says what was wrong with a tool call of the reply, `stop_tokens` how many of
     the last ids hold the stop string `stop_reason`. A turn `by_ids` had a prompt of ids, whose
     messages nobody knows: it is found by its ids, never by messages. `notes` is JSON of what the
-    client said about the turn: a user, metadata.
+    client said about the turn: a user, metadata. `origin` is what its harness said about itself.
 
     `new_messages` and `prompt` are shared between turns of the same request. `continues` marks a
     turn that goes on where its parent was aborted: its `reply` takes the parent's place.
@@ -58,6 +61,7 @@ class Node:
     tool_parse_error: str | None = None
     by_ids: bool = False
     notes: bytes = b""
+    origin: Origin | None = None
     children: list[Node] = field(default_factory=list, repr=False)
 
     @property
@@ -98,12 +102,13 @@ class Node:
 class Reply:
     """The assistant message of a turn, and what is wrong with a tool call that stayed text.
 
-    `notes` is what the client said about the turn.
+    `notes` is what the client said about the turn, `origin` what its harness said about itself.
     """
 
     message: Any
     tool_parse_error: str | None = None
     notes: Mapping[str, Any] | None = None
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +176,11 @@ def _holds(ids: array[int], at: int, part: array[int]) -> bool:
     return ids[at] == part[0] and ids[end - 1] == part[-1] and ids[at:end] == part
 
 
-def leaves(nodes: Iterable[Node]) -> list[Node]:
-    return [node for node in nodes if not node.children]
-
-
 def cost(node: Node, twin: Node | None) -> int:
     """The bytes that this node adds; what it shares with a twin is counted there."""
     own = 12 * len(node.sampled) + text_size(node.reply) + len(node.notes) + PER_NODE
+    if node.origin is not None:
+        own += PER_ORIGIN
     if node.experts is not None:
         own += memoryview(node.experts.data).nbytes
     if twin is None:

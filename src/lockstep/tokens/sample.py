@@ -11,6 +11,7 @@ import numpy.typing as npt
 from lockstep.tokens.completion import SENTINEL, VersionSpan, check_aligned
 from lockstep.tokens.errors import BadLogprob, BadVersions
 from lockstep.tokens.experts import RoutedExperts
+from lockstep.tokens.lineage import Kind
 from lockstep.tokens.sampling import LogprobMode
 from lockstep.tokens.shaping import ShapedSpan
 
@@ -37,12 +38,19 @@ class Sample:
     sampled. Raises Misaligned, BadLogprob or BadVersions when the parts do not fit together.
 
     `trained_in` are the sampled tokens that an earlier sample of the session trains; unless they
-    were asked for, they are masked. `split` names what differs between the turns of this branch,
-    which is why it is several samples. `shaping` says what beside the temperature shaped the
-    distribution of which tokens. `stops` are the spans of tokens that hold a stop string, and
-    `tool_parse_errors` counts turns with a tool call that could not be read. `notes` are what
-    clients said about the turns: each different set of `user`, `metadata` and the like once.
+    were asked for, they are masked, as are those of branches that were not asked for. `split` names
+    what differs between the turns of this branch, which is why it is several samples. `shaping`
+    says what beside the temperature shaped the distribution of which tokens. `stops` are the spans
+    of tokens that hold a stop string, and `tool_parse_errors` counts turns with a tool call that
+    could not be read. `notes` are what clients said about the turns: each different set of `user`,
+    `metadata` and the like once.
     `reward` is what the session was finished with, None where nobody said.
+
+    `kind` says what the branch is and `evidence` how that is known. `branch` is the index, in the
+    session, of the first turn that is the branch's own, `turn_index` that of the last turn of the
+    sample. `parent` is the branch it came from (for a compaction the one it replaced), `depth` how
+    many there are above. `harness` names the program that made the turns. `weight` is how much the
+    sample counts, 1 unless weights were asked for.
     """
 
     token_ids: list[int]
@@ -63,6 +71,14 @@ class Sample:
     tool_parse_errors: int = 0
     notes: tuple[dict[str, Any], ...] = ()
     reward: float | None = None
+    kind: Kind = "unknown"
+    branch: int = 0
+    parent: int | None = None
+    depth: int = 0
+    turn_index: int = 0
+    harness: str | None = None
+    evidence: str = ""
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         check_aligned(len(self.token_ids), self.sampled_mask, "mask entries")

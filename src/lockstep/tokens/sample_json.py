@@ -9,6 +9,7 @@ import msgspec
 
 from lockstep.tokens.completion import VersionSpan
 from lockstep.tokens.experts import RoutedExperts
+from lockstep.tokens.lineage import Kind
 from lockstep.tokens.sample import Sample, TrainedSpan
 from lockstep.tokens.sampling import LogprobMode
 from lockstep.tokens.shaping import ShapedSpan
@@ -50,6 +51,14 @@ class SampleLine(msgspec.Struct, forbid_unknown_fields=True):
     tool_parse_errors: int = 0
     notes: tuple[dict[str, Any], ...] = ()
     reward: float | None = None
+    kind: Kind = "unknown"
+    branch: int = 0
+    parent: int | None = None
+    depth: int = 0
+    turn_index: int = 0
+    harness: str | None = None
+    evidence: str = ""
+    weight: float = 1.0
 
     @classmethod
     def of(cls, sample: Sample) -> SampleLine:

@@ -23,6 +23,7 @@ from lockstep.models import bundled
 from lockstep.scripted.core import ScriptedCore
 from lockstep.scripted.script import Rule, Script, ScriptedCall, ScriptedError
 from lockstep.tokens import Sample
+from lockstep.tokens.lineage import KINDS
 from lockstep.worker.data import DataPlane
 from tests.gateway.harness.capture import Exchange, Said, load
 from tests.gateway.harness.marks import Marks, missing_turns, sound
@@ -66,8 +67,8 @@ class Replay:
         return {} if cached is None else dict(cached.ledger.break_counts)
 
     async def samples(self, name: str) -> list[Sample]:
-        """The samples of a run, each re-scored to the bit."""
-        samples = await self.sessions.samples(name)
+        """The samples of a run, attempts that were thrown away too, each re-scored to the bit."""
+        samples = await self.sessions.samples(name, kinds=KINDS)
         scored = await self._engine.score_all([list(each.token_ids) for each in samples])
         for sample, scores in zip(samples, scored, strict=True):
             for at, sampled in enumerate(sample.sampled_mask):

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from starlette.applications import Starlette
 
+from lockstep.fleet.remote import RemoteFleet
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.models import ModelRegistry
@@ -85,6 +86,23 @@ async def test_every_branch_comes_as_a_sample(admin: Admin, renderer: Renderer) 
     assert packed["samples"] == msgspec.msgpack.decode(msgspec.msgpack.encode(expected))
 
 
+async def test_kinds_and_weights_are_chosen_by_the_query(admin: Admin, renderer: Renderer) -> None:
+    await talk(admin.sessions, "a", renderer, 2)
+    session = await admin.sessions.open("a", renderer)
+    plan = await session.plan([ASK])
+    message = {"role": "assistant", "content": "else"}
+    await session.commit(plan, [(completion(renderer, plan, "else"), message)])
+    async with RemoteFleet(admin.url, token="any") as fleet:
+        for kinds in (["main"], ["main", "unknown"], ["auxiliary"]):
+            expected = await admin.sessions.samples("a", kinds=kinds, weights="session")
+            query = {"kinds": ",".join(kinds), "weights": "session"}
+            _, response = await admin.send("/a", **query)
+            lines = map(msgspec.json.encode, response["samples"])
+            assert [Sample.from_json(line) for line in lines] == expected
+            assert [each.kind for each in expected] == [k for k in kinds if k != "auxiliary"]
+            assert await fleet.samples("a", kinds=kinds, weights="session") == expected
+
+
 async def test_experts_are_bytes_in_msgpack(admin: Admin, renderer: Renderer) -> None:
     session = await admin.sessions.open("a", renderer)
     plan = await session.plan([ASK])
@@ -122,13 +140,17 @@ async def test_a_session_ends_once(admin: Admin, renderer: Renderer) -> None:
         ("/a", {"format": "xml"}, "format"),
         ("/a", {"train_aborted": "perhaps"}, "train_aborted"),
         ("/a", {"page": "1"}, "page"),
+        ("/a", {"kinds": "main,title"}, "kinds"),
+        ("/a", {"kinds": ""}, "kinds"),
+        ("/a", {"weights": "turn"}, "weights"),
         ("", {"limit": "0"}, "limit"),
         ("", {"limit": "²"}, "limit"),
         ("", {"limit": "9" * 5000}, "limit"),
     ],
 )
 async def test_a_question_that_cannot_be_read_is_refused(
-    admin: Admin, path: str, query: dict[str, str], param: str
+    admin: Admin, renderer: Renderer, path: str, query: dict[str, str], param: str
 ) -> None:
+    await talk(admin.sessions, "a", renderer, 1)
     status, response = await admin.send(path, **query)
     assert (status, response["error"]["param"]) == (400, param)

@@ -11,6 +11,7 @@ from urllib.parse import quote
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.gateway.sessions.sessions import Session
 from lockstep.ledger import PromptPlan, Reply
+from lockstep.ledger.origin import Origin
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.dynamo.nvext import Timing
 from lockstep.protocol.openai.chat_request import ChatRequest
@@ -38,6 +39,7 @@ class ChatTurn:
     received: float
     headers: dict[str, str] = field(default_factory=dict)
     found_tools: tuple[dict[str, Any], ...] = ()
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         if self.plan is not None:
@@ -87,7 +89,10 @@ class ChatTurn:
         ordered = sorted(choices, key=lambda each: each.completion.index)
         if self.session is not None and self.plan is not None:
             turns = [
-                (each.completion, Reply(each.message, each.tool_parse_error, self.chat.notes))
+                (
+                    each.completion,
+                    Reply(each.message, each.tool_parse_error, self.chat.notes, self.origin),
+                )
                 for each in ordered
             ]
             await self.session.commit(self.plan, turns)

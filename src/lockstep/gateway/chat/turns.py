@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
+from lockstep.gateway.chat.origin import origin_of
 from lockstep.gateway.chat.parts import PartStream
 from lockstep.gateway.chat.prompt import ChatPrompt, prompt_of
 from lockstep.gateway.chat.room import check_chat_room
@@ -89,6 +90,7 @@ class ChatTurns:
             received=received,
             headers=headers,
             found_tools=tuple(found_tools),
+            origin=None if session is None else origin_of(http, chat.messages),
         )
 
     async def run(self, http: Request, turn: ChatTurn) -> tuple[str, list[wire.ChatReply]]:

@@ -12,6 +12,7 @@ from lockstep.gateway.routes.sessions import MAX_PAGE, DeletedSession, SessionPa
 from lockstep.gateway.sessions.index import SessionInfo
 from lockstep.protocol.control import fleet as wire
 from lockstep.protocol.control.sessions import FinishSession, MintedSession, MintSession
+from lockstep.tokens.lineage import WEIGHTS
 from lockstep.tokens.operation import Operation
 
 MODES = {"type": "string", "enum": ["keep", "wait", "abort"]}
@@ -81,6 +82,8 @@ _SAMPLES = (
     QueryDoc("format", {"type": "string", "enum": ["json", "msgpack"]}),
     QueryDoc("train_aborted", FLAG),
     QueryDoc("dedupe", FLAG),
+    QueryDoc("kinds", {"type": "string"}),
+    QueryDoc("weights", {"type": "string", "enum": list(WEIGHTS)}),
 )
 
 CONTROL_ROUTE_DOCS: tuple[RouteDoc, ...] = (

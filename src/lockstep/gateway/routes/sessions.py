@@ -128,14 +128,20 @@ async def session_response(
 
     Raises NotFound, and BadRequest for a parameter it does not know.
     """
-    _check_parameters(http, "format", "train_aborted", "dedupe")
+    _check_parameters(http, "format", "train_aborted", "dedupe", "kinds", "weights")
     form = http.query_params.get("format", "json")
     if form not in ("json", "msgpack"):
         raise BadRequest(f"format is {form!r}: expected json or msgpack", param="format")
     aborted, dedupe = _flag(http, "train_aborted"), _flag(http, "dedupe", default="true")
     info = await sessions.info(name)
+    kinds = http.query_params.get("kinds")
     samples = await sessions.samples(
-        name, train_aborted=aborted, dedupe=dedupe, by_trainer=by_trainer
+        name,
+        train_aborted=aborted,
+        dedupe=dedupe,
+        kinds=None if kinds is None else kinds.split(","),
+        weights=http.query_params.get("weights"),
+        by_trainer=by_trainer,
     )
     # A long session is megabytes: not on the event loop.
     if form == "msgpack":

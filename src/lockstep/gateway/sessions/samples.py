@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypedDict
 from weakref import WeakKeyDictionary
 
-from lockstep.ledger import Node
 from lockstep.render import Renderer
 from lockstep.tokens.errors import LockstepError, Unavailable
 
 
-def last_turns(turns: Iterable[tuple[Node, object]]) -> list[Node]:
-    """The turns that end a branch, of a session that is not linked into a tree."""
-    nodes = [node for node, _ in turns]
-    inner = {node.parent.index for node in nodes if node.parent is not None}
-    return [node for node in nodes if node.index not in inner]
+class SampleOptions(TypedDict):
+    """Which samples of a session are wanted, and how; see Ledger.samples."""
+
+    train_aborted: bool
+    dedupe: bool
+    kinds: Sequence[str] | None
+    weights: str | None
 
 
 @contextmanager

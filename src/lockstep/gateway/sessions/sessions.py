@@ -20,8 +20,8 @@ from lockstep.gateway.sessions.index import SessionEntry, SessionIndex, SessionI
 from lockstep.gateway.sessions.keys import SessionKeys
 from lockstep.gateway.sessions.limits import SessionCounts, SessionLimits
 from lockstep.gateway.sessions.samples import (
+    SampleOptions,
     TokenizerFingerprints,
-    last_turns,
     reading_back,
 )
 from lockstep.gateway.sessions.service_clock import ServiceClock
@@ -30,7 +30,6 @@ from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
 from lockstep.ledger.branch_sample import branch_samples
 from lockstep.ledger.breaks import GATEWAY_BREAKS
 from lockstep.ledger.codec import load_turns
-from lockstep.ledger.tree import leaves
 from lockstep.render import Renderer
 from lockstep.render.messages import Plain, plain_messages
 from lockstep.tokens import Completion, Sample
@@ -223,9 +222,11 @@ class Sessions:
         *,
         train_aborted: bool = False,
         dedupe: bool = True,
+        kinds: Sequence[str] | None = None,
+        weights: str | None = None,
         by_trainer: bool = True,
     ) -> list[Sample]:
-        """The samples of every branch; see Ledger.samples. Raises NotFound.
+        """The samples of every branch; see Ledger.samples. Raises NotFound and what that raises.
 
         Read by the trainer, the turns so far then count as read: the session may expire until
         there are more.
@@ -233,7 +234,10 @@ class Sessions:
         entry = self._index.require(session_id)
         entry.check_whole()
         turns = entry.turns
-        samples = await self._samples(entry, train_aborted=train_aborted, dedupe=dedupe)
+        options = SampleOptions(
+            train_aborted=train_aborted, dedupe=dedupe, kinds=kinds, weights=weights
+        )
+        samples = await self._samples(entry, options)
         if by_trainer:
             await self._mark_read(entry, turns)
         if entry.terms is not None and (reward := entry.terms.reward) is not None:
@@ -242,7 +246,7 @@ class Sessions:
             )
         return samples
 
-    async def _samples(self, entry: SessionEntry, **options: bool) -> list[Sample]:
+    async def _samples(self, entry: SessionEntry, options: SampleOptions) -> list[Sample]:
         cached = self.cache.find(entry.name)
         if cached is None:
             stored = await self._store.read(
@@ -250,11 +254,12 @@ class Sessions:
             )
             with reading_back(entry.name):
                 turns = await asyncio.to_thread(load_turns, stored.turns)
-            return await asyncio.to_thread(branch_samples, last_turns(turns), **options)
+            nodes = [node for node, _ in turns]
+            return await asyncio.to_thread(branch_samples, nodes, **options)
         # Waits for the writes before it: a turn whose write may still fail is not to train on.
         await self._store.read(lambda db: None)
         cached.check_alive()
-        return await asyncio.to_thread(branch_samples, leaves(cached.ledger.nodes), **options)
+        return await asyncio.to_thread(branch_samples, cached.ledger.nodes[:], **options)
 
     async def _mark_read(self, entry: SessionEntry, turns: int) -> None:
         if entry.read_turns >= turns:
