@@ -28,6 +28,7 @@ from lockstep.tokens.errors import (
     Misaligned,
     MissingFinish,
     MissingTokenIds,
+    UnsupportedField,
 )
 from tests.protocol.responses import (
     IDS,
@@ -69,6 +70,16 @@ def test_a_hole_among_the_logprobs_is_an_error_with_its_position(form: str, hole
 def test_a_null_in_engine_data_is_an_error_with_its_position() -> None:
     with pytest.raises(BadLogprob, match="position 1"):
         decode_dynamo(dynamo_body({"completion_logprobs": [-0.5, None]}), reading())
+
+
+def test_scores_at_a_temperature_are_taken_only_from_an_engine_that_says_it_applied_it() -> None:
+    """dynamo.vllm's prompt logprobs are raw whatever the temperature, and it does not say so."""
+    sampling = {"temperature": 0.5, "prompt_logprobs": 0, "logprob_mode": "processed"}
+    with pytest.raises(UnsupportedField, match="raw whatever its mode"):
+        decode_dynamo(dynamo_body(), reading(sampling=sampling))
+    prompt = [None, {"6": {"logprob": -1.0}}, {"7": {"logprob": -2.0}}]
+    scored = {"temperature": 0.5, "logprob_mode": "processed", "prompt_logprobs": prompt}
+    assert decode_dynamo(dynamo_body(scored), reading(sampling=sampling))
 
 
 @pytest.mark.failure_mode("F06")

@@ -95,7 +95,9 @@ def encode_dynamo(request: GenerateRequest, *, mode: LogprobMode, stream: bool =
     sampling = request.sampling
     refuse_versions(request, "Dynamo")
     refuse_mode(request, mode)
-    refuse_scoring(request, "Dynamo")
+    if sampling.score_start is not None:
+        # Scores at a temperature are refused when read: only the response says whose they are.
+        refuse_scoring(request, "Dynamo")
     refuse_grammar(request, "Dynamo's chat route")
     refuse_stop_strings(request)
     if request.features is not None:
