@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
+from time import monotonic
 from typing import get_args
 
 from lockstep.checkpoint.manifest import PROBE
@@ -47,6 +48,9 @@ PHASES = {
 }
 """The call, counted from the beginning of the update, in which each phase can be struck."""
 NEW = "step_1"
+LOOKS = 10
+HEAL_SECONDS = 20.0
+"""On a busy machine a worker may be too slow for its budget at times, and is looked at again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +157,15 @@ async def attempt(trial: Trial, directory: Path, meaning: dict[str, str]) -> Out
             wrong.append(f"updated is {updated}, and the version {fleet.desired.version!r}")
         if not workers[0].alive:
             workers[0].start()
-        for look in range(30):  # on a busy machine one may be too slow for its budget at times
-            if look >= 10 and all(worker.serves for worker in pool.workers):
-                break
+        looks, deadline = 0, monotonic() + HEAL_SECONDS
+        while looks < LOOKS or (
+            monotonic() < deadline and not all(worker.serves for worker in pool.workers)
+        ):
             await pool.look()
             wrong += wrong_with(fleet, pool, meaning)
+            looks += 1
+            if looks > LOOKS:
+                await asyncio.sleep(0.1)
         healed = sum(worker.serves for worker in pool.workers)
         return Outcome(trial, workers[0].struck > 0, updated, serving, healed, tuple(wrong))
 
