@@ -34,7 +34,7 @@ from lockstep.protocol.common.response import (
 from lockstep.protocol.common.routed_experts import ExpertsField, read_experts
 from lockstep.protocol.json.base64_extract import ExtractedBody, extract_base64
 from lockstep.protocol.vllm.decode_generate import prompt_of
-from lockstep.protocol.vllm.encode_generate import refuse_scoring, wants_heated_scores
+from lockstep.protocol.vllm.encode_generate import refuse_scoring
 from lockstep.tokens import Completion, Finish, Shaping, VersionSpan
 from lockstep.tokens.errors import ContractError, Misaligned, MissingFinish
 
@@ -180,7 +180,7 @@ def _completion(response: DynamoResponse, extracted: ExtractedBody, reading: Rea
     if mode not in ("raw", "processed"):
         raise ContractError(f"engine_data.logprob_mode is {mode!r}, expected raw or processed")
     prompt = _first(engine.prompt_logprobs, extension.prompt_logprobs, response.prompt_logprobs)
-    if engine.temperature is None and wants_heated_scores(request.sampling):
+    if engine.temperature is None:  # only Lockstep's worker says what it applied
         refuse_scoring(request, "this engine behind Dynamo")
     worker = extension.worker_id.decode_worker_id if extension.worker_id else None
     return Completion(

@@ -11,7 +11,7 @@ from lockstep.protocol.common.sampling_fields import LEFT_OUT_WHEN_OFF, OPTIONS,
 from lockstep.protocol.common.structured_outputs import StructuredOutputs
 from lockstep.protocol.json.lazy_ids import as_json
 from lockstep.protocol.vllm.generate_request import RelayedBody, SamplingParams
-from lockstep.tokens import LogprobMode, Sampling
+from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 
 ENCODER = msgspec.json.Encoder()
@@ -135,7 +135,8 @@ def refuse_mode(request: GenerateRequest, mode: LogprobMode) -> None:
 def refuse_scoring(request: GenerateRequest, server: str) -> None:
     """Raises UnsupportedField for processed scores of a prompt, which this server has only raw."""
     sampling = request.sampling
-    if sampling.score_start is not None or wants_heated_scores(sampling):
+    heated = sampling.temperature not in (0.0, 1.0) and sampling.logprob_mode == "processed"
+    if sampling.score_start is not None or (sampling.prompt_logprobs is not None and heated):
         field = "prompt_logprobs" if sampling.score_start is None else "score_start"
         raise UnsupportedField(
             f"{field} is {getattr(sampling, field)} with temperature {sampling.temperature:g}: the "
@@ -143,12 +144,6 @@ def refuse_scoring(request: GenerateRequest, server: str) -> None:
             "without other options, or use a Lockstep server",
             param=field,
         )
-
-
-def wants_heated_scores(sampling: Sampling) -> bool:
-    """Whether processed logprobs of the prompt at a temperature are wanted."""
-    heated = sampling.temperature not in (0.0, 1.0) and sampling.logprob_mode == "processed"
-    return sampling.prompt_logprobs is not None and heated
 
 
 def refuse_grammar(request: GenerateRequest, server: str) -> None:
