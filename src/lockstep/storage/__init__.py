@@ -1,0 +1,1 @@
+"""Shared storage: the PostgreSQL database that several gateways stand on."""

@@ -1,0 +1,83 @@
+-- Sessions: a tree of turns each. "turns" of a session is its head: what is appended names the head
+-- that it was made on, and is refused when that has moved.
+CREATE TABLE sessions (
+    id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name text COLLATE "C" NOT NULL UNIQUE,
+    tokenizer bytea NOT NULL,
+    created double precision NOT NULL,
+    used double precision NOT NULL,
+    active double precision NOT NULL,
+    turns integer NOT NULL,
+    bytes bigint NOT NULL,
+    breaks integer NOT NULL DEFAULT 0,
+    read_turns integer NOT NULL DEFAULT 0,
+    key_digest bytea UNIQUE,
+    terms bytea,
+    calls bigint NOT NULL DEFAULT 0,
+    tokens bigint NOT NULL DEFAULT 0,
+    finished boolean NOT NULL DEFAULT false,
+    reward double precision
+);
+CREATE INDEX sessions_active ON sessions (active);
+
+-- A turn is written once. Its bytes are compressed by nobody: ids and logprobs hardly shrink.
+CREATE TABLE turns (
+    session bigint NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    turn integer NOT NULL,
+    data bytea NOT NULL,
+    checksum bytea NOT NULL,
+    PRIMARY KEY (session, turn)
+);
+ALTER TABLE turns ALTER COLUMN data SET STORAGE EXTERNAL;
+
+CREATE TABLE breaks (
+    session bigint NOT NULL REFERENCES sessions ON DELETE CASCADE,
+    number integer NOT NULL,
+    key bytea NOT NULL,
+    cause text NOT NULL,
+    PRIMARY KEY (session, key)
+);
+
+-- What holds for the whole store: the secret that seals thoughts.
+CREATE TABLE facts (name text PRIMARY KEY, value bytea NOT NULL);
+
+-- Keys of the data port; digests only.
+CREATE TABLE api_keys (
+    id text PRIMARY KEY,
+    body text NOT NULL
+);
+
+-- Control: bodies are JSON.
+CREATE TABLE fleet_state (
+    id integer PRIMARY KEY,
+    body text NOT NULL,
+    revision bigint NOT NULL
+);
+
+CREATE TABLE operations (
+    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    id text NOT NULL UNIQUE,
+    key text UNIQUE,
+    body text NOT NULL
+);
+
+CREATE TABLE members (
+    url text PRIMARY KEY,
+    body text NOT NULL,
+    updated timestamptz NOT NULL DEFAULT now()
+);
+
+-- One row: who leads, and until when. "generation" rises at every election and never falls.
+CREATE TABLE leader (
+    id integer PRIMARY KEY,
+    holder text NOT NULL,
+    address text NOT NULL,
+    generation bigint NOT NULL,
+    expires timestamptz NOT NULL
+);
+
+CREATE TABLE gateways (
+    id text PRIMARY KEY,
+    address text NOT NULL,
+    seen timestamptz NOT NULL DEFAULT now()
+);
