@@ -1,0 +1,1 @@
+"""What other trainers plug in; each part needs only its own package."""
