@@ -17,7 +17,7 @@ from lockstep.tokens import Sample
 T = TypeVar("T")
 
 
-class _Loop:
+class LoopThread:
     """An event loop in a thread. Ctrl-C cancels the call that is waited for."""
 
     def __init__(self) -> None:
@@ -26,6 +26,7 @@ class _Loop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, waited for in the calling thread. Raises what it raises."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -34,6 +35,7 @@ class _Loop:
             raise
 
     def stop(self) -> None:
+        """Ends the loop and its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -42,7 +44,7 @@ class _Loop:
 class SyncChat:
     """`Chat` with calls that block."""
 
-    def __init__(self, loop: _Loop, chat: Chat) -> None:
+    def __init__(self, loop: LoopThread, chat: Chat) -> None:
         self._loop = loop
         self.chat = chat
 
@@ -70,7 +72,7 @@ class SyncPolicy:
     """`Policy` with calls that block. A context manager; or call `close` at the end."""
 
     def __init__(self, url: str, model: str | None = None, **options: Any) -> None:
-        self._loop = _Loop()
+        self._loop = LoopThread()
         self._context: AbstractAsyncContextManager[Policy] = connect(url, model, **options)
         try:
             self.policy = self._loop.run(self._enter())

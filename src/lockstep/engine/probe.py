@@ -133,6 +133,27 @@ def save_checkpoint(
     return directory
 
 
+def save_adapter(
+    model: Any,
+    directory: str | Path,
+    *,
+    name: str,
+    tolerance: float | None = None,
+    version: str | None = None,
+) -> Path:
+    """Saves the adapter of a PEFT model for a fleet, as `save_checkpoint` does a whole model.
+
+    `name` is what the fleet serves it as. Raises Conflict when the directory holds one already.
+    """
+    directory = Path(directory).absolute()
+    begin(directory)
+    model.save_pretrained(directory)
+    write_probe(model, directory, tolerance=tolerance, version=version, adapter=name)
+    write_manifest(directory)
+    mark_stable(directory)
+    return directory
+
+
 def covering(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
     """`sequences`, and random ones until every expert of every layer has worked on a token.
 

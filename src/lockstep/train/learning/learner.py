@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import begin, mark_stable, write_manifest
 from lockstep.engine import exact
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.model.arithmetic import round_up
 from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.numerics.block_shapes import row_multiple
-from lockstep.engine.probe import remember, save_checkpoint, write_probe
+from lockstep.engine.probe import remember, save_adapter, save_checkpoint
 from lockstep.engine.processing import process_spans
 from lockstep.engine.text.grammars import Grammars
 from lockstep.models import bundled
@@ -235,12 +234,10 @@ class Learner:
                 self.model, directory, version=version, tolerance=learner.probe_tolerance
             )
             return
-        begin(directory)
-        self.model.save_pretrained(directory)
-        write_probe(self.model, directory, tolerance=learner.probe_tolerance, version=version,
-                    adapter=learner.lora_name)  # fmt: skip
-        write_manifest(directory)
-        mark_stable(directory)
+        save_adapter(
+            self.model, directory, name=learner.lora_name, version=version,
+            tolerance=learner.probe_tolerance,
+        )  # fmt: skip
 
     def state(self) -> dict[str, Any]:
         """What the weights do not hold: the optimizer and the random state."""
