@@ -11,6 +11,7 @@ import msgspec
 
 from lockstep.backends.admin import PauseMode
 from lockstep.http.client.client import HttpClient
+from lockstep.protocol.control.sessions import MintedSession
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.operation import Operation
@@ -138,6 +139,24 @@ class RemoteFleet:
         path = f"/v1/rl/sessions/{quote(session)}?{query}"
         body = self._decode(await self._client.get(path, timeout=60.0))
         return [Sample.from_json(msgspec.json.encode(each)) for each in body["samples"]]
+
+    async def mint_session(self, **options: Any) -> MintedSession:
+        """Begins a session with a key of its own; options are the fields of MintSession."""
+        sent = {name: value for name, value in options.items() if value is not None}
+        body = await self._client.post("/v1/rl/sessions", msgspec.json.encode(sent))
+        return msgspec.json.decode(body, type=MintedSession)
+
+    async def finish_session(self, session: str, reward: float | None = None) -> dict[str, Any]:
+        """Ends a session, with the reward that then stands on its samples.
+
+        Raises NotFound, and Conflict when it was finished with another reward.
+        """
+        return await self._post(f"sessions/{quote(session)}/finish", reward=reward)
+
+    async def wait_session(self, session: str, *, seconds: float = 30.0) -> dict[str, Any]:
+        """The session once it has ended, or as it is after so long: then `ended` is None."""
+        path = f"/v1/rl/sessions/{quote(session)}/wait?seconds={seconds}"
+        return self._decode(await self._client.get(path, timeout=seconds + 30))
 
     async def end_session(self, session: str) -> None:
         """Forgets a session and its samples."""

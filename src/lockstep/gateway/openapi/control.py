@@ -8,7 +8,13 @@ from typing import Any
 import msgspec
 
 from lockstep.gateway.openapi.route_doc import QueryDoc, RouteDoc
-from lockstep.gateway.routes.sessions import MAX_PAGE, DeletedSession, SessionPage, SessionView
+from lockstep.gateway.routes.sessions import (
+    MAX_PAGE,
+    MAX_WAIT,
+    DeletedSession,
+    SessionPage,
+    SessionView,
+)
 from lockstep.gateway.sessions.index import SessionInfo
 from lockstep.protocol.control import fleet as wire
 from lockstep.protocol.control.sessions import FinishSession, MintedSession, MintSession
@@ -129,4 +135,7 @@ CONTROL_ROUTE_DOCS: tuple[RouteDoc, ...] = (
              sessions=False, headers=("X-Request-Id",)),
     _change("/v1/rl/sessions/{id}/finish", FinishSession, SessionInfo,
             "Ends a session with its reward.", headers=("X-Request-Id",)),
+    _view("/v1/rl/sessions/{id}/wait", None, SessionInfo,
+          "The session once it has ended, or as it is after so many seconds.",
+          query=(QueryDoc("seconds", {"type": "number", "minimum": 0, "maximum": MAX_WAIT}),)),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The control plane's routes for sessions: mint, list, read, finish and delete them."""
+"""The control plane's routes for sessions: mint, list, read, await, finish and delete them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from lockstep.tokens.errors import BadRequest
 
 MSGPACK = "application/msgpack"
 PAGE, MAX_PAGE = 100, 1000
+MAX_WAIT = 300
 BODY_LIMIT = 1 << 16
 MINT = msgspec.json.Decoder(MintSession)
 FINISH = msgspec.json.Decoder(FinishSession)
@@ -63,6 +64,7 @@ class SessionRoutes:
             Route("/v1/rl/sessions", self.mint, methods=["POST"]),
             Route("/v1/rl/sessions/{id}", self.delete, methods=["DELETE"]),
             Route("/v1/rl/sessions/{id}/finish", self.finish, methods=["POST"]),
+            Route("/v1/rl/sessions/{id}/wait", self.wait, methods=["GET"]),
         ]
 
     async def mint(self, http: Request) -> Response:
@@ -97,6 +99,14 @@ class SessionRoutes:
             raise BadRequest(f"reward is {body.reward}: expected a finite number", param="reward")
         name = http.path_params["id"]
         await self._sessions.keys.finish(name, body.reward)
+        return json_response(await self._sessions.info(name))
+
+    async def wait(self, http: Request) -> Response:
+        """The session once it has ended, or as it is after `seconds`: then `ended` is null."""
+        request_id(http)
+        _check_parameters(http, "seconds")
+        name = http.path_params["id"]
+        await self._sessions.keys.wait(name, _seconds(http.query_params.get("seconds", "30")))
         return json_response(await self._sessions.info(name))
 
     async def page(self, http: Request) -> Response:
@@ -181,6 +191,16 @@ def _limit(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 4 or not 1 <= int(text) <= MAX_PAGE:
         raise BadRequest(f"limit is {text[:20]!r}: expected 1 to {MAX_PAGE}", param="limit")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text[:20])
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MAX_WAIT:
+        raise BadRequest(f"seconds is {text[:20]!r}: expected 0 to {MAX_WAIT}", param="seconds")
+    return seconds
 
 
 def _check_budget(body: MintSession) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lockstep.gateway.sessions.tables import SessionRow, damaged_row
-from lockstep.gateway.sessions.terms import SessionTerms
+from lockstep.gateway.sessions.terms import SessionEnd, SessionTerms
 from lockstep.tokens.errors import NotFound, Unavailable
 
 
@@ -15,7 +15,7 @@ class SessionInfo:
     """A session at a glance. Times are seconds since 1970.
 
     `unread_turns` counts those that came after its samples were last read. `finished` and `reward`
-    are how it was finished, if it was.
+    are how it was finished, if it was; `ended` says that it takes no more turns, and why.
     """
 
     id: str
@@ -26,14 +26,16 @@ class SessionInfo:
     unread_turns: int
     finished: bool = False
     reward: float | None = None
+    ended: SessionEnd | None = None
 
     @classmethod
-    def of(cls, row: SessionRow) -> SessionInfo:
+    def of(cls, row: SessionRow, now: float, time: float) -> SessionInfo:
+        """What a row says, when `now` on the service clock is the `time` of day."""
         unread = max(0, row.turns - row.read_turns)
         terms = SessionTerms.decode(row.terms) or SessionTerms()
         return cls(
             row.name, row.turns, row.bytes, row.created, row.used, unread, terms.finished,
-            terms.reward,
+            terms.reward, terms.end(now, time),
         )  # fmt: skip
 
 

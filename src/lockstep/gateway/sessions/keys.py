@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import secrets
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from lockstep.tokens.errors import Conflict, LockstepError
 
 PREFIX = "ls-"
 """Begins every key of a session, so that one that has ended is never taken for no key at all."""
+LOOK_SECONDS = 1.0
+"""How often whoever waits for an end looks by themselves."""
 
 
 class SessionKeys:
@@ -37,6 +40,7 @@ class SessionKeys:
     ) -> None:
         self._store, self._index, self._cache = store, index, cache
         self._clock, self._service_clock, self._check_room = clock, service_clock, check_room
+        self._waiting: dict[str, set[asyncio.Event]] = {}
 
     def find(self, digest: bytes) -> tuple[str, SessionTerms] | None:
         """The session whose key has this digest, by name, and its terms; None once it has ended."""
@@ -99,12 +103,62 @@ class SessionKeys:
                     param="reward",
                 )
             return
-        entry.terms = msgspec.structs.replace(terms, finished=True, reward=reward)
+        noted = terms if terms.end(*self._times()) else terms.ended("finish", self._clock())
+        await self._end(entry, msgspec.structs.replace(noted, finished=True, reward=reward))
+
+    async def leave(self, name: str) -> None:
+        """Ends a session on the word of its own key: it takes no more turns. A reward is not the
+        harness's to give: the trainer may still finish it with one. Raises NotFound."""
+        entry = self._index.require(name)
+        entry.check_whole()
+        terms = entry.terms or SessionTerms()
+        if terms.end(*self._times()) is None:
+            await self._end(entry, terms.ended("harness", self._clock()))
+
+    async def wait(self, name: str, seconds: float) -> None:
+        """Returns when the session has ended, or after so long. Raises NotFound."""
+        loop = asyncio.get_running_loop()
+        until, woken = loop.time() + seconds, asyncio.Event()
+        self._waiting.setdefault(name, set()).add(woken)
+        try:
+            while (left := until - loop.time()) > 0:
+                terms = self._index.require(name).terms
+                if terms is not None and terms.end(*self._times()) is not None:
+                    return
+                # Looked at now and then: `seconds` run out without anybody doing anything.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(woken.wait(), min(left, LOOK_SECONDS))
+                woken.clear()
+            self._index.require(name)
+        finally:
+            self._waiting[name].discard(woken)
+            if not self._waiting[name]:
+                del self._waiting[name]
+
+    def note_used_up(self, entry: SessionEntry) -> bool:
+        """Notes that the budget is used, if it is; whether that is news."""
+        terms = entry.terms
+        if terms is None or terms.ended_by is not None or (by := terms.used_up()) is None:
+            return False
+        entry.terms = terms.ended(by, self._clock())
+        self._wake(entry.name)
+        return True
+
+    def _times(self) -> tuple[float, float]:
+        return self._service_clock.now(), self._clock()
+
+    def _wake(self, name: str) -> None:
+        for woken in self._waiting.get(name, ()):
+            woken.set()
+
+    async def _end(self, entry: SessionEntry, terms: SessionTerms) -> None:
+        before, entry.terms = entry.terms, terms
         try:
             await self._save(entry)
         except LockstepError:
-            entry.terms = terms
+            entry.terms = before
             raise
+        self._wake(entry.name)
 
     async def _save(self, entry: SessionEntry) -> None:
         write = functools.partial(tables.write_turns, row=entry.row(), turns=(), breaks=())

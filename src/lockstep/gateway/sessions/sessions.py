@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import heapq
 import logging
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -247,6 +249,19 @@ class Sessions:
         return samples
 
     async def _samples(self, entry: SessionEntry, options: SampleOptions) -> list[Sample]:
+        nodes, _ = await self._turns(entry)
+        return await asyncio.to_thread(branch_samples, nodes, **options)
+
+    async def turns(self, session_id: str) -> tuple[list[Node], Counter[str]]:
+        """Every turn of a session and its prefix breaks by cause; it does not count as read.
+
+        Raises NotFound, and Unavailable when it cannot be read back.
+        """
+        entry = self._index.require(session_id)
+        entry.check_whole()
+        return await self._turns(entry)
+
+    async def _turns(self, entry: SessionEntry) -> tuple[list[Node], Counter[str]]:
         cached = self.cache.find(entry.name)
         if cached is None:
             stored = await self._store.read(
@@ -254,12 +269,11 @@ class Sessions:
             )
             with reading_back(entry.name):
                 turns = await asyncio.to_thread(load_turns, stored.turns)
-            nodes = [node for node, _ in turns]
-            return await asyncio.to_thread(branch_samples, nodes, **options)
+            return [node for node, _ in turns], Counter(cause for _, cause in stored.breaks)
         # Waits for the writes before it: a turn whose write may still fail is not to train on.
         await self._store.read(lambda db: None)
         cached.check_alive()
-        return await asyncio.to_thread(branch_samples, cached.ledger.nodes[:], **options)
+        return cached.ledger.nodes[:], cached.ledger.break_counts.copy()
 
     async def _mark_read(self, entry: SessionEntry, turns: int) -> None:
         if entry.read_turns >= turns:
@@ -276,12 +290,22 @@ class Sessions:
 
     async def info(self, session_id: str) -> SessionInfo:
         """The session at a glance. Raises NotFound."""
-        return SessionInfo.of(self._index.require(session_id).row())
+        row = self._index.require(session_id).row()
+        return SessionInfo.of(row, self._service_clock.now(), self._clock())
 
     async def page(self, *, after: str = "", limit: int = 100) -> list[SessionInfo]:
         """Sessions in the order of their ids, those after one id."""
         rows = await self._store.read(lambda db: tables.read_page(db, after, limit))
-        return [SessionInfo.of(row) for row in rows]
+        now, time_of_day = self._service_clock.now(), self._clock()
+        return [SessionInfo.of(row, now, time_of_day) for row in rows]
+
+    def latest(
+        self, wanted: Callable[[str], bool], *, limit: int, offset: int = 0
+    ) -> tuple[list[str], int]:
+        """Names of sessions that are `wanted`, the last used first, and how many there are."""
+        entries = [entry for entry in self._index if wanted(entry.name)]
+        first = heapq.nlargest(offset + limit, entries, key=lambda entry: entry.used)
+        return [entry.name for entry in first[offset:]], len(entries)
 
     async def delete(self, session_id: str) -> None:
         """Deletes a session and its turns; a request in flight gets a Conflict. Raises NotFound."""
@@ -297,6 +321,9 @@ class Sessions:
         cached.check_alive()
         entry = cached.entry
         if entry.terms is not None:
+            # The last call of a budget may have failed: then it is the next that shows the end.
+            if self.keys.note_used_up(entry):
+                self._write(cached, [])
             entry.terms.check_budget(entry.name)
         self._limits.check_session(entry.name, entry.turns, entry.bytes, self.counts)
         self._limits.check_all(0, self._index.nbytes, self.counts)
@@ -326,6 +353,7 @@ class Sessions:
         if (terms := cached.entry.terms) is not None:
             tokens = sum(len(completion.token_ids) for completion, _ in choices)
             cached.entry.terms = terms.sampled(tokens)
+            self.keys.note_used_up(cached.entry)
         written = self._write(cached, nodes)
         self.cache.touch(cached)
         # Shielded: a client that goes away does not undo a turn that is being written.

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from lockstep.tokens.errors import Forbidden
+
+EndedBy = Literal["finish", "harness", "calls", "tokens", "seconds"]
+
+
+class SessionEnd(msgspec.Struct, frozen=True):
+    """That a session takes no more turns: `by` whom or by which part of its budget, when (seconds
+    since 1970), and the reward it was finished with."""
+
+    by: EndedBy
+    at: float
+    reward: float | None = None
 
 
 class SessionTerms(msgspec.Struct, frozen=True):
@@ -14,6 +27,8 @@ class SessionTerms(msgspec.Struct, frozen=True):
 
     `calls` that began and `tokens` that were sampled are counted up to their `max_`; None has no
     limit. Once `finished` the session takes no more turns; `reward` is what it was finished with.
+    `ended_by` and `ended_at` are what ended it first; running out of `seconds` is not noted, as
+    `ends` says it.
     """
 
     key_id: str | None = None
@@ -26,6 +41,8 @@ class SessionTerms(msgspec.Struct, frozen=True):
     tokens: int = 0
     finished: bool = False
     reward: float | None = None
+    ended_by: EndedBy | None = None
+    ended_at: float = 0.0
 
     @classmethod
     def decode(cls, raw: bytes | None) -> SessionTerms | None:
@@ -51,21 +68,42 @@ class SessionTerms(msgspec.Struct, frozen=True):
         """These terms after so many more tokens were sampled."""
         return msgspec.structs.replace(self, tokens=self.tokens + tokens)
 
+    def end(self, now: float, time: float) -> SessionEnd | None:
+        """How the session ended, or None; `now` on the service clock is the `time` of day."""
+        if self.ended_by is not None:
+            return SessionEnd(self.ended_by, self.ended_at, self.reward)
+        if self.finished:  # by a gateway that did not note when
+            return SessionEnd("finish", time, self.reward)
+        if self.ends is not None and now >= self.ends:
+            return SessionEnd("seconds", time - (now - self.ends))
+        return None
+
+    def ended(self, by: EndedBy, time: float) -> SessionTerms:
+        """These terms after the session ended; what ended it first stands."""
+        if self.ended_by is not None:
+            return self
+        return msgspec.structs.replace(self, ended_by=by, ended_at=time)
+
+    def used_up(self) -> EndedBy | None:
+        """Which part of the budget is used, if any."""
+        if self.max_calls is not None and self.calls >= self.max_calls:
+            return "calls"
+        if self.max_tokens is not None and self.tokens >= self.max_tokens:
+            return "tokens"
+        return None
+
     def check_budget(self, name: str) -> None:
         """Raises Forbidden when the session may not have one more call."""
-        if self.finished:
+        if self.finished or self.ended_by == "harness":
             raise Forbidden(
                 f"session {name!r} is finished: it takes no more turns", param="x-session-id"
             )
-        for what, used, most in (
-            ("calls", self.calls, self.max_calls),
-            ("tokens", self.tokens, self.max_tokens),
-        ):
-            if most is not None and used >= most:
-                raise Forbidden(
-                    f"session {name!r} has used {used} {what}, and its budget is {most}: finish it",
-                    param="x-session-id",
-                )
+        if (what := self.used_up()) is not None:
+            used, most = getattr(self, what), getattr(self, f"max_{what}")
+            raise Forbidden(
+                f"session {name!r} has used {used} {what}, and its budget is {most}: finish it",
+                param="x-session-id",
+            )
 
 
 _DECODER = msgspec.msgpack.Decoder(SessionTerms)
