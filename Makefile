@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-kernels test-cpus test-docs test-engines test-clients test-agents lint format docs bench chaos soak clean
+.PHONY: demo test test-kernels test-cpus test-docs test-engines test-clients test-agents test-scale lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,7 @@ demo: $(VENV)/.ready
 PYTEST := $(BIN)/pytest -n 2 --dist loadscope
 
 test: $(VENV)/.ready
-	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/cpus --ignore tests/docs --ignore tests/engine/cuda
+	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/scale --ignore tests/cpus --ignore tests/docs --ignore tests/engine/cuda
 
 # The kernels for GPUs, in Triton's interpreter, which is slow.
 test-kernels: $(VENV)/.ready
@@ -57,6 +57,11 @@ test-clients: $(VENV)/.ready
 test-agents: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-agents.sh
 	$(BIN)/pytest tests/agents
+
+# Several gateways on real PostgreSQL, Dynamo on real etcd and NATS, from an environment of their own.
+test-scale: $(VENV)/.ready
+	PYTHON=$(PYTHON) scripts/install-scale.sh
+	$(BIN)/pytest tests/scale
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

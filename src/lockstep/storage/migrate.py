@@ -10,6 +10,10 @@ import asyncpg
 from lockstep.tokens.errors import BadRequest, Unavailable
 
 LOCK_SECONDS = 60
+EXISTS = (
+    "SELECT count(*) FROM pg_catalog.pg_tables "
+    "WHERE schemaname = $1 AND tablename = 'lockstep_schema'"
+)
 VERSION = "SELECT max(version) FROM {schema}.lockstep_schema"
 
 
@@ -82,7 +86,8 @@ async def _version(
     connection: asyncpg.Connection, schema: str, steps: list[Migration]
 ) -> int | None:
     """The version of the schema, None where there is none. Raises BadRequest for a newer one."""
-    if await connection.fetchval("SELECT to_regclass($1)", f"{schema}.lockstep_schema") is None:
+    # Not to_regclass, which may still not see what another process made while this one waited.
+    if not await connection.fetchval(EXISTS, schema):
         return None
     version = await connection.fetchval(VERSION.format(schema=schema)) or 0
     if version > steps[-1].number:
