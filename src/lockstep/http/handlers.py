@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from lockstep import tracing
 from lockstep.http import sse
 from lockstep.http.body import ClientGone
 from lockstep.http.presence import GONE
@@ -116,6 +117,8 @@ class EventStream(Response):
             async for event in self._events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except LockstepError as error:
+            if tracing.active is not None:
+                tracing.active.request_failed(error)
             event = sse.event(error_fields(error, self._request_id))
             await send({"type": "http.response.body", "body": event, "more_body": True})
         finally:
@@ -153,6 +156,8 @@ async def on_lockstep_error(request: Request, error: Exception) -> Response:
     """The response for a typed error, with Retry-After where it has one."""
     if not isinstance(error, LockstepError):
         raise error
+    if tracing.active is not None:
+        tracing.active.request_failed(error)
     response = json_response(error_fields(error, request_id_of(request)), error.status)
     if error.retry_after is not None:
         response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
@@ -184,6 +189,8 @@ async def on_crash(request: Request, error: Exception) -> Response:
     if isinstance(error, RecursionError):
         # JSON within every limit may still be too deep for what is done with it.
         return await on_lockstep_error(request, too_deep())
+    if tracing.active is not None:
+        tracing.active.request_failed(error)
     path = request.scope["path"].encode("unicode_escape").decode()
     named = request_id_of(request) or secrets.token_hex(8)
     # What went wrong inside is for the log only: a text of an error may hold anything.

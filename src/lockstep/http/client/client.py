@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Protocol, TypeVar
 from urllib.parse import SplitResult, quote, urlsplit
 
+from lockstep import tracing
 from lockstep.http.client.connection import Connection, Lost
 from lockstep.http.sse import EventReader
 from lockstep.http.tls import Certificates, client_certificates
@@ -280,6 +281,8 @@ class HttpClient:
                     param=name.lower(),
                 )
             fields[name.lower()] = value
+        if tracing.active is not None:
+            fields |= tracing.active.headers()
         if body is not None:
             fields |= {"content-type": "application/json", "content-length": str(len(body))}
         target = self._url.path + path

@@ -27,6 +27,7 @@ except ImportError:  # there is none for Windows
 
 from starlette.types import ASGIApp
 
+from lockstep import tracing
 from lockstep.http.cross_site import CrossSiteGuard
 from lockstep.http.server.limits import (
     DRAIN_SECONDS,
@@ -191,7 +192,7 @@ async def serving(
     limits = replace(limits, connections=connections)
     endpoints = [Endpoint(*each) for each in apps]
     listeners = [
-        Listener(ListenerConfig(CrossSiteGuard(app, origins), limits), tls)
+        Listener(ListenerConfig(_traced(CrossSiteGuard(app, origins)), limits), tls)
         for app, _, tls in endpoints
     ]
     started: list[Listener] = []
@@ -205,6 +206,10 @@ async def serving(
         await asyncio.gather(*[listener.end(drain_seconds) for listener in started])
         # To the end of it: a client that does not read its response has deadlines then, too.
         sweeping.cancel()
+
+
+def _traced(app: ASGIApp) -> ASGIApp:
+    return app if tracing.active is None else tracing.active.app(app)
 
 
 async def _sweep(listeners: Sequence[Listener], seconds: float) -> None:

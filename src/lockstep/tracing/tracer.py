@@ -1,0 +1,258 @@
+"""The spans of a gateway and its workers: request, turn, route, engine call, store, update phase.
+
+Attributes are those of OpenTelemetry's conventions for HTTP and generative AI, and `lockstep.*`.
+No span holds a message, a prompt or a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import time_ns
+from typing import Any, TypeVar
+
+from opentelemetry import context as contexts
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lockstep.tokens import Completion, Sampling
+from lockstep.tokens.errors import LockstepError
+
+T = TypeVar("T")
+Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
+TRACE_CONTEXT = TraceContextTextMapPropagator()
+TRACE_HEADERS = (b"traceparent", b"tracestate")
+REQUEST = contexts.create_key("lockstep-request")
+"""Where the context of a request holds its RequestSpans."""
+POLLED = frozenset({"/health", "/metrics", "/v1/rl/health", "/v1/rl/ready"})
+"""Routes that are called every few seconds for ever: they get no spans."""
+
+
+class RequestSpans:
+    """The spans of one request that last as long as it does: its own, and that of its turn."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.turn: Span | None = None
+        self.status = 499
+        self.error: BaseException | None = None
+
+    def end(self) -> None:
+        self.span.set_attribute("http.response.status_code", self.status)
+        # A client's own mistake is no error of a server, by the convention.
+        if self.status >= 500 or (self.error is not None and self.status < 400):
+            mark_failed(self.span, self.error, f"status {self.status}")
+        if self.turn is not None:
+            if self.error is not None or self.status >= 400:
+                mark_failed(self.turn, self.error, f"status {self.status}")
+            self.turn.end()
+        self.span.end()
+
+
+class EngineCall:
+    """One call of a worker; what is awaited within it has its span for a parent."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._context = trace.set_span_in_context(span)
+
+    async def run(self, work: Awaitable[T]) -> T:
+        token = contexts.attach(self._context)
+        try:
+            return await work
+        finally:
+            contexts.detach(token)
+
+    async def items(self, items: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+        """The same items. Only their making is within the call: whoever reads them is not."""
+        try:
+            while True:
+                token = contexts.attach(self._context)
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    contexts.detach(token)
+                yield item
+        finally:
+            if (close := getattr(items, "aclose", None)) is not None:
+                await close()
+
+    def end(self, error: BaseException | None) -> None:
+        if error is not None:
+            mark_failed(self._span, error)
+        self._span.end()
+
+
+class Tracer:
+    """Makes the spans of this process. Its parent is what runs now in the same task."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from lockstep import __version__
+
+        self._tracer = provider.get_tracer("lockstep", __version__)
+
+    def app(self, app: ASGIApp) -> ASGIApp:
+        """The application with a span for each request, below that of a caller who sent one."""
+
+        async def traced_app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["path"] in POLLED:
+                await app(scope, receive, send)
+                return
+            with self._request(scope) as spans:
+
+                async def send_traced(message: Message) -> None:
+                    if message["type"] == "http.response.start":
+                        spans.status = message["status"]
+                    await send(message)
+
+                await app(scope, receive, send_traced)
+
+        return traced_app
+
+    @contextmanager
+    def _request(self, scope: Scope) -> Iterator[RequestSpans]:
+        sent = {name.decode(): value.decode("latin-1")
+                for name, value in scope["headers"] if name in TRACE_HEADERS}  # fmt: skip
+        parent = TRACE_CONTEXT.extract(sent) if sent else None
+        method = scope["method"]
+        span = self._tracer.start_span(
+            method,
+            parent,
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": method, "url.path": scope["path"]},
+        )
+        spans = RequestSpans(span)
+        context = contexts.set_value(REQUEST, spans, trace.set_span_in_context(span, parent))
+        token = contexts.attach(context)
+        try:
+            yield spans
+        except BaseException as error:
+            spans.error = spans.error or error
+            raise
+        finally:
+            if (route := _route(scope)) is not None:
+                span.set_attribute("http.route", route)
+                span.update_name(f"{method} {route}")
+            if request_id := scope.get("state", {}).get("request_id"):
+                span.set_attribute("lockstep.request_id", request_id)
+            spans.end()
+            contexts.detach(token)
+
+    def request_failed(self, error: BaseException) -> None:
+        """Notes what the request under way fails with, in its response or within its stream."""
+        spans = contexts.get_value(REQUEST)
+        if isinstance(spans, RequestSpans):
+            spans.error = error
+
+    def start_turn(self, operation: str, model: str, session: str | None) -> None:
+        """Begins the turn of the request under way, which ends with it."""
+        spans = contexts.get_value(REQUEST)
+        if not isinstance(spans, RequestSpans) or spans.turn is not None:
+            return
+        attributes = _names(operation, model)
+        if session is not None:
+            attributes["lockstep.session"] = session
+            spans.span.set_attribute("lockstep.session", session)
+        spans.turn = self._tracer.start_span(f"{operation} {model}", attributes=attributes)
+        # To the end of the request's task: all that follows in it is part of the turn.
+        contexts.attach(trace.set_span_in_context(spans.turn))
+
+    def routed(self, since: int, worker: str, url: str, tried: int) -> EngineCall:
+        """Notes that a worker was chosen, after a wait since then, and begins the call of it."""
+        attributes: Attributes = {"lockstep.worker": worker, "lockstep.attempt": tried + 1}
+        route = self._tracer.start_span("route", attributes=attributes, start_time=since)
+        route.end()
+        attributes = {**attributes, "server.address": url}
+        return EngineCall(
+            self._tracer.start_span("engine call", kind=SpanKind.CLIENT, attributes=attributes)
+        )
+
+    def generation(self, model: str | None, sampling: Sampling) -> None:
+        """Says of the engine call under way what it requests."""
+        span = trace.get_current_span()
+        if not span.is_recording():
+            return
+        attributes: dict[str, Any] = {
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.choice.count": sampling.n,
+        }
+        if sampling.max_tokens is not None:
+            attributes["gen_ai.request.max_tokens"] = sampling.max_tokens
+        if model is not None:
+            attributes |= _names("text_completion", model)
+            span.update_name(f"text_completion {model}")
+        span.set_attributes(attributes)
+
+    def generated(self, completions: Sequence[Completion]) -> None:
+        """Says of the engine call under way, and of its turn, what was sampled."""
+        if not completions:
+            return
+        versions = dict.fromkeys(span.version for one in completions for span in one.versions)
+        attributes = {
+            "gen_ai.usage.input_tokens": len(completions[0].prompt_ids),
+            "gen_ai.usage.output_tokens": sum(len(one.token_ids) for one in completions),
+            "gen_ai.response.finish_reasons": [one.finish for one in completions],
+            "lockstep.version": ",".join(versions),
+        }
+        trace.get_current_span().set_attributes(attributes)
+        spans = contexts.get_value(REQUEST)
+        if isinstance(spans, RequestSpans) and spans.turn is not None:
+            spans.turn.set_attributes(attributes)
+
+    @contextmanager
+    def span(self, name: str, attributes: Attributes | None = None) -> Iterator[Span]:
+        """A span of the block, whose error is its own."""
+        with self._tracer.start_as_current_span(
+            name, attributes=attributes, record_exception=False, set_status_on_exception=False
+        ) as span:
+            try:
+                yield span
+            except BaseException as error:
+                mark_failed(span, error)
+                raise
+
+    def headers(self) -> dict[str, str]:
+        """The headers that make what another server does part of the trace under way."""
+        carrier: dict[str, str] = {}
+        TRACE_CONTEXT.inject(carrier)
+        return carrier
+
+
+def now() -> int:
+    """The time as spans have it."""
+    return time_ns()
+
+
+def mark_failed(span: Span, error: BaseException | None, otherwise: str = "failed") -> None:
+    """Gives a span the status of an error, and its kind."""
+    if error is None:
+        kind, why = otherwise, otherwise
+    elif isinstance(error, LockstepError):
+        kind, why = error.code, error.message
+    else:
+        # The text of an unexpected error may hold anything: its kind must do.
+        kind = why = type(error).__name__
+    span.set_attribute("error.type", kind)
+    span.set_status(Status(StatusCode.ERROR, why))
+
+
+def _names(operation: str, model: str) -> dict[str, Any]:
+    return {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "lockstep",
+        "gen_ai.request.model": model,
+    }
+
+
+def _route(scope: Scope) -> str | None:
+    """The path with names in place of its parameters; None where no route took it."""
+    if "endpoint" not in scope:
+        return None
+    names = {str(value): name for name, value in scope.get("path_params", {}).items()}
+    parts = [f"{{{names[part]}}}" if part in names else part for part in scope["path"].split("/")]
+    return "/".join(parts)
