@@ -231,6 +231,7 @@ class Fleet:
             )
             operation.version = new.version
             operation.warnings += new.warnings
+            operation.nbytes = new.nbytes
             if new.is_served:
                 return
             transaction = Transaction(

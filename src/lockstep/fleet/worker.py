@@ -19,6 +19,7 @@ from lockstep.fleet.control.desired import Closeness
 from lockstep.http.client.client import HttpClient
 from lockstep.tokens import Completion
 from lockstep.tokens.errors import Conflict, Unavailable
+from lockstep.tokens.operation import Evidence
 
 HEALTH_SECONDS = 10.0
 RETRIES = 1
@@ -63,7 +64,8 @@ class Worker:
     `closeness` how closely it then followed the trainer. `in_flight` counts the requests that this
     process sent it, `elsewhere` is its load from others as of the last probe. While it is `held`
     it gets no new requests, whatever its state. `epoch` changes whenever what was known of it
-    before no longer counts. `attempts` are the requests on it that can be called off.
+    before no longer counts. `attempts` are the requests on it that can be called off. `sampled`
+    counts the tokens it gave, `evidence` is how it was last believed or not, and `judged` when.
     """
 
     id: str
@@ -87,6 +89,9 @@ class Worker:
     opened: Transport | None = None
     instance: str | None = None
     attempts: set[Any] = field(default_factory=set)
+    sampled: int = 0
+    evidence: Evidence | None = None
+    judged: float | None = None
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -119,6 +124,10 @@ class Worker:
             self._state, self.since = state, time()
         self.reason = reason
 
+    def judge(self, evidence: Evidence) -> None:
+        """Keeps on what grounds it was believed or not, for those who look."""
+        self.evidence, self.judged = evidence, time()
+
     @property
     def transport(self) -> Transport:
         """How to talk to it. Raises Unavailable before it was reached for the first time."""
@@ -138,6 +147,7 @@ class Worker:
         since = self.accepted.mark()
         completions = await self.transport.generate(request)
         self.accepted.check(completions, since, self.id)
+        self.sampled += sum(len(each.token_ids) for each in completions)
         return completions
 
     async def stream(
@@ -149,6 +159,8 @@ class Worker:
             async for item in items:
                 if isinstance(item, Completion):
                     self.accepted.check((item,), since, self.id)
+                else:
+                    self.sampled += len(item.token_ids)
                 yield item
 
     async def health(self, seconds: float = HEALTH_SECONDS) -> WorkerHealth:

@@ -39,7 +39,8 @@ class Operation:
 
     One that is `lost` was under way when its gateway ended: nobody knows how far it came. Of one
     that failed, `error`, `code` and `param` are those of the error that its caller got. `warnings`
-    say what its caller should know although it went on.
+    say what its caller should know although it went on. `nbytes` is the size of new weights, where
+    it is known.
     """
 
     id: str
@@ -57,3 +58,4 @@ class Operation:
     code: str | None = None
     param: str | None = None
     http_status: int = 200
+    nbytes: int | None = None

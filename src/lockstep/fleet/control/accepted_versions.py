@@ -27,6 +27,10 @@ class AcceptedVersions:
         """A request begins now; to be passed to `check` with its completions."""
         return max(len(self._versions) - 1, 0)
 
+    def behind(self, mark: int) -> int:
+        """How many versions were accepted since that mark."""
+        return self.mark() - mark
+
     def check(self, completions: Iterable[Completion], since: int, worker: str) -> None:
         """Raises Unavailable when a completion ends under a version that was not accepted.
 

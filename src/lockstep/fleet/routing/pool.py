@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
+from time import monotonic
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -265,7 +266,7 @@ class _Attempt:
     may mend, it swallows it, so that the caller enters again."""
 
     __slots__ = ("_affinity", "_called_off", "_engine_failures", "_epoch", "_pool", "_tried",
-                 "_worker", "delivered", "waiting")  # fmt: skip
+                 "_worker", "begun", "delivered", "mark", "waiting")  # fmt: skip
 
     def __init__(self, pool: Pool, affinity: Affinity) -> None:
         self._pool = pool
@@ -295,9 +296,15 @@ class _Attempt:
                 )
         self._worker, self._epoch = worker, worker.epoch
         self.waiting, self._called_off = asyncio.current_task(), False
+        self.begun, self.mark = monotonic(), worker.accepted.mark()
         worker.attempts.add(self)
         pool._rendezvous.begin(worker)
         return worker
+
+    @property
+    def session(self) -> str | None:
+        """The session that it joins, if any."""
+        return self._affinity.session
 
     def call_off(self, *, delivered_too: bool) -> None:
         """Ends it as if the worker had failed, unless a part was delivered or it is not waiting."""

@@ -55,6 +55,7 @@ async def prove(worker: Worker, reference: Reference, digest: str | None = None)
     held = await contents_of(worker, None)
     witness = Witness(match(digest, held), known=worker.closeness, dtype=held.dtype)
     verdict = judge(scores, reference, witness)
+    worker.judge(verdict.evidence)
     if verdict.error is not None:
         raise verdict.error
     if reference.tolerance is None:

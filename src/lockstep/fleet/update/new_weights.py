@@ -23,7 +23,8 @@ DIGITS = 12
 class NewWeights:
     """What to load, under which label, and how it is proved.
 
-    `path` and `digest` are those of a checkpoint. There is nothing to do when it `is_served`.
+    `path`, `digest` and `nbytes` are those of a checkpoint. There is nothing to do when
+    it `is_served`.
     """
 
     version: str
@@ -33,6 +34,7 @@ class NewWeights:
     digest: str | None = None
     warnings: tuple[str, ...] = ()
     is_served: bool = False
+    nbytes: int | None = None
 
 
 class WeightReader:
@@ -91,6 +93,7 @@ class WeightReader:
             checkpoint.digest,
             warnings,
             is_served=served and version == desired.version,
+            nbytes=checkpoint.nbytes,
         )
 
     async def _served(self, desired: Desired) -> ModelSignature | None:

@@ -181,6 +181,7 @@ class Proof:
             verdict = judged[case]
             result = operation.workers.setdefault(worker.id, WorkerResult())
             result.evidence = replace(verdict.evidence)
+            worker.judge(result.evidence)
             if verdict.error is not None:
                 wrong[worker] = verdict.error
             elif self._probe is not None:

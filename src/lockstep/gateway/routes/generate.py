@@ -244,7 +244,9 @@ class _ScoredEvents:
         self.check = self._decoder.collect
 
     def finish(self) -> None:
-        self._worker.accepted.check(self._decoder.finish(), self._since, self._worker.id)
+        completions = self._decoder.finish()
+        self._worker.accepted.check(completions, self._since, self._worker.id)
+        self._worker.sampled += sum(len(each.token_ids) for each in completions)
 
 
 class _BareEvents:
@@ -258,6 +260,7 @@ class _BareEvents:
     def check(self, batch: list[bytes]) -> Iterator[None]:
         for event in batch:
             for choice in decode_response(BARE, event).choices:
+                self._worker.sampled += len(choice.token_ids or ())
                 spans = choice.weight_versions or ()
                 self._worker.accepted.check_spans(spans, self._since, self._worker.id)
                 if choice.finish_reason:
@@ -309,11 +312,12 @@ async def _checked(
         large = len(response) > LARGE_BYTES
         completions = await off_loop(large, decode_generate, response, reading)
         worker.accepted.check(completions, since, worker.id)
+        worker.sampled += sum(len(each.token_ids) for each in completions)
         return completions
     bare = decode_response(BARE, response)
     check_indices((choice.index for choice in bare.choices), reading.request.sampling.n)
     for choice in bare.choices:
-        ids_of(choice.token_ids, f"choice {choice.index} of the response")
+        worker.sampled += len(ids_of(choice.token_ids, f"choice {choice.index} of the response"))
         finish_of(choice.finish_reason)
         worker.accepted.check_spans(choice.weight_versions or (), since, worker.id)
     return []
