@@ -66,7 +66,8 @@ class ModelRunner:
             work.sequence.computed += 0 if work in broken else work.count
         if not sampling:
             return BatchResult(broken, ())
-        logits = self._model.logits(weights, hidden, rows)
+        adapters = [work.sequence.adapter for work in sampling]
+        logits = self._model.logits(weights, hidden, rows, adapters)
         tokens = sample(logits, [self.sampling_row(work.sequence) for work in sampling])
         return BatchResult(broken, list(zip(sampling, tokens, strict=True)))
 
@@ -103,7 +104,8 @@ class ModelRunner:
         targets = sequence.tokens[first : min(first + work.count, sequence.prompt_len)]
         if not targets or options.prompt_logprobs is None:
             return
-        logits = self._model.logits(weights, hidden, range(row, row + len(targets)))
+        adapters = [sequence.adapter] * len(targets)
+        logits = self._model.logits(weights, hidden, range(row, row + len(targets)), adapters)
         if (options.logprob_mode or self._mode) == "processed":
             spans = self._scored_spans(sequence, first, len(targets))
             window = sequence.tokens[: first + len(targets)]

@@ -58,7 +58,7 @@ def score_sequences(
                 cache.wipe(piece.slot)
             raise BadLogprob(f"version {weights.version!r} gives no finite logprobs")
         row = 0
-        values = _scores(model, weights, hidden, _targets(sequences, pieces))
+        values = _scores(model, weights, hidden, _targets(sequences, pieces), adapter)
         for piece in pieces:
             scored = sequences[piece.at][piece.start + 1 : piece.end + 1]
             results[piece.at] += values[row : row + len(scored)]
@@ -76,13 +76,15 @@ def _targets(sequences: list[list[int]], pieces: list[_Piece]) -> list[int]:
     return targets
 
 
-def _scores(model: Model, weights: Weights, hidden: Tensor, targets: list[int]) -> list[float]:
+def _scores(
+    model: Model, weights: Weights, hidden: Tensor, targets: list[int], adapter: Adapter | None
+) -> list[float]:
     """The logprob of each row's target."""
     values: list[float] = []
     # Many rows at once, whatever sequences they are of; not all, as a row has a whole vocabulary.
     for start in range(0, len(targets), LOGIT_ROWS):
         chosen = targets[start : start + LOGIT_ROWS]
-        values += model.scores(weights, hidden, start, chosen).tolist()
+        values += model.scores(weights, hidden, start, chosen, adapter).tolist()
     return values
 
 

@@ -43,6 +43,54 @@ def test_adapters_and_base_in_one_batch_each_answer_as_if_alone(rig: Rig) -> Non
     assert len(set(same_prompt.values())) == 3
 
 
+def with_head(adapter: Path) -> dict[str, torch.Tensor]:
+    """Adds an update of the head to an adapter, whose two parts are returned."""
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    rank = next(value for name, value in tensors.items() if "lora_A" in name).shape[0]
+    source = torch.Generator().manual_seed(7)
+    head = {
+        "base_model.model.lm_head.lora_A.weight": torch.randn(rank, 128, generator=source) * 0.1,
+        "base_model.model.lm_head.lora_B.weight": torch.randn(512, rank, generator=source) * 0.1,
+    }
+    save_file(tensors | head, file)
+    return head
+
+
+def test_an_adapter_of_a_tied_head_changes_logits_and_not_the_embeddings(
+    rig: Rig, copy: Path
+) -> None:
+    head = with_head(copy)
+    rig.adopt("head", copy)
+    served = rig.core.served
+    hidden = torch.randn(8, 128, generator=torch.Generator().manual_seed(3))
+    adapters = [served.adapter("head"), None, served.adapter("a"), served.adapter("head")]
+    with torch.inference_mode():
+        plain = rig.core.model.logits(served.weights, hidden, range(4))
+        logits = rig.core.model.logits(served.weights, hidden, range(4), adapters)
+    a, b = head.values()
+    expected = plain + hidden[:4] @ a.T @ b.T * served.adapter("head").scaling
+    torch.testing.assert_close(logits[[0, 3]], expected[[0, 3]])
+    assert torch.equal(logits[[1, 2]], plain[[1, 2]])
+
+
+def test_rows_under_an_adapted_head_sample_and_score_alike_alone_and_together(
+    rig: Rig, copy: Path
+) -> None:
+    with_head(copy)
+    rig.adopt("head", copy)
+    names = [None, "head", "b", "head", "a"]
+    alone = [rig.generate(ids(i, 20 + 9 * i), adapter=n, seed=i) for i, n in enumerate(names)]
+    rig.forget_prefixes()
+    together = [rig.submit(ids(i, 20 + 9 * i), adapter=n, seed=i) for i, n in enumerate(names)]
+    rig.run()
+    assert [result.one for result in together] == alone
+    own, other = alone[1], rig.generate(ids(1, 29), adapter="a", seed=1)
+    assert own.logprobs != other.logprobs
+    scored = rig.core.score(ids(1, 29) + own.token_ids, adapter="head")
+    assert scored[-len(own.token_ids) :] == own.logprobs
+
+
 def test_tokens_say_which_adapter_made_them(rig: Rig) -> None:
     completion = rig.generate(PROMPT, adapter="a")
     label = rig.core.served.adapter("a").label
@@ -192,7 +240,8 @@ def test_tensors_that_do_not_fit_are_refused(rig: Rig, lora_a: Path, copy: Path)
     cases = {
         "names layer 9": {name.replace("layers.0", "layers.9"): good[name]},
         "targets 'x_proj'": {name.replace("q_proj", "x_proj"): good[name]},
-        "is not a LoRA weight": {"base_model.model.lm_head.lora_A.weight": good[name]},
+        "is not a LoRA weight": {"base_model.model.embed_tokens.lora_A.weight": good[name]},
+        "lora_B of lm_head has shape None": {"base_model.model.lm_head.lora_A.weight": good[name]},
         "lora_B of q_proj in layer 0 has shape None": {name: good[name]},
         "NaN or infinite": good | {name: good[name] * torch.nan},
         "is torch.int32, expected a float": good | {name: good[name].to(torch.int32)},

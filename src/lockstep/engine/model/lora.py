@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -24,8 +24,11 @@ from lockstep.tokens.errors import AdapterError, CheckpointError
 
 _uids = count()
 NAME = re.compile(
-    r"(?:base_model\.model\.)?model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
+    r"(?:base_model\.model\.)?"
+    r"(?:model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)|(lm_head))\.lora_([AB])\.weight"
 )
+HEAD_LAYER = -1
+"""The layer of an update of the head: it belongs to none."""
 LARGEST = 1e6
 """Of lora_alpha: usual values are 8 to 512."""
 REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out",
@@ -51,6 +54,11 @@ class Adapter:
     scaling: float
     deltas: Mapping[tuple[int, str], tuple[LoraDelta, ...]]
     uid: int = field(default_factory=lambda: next(_uids))
+
+    @property
+    def adapts_head(self) -> bool:
+        """Whether it updates the head. Tied embeddings stay as they are: only logits change."""
+        return (HEAD_LAYER, "head") in self.deltas
 
     @property
     def rank(self) -> int:
@@ -90,7 +98,8 @@ class Adapter:
                 raise AdapterError(f"adapter tensor {key!r} is {tensor.dtype}, expected a float")
             if not bool(torch.isfinite(tensor).all()):
                 raise AdapterError(f"adapter tensor {key!r} has values that are NaN or infinite")
-            pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor
+            layer, module = (HEAD_LAYER, match[3]) if match[3] else (int(match[1]), match[2])
+            pairs.setdefault((layer, module), {})[match[4]] = tensor
         if not pairs:
             raise AdapterError(f"{path} holds no LoRA tensors")
         deltas: dict[tuple[int, str], list[LoraDelta]] = {}
@@ -100,9 +109,9 @@ class Adapter:
             for side, shape in expected.items():
                 got = tuple(pair[side].shape) if side in pair else None
                 if got != shape:
+                    where = module if layer == HEAD_LAYER else f"{module} in layer {layer}"
                     raise AdapterError(
-                        f"lora_{side} of {module} in layer {layer} has shape {got}, "
-                        f"expected {shape}"
+                        f"lora_{side} of {where} has shape {got}, expected {shape}"
                     )
             a, b = (pair[side].to(device=device, dtype=dtype).contiguous() for side in "AB")
             deltas.setdefault((layer, packed), []).append(LoraDelta(a, b, start))
@@ -121,16 +130,25 @@ class AdapterRows:
     rows: Tensor
     multiple: int
 
-    def add_to(self, out: Tensor, x: Tensor, layer: int, module: str) -> None:
-        """Adds the adapter's part of `module` to these rows of `out`, in place."""
+    def add_to(
+        self,
+        out: Tensor,
+        x: Tensor,
+        layer: int,
+        module: str,
+        product: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    ) -> None:
+        """Adds the adapter's part of `module` to these rows of `out`, in place.
+
+        `product` computes what `F.linear` does, where that does not keep its bits.
+        """
         deltas = self.adapter.deltas.get((layer, module))
         if not deltas:
             return
         count = len(self.rows)
         chosen = F.pad(x[self.rows], (0, 0, 0, round_up(count, self.multiple) - count))
         for delta in deltas:
-            low = F.linear(chosen, delta.a)
-            part = F.linear(low, delta.b)[:count] * self.adapter.scaling
+            part = product(product(chosen, delta.a), delta.b)[:count] * self.adapter.scaling
             columns = slice(delta.start, delta.start + delta.b.shape[0])
             out[self.rows, columns] = out[self.rows, columns] + part
 
@@ -180,6 +198,8 @@ def _scaling(settings: dict[str, Any], rank: int, path: Path) -> float:
 
 def _target(config: ModelConfig, layer: int, module: str) -> tuple[str, int, int, int]:
     """Packed module, first output column, input and output size. Raises AdapterError if unknown."""
+    if layer == HEAD_LAYER:
+        return "head", 0, config.hidden, config.vocab_size
     if layer >= config.layers:
         raise AdapterError(f"adapter names layer {layer}, but the model has {config.layers} layers")
     targets = {

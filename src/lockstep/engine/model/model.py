@@ -24,7 +24,7 @@ from lockstep.engine.model.arithmetic import (
     round_up,
     route,
 )
-from lockstep.engine.model.lora import Adapter, AdapterRows
+from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows
 from lockstep.engine.model.rope import frequencies, rotate
 from lockstep.engine.numerics.block_shapes import MULTIPLES, row_multiple
 from lockstep.engine.weights.weights import Weights
@@ -252,30 +252,61 @@ class Model:
             x = self._mlp(h, weights, cache, batch, i).add_(x)
         return rms_norm(x, weights.norm, c.eps)
 
-    def logits(self, weights: Weights, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        """fp32 logits of these rows, which ascend, (len(rows), vocab)."""
+    def logits(
+        self,
+        weights: Weights,
+        hidden: Tensor,
+        rows: Sequence[int],
+        adapters: Sequence[Adapter | None] = (),
+    ) -> Tensor:
+        """fp32 logits of these rows, which ascend, (len(rows), vocab).
+
+        `adapters` has the adapter of each row, where any has one.
+        """
         count, first = len(rows), rows[0]
         if self.prefiller is not None:
             chosen = hidden[first : first + count]
             if rows[-1] - first != count - 1:
                 chosen = hidden[list(rows)]
-            return self.prefiller.logits(weights, chosen).float()
-        padded = round_up(count, self.row_multiple)
-        if rows[-1] - first == count - 1 and first + padded <= hidden.shape[0]:
-            chosen = hidden[first : first + padded]
+            logits = self.prefiller.logits(weights, chosen)
         else:
-            chosen = F.pad(hidden[list(rows)], (0, 0, 0, padded - count))
-        return F.linear(chosen, weights.head)[:count].float()
+            padded = round_up(count, self.row_multiple)
+            if rows[-1] - first == count - 1 and first + padded <= hidden.shape[0]:
+                chosen = hidden[first : first + padded]
+            else:
+                chosen = F.pad(hidden[list(rows)], (0, 0, 0, padded - count))
+            logits = F.linear(chosen, weights.head)[:count]
+        self._adapt_head(logits, chosen, adapters)
+        return logits.float()
+
+    def _adapt_head(
+        self, logits: Tensor, hidden: Tensor, adapters: Sequence[Adapter | None]
+    ) -> None:
+        by_adapter: dict[int, tuple[Adapter, list[int]]] = {}
+        for row, adapter in enumerate(adapters):
+            if adapter is not None and adapter.adapts_head:
+                by_adapter.setdefault(adapter.uid, (adapter, []))[1].append(row)
+        for adapter, rows in by_adapter.values():
+            multiple = self._adapter_row_multiple(adapter)
+            part = AdapterRows(adapter, self._tensor(rows), multiple)
+            part.add_to(logits, hidden, HEAD_LAYER, "head")
 
     def scores(
-        self, weights: Weights, hidden: Tensor, first: int, targets: Sequence[int]
+        self,
+        weights: Weights,
+        hidden: Tensor,
+        first: int,
+        targets: Sequence[int],
+        adapter: Adapter | None = None,
     ) -> Tensor:
-        """The logprob of each target at the rows from `first` on."""
+        """The logprob of each target at the rows from `first` on, all under one adapter or none."""
         ids = torch.tensor(targets, device=hidden.device)
         rows = range(first, first + len(targets))
-        if self.prefiller is not None:
+        adapts_head = adapter is not None and adapter.adapts_head
+        if self.prefiller is not None and not adapts_head:
             return self.prefiller.scores(weights, hidden[rows.start : rows.stop], ids)
-        logprobs = torch.log_softmax(self.logits(weights, hidden, rows), dim=-1)
+        adapters = [adapter] * len(targets)
+        logprobs = torch.log_softmax(self.logits(weights, hidden, rows, adapters), dim=-1)
         return logprobs.gather(-1, ids[:, None]).squeeze(-1)
 
     def _keep(
@@ -329,7 +360,7 @@ class Model:
             out = F.linear(inner, layer.down)
             self._adapt(batch, out, inner, i, "down")
             return out
-        shares, ids = route(h, layer.router, c.experts_per_token, c.normalize_top_k)
+        shares, ids = route(F.linear(h, layer.router), c.experts_per_token, c.normalize_top_k)
         if cache.experts is not None:
             column = c.moe_layers.index(i)
             chosen = ids[: batch.count].to(cache.experts.dtype)

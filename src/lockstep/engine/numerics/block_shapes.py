@@ -110,17 +110,18 @@ class Products:
     """The matrix products of a model: (inputs, outputs of each weight that is packed into one).
 
     `widths` are those of its elementwise loops, over which an exponential is taken; `adapted` are
-    the sizes between which an adapter may lie.
+    the sizes between which an adapter may lie, `vocab` is that of the logits it may update.
     """
 
     shapes: tuple[tuple[int, tuple[int, ...]], ...]
     widths: tuple[int, ...]
     adapted: tuple[int, ...]
+    vocab: int
 
     def with_lora(self, rank: int) -> Products:
         """These, and the products of an adapter of that rank."""
         low = [(size, (rank,)) for size in self.adapted]
-        high = [(rank, (size,)) for size in self.adapted]
+        high = [(rank, (size,)) for size in (*self.adapted, self.vocab)]
         return replace(self, shapes=(*self.shapes, *low, *high))
 
 
@@ -143,7 +144,7 @@ def products(
         shapes += [(hidden, (2 * expert_intermediate,))]
     widths = [width for width in (intermediate, expert_intermediate) if width]
     adapted = sorted({hidden, q_size, kv_size, *([intermediate] if intermediate else [])})
-    return Products(tuple(shapes), tuple(widths), tuple(adapted))
+    return Products(tuple(shapes), tuple(widths), tuple(adapted), vocab)
 
 
 @lru_cache
