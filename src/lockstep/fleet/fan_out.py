@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, fields
 from time import perf_counter
 
+from lockstep import tracing
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import BadRequest, DeadlineExceeded, EngineFailure, LockstepError
 from lockstep.tokens.operation import Operation, WorkerResult
@@ -71,6 +72,25 @@ async def each(
     long as those needed. Returns those that succeeded and the errors of the others; how long each
     took is recorded.
     """
+    if (tracer := tracing.active) is None:
+        return await _each(phase, workers, call, seconds, operation, straggler)
+    attributes = {"lockstep.operation": operation.kind, "lockstep.operation_id": operation.id}
+    with tracer.span(f"{operation.kind} {phase}", attributes) as span:
+        succeeded, failures = await _each(phase, workers, call, seconds, operation, straggler)
+        span.set_attribute("lockstep.workers", len(succeeded))
+        if failures:
+            span.set_attribute("lockstep.workers_failed", [each.id for each in failures])
+        return succeeded, failures
+
+
+async def _each(
+    phase: str,
+    workers: Iterable[Worker],
+    call: Callable[[Worker], Awaitable[None]],
+    seconds: float,
+    operation: Operation,
+    straggler: float,
+) -> tuple[list[Worker], Failures]:
     loop = asyncio.get_running_loop()
     called = list(workers)
     late = DeadlineExceeded(f"{phase} took longer than {seconds:g} s")

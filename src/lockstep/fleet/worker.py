@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from lockstep import tracing
 from lockstep.backends import GenerateRequest, StreamDelta, Transport, open_transport
 from lockstep.backends.admin import Admin
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
@@ -145,8 +146,12 @@ class Worker:
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """The completions. Raises Unavailable when their version is not accepted by the fleet."""
         since = self.accepted.mark()
+        if (tracer := tracing.active) is not None:
+            tracer.generation(request.model, request.sampling)
         completions = await self.transport.generate(request)
         self.accepted.check(completions, since, self.id)
+        if tracer is not None:
+            tracer.generated(completions)
         self.sampled += sum(len(each.token_ids) for each in completions)
         return completions
 
@@ -155,10 +160,16 @@ class Worker:
     ) -> AsyncGenerator[StreamDelta | Completion, None]:
         """Deltas, then completions. Raises Unavailable as `generate` does, after the deltas."""
         since = self.accepted.mark()
+        completions: list[Completion] = []
+        if (tracer := tracing.active) is not None:
+            tracer.generation(request.model, request.sampling)
         async with aclosing(self.transport.stream(request)) as items:
             async for item in items:
                 if isinstance(item, Completion):
-                    self.accepted.check((item,), since, self.id)
+                    await self.accepted.confirm((item,), since, self.id)
+                    if tracer is not None:
+                        completions.append(item)
+                        tracer.generated(completions)
                 else:
                     self.sampled += len(item.token_ids)
                 yield item

@@ -161,6 +161,10 @@ class Tracer:
         # To the end of the request's task: all that follows in it is part of the turn.
         contexts.attach(trace.set_span_in_context(spans.turn))
 
+    def now(self) -> int:
+        """The time as spans have it."""
+        return time_ns()
+
     def routed(self, since: int, worker: str, url: str, tried: int) -> EngineCall:
         """Notes that a worker was chosen, after a wait since then, and begins the call of it."""
         attributes: Attributes = {"lockstep.worker": worker, "lockstep.attempt": tried + 1}
@@ -221,11 +225,6 @@ class Tracer:
         carrier: dict[str, str] = {}
         TRACE_CONTEXT.inject(carrier)
         return carrier
-
-
-def now() -> int:
-    """The time as spans have it."""
-    return time_ns()
 
 
 def mark_failed(span: Span, error: BaseException | None, otherwise: str = "failed") -> None:

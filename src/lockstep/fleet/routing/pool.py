@@ -9,9 +9,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from dataclasses import replace
 from time import monotonic
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from lockstep import tracing
 from lockstep.backends import ModelCard, TransportName
 from lockstep.backends.admin import Admin
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
@@ -28,6 +29,9 @@ from lockstep.tokens.errors import (
     EngineFailure,
     Unavailable,
 )
+
+if TYPE_CHECKING:
+    from lockstep.tracing.tracer import EngineCall
 
 T = TypeVar("T")
 MODELS_SAMPLE = 16
@@ -167,13 +171,15 @@ class Pool:
         Busy when too many requests wait; both say when to come back.
         """
         self._check_any()
+        attempt = _Attempt(self, affinity)
         if not self._admission.take_now():
             await self._admission.take()
-        attempt = _Attempt(self, affinity)
         try:
             while True:
                 with attempt as worker:
-                    return await call(worker)
+                    if attempt.traced is None:
+                        return await call(worker)
+                    return await attempt.traced.run(call(worker))
         finally:
             self._admission.give()
 
@@ -187,13 +193,15 @@ class Pool:
         part of the response.
         """
         self._check_any()
+        attempt = _Attempt(self, affinity)
         if not self._admission.take_now():
             await self._admission.take()
-        attempt = _Attempt(self, affinity)
         try:
             while True:
                 with attempt as worker:
                     items = open(worker)
+                    if attempt.traced is not None:
+                        items = attempt.traced.items(items)
                     try:
                         async for item in items:
                             attempt.delivered, attempt.waiting = True, None
@@ -265,8 +273,10 @@ class _Attempt:
     """One request on its way. Entered, it picks a worker; left with a failure that another worker
     may mend, it swallows it, so that the caller enters again."""
 
-    __slots__ = ("_affinity", "_called_off", "_engine_failures", "_epoch", "_pool", "_tried",
-                 "_worker", "begun", "delivered", "mark", "waiting")  # fmt: skip
+    __slots__ = (
+        "_affinity", "_called_off", "_engine_failures", "_epoch", "_pool", "_since", "_tried",
+        "_worker", "begun", "delivered", "mark", "traced", "waiting",
+    )  # fmt: skip
 
     def __init__(self, pool: Pool, affinity: Affinity) -> None:
         self._pool = pool
@@ -276,6 +286,8 @@ class _Attempt:
         self.delivered = False
         self.waiting: asyncio.Task[Any] | None = None
         """The task that waits for the worker now; None while it waits for whoever reads."""
+        self.traced: EngineCall | None = None
+        self._since = 0 if tracing.active is None else tracing.active.now()
 
     def __enter__(self) -> Worker:
         pool, pinned = self._pool, self._affinity.worker
@@ -299,6 +311,8 @@ class _Attempt:
         self.begun, self.mark = monotonic(), worker.accepted.mark()
         worker.attempts.add(self)
         pool._rendezvous.begin(worker)
+        if (tracer := tracing.active) is not None:
+            self.traced = tracer.routed(self._since, worker.id, worker.url, len(self._tried))
         return worker
 
     @property
@@ -325,6 +339,9 @@ class _Attempt:
                 error = Unavailable(f"worker {worker.id} does not respond: {worker.reason}")
         if worker.leaving and not worker.in_flight:
             worker.idle.set()
+        if self.traced is not None and tracing.active is not None:
+            self.traced.end(error)
+            self._since = tracing.active.now()  # of the next attempt, if there is one
         if error is None:
             worker.failures = 0
         elif isinstance(error, Unavailable):

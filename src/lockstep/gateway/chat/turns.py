@@ -11,6 +11,7 @@ from time import time
 
 from starlette.requests import Request
 
+from lockstep import tracing
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
 from lockstep.gateway.chat.origin import origin_of
@@ -58,6 +59,8 @@ class ChatTurns:
         """
         received, chosen_id = time(), request_id(http, chat.request_id)
         model = await self._context.models.resolve(chat.model)
+        if tracing.active is not None:
+            tracing.active.start_turn("chat", model.name, session_id(http))
         renderer = await self._variants.of(chat)
         await check_chat_room(chat, renderer, model.max_model_len)
         session = await join_session(http, self._context, renderer)

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
+from lockstep import tracing
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
 from lockstep.gateway.chat.room import check_room
@@ -57,6 +58,8 @@ class CompletionsRoutes:
         chosen_id = request_id(http, body.request_id)
         model = await self._context.models.resolve(body.model)
         renderer = await self._context.models.renderer()
+        if tracing.active is not None:
+            tracing.active.start_turn("text_completion", model.name, session_id(http))
         prompts = await self._prompts(http, body, model, renderer, chosen_id)
         spelling = TokenSpelling(
             renderer,

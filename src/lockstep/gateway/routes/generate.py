@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
+from lockstep import tracing
 from lockstep.backends.transport import CompletionStream, Relay
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
@@ -80,6 +81,8 @@ class GenerateRoutes:
         caller = caller_of(http)
         shown = request_id(http, fields.request_id).removeprefix(wire.REQUEST_ID_PREFIX)
         request = _generate_request(fields, ids, model, shown, caller)
+        if tracing.active is not None:
+            tracing.active.start_turn("text_completion", model.name, session_id(http))
         if request.cache_salt != fields.cache_salt:
             raw = _with_salt(raw, request.cache_salt)
         turn = await self._turn(http, request, model)
@@ -133,8 +136,12 @@ class GenerateRoutes:
         relay = worker.transport.relay
         if relay is not None and raw is not None:
             since = worker.accepted.mark()
+            if (tracer := tracing.active) is not None:
+                tracer.generation(request.model, request.sampling)
             relayed, reading = await relay.forward(raw, request)
             completions = await _checked(relayed, reading, fields, worker, since)
+            if tracer is not None:
+                tracer.generated(completions)
             return _shown_as(relayed, request, shown), completions
         completions = await worker.generate(request)
         response = await off_loop(
@@ -218,11 +225,14 @@ async def _relayed(
 
     Events that arrive together are sent on together.
     """
+    if tracing.active is not None:
+        tracing.active.generation(request.model, request.sampling)
     checks = _ScoredEvents if fields.sampling_params.logprobs is not None else _BareEvents
     events = checks(worker, request)
     async with aclosing(relay.forward_events(raw, request)) as batches:
         async for batch in batches:
             passed: list[bytes] = []
+            await events.learn(batch)
             try:
                 for event, _ in zip(batch, events.check(batch), strict=True):
                     passed += (b"data: ", _shown_as(event, request, shown), b"\n\n")
@@ -232,7 +242,7 @@ async def _relayed(
                     yield b"".join(passed)
                 raise
             yield b"".join(passed)
-    events.finish()
+    await events.finish()
 
 
 class _ScoredEvents:
@@ -246,6 +256,8 @@ class _ScoredEvents:
     def finish(self) -> None:
         completions = self._decoder.finish()
         self._worker.accepted.check(completions, self._since, self._worker.id)
+        if tracing.active is not None:
+            tracing.active.generated(completions)
         self._worker.sampled += sum(len(each.token_ids) for each in completions)
 
 
@@ -267,7 +279,15 @@ class _BareEvents:
                     self._finished.add(choice.index)
             yield
 
-    def finish(self) -> None:
+    async def learn(self, batch: list[bytes]) -> None:
+        """Looks at what the leader has accepted, where this gateway follows one."""
+        if self._worker.accepted.read_anew is None:
+            return
+        for event in batch:
+            for choice in decode_response(BARE, event).choices:
+                await self._worker.accepted.learn(choice.weight_versions or (), self._since)
+
+    async def finish(self) -> None:
         check_indices(self._finished, self._choices)
 
 
@@ -319,6 +339,7 @@ async def _checked(
     for choice in bare.choices:
         worker.sampled += len(ids_of(choice.token_ids, f"choice {choice.index} of the response"))
         finish_of(choice.finish_reason)
+        await worker.accepted.learn(choice.weight_versions or (), since)
         worker.accepted.check_spans(choice.weight_versions or (), since, worker.id)
     return []
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from lockstep import tracing
 from lockstep.gateway.sessions import tables
 from lockstep.gateway.sessions.cache import CachedSession, SessionCache
 from lockstep.gateway.sessions.expiry import TTL_SECONDS, SessionExpiry
@@ -98,7 +99,11 @@ class Session:
         session was ended meanwhile; Unavailable when the file cannot be written, and then the
         session is as it was before. A caller that is cancelled while it waits stores them too.
         """
-        await self._owner.store(self._cached, plan, choices)
+        if (tracer := tracing.active) is None:
+            await self._owner.store(self._cached, plan, choices)
+            return
+        with tracer.span("store", {"lockstep.session": self.id}):
+            await self._owner.store(self._cached, plan, choices)
 
 
 class Sessions:
