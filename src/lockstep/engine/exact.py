@@ -60,13 +60,9 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
         if strict:
             raise NotExact(problem)
         log.warning("%s", problem)
-    from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.activations import SiLUActivation
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, segment_mask)
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
+    _register()
     model.set_attn_implementation(NAME)
     if getattr(config, "num_experts", 0):
         model.set_experts_implementation(NAME)
@@ -91,15 +87,24 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
 
 
 def _prepare_on_device(model: Any) -> Any:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     from lockstep.engine.cuda.trainer import prepare_modules
 
     prepare_modules(model)
+    _register()
+    model.set_attn_implementation(NAME)
+    if getattr(model.config.get_text_config(), "num_experts", 0):
+        model.set_experts_implementation(NAME)
+    return model
+
+
+def _register() -> None:
+    """Makes the functions of this module known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, segment_mask)
-    model.set_attn_implementation(NAME)
-    return model
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 
 
 def own_plan(
@@ -112,7 +117,7 @@ def own_plan(
     """
     config = ModelConfig.read(directory)
     on_gpu = device.startswith("cuda") and find_spec("triton") is not None
-    if on_gpu and dtype != "float32" and not config.moe_layers:
+    if on_gpu and dtype != "float32":
         return plan("exact", device=device, dtype=dtype, rows=0)
     if device != "cpu" or dtype != "float32":
         reason = f"exact needs fp32 on a CPU or bf16 on a GPU, not {dtype} on {device}"
@@ -301,5 +306,9 @@ def attention(
 
 def experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The sum of experts for transformers' ExpertsInterface."""
+    if hidden.is_cuda:
+        from lockstep.engine.cuda.trainer import mix
+
+        return mix(hidden, ids, weights, module.gate_up_proj, module.down_proj)
     multiple = row_multiple(products_of(module.config)) or MULTIPLES[-1]
     return mix_experts(hidden, ids, weights, module.gate_up_proj, module.down_proj, multiple)

@@ -1,8 +1,8 @@
-"""The layers of a dense model on a CUDA device; attention is left to whoever runs them."""
+"""The layers of a model on a CUDA device; attention is left to whoever runs them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.cuda import exact_kernels, kernels
+from lockstep.engine.model.arithmetic import mix_experts, route
+from lockstep.engine.model.lora import AdapterRows
 from lockstep.engine.weights.weights import Layer, Weights
 
 Attend = Callable[[int, Layer, Tensor], Tensor]
@@ -24,6 +26,51 @@ def forward(
     x = F.embedding(ids, weights.embed)
     run = _exact_layers if exact else _close_layers
     return run(config.eps, weights, x, attend)
+
+
+def forward_with(
+    config: ModelConfig,
+    weights: Weights,
+    ids: Tensor,
+    attend: Attend,
+    *,
+    adapters: Sequence[AdapterRows],
+    record: Callable[[int, Tensor], None],
+) -> Tensor:
+    """`forward` in exact arithmetic, under adapters and with experts: not to be captured.
+
+    `record` gets the experts of all rows of each layer that has any. Every product is rounded
+    before the adapter's part is added, as PEFT's modules do it.
+    """
+    k = exact_kernels
+
+    def linear(
+        x: Tensor, weight: Tensor, i: int, module: str, bias: Tensor | None = None
+    ) -> Tensor:
+        out = k.linear(x, weight, bias)
+        for rows in adapters:
+            rows.add_to(out, x, i, module, k.linear)
+        return out
+
+    x = F.embedding(ids, weights.embed)
+    delta: Tensor | None = None
+    for i, layer in enumerate(weights.layers):
+        h = k.add_norm(x, delta, layer.input_norm, config.eps)
+        attended = attend(i, layer, linear(h, layer.qkv, i, "qkv", layer.qkv_bias))
+        out = linear(attended, layer.out, i, "out")
+        h = k.add_norm(x, out.float()[None], layer.post_norm, config.eps)
+        if layer.router is None:
+            inner = k.gate(linear(h, layer.gate_up, i, "gate_up"))
+            delta = linear(inner, layer.down, i, "down").float()[None]
+            continue
+        logits = k.linear(h, layer.router)
+        shares, chosen = route(logits, config.experts_per_token, config.normalize_top_k)
+        record(i, chosen)
+        mixed = mix_experts(
+            h, chosen, shares, layer.gate_up, layer.down, product=k.linear, gate=k.gate
+        )
+        delta = mixed.float()[None]
+    return k.add_norm(x, delta, weights.norm, config.eps)
 
 
 def head(hidden: Tensor, weights: Weights, out: Tensor, *, exact: bool) -> None:

@@ -43,7 +43,8 @@ def supported(model: Model, cache: SlotCache) -> bool:
     c = model.config
     half = cache.k.dtype in (torch.bfloat16, torch.float16)
     square = c.head_dim >= 32 and c.head_dim & (c.head_dim - 1) == 0
-    return cache.k.is_cuda and half and square and not c.moe_layers
+    known = not c.moe_layers or model.arithmetic.name == "exact"
+    return cache.k.is_cuda and half and square and known
 
 
 class Decoder:

@@ -81,12 +81,13 @@ class OverlappedRunner:
 
     A sequence counts as computed from the launch on: whatever is done with its slot afterwards is
     queued behind the step on the device. Where the host must know the tokens first, it collects.
-    `take` gets every token; `wipe` every sequence that computed NaN, before its token.
+    `take` gets every token; `wipe` every sequence that computed NaN, before its token. Without a
+    decoder, which a mixture of experts has none of, every token is a prefill of one.
     """
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | None,
         prefiller: Prefiller,
         scheduler: Scheduler,
         runner: ModelRunner,
@@ -108,23 +109,35 @@ class OverlappedRunner:
     def shapes(self, weights: Weights) -> list[tuple[str, list[int], Callable[[int], object]]]:
         """All batch shapes by what they are for, and what captures one of them."""
         decoder, prefiller, slots = self._decoder, self._prefiller, self._scheduler.slots
+        heads = ("first tokens", powers(slots), lambda size: prefiller.head(weights, size))
+        if decoder is None:
+            return [heads]
         return [
             ("decoding", buckets(slots), lambda size: decoder.table(weights, size)),
             ("prompt tokens", prefiller.sizes, lambda size: prefiller.table(weights, size)),
-            ("first tokens", powers(slots), lambda size: prefiller.head(weights, size)),
+            heads,
         ]
 
     def launch(self, weights: Weights, works: list[Work]) -> list[Work]:
-        """Starts a step of these works; returns those it cannot compute, which have adapters."""
+        """Starts a step of these works; returns those it cannot compute, which have adapters in
+        close arithmetic."""
+        adapted = [work for work in works if work.sequence.adapter is not None]
         plain = [work for work in works if work.sequence.adapter is None]
-        decodes = [work for work in plain if _decodes(work)]
-        prefills = [work for work in plain if not _decodes(work)]
+        decodes = [] if self._decoder is None else [work for work in plain if _decodes(work)]
+        prefills = [work for work in plain if work not in decodes]
         # The longer part last: while it runs, tokens of the other are on their way.
-        decode = self._decode(weights, decodes) if decodes else None
-        launched = tuple(self._prefill(weights, batch) for batch in self._batches(prefills))
+        decode = (
+            self._decode(self._decoder, weights, decodes) if self._decoder and decodes else None
+        )
+        batches = [*self._batches(prefills)]
+        if self._prefiller.exact:
+            # Apart from the others, which are computed by graphs.
+            batches += self._batches(adapted)
+            adapted = []
+        launched = tuple(self._prefill(weights, batch) for batch in batches)
         if decode is not None or launched:
             self._current = _InFlight(decode, launched)
-        return [work for work in works if work.sequence.adapter is not None]
+        return adapted
 
     def advance(self) -> None:
         """Collects the step in flight, after launching the next one if the batch stays the same."""
@@ -132,10 +145,11 @@ class OverlappedRunner:
         self._current = None
         if current is None:
             return
-        if (decode := current.decode) is not None and self._continues(current):
+        decode, decoder = current.decode, self._decoder
+        if decoder is not None and decode is not None and self._continues(current):
             # The token in flight is counted here, though the host has not seen it yet.
             uniforms = [uniform(each.seed, each.generated + 1) for each in decode.sequences]
-            step = self._decoder.follow(decode.step, uniforms)
+            step = decoder.follow(decode.step, uniforms)
             for sequence in decode.sequences:
                 sequence.computed += 1
             self._current = _InFlight(replace(decode, step=step))
@@ -149,13 +163,13 @@ class OverlappedRunner:
 
     # Launching
 
-    def _decode(self, weights: Weights, works: list[Work]) -> _Drawing:
+    def _decode(self, decoder: Decoder, weights: Weights, works: list[Work]) -> _Drawing:
         options = [self._runner.sampling_row(work.sequence) for work in works]
         rows = [
             _row(row, work.slot, work.sequence.computed, work.sequence.tokens[-1])
             for work, row in zip(works, options, strict=True)
         ]
-        drawing = _drawing(self._decoder.launch(weights, rows), works, options)
+        drawing = _drawing(decoder.launch(weights, rows), works, options)
         for work in works:
             work.sequence.computed += 1
         return drawing
@@ -236,7 +250,7 @@ def _decodes(work: Work) -> bool:
 def _segment(work: Work) -> Segment:
     sequence = work.sequence
     tokens = sequence.tokens[sequence.computed : sequence.computed + work.count]
-    return Segment.whole(work.slot, sequence.computed, tokens)
+    return Segment.whole(work.slot, sequence.computed, tokens, sequence.adapter)
 
 
 def _drawing(step: StepInFlight, works: list[Work], options: list[SamplingRow]) -> _Drawing:

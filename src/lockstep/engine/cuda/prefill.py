@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.cuda import exact_attention, exact_kernels
-from lockstep.engine.cuda.forward import forward, head
+from lockstep.engine.cuda.forward import Attend, forward, forward_with, head
 from lockstep.engine.cuda.graphs import GraphPool
 from lockstep.engine.cuda.prefill_kernels import attend_ragged, store_heads, tokens_per_block
 from lockstep.engine.cuda.sampling_kernels import token_logprobs
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, Table, powers
 from lockstep.engine.kv.cache import SlotCache
+from lockstep.engine.model.lora import Adapter, AdapterRows
 from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.weights.weights import Layer, Weights
 
@@ -80,8 +81,8 @@ class Prefiller:
     """Computes tokens of many sequences over the slots of one cache, all layers in one graph.
 
     At most `budget` tokens come at a time. Graphs serve the weights that lie where those lay that
-    they were captured with; others, which are staged, are computed launch by launch. Without a
-    pool nothing is captured.
+    they were captured with; others, which are staged, are computed launch by launch, and so are
+    adapters and experts, which only exact arithmetic knows. Without a pool nothing is captured.
     """
 
     def __init__(self, model: Model, cache: SlotCache, pool: GraphPool | None, budget: int) -> None:
@@ -90,7 +91,7 @@ class Prefiller:
         self.sizes = token_sizes(budget)
         self._model = model
         self._budget = budget
-        self._exact = model.arithmetic.name == "exact"
+        self.exact = model.arithmetic.name == "exact"
         self._turns = [turn.to(cache.k.dtype) for turn in model.rotation]
         self._per_block = tokens_per_block(model.config.group)
         device, kind = cache.k.device, cache.k.dtype
@@ -110,7 +111,11 @@ class Prefiller:
         count = sum(len(segment.tokens) for segment in segments)
         table = self.table(weights, self._size(segments, count))
         table.fill(segments, self._per_block)
-        if table.graph is not None and self._captured(weights):
+        if adapters := adapter_rows(segments, table.ids.device):
+            self._step_with(table, weights, count, adapters)
+        elif self._model.config.moe_layers:
+            self._step_with(table, weights, count, ())
+        elif table.graph is not None and self._captured(weights):
             table.graph.replay()
         else:
             self._step(table, weights)
@@ -133,7 +138,7 @@ class Prefiller:
     def logits(self, weights: Weights, hidden: Tensor) -> Tensor:
         """Logits of these hidden states, in the type of the model."""
         out = hidden.new_empty((len(hidden), weights.head.shape[0]))
-        head(hidden, weights, out, exact=self._exact)
+        head(hidden, weights, out, exact=self.exact)
         return out
 
     def scores(self, weights: Weights, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -144,16 +149,18 @@ class Prefiller:
         """Whether one run can take all of these segments."""
         count = sum(len(segment.tokens) for segment in segments)
         adapted = any(segment.adapter is not None for segment in segments)
-        return not adapted and self._fitting(segments, count) is not None
+        return (self.exact or not adapted) and self._fitting(segments, count) is not None
 
     def table(self, weights: Weights, size: int) -> TokenTable:
         """The table of this size, captured with the first weights that are ever used."""
         self._packed = self._packed or weights.packed
         if size not in self._tables:
             self._tables[size] = table = TokenTable(size, self._hidden, self._sums)
-            if self._pool is not None and self.cache.k.is_cuda and self._captured(weights):
+            experts = bool(self._model.config.moe_layers)
+            pool = None if experts or not self.cache.k.is_cuda else self._pool
+            if pool is not None and self._captured(weights):
                 table.slots.fill_(NOWHERE)
-                table.graph = self._pool.capture(lambda: self._step(table, weights))
+                table.graph = pool.capture(lambda: self._step(table, weights))
         return self._tables[size]
 
     def head(self, weights: Weights, rows: int) -> Table:
@@ -188,13 +195,39 @@ class Prefiller:
         )
 
     def _step(self, table: TokenTable, weights: Weights) -> None:
+        attend = self._attention(table, table.tokens)
+        hidden = forward(self._model.config, weights, table.ids, attend, exact=self.exact)
+        table.hidden.copy_(hidden)
+        torch.sum(hidden, -1, dtype=torch.float32, out=table.sums)
+
+    def _step_with(
+        self, table: TokenTable, weights: Weights, count: int, adapters: Seq[AdapterRows]
+    ) -> None:
+        """The first so many rows, launch by launch: under adapters, or with experts."""
+        config, kept = self._model.config, self.cache.experts
+        slots, positions = table.slots[:count], table.positions[:count]
+
+        def record(layer: int, experts: Tensor) -> None:
+            if kept is not None:
+                column = config.moe_layers.index(layer)
+                kept[slots, positions, column] = experts.to(kept.dtype)
+
+        attend = self._attention(table, count)
+        hidden = forward_with(
+            config, weights, table.ids[:count], attend, adapters=adapters, record=record
+        )
+        table.hidden[:count] = hidden
+        torch.sum(hidden, -1, dtype=torch.float32, out=table.sums[:count])
+
+    def _attention(self, table: TokenTable, count: int) -> Attend:
+        """The attention of the first so many rows."""
         model, cache = self._model, self.cache
 
         def attend(i: int, layer: Layer, product: Tensor) -> Tensor:
-            slots, positions, blocks = table.slots, table.positions, table.blocks
+            slots, positions, blocks = table.slots[:count], table.positions[:count], table.blocks
             norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
             eps = model.config.eps
-            if not self._exact:
+            if not self.exact:
                 q = store_heads(
                     product, *cache.layers[i], slots, positions, *model.rotation, model.scale,
                     eps=eps, **norms,
@@ -205,14 +238,27 @@ class Prefiller:
             )
             return exact_attention.attend_ragged(q, *cache.layers[i], blocks, model.scale)
 
-        hidden = forward(model.config, weights, table.ids, attend, exact=self._exact)
-        table.hidden.copy_(hidden)
-        torch.sum(hidden, -1, dtype=torch.float32, out=table.sums)
+        return attend
 
     def _finish(self, table: Table, weights: Weights) -> None:
         hidden = self._hidden.index_select(0, table.positions)
-        head(hidden, weights, table.logits, exact=self._exact)
+        head(hidden, weights, table.logits, exact=self.exact)
         table.draw()
+
+
+def adapter_rows(segments: Seq[Segment], device: torch.device) -> list[AdapterRows]:
+    """The rows of each adapter in a ragged batch of these segments."""
+    rows: dict[int, tuple[Adapter, list[int]]] = {}
+    row = 0
+    for segment in segments:
+        end = row + len(segment.tokens)
+        if segment.adapter is not None:
+            mine = rows.setdefault(segment.adapter.uid, (segment.adapter, []))[1]
+            mine += range(row, end)
+        row = end
+    return [
+        AdapterRows(adapter, torch.tensor(at, device=device), 1) for adapter, at in rows.values()
+    ]
 
 
 def most_blocks(tokens: int) -> int:

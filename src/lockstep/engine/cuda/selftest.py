@@ -16,9 +16,10 @@ from triton.errors import TritonError
 from lockstep.engine.cuda import exact_kernels as kernels
 from lockstep.engine.cuda.prefill import Prefiller
 from lockstep.engine.cuda.sampling_kernels import token_logprobs
-from lockstep.engine.cuda.trainer import attend
+from lockstep.engine.cuda.trainer import attend, mix
+from lockstep.engine.model.arithmetic import route
 from lockstep.engine.model.model import Model, Segment
-from lockstep.engine.weights.weights import Weights
+from lockstep.engine.weights.weights import Layer, Weights
 
 if TYPE_CHECKING:
     from lockstep.engine.core import Core
@@ -108,9 +109,17 @@ def trainer_logits(model: Model, weights: Weights, ids: list[int]) -> Tensor:
         attended = attend(q, k, v, start, model.scale).transpose(1, 2).reshape(len(ids), -1)
         x = x + kernels.linear(attended, layer.out)
         h = kernels.add_norm(x, None, layer.post_norm, c.eps)
-        gate, up = (kernels.linear(h, each) for each in layer.gate_up.chunk(2))
-        x = x + kernels.linear(kernels.silu(gate) * up, layer.down)
+        x = x + _trainer_mlp(model, layer, h)
     return kernels.linear(kernels.add_norm(x, None, weights.norm, c.eps), weights.head)
+
+
+def _trainer_mlp(model: Model, layer: Layer, h: Tensor) -> Tensor:
+    if layer.router is None:
+        gate, up = (kernels.linear(h, each) for each in layer.gate_up.chunk(2))
+        return kernels.linear(kernels.silu(gate) * up, layer.down)
+    c, logits = model.config, kernels.linear(h, layer.router)
+    weights, experts = route(logits, c.experts_per_token, c.normalize_top_k)
+    return mix(h, experts, weights, layer.gate_up, layer.down)
 
 
 @lru_cache

@@ -44,7 +44,7 @@ def overlapped_runner(core: Core) -> OverlappedRunner | None:
     if not supported(core.model, core.cache):
         return None
     pool = GraphPool()
-    decoder = Decoder(core.model, core.cache, pool)
+    decoder = None if core.config.moe_layers else Decoder(core.model, core.cache, pool)
     prefiller = Prefiller(core.model, core.cache, pool, core.scheduler.max_batch_tokens)
     core.model.prefiller = prefiller
     return OverlappedRunner(decoder, prefiller, core.scheduler, core.runner, core.take, core.wipe)

@@ -23,7 +23,7 @@ from lockstep.engine.cuda import exact_kernels as kernels
 from lockstep.engine.cuda.exact_attention import attend_ragged
 from lockstep.engine.cuda.prefill_kernels import tokens_per_block
 from lockstep.engine.cuda.sampling_kernels import token_logprobs
-from lockstep.engine.model.arithmetic import in_safe_pieces
+from lockstep.engine.model.arithmetic import in_safe_pieces, mix_experts, route
 from lockstep.engine.model.rope import frequencies
 from lockstep.tokens.errors import NotExact
 
@@ -36,13 +36,19 @@ def prepare_modules(model: Any) -> None:
     Raises NotExact for a model that they do not know. Attention is left to the caller.
     """
     config = config_of(model)
-    if config.moe_layers:
-        raise NotExact("exact arithmetic on a GPU knows no mixture of experts: train in close mode")
-    if model.dtype not in TYPES:
-        raise NotExact(f"exact arithmetic on a GPU needs bfloat16 or float16, not {model.dtype}")
-    for module in model.modules():
+    kind = model.dtype
+    if kind not in TYPES:
+        raise NotExact(f"exact arithmetic on a GPU needs bfloat16 or float16, not {kind}")
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
+            if module.weight.dtype != kind:
+                raise NotExact(
+                    f"{name} is {module.weight.dtype}, and the model is {kind}: an engine has both "
+                    "in one type. For adapters: get_peft_model(..., autocast_adapter_dtype=False)"
+                )
             module.forward = partial(_linear, module)
+        elif type(module).__name__.endswith("Router"):
+            module.forward = partial(_routing, module, config)
         elif type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
         if hasattr(module, "act_fn"):
@@ -232,6 +238,28 @@ class _Turns:
 def _rotation(turns: _Turns, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = turns.on(x.device, x.dtype)
     return cos[position_ids], sin[position_ids]
+
+
+def mix(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """The weighted sum of each row's experts, differentiable, with the engine's bits."""
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = _Linear.apply(x, weight, None)
+        return out
+
+    def gate(both: Tensor) -> Tensor:
+        first, second = both.chunk(2, -1)
+        out: Tensor = _Silu.apply(first) * second
+        return out
+
+    return mix_experts(hidden, ids, weights, gate_up, down, product=product, gate=gate)
+
+
+def _routing(module: Any, config: ModelConfig, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, weights and ids of the experts of each row, as a router of transformers returns."""
+    logits = _Linear.apply(hidden.reshape(-1, hidden.shape[-1]), module.weight, None)
+    weights, ids = route(logits, config.experts_per_token, config.normalize_top_k)
+    return logits, weights, ids
 
 
 def _linear(module: torch.nn.Linear, x: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class Close:
 
 
 class ExactOnDevice(Close):
-    """What the kernels of `lockstep.engine.cuda` compute exactly; the rest, adapters, is close."""
+    """What the kernels of `lockstep.engine.cuda` compute exactly; the rest would be close."""
 
     name: ArithmeticName = "exact"
 
@@ -196,28 +196,42 @@ def in_safe_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.cat([function(piece) for piece in rows.split(size)]).view(x.shape)
 
 
-def route(x: Tensor, router: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Weights and ids of the `k` experts of each row, both (rows, k)."""
-    probs = torch.softmax(F.linear(x, router), dim=-1, dtype=torch.float)
+def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Weights and ids of the `k` experts of each row by a router's logits, both (rows, k)."""
+    probs = torch.softmax(logits, dim=-1, dtype=torch.float)
     weights, ids = torch.topk(probs, k, dim=-1)
     if normalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights.to(x.dtype), ids
+    return weights.to(logits.dtype), ids
 
 
 def mix_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, multiple: int
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    multiple: int = 1,
+    *,
+    product: Callable[[Tensor, Tensor], Tensor] = F.linear,
+    gate: Callable[[Tensor], Tensor] = gated,
 ) -> Tensor:
     """The weighted sum of each row's experts, always added in order of the expert's number.
 
-    The rows of each expert are padded to a multiple of `multiple`.
+    The rows of each expert are padded to a multiple of `multiple`. `product` and `gate` compute
+    what `F.linear` and `gated` do, on devices where those do not keep their bits.
     """
     out = torch.zeros_like(x)
-    for expert in range(gate_up.shape[0]):
-        rows, choice = torch.where(ids == expert)
-        if not len(rows):
+    # All rows by expert, those of one expert in order: one look at the device for all of them.
+    order = ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).tolist()
+    experts = zip(order.split(counts), gate_up.unbind(), down.unbind(), strict=True)
+    for chosen, widen, narrow in experts:
+        count = len(chosen)
+        if not count:
             continue
-        chosen = F.pad(x[rows], (0, 0, 0, round_up(len(rows), multiple) - len(rows)))
-        mixed = F.linear(gated(F.linear(chosen, gate_up[expert])), down[expert])[: len(rows)]
-        out = out.index_add(0, rows, mixed * weights[rows, choice, None])
+        rows = chosen // ids.shape[1]
+        lines = F.pad(x[rows], (0, 0, 0, round_up(count, multiple) - count))
+        mixed = product(gate(product(lines, widen)), narrow)[:count]
+        out = out.index_add(0, rows, mixed * weights.flatten()[chosen, None])
     return out

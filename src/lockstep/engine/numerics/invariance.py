@@ -41,8 +41,8 @@ def requested_arithmetic(
     if problem := options.why_not_exact:
         return Close(), f"exact needs {problem}"
     if options.device != "cpu":
-        if config.moe_layers or find_spec("triton") is None:
-            return Close(), "exact on a GPU needs a dense model and Triton"
+        if find_spec("triton") is None:
+            return Close(), "exact on a GPU needs Triton"
         return ExactOnDevice(), ""  # proved when its kernels are there: `lockstep.engine.cuda`
     name: ArithmeticName = "portable" if options.arithmetic == "portable" else "exact"
     return Exact(config.head_dim, max_len, name), ""

@@ -52,7 +52,9 @@ def _mlp(model: Model, layer: Layer, h: Tensor) -> Tensor:
     config = model.config
     if layer.router is not None:
         rows = h.reshape(-1, h.shape[-1])
-        shares, ids = route(rows, layer.router, config.experts_per_token, config.normalize_top_k)
+        shares, ids = route(
+            F.linear(rows, layer.router), config.experts_per_token, config.normalize_top_k
+        )
         mixed = mix_experts(rows, ids, shares, layer.gate_up, layer.down, model.row_multiple)
         return mixed.view(h.shape)
     gate, up = layer.gate_up.chunk(2)

@@ -83,25 +83,26 @@ class Learner:
             base = weights
         model = AutoModelForCausalLM.from_pretrained(base, dtype=getattr(torch, learner.dtype))
         model = model.to(learner.device).train()
-        if self.exact:
-            exact.prepare(model)
         if learner.lora_rank:
             model = self._with_adapter(model, weights)
-        return model
+        return exact.prepare(model) if self.exact else model
 
     def _with_adapter(self, model: Any, weights: Path | None) -> Any:
         from peft import LoraConfig, PeftModel, get_peft_model
 
         learner = self._config.learner
         if weights is not None:
-            return PeftModel.from_pretrained(model, weights, is_trainable=True)
+            return PeftModel.from_pretrained(
+                model, weights, is_trainable=True, autocast_adapter_dtype=False
+            )
         adapter = LoraConfig(
             r=learner.lora_rank,
             lora_alpha=learner.lora_alpha,
             target_modules=list(learner.lora_targets),
             task_type="CAUSAL_LM",
         )
-        return get_peft_model(model, adapter)
+        # Workers have an adapter in the type of the model, and so must the trainer.
+        return get_peft_model(model, adapter, autocast_adapter_dtype=False)
 
     # One step
 

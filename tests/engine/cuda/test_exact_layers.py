@@ -1,0 +1,105 @@
+"""Adapters and experts on the exact kernels give what the engine gives on a CPU.
+
+The kernels run by Triton's interpreter in fp32, so that both compute the same up to rounding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lockstep.engine.cuda import exact_attention, prefill, prefill_kernels, trainer
+from lockstep.engine.cuda.graphs import Decoder, GraphPool
+from lockstep.engine.cuda.overlapped import OverlappedRunner
+from lockstep.engine.cuda.prefill import Prefiller
+from lockstep.engine.model.arithmetic import ExactOnDevice, gated, mix_experts, route
+from tests.engine.cuda.test_overlapped import SMALL, alike, pytestmark  # noqa: F401
+from tests.engine.rig import Rig, ids
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_attention, "KEYS", 16)
+    monkeypatch.setattr(exact_attention, "SPLIT", 16)
+    monkeypatch.setattr(exact_attention, "QUERIES", 16)
+    monkeypatch.setattr(prefill_kernels, "ROWS", 16)
+    monkeypatch.setattr(prefill, "SMALLEST", 8)
+    monkeypatch.setattr(prefill, "SPARE_BLOCKS", 3)
+
+
+def on_kernels(model: Path) -> Rig:
+    """An engine whose exact arithmetic is that of the kernels, as it is on a GPU."""
+    rig = Rig(model, weight_version="v1", **SMALL)
+    core = rig.core
+    core.model.arithmetic = ExactOnDevice()
+    decoder = None if core.config.moe_layers else Decoder(core.model, core.cache, GraphPool())
+    core.model.prefiller = prefiller = Prefiller(core.model, core.cache, GraphPool(), 64)
+    core.overlapped = OverlappedRunner(
+        decoder, prefiller, core.scheduler, core.runner, core.take, core.wipe
+    )
+    return rig
+
+
+def test_adapters_and_plain_requests_in_one_batch(tiny: Path, lora_a: Path, lora_b: Path) -> None:
+    ours, theirs = on_kernels(tiny), Rig(tiny, weight_version="v1", **SMALL)
+    for rig in (ours, theirs):
+        rig.adopt("a", lora_a, "1")
+        rig.adopt("b", lora_b, "1")
+    requests = [(None, 5), ("a", 9), ("b", 6), ("a", 3)]
+    pairs = [
+        [rig.submit(ids(at, length), adapter=name, max_tokens=3) for rig in (ours, theirs)]
+        for at, (name, length) in enumerate(requests)
+    ]
+    ours.run()
+    theirs.run()
+    for mine, its in pairs:
+        alike(mine.one, its.one)
+    scored = ours.core.score(ids(1, 12), adapter="a")
+    assert scored == pytest.approx(theirs.core.score(ids(1, 12), adapter="a"), abs=2e-5)
+    assert scored != pytest.approx(ours.core.score(ids(1, 12)), abs=1e-3)
+
+
+def test_no_request_of_an_exact_engine_is_computed_by_other_kernels(
+    tiny: Path, lora_a: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = on_kernels(tiny)
+    rig.adopt("a", lora_a, "1")
+
+    def other(*_: object, **__: object) -> None:
+        raise AssertionError("computed by the model's own forward pass")
+
+    monkeypatch.setattr(type(rig.core.model), "forward", other)
+    rig.generate(ids(1, 5), max_tokens=2, adapter="a", prompt_logprobs=1)
+    rig.core.score(ids(1, 12), adapter="a")
+
+
+def test_a_mixture_of_experts_and_the_experts_it_chose(moe: Path) -> None:
+    ours, theirs = on_kernels(moe), Rig(moe, weight_version="v1", **SMALL)
+    pairs = [
+        [rig.submit(ids(at, 4 + at), max_tokens=3, experts_start=0) for rig in (ours, theirs)]
+        for at in range(3)
+    ]
+    ours.run()
+    theirs.run()
+    for mine, its in pairs:
+        alike(mine.one, its.one)
+        assert mine.one.experts is not None
+        assert mine.one.experts == its.one.experts
+
+
+def test_the_trainers_experts_have_the_gradients_of_plain_torch() -> None:
+    torch.manual_seed(0)
+    x, router = torch.randn(6, 16), torch.randn(4, 16)
+    gate_up, down = torch.randn(4, 24, 16), torch.randn(4, 16, 12)
+    weights, experts = route(F.linear(x, router), 2, True)
+    results = []
+    for mix in (trainer.mix, lambda *args: mix_experts(*args, product=F.linear, gate=gated)):
+        leaves = [each.clone().requires_grad_() for each in (x, weights, gate_up, down)]
+        out = mix(leaves[0], experts, *leaves[1:])
+        slope = torch.linspace(-1, 1, out.numel()).view(out.shape)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, slope)))
+    for mine, its in zip(*results, strict=True):
+        torch.testing.assert_close(mine, its, rtol=2e-4, atol=2e-4)
