@@ -16,6 +16,7 @@ PREFIX = "LOCKSTEP_"
 API_KEYS = PREFIX + "API_KEYS"
 ADMIN_TOKEN = PREFIX + "ADMIN_TOKEN"
 ADMIN_TOKEN_FILE = PREFIX + "ADMIN_TOKEN_FILE"
+TRACE = PREFIX + "TRACE"
 SHORTEST_KEY = 8
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SERVICE_NAME = re.compile(r"LOCKSTEP(_[A-Z0-9_]+)?_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)")
@@ -39,6 +40,7 @@ class Settings:
     LOCKSTEP_TLS_CERT        the certificate that it shows as a client, and
     LOCKSTEP_TLS_KEY         its key; for servers that demand one
     LOCKSTEP_LOG_LEVEL       debug, info, warning or error
+    LOCKSTEP_TRACE           1: send spans to an OpenTelemetry collector, as --trace does
     LOCKSTEP_VLLM_PYTHON     the python of the environment that has vLLM; else .venv-vllm's
     LOCKSTEP_VLLM_SKIP_REPAIRS  repairs that vLLM's worker extension leaves out, with commas between
 
@@ -56,6 +58,7 @@ class Settings:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     log_level: str = "warning"
+    trace: bool = False
     vllm_python: str | None = None
     vllm_skip_repairs: str = ""
 
@@ -142,10 +145,18 @@ def _keys(value: str) -> tuple[str, ...]:
     return keys
 
 
+def _switch(value: str) -> bool:
+    """Whether it is on. Raises BadRequest for anything but 1 and 0."""
+    if value not in ("0", "1", ""):
+        raise BadRequest(f"{TRACE} is {value!r}: expected 1 or 0", param=TRACE)
+    return value == "1"
+
+
 CONVERSIONS: Mapping[str, Callable[[str], object]] = {
     API_KEYS: _keys,
     PREFIX + "KEY_FILE": Path,
     PREFIX + "TLS_CA": Path,
+    TRACE: _switch,
     PREFIX + "TLS_CERT": Path,
     PREFIX + "TLS_KEY": Path,
 }

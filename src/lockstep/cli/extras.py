@@ -8,6 +8,7 @@ EXTRAS = {
     "engine": ("torch", "safetensors"),
     "train": ("peft",),
     "verifiers": ("verifiers",),
+    "otel": ("opentelemetry",),
 }
 """Modules that a base install lacks, by the extra that installs them."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from time import time_ns
 from typing import Any, TypeVar
 
@@ -91,9 +92,7 @@ class Tracer:
     """Makes the spans of this process. Its parent is what runs now in the same task."""
 
     def __init__(self, provider: TracerProvider) -> None:
-        from lockstep import __version__
-
-        self._tracer = provider.get_tracer("lockstep", __version__)
+        self._tracer = provider.get_tracer("lockstep", version("lockstep-rl"))
 
     def app(self, app: ASGIApp) -> ASGIApp:
         """The application with a span for each request, below that of a caller who sent one."""

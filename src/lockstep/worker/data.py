@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep import engine as embedded
+from lockstep import tracing
 from lockstep.engine import Engine
 from lockstep.http import sse
 from lockstep.http.auth import FixedKeys, RequestAuth
@@ -32,6 +33,7 @@ from lockstep.protocol.json.response_size import is_large
 from lockstep.protocol.vllm import generate_response as wire
 from lockstep.protocol.vllm.abort import AbortRequest, decode_abort
 from lockstep.protocol.vllm.generate_request import GenerateBody, decode_request
+from lockstep.tokens import Completion
 from lockstep.tokens.errors import BadRequest, Unavailable, UnknownModel
 from lockstep.worker.metrics import WorkerMetrics
 
@@ -100,10 +102,14 @@ class DataPlane:
         if self.draining:
             raise Unavailable("this worker is shutting down: send the request to another one")
         request = self._request(body, http.state.request_id)
+        if tracing.active is not None:
+            tracing.active.generation(body.model or self.model, request.sampling)
         if body.stream:
             await self.engine.check(request)
             return EventStream(self._events(body, request), request.request_id)
         completions = await unless_gone(http, self.engine.generate(request))
+        if tracing.active is not None:
+            tracing.active.generated(completions)
         written = await off_loop(
             is_large(completions, request.sampling.logprobs),
             wire.generate_response,
@@ -119,8 +125,12 @@ class DataPlane:
         self, body: GenerateBody, request: embedded.EngineRequest
     ) -> AsyncIterator[bytes]:
         stream = wire.GenerateStreamEncoder(request.request_id, request.prompt_ids, body.form)
+        completions: list[Completion] = []
         async for piece in self.engine.stream(request):
             sampled = piece.sampled
+            if piece.completion is not None and tracing.active is not None:
+                completions.append(piece.completion)
+                tracing.active.generated(completions)
             tokens = [] if sampled is None else [sampled]
             yield sse.event(
                 stream.chunk(

@@ -124,6 +124,14 @@ class GatewayArguments:
             "--insecure", help="Let other machines connect without an API key (LOCKSTEP_API_KEYS)."
         ),
     ] = False
+    trace: Annotated[
+        bool,
+        _listen_option(
+            "--trace",
+            help="Send spans of requests and updates, also those of workers it starts, to an "
+            "OpenTelemetry collector; OTEL_EXPORTER_OTLP_ENDPOINT says where.",
+        ),
+    ] = False
     as_json: Annotated[
         bool,
         _listen_option("--json", help="When ready, print one JSON line instead of text."),

@@ -21,8 +21,9 @@ from lockstep.cli.serving.state_dir import GatewayState, in_memory, open_state
 from lockstep.fleet.control.desired import MEMORY
 from lockstep.http.server.server import admin_token, run, say_ready, stop_event
 from lockstep.running_gateways import RunningGateway, registered
-from lockstep.settings import Settings
+from lockstep.settings import TRACE, Settings
 from lockstep.tokens.errors import LockstepError, Unavailable
+from lockstep.tracing import traced
 
 if TYPE_CHECKING:
     from lockstep.gateway.app import GatewayOptions
@@ -40,7 +41,11 @@ class GatewayProcess:
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT. Raises the LockstepError that keeps it from starting."""
-        run(self._main())
+        on = self.arguments.trace or self.settings.trace
+        if on:
+            os.environ[TRACE] = "1"  # for the workers that it starts
+        with traced("lockstep-gateway", on=on):
+            run(self._main())
 
     async def _main(self) -> None:
         self.arguments.options(self.settings, MEMORY).check()  # before anything is started

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep import tracing
 from lockstep.backends.admin import Source
 from lockstep.checkpoint.validate import Checkpoint, ModelSignature, resolve
 from lockstep.fleet.control.desired import Desired
@@ -69,9 +70,12 @@ class WeightReader:
                 raise _taken(version)
             return NewWeights(version, source, Proof())
         path = resolve(weight_dir, self._roots)
-        checkpoint = await asyncio.to_thread(
-            Checkpoint.validate, path, await self._served(desired), roots=self._roots
-        )
+        with ExitStack() as stack:
+            if (tracer := tracing.active) is not None:
+                stack.enter_context(tracer.span("update validate", {"lockstep.version": version}))
+            checkpoint = await asyncio.to_thread(
+                Checkpoint.validate, path, await self._served(desired), roots=self._roots
+            )
         warnings = checkpoint.warnings
         if version in desired.agreed and desired.digests.get(version) != checkpoint.digest:
             if strict:
