@@ -1,0 +1,13 @@
+"""TRL's trainers on a Lockstep fleet: live samples in, proved weights out."""
+
+from lockstep.integrations.trl.generation import LockstepGeneration
+from lockstep.integrations.trl.rollout_worker import LockstepRolloutWorker
+from lockstep.integrations.trl.served_policy import ServedPolicy
+from lockstep.integrations.trl.weight_transfer import LockstepWeightTransfer
+
+__all__ = [
+    "LockstepGeneration",
+    "LockstepRolloutWorker",
+    "LockstepWeightTransfer",
+    "ServedPolicy",
+]

@@ -1,0 +1,230 @@
+"""AsyncGRPOTrainer's rollouts: groups of conversations, played and scored while it learns."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import queue
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lockstep.client.chat import Chat
+from lockstep.integrations.trl.served_policy import ServedPolicy
+from lockstep.tokens import Sample
+from lockstep.tokens.errors import BadRequest, BadVersions, Conflict
+from lockstep.train.failure import one_error
+from lockstep.train.learning.loss import advantages
+from lockstep.train.rollout import seed_of
+
+Play = Callable[[Chat, Mapping[str, Any]], Awaitable[Any]]
+RewardFunction = Callable[..., Any]
+LABEL_SECONDS = 60.0
+"""How long a token may be of weights whose update has not been reported yet."""
+POLL_SECONDS = 0.02
+
+
+class LockstepRolloutWorker:
+    """The `rollout_worker` of an AsyncGRPOTrainer.
+
+    Plays each row of `dataset` `num_generations` times, over and over, and scores the group with
+    `reward_funcs` of TRL's kind (`f(prompts, completions, **columns) -> list[float]`).
+    `play(chat, row)` has the conversation; by default it sends the row's prompt, once.
+
+    A row's `model_version` is that of its oldest token. Rows older than `max_staleness` versions
+    are left out, and no more than `max_ahead` groups are played or waiting (by default what one
+    more version than that will use up, see `groups_per_step`).
+    """
+
+    def __init__(
+        self,
+        policy: ServedPolicy,
+        dataset: Iterable[Mapping[str, Any]],
+        reward_funcs: RewardFunction | Sequence[RewardFunction],
+        *,
+        num_generations: int = 8,
+        groups_per_step: int = 4,
+        max_staleness: int = 4,
+        max_ahead: int | None = None,
+        play: Play | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `Policy.chat`: temperature, max_tokens, tools and the like."""
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
+        self._policy = policy
+        self._rows = list(dataset)
+        if not self._rows:
+            raise BadRequest("the dataset has no row to play", param="dataset")
+        self._rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        self._size = num_generations
+        self._staleness = max_staleness
+        self._ahead = max_ahead or groups_per_step * (max_staleness + 1)
+        self._play = play or _send_prompt
+        self._seed = seed
+        self._options = {"logprob_mode": "processed", **options}
+        self._versions: dict[str, int] = {}
+        self._now = 0
+        self._running: asyncio.Task[None] | None = None
+        self._failed: BaseException | None = None
+        self._last_made = time.monotonic()
+
+    # What TRL calls
+
+    def start(self) -> None:
+        """Begins to play."""
+        self._policy.open(publishes=False)
+        self._last_made = time.monotonic()
+        self._policy.run(self._start())
+
+    def stop(self) -> None:
+        """Stops playing; what is being played is given up."""
+        if self._running is not None:
+            self._policy.run(self._stop())
+
+    def update_model_version(self, model_version: int) -> None:
+        """The weights that were published last are this version."""
+        if self._policy.published is not None:
+            self._versions[self._policy.published.label] = model_version
+        self._now = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raises what ended the rollouts, and Conflict when none was made for so many seconds."""
+        if self._failed is not None:
+            raise self._failed
+        idle = time.monotonic() - self._last_made
+        if idle > stale_after_s:
+            raise Conflict(f"no rollout was made for {idle:.0f} s: see `lockstep state`")
+
+    # Playing
+
+    async def _start(self) -> None:
+        self._running = asyncio.create_task(self._run(), name="rollouts")
+
+    async def _stop(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            with one_error():
+                async with asyncio.TaskGroup() as group:
+                    playing: set[asyncio.Task[None]] = set()
+                    for number, row in self._forever():
+                        while len(playing) * self._size + self.rollout_buffer.qsize() >= (
+                            self._ahead * self._size
+                        ):
+                            # The trainer takes rows in a thread of its own, and tells nobody.
+                            await asyncio.sleep(POLL_SECONDS)
+                        task = group.create_task(self._group(number, row))
+                        playing.add(task)
+                        task.add_done_callback(playing.discard)
+        except Exception as error:
+            self._failed = error
+
+    def _forever(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        return enumerate(itertools.cycle(self._rows))
+
+    async def _group(self, number: int, row: Mapping[str, Any]) -> None:
+        """Plays and scores one group, and hands over those of its rows that are young enough."""
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        with one_error():
+            async with asyncio.TaskGroup() as group:
+                made = [
+                    group.create_task(self._rollout(number, at, row)) for at in range(self._size)
+                ]
+        rollouts = [task.result() for task in made]
+        rewards = await self._score(row, [messages for _, messages in rollouts])
+        shares = advantages(rewards, normalize_std=True)
+        opening = _messages(row["prompt"])
+        deviation = float(np.std(rewards))
+        for (sample, messages), reward, share in zip(rollouts, rewards, shares, strict=True):
+            version = await self._version(sample)
+            if self._now - version > self._staleness:
+                self.metrics_queue.put({"rollout/left_out_stale_total": 1.0})
+                continue
+            arrays = sample.numpy()
+            self.rollout_buffer.put(
+                RolloutSample(
+                    prompt=opening,
+                    completion=messages,
+                    input_ids=arrays["token_ids"],
+                    completion_mask=arrays["sampled_mask"].astype(np.int64),
+                    old_log_probs=arrays["logprobs"],
+                    advantage=share,
+                    model_version=version,
+                    group_id=number,
+                    metrics={"reward": reward, "reward_std": deviation},
+                    enqueued_at=time.time(),
+                )
+            )
+        self._last_made = time.monotonic()
+
+    async def _rollout(
+        self, number: int, at: int, row: Mapping[str, Any]
+    ) -> tuple[Sample, list[Any]]:
+        opened = len(_messages(row["prompt"]))
+
+        async def have(chat: Chat) -> list[Any]:
+            await self._play(chat, row)
+            return list(chat.messages[opened:])
+
+        seed = seed_of(self._seed, number, at)
+        return await self._policy.converse(partial(have), **self._options, seed=seed)
+
+    async def _score(self, row: Mapping[str, Any], completions: list[list[Any]]) -> list[float]:
+        """The sum of all reward functions for each completion, as TRL sums them."""
+        prompt, count = row["prompt"], len(completions)
+        columns = {name: [value] * count for name, value in row.items() if name != "prompt"}
+        told: list[Any] = completions
+        if isinstance(prompt, str):
+            told = ["".join(m.get("content") or "" for m in each) for each in completions]
+        total = [0.0] * count
+        for function in self._rewards:
+            call = partial(function, prompts=[prompt] * count, completions=told, **columns)
+            values = (
+                await call()
+                if inspect.iscoroutinefunction(function)
+                else await asyncio.to_thread(call)
+            )
+            if len(values) != count:
+                name = getattr(function, "__name__", type(function).__name__)
+                raise BadRequest(
+                    f"reward function {name} gave {len(values)} values for {count} completions",
+                    param="reward_funcs",
+                )
+            total = [have + (value or 0.0) for have, value in zip(total, values, strict=True)]
+        return total
+
+    async def _version(self, sample: Sample) -> int:
+        """The number of the oldest weights that a token of the sample is of.
+
+        Raises BadVersions for weights that were not published through this policy.
+        """
+        until = time.monotonic() + LABEL_SECONDS
+        labels = {span.version for span in sample.versions}
+        # Tokens of new weights may be here before the trainer knows that its update is done.
+        while unknown := labels - self._versions.keys():
+            if time.monotonic() > until:
+                raise BadVersions(
+                    f"tokens were sampled under {', '.join(sorted(unknown))}, which this trainer "
+                    "has not published: give rollout_worker and weight_transfer one ServedPolicy, "
+                    "and let nobody else update this fleet"
+                )
+            await asyncio.sleep(POLL_SECONDS)
+        return min(self._versions[label] for label in labels)
+
+
+async def _send_prompt(chat: Chat, row: Mapping[str, Any]) -> None:
+    await chat.send(_messages(row["prompt"]))
+
+
+def _messages(prompt: Any) -> list[Any]:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -1,0 +1,201 @@
+"""A running gateway for a trainer that blocks: its policy, and its fleet to publish weights to."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lockstep
+from lockstep.backends.admin import PauseMode
+from lockstep.client.chat import Chat
+from lockstep.client.policy import Policy, connect
+from lockstep.client.sync import LoopThread
+from lockstep.tokens import Completion, Sample
+from lockstep.tokens.errors import Conflict, LockstepError, Unavailable, VersionUnavailable
+from lockstep.train.publish import Published, Publisher
+from lockstep.train.retry import RetryPolicy
+
+T = TypeVar("T")
+Save = Callable[[Path, str], Any]
+"""Writes a checkpoint into a directory, with its version in the probe."""
+KEPT = 2
+"""Checkpoints that are kept: the one that is served, which a restarted worker loads, and the one
+that an update may have to go back to."""
+
+
+class ServedPolicy:
+    """The policy behind a gateway, and the fleet that serves it, from a thread that blocks.
+
+    `model` defaults to the only one served, admin URL and token to those of the gateway that runs
+    on this machine. `checkpoints` is where weights are written for the fleet to read: inside the
+    gateway's --checkpoint-root, if it has one. What passes (a worker restarts, a queue is full) is
+    tried again for `retry_seconds`.
+    """
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8000",
+        model: str | None = None,
+        *,
+        checkpoints: str | Path,
+        admin_url: str | None = None,
+        admin_token: str | None = None,
+        api_key: str | None = None,
+        tokenizer: Any = None,
+        adapter: str | None = None,
+        update_mode: PauseMode = "keep",
+        retry_seconds: float = 300.0,
+    ) -> None:
+        self.url = url
+        self.model = model
+        self.checkpoints = Path(checkpoints).absolute()
+        self.adapter = adapter
+        self.retry = RetryPolicy(retry_seconds)
+        self.published: Published | None = None
+        self._admin = admin_url, admin_token
+        self._connecting = {"api_key": api_key, "tokenizer": tokenizer}
+        self._mode = update_mode
+        self._count = 0
+        self._thread: LoopThread | None = None
+
+    # Opening and closing
+
+    def open(self, *, tokenizer: Any = None, publishes: bool = True) -> None:
+        """Connects, once. `tokenizer` stands in where none was given; one that only samples need
+        not publish. Raises Unavailable without a gateway, BadRequest without its admin token."""
+        if self._thread is not None:
+            return
+        self._thread, self._stack = LoopThread(), AsyncExitStack()
+        try:
+            self.run(self._open(tokenizer, publishes))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _open(self, tokenizer: Any, publishes: bool) -> None:
+        chosen = self._connecting["tokenizer"] or tokenizer
+        self.policy: Policy = await self._stack.enter_async_context(
+            connect(
+                self.url,
+                self.adapter or self.model,
+                tokenizer=chosen,
+                api_key=self._connecting["api_key"],
+            )
+        )
+        if publishes:
+            url, token = self._admin
+            fleet = await self._stack.enter_async_context(lockstep.connect_fleet(url, token=token))
+            self._publisher = Publisher(fleet, self.retry, adapter=self.adapter, mode=self._mode)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work` on the connection's own event loop. Raises what it raises."""
+        if self._thread is None:
+            work.close()
+            raise Conflict("this policy is not connected: call open() first")
+        return self._thread.run(work)
+
+    def close(self) -> None:
+        """Ends the connections. May be called twice."""
+        if self._thread is not None:
+            self.run(self._stack.aclose())
+            self._thread.stop()
+            self._thread = None
+
+    # Weights
+
+    def publish(self, save: Save) -> Published:
+        """Has the fleet serve what `save` writes, proved. Raises what `Publisher.publish` does."""
+        step = self._count
+        directory = self._new_directory(step)
+        save(directory, f"step-{step}")
+        self.published = self.run(self._publisher.publish(directory, step))
+        self._count += 1
+        for old in self._written[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        del self._written[:-KEPT]
+        return self.published
+
+    def _new_directory(self, step: int) -> Path:
+        """A directory of its own for each run: a killed run's checkpoints are not in the way."""
+        if not step and not hasattr(self, "_written"):
+            self._written: list[Path] = []
+            self._run = 0
+            while (self.checkpoints / f"run-{self._run}").exists():
+                self._run += 1
+        directory = self.checkpoints / f"run-{self._run}" / f"step-{step}"
+        if directory not in self._written:
+            self._written.append(directory)
+        return directory
+
+    # Samples
+
+    def pinned(self) -> dict[str, Any]:
+        """The option that has requests answered under the published weights and no others.
+
+        An adapter's requests name it, and it changes by its name: there is nothing to pin.
+        """
+        if self.published is None or self.adapter is not None:
+            return {}
+        return {"weight_version": self.published.label}
+
+    async def complete(self, prompt_ids: list[int], n: int, **options: Any) -> list[Completion]:
+        """`n` completions of a prompt, each whole: what was cut off by an abort is sampled again.
+
+        Raises Conflict for logprobs that a trainer at this temperature cannot use.
+        """
+
+        async def once(_: int) -> list[Completion]:
+            completions = await self.policy.generate(prompt_ids, n=n, **options)
+            if any(completion.finish == "abort" for completion in completions):
+                raise Unavailable("a completion was cut off by an abort")
+            return completions
+
+        completions = await self.retry.call("completion", once, between=self._restore)
+        for completion in completions:
+            check_mode(completion.logprob_mode, options.get("temperature", 1.0))
+        return completions
+
+    async def converse(
+        self, play: Callable[[Chat], Coroutine[Any, Any, T]], **options: Any
+    ) -> tuple[Sample, T]:
+        """The sample of one conversation and what `play` made of it; begun anew where it broke off.
+
+        Raises what `play` raises, and Conflict for logprobs that a trainer cannot use.
+        """
+
+        async def once(_: int) -> tuple[Sample, T]:
+            chat = self.policy.chat(**options)
+            outcome = await play(chat)
+            sample = chat.sample()
+            if sample.aborts:
+                raise Unavailable("a turn was cut off by an abort")
+            return sample, outcome
+
+        sample, outcome = await self.retry.call("rollout", once, between=self._restore)
+        check_mode(sample.logprob_mode, sample.temperature)
+        return sample, outcome
+
+    async def _restore(self, error: LockstepError) -> None:
+        """Before another try: a fleet that lost the weights of this run gets them back."""
+        if isinstance(error, VersionUnavailable) and hasattr(self, "_publisher"):
+            await self._publisher.ensure()
+
+    async def facts(self) -> Mapping[str, Any]:
+        """What the served base model says of itself: its name and how it computes."""
+        bases = [card for card in await self.policy.models() if card.parent is None]
+        named = [card for card in bases if card.id == self.model] or bases
+        return {"id": named[0].id, "numerics": named[0].numerics} if named else {}
+
+
+def check_mode(mode: str, temperature: float) -> None:
+    """Raises Conflict for raw logprobs of tokens that were not drawn at temperature 1."""
+    if mode == "raw" and temperature != 1.0:
+        raise Conflict(
+            f"the server reports raw logprobs, and tokens are drawn at temperature {temperature}: "
+            "TRL compares with logprobs at that temperature; start the engine with processed "
+            "logprobs (`--logprobs-mode processed`), or train at temperature 1",
+            param="temperature",
+        )
