@@ -15,7 +15,7 @@ from rich.markup import escape
 from lockstep.cli.output import print_json
 
 if TYPE_CHECKING:
-    from lockstep.train.demo.report import Summary
+    from lockstep.run_record import Summary
 
 
 def demo(
@@ -123,7 +123,7 @@ def as_row(summary: Summary, page: Path) -> dict[str, object]:
 
 def show(summary: Summary, page: Path, console: Console) -> None:
     """Prints the results for a person, with their one caveat."""
-    from lockstep.train.demo.report import HONEST
+    from lockstep.train.demo.report_page import HONEST
 
     def line(good: bool | None, name: str, value: str) -> None:
         mark = {True: "[green]✓[/]", False: "[red]✗[/]", None: " "}[good]

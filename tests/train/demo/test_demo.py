@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lockstep.train.demo.report import Run
+from lockstep.run_record import Run
 from lockstep.train.records.run_dir import RunDirectory
 
 

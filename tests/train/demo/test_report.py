@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.run_record import Run, describe
 from lockstep.tokens.errors import BadRequest, NotFound
-from lockstep.train.demo.report import Run, describe
 from lockstep.train.demo.report_page import render, write_report
 
 WORKERS = ("w0", "w1")

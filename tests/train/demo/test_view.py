@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lockstep.train.demo.report import Run
+from lockstep.run_record import Run
 from lockstep.train.demo.view import RunView, sparkline
 from tests.train.demo.test_report import write_run
 

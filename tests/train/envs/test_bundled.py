@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.render.authors import authors
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.envs.bundled import BUNDLED, run_calc
 from lockstep.train.envs.environment import (
@@ -21,7 +22,6 @@ from lockstep.train.envs.environment import (
     Task,
     load_environment,
 )
-from lockstep.train.records.transcript import roles
 
 
 @dataclass
@@ -191,8 +191,8 @@ def test_every_token_has_an_author() -> None:
             "\n", "Yo", "<|im_end|>", "\n", "<|im_start|>", "user", "\n", "<tool_response>", "\n",
             "7", "</tool_response>", "<|im_end|>"]  # fmt: skip
     sampled = [token in ("Yo",) or at == 11 for at, token in enumerate(text)]
-    authors = roles(text, sampled)
-    pairs = {token: role for token, role in zip(text, authors, strict=True) if token.isalnum()}
+    written = authors(text, sampled)
+    pairs = {token: role for token, role in zip(text, written, strict=True) if token.isalnum()}
     assert pairs == {"us": "template", "er": "template", "Hi": "user", "assistant": "template",
                      "Yo": "assistant", "user": "template", "7": "tool"}  # fmt: skip
-    assert authors[11] == "assistant"
+    assert written[11] == "assistant"

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from lockstep.client.policy import connect
 from lockstep.fleet.remote import RemoteFleet
+from lockstep.run_record import Row, Run, Summary
 from lockstep.settings import PREFIX
 from lockstep.tokens.errors import EngineFailure
 from lockstep.tokens.versions import VersionLabel
@@ -31,7 +32,6 @@ from lockstep.train.config import (
     RolloutConfig,
     TrainConfig,
 )
-from lockstep.train.demo.report import Row, Run, Summary
 from lockstep.train.demo.report_page import write_report
 from lockstep.train.demo.view import RunView
 from lockstep.train.loop import Trainer

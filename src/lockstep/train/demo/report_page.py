@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lockstep.train.demo.report import HONEST, Row, Run, Summary, describe, figure, lanes
+from lockstep.run_record import Row, Run, Summary, describe, figure, lanes
 
 SAMPLE_BYTES = 2_400_000
 """Room for the samples; the page with everything else stays under 3 MB."""
@@ -23,6 +23,14 @@ SERIES = (
     "tokens_per_second", "off_policy", "off_policy_max", "breaks", "aborts", "dropped",
     "pause_seconds", "time/rollout", "time/train", "time/save", "time/update", "time/step",
 )  # fmt: skip
+
+HONEST = (
+    "The starting checkpoint was first trained to solve this task, then trained for a while to "
+    "show a bad habit instead. Reinforcement learning re-selects a behaviour that was suppressed "
+    "on purpose. The curve shows that the machinery works from end to end; it does not show the "
+    "discovery of a new skill."
+)
+"""What a reader must know of the bundled models before they believe a curve."""
 
 BUNDLED = ("tiny", "tiny-moe")
 

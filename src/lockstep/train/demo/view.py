@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.train.demo.report import Row, describe, figure
+from lockstep.run_record import Row, describe, figure
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDEST = 100

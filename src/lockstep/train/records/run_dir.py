@@ -18,9 +18,9 @@ import torch
 
 from lockstep.checkpoint.files import write_whole
 from lockstep.checkpoint.manifest import Manifest, check_stable
+from lockstep.run_record import EVENTS, METRICS, RUN, SAMPLES
 from lockstep.tokens.errors import CheckpointError, Conflict
 
-METRICS, SAMPLES, EVENTS, RUN = "metrics.jsonl", "samples.jsonl", "events.jsonl", "run.json"
 _STEP = re.compile(r"step-(\d+)")
 
 

@@ -11,17 +11,9 @@ from statistics import median
 from typing import Any
 
 from lockstep.tokens.errors import BadRequest, NotFound
-from lockstep.train.records.run_dir import EVENTS, METRICS, RUN, SAMPLES
 
+METRICS, SAMPLES, EVENTS, RUN = "metrics.jsonl", "samples.jsonl", "events.jsonl", "run.json"
 Row = dict[str, Any]
-
-HONEST = (
-    "The starting checkpoint was first trained to solve this task, then trained for a while to "
-    "show a bad habit instead. Reinforcement learning re-selects a behaviour that was suppressed "
-    "on purpose. The curve shows that the machinery works from end to end; it does not show the "
-    "discovery of a new skill."
-)
-"""What a reader must know of the bundled models before they believe a curve."""
 
 
 @dataclass(frozen=True, slots=True)

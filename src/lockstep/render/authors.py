@@ -1,0 +1,56 @@
+"""Who wrote each token of a conversation, read from the marks of its chat format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
+TOOL_OPEN, TOOL_CLOSE = "<tool_response>", "</tool_response>"
+AUTHORS = ("system", "user", "assistant", "tool")
+TEMPLATE = "template"
+
+
+def authors(strings: Sequence[str], sampled: Sequence[bool]) -> list[str]:
+    """Who wrote each token: system, user, assistant or tool; or the template, which frames them.
+
+    Sampled tokens are the assistant's whatever the format. The rest is read from ChatML markers;
+    in other formats it is the template's.
+    """
+    written: list[str] = []
+    role, naming, name = TEMPLATE, False, ""
+    for text, was_sampled in zip(strings, sampled, strict=True):
+        if was_sampled:
+            written.append("assistant")
+            role = TEMPLATE if text == CLOSE else role
+            continue
+        if text == OPEN:
+            role, naming, name = TEMPLATE, True, ""
+            written.append(TEMPLATE)
+        elif naming:
+            # The role's name runs to the end of its line, perhaps over several tokens.
+            written.append(TEMPLATE)
+            name, naming = name + text, "\n" not in text
+            role = name.strip() if name.strip() in AUTHORS else TEMPLATE
+        elif text == CLOSE:
+            written.append(TEMPLATE)
+            role = TEMPLATE
+        elif text in (TOOL_OPEN, TOOL_CLOSE):
+            written.append(TEMPLATE)
+            role = "tool" if text == TOOL_OPEN else "user"
+        else:
+            written.append(role)
+    return written
+
+
+def messages(strings: Sequence[str], written: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """The author and span of each message, with the template's tokens that frame it."""
+    start, author = 0, TEMPLATE
+    for at, (text, by) in enumerate(zip(strings, written, strict=True)):
+        other = by not in (TEMPLATE, author) and author != TEMPLATE
+        if at > start and (other or (text == OPEN and by == TEMPLATE)):
+            yield author, start, at
+            start, author = at, TEMPLATE
+        if by != TEMPLATE:
+            author = by
+    if len(strings) > start:
+        yield author, start, len(strings)
