@@ -33,7 +33,8 @@ class ServeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvConfig:
-    """`name` is reverse, calc, guess, verifiers:NAME, or an import path "package.module:Class"."""
+    """`name` is reverse, calc, guess, harness, verifiers:NAME, or an import path
+    "package.module:Class"."""
 
     name: Annotated[str, "Which environment."] = "reverse"
     options: Annotated[Mapping[str, Any], "Handed to it as keyword arguments."] = field(

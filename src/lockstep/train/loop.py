@@ -15,6 +15,7 @@ from lockstep.client.policy import Policy, connect
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens.errors import Conflict, LockstepError, VersionUnavailable
 from lockstep.train.config import TrainConfig
+from lockstep.train.envs.agent_session import agent_sessions
 from lockstep.train.envs.environment import Environment, Task, load_environment
 from lockstep.train.failure import tasks_ended
 from lockstep.train.group_queue import GroupQueue
@@ -106,8 +107,9 @@ class Trainer:
                 connect(teacher.url, teacher.model, api_key=teacher.api_key)
             )
         self._rollouts = RolloutRunner(
-            self._policy, self._environment, config, self._retry, self._restore_weights
-        )
+            self._policy, self._environment, config, self._retry, self._restore_weights,
+            agent_sessions(self._url, self._policy, self._fleet),
+        )  # fmt: skip
 
     async def _compare_numerics(self) -> Exactness:
         """Whether this run is exact, decided by how trainer and workers compute."""

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.client.policy import Policy
 from lockstep.tokens.errors import LockstepError, Unavailable
 from lockstep.train.config import TrainConfig
+from lockstep.train.envs.agent_session import AgentSessions
 from lockstep.train.envs.environment import Environment, Player, Split, Task
 from lockstep.train.failure import from_env, one_error, tasks_ended
 from lockstep.train.learning.batch import Rollout, RolloutGroup
@@ -30,12 +31,14 @@ class RolloutRunner:
         config: TrainConfig,
         retry: RetryPolicy,
         restore: Restore,
+        sessions: AgentSessions | None = None,
     ) -> None:
         self._policy = policy
         self._environment = environment
         self._config = config
         self._retry = retry
         self._restore = restore
+        self._sessions = sessions
         self._concurrency = asyncio.Semaphore(config.rollout.concurrency)
 
     def tasks(self, split: Split, skip: int = 0) -> Iterator[Task]:
@@ -111,7 +114,7 @@ class RolloutRunner:
         async def play(attempt: int) -> Rollout:
             # From the beginning and with the same seed: a rollout that was tried twice is the
             # one that a first try would have been.
-            player = Player(self._policy, **options)
+            player = Player(self._policy, sessions=self._sessions, train_aborted=keeps, **options)
             reward = await self._environment.play(task, player)
             samples = tuple(player.samples(train_aborted=keeps))
             if version is not None and any(sample.aborts for sample in samples) and attempt < 3:

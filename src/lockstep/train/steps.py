@@ -10,7 +10,13 @@ from typing import Any
 from lockstep.client.policy import Policy
 from lockstep.tokens.errors import Conflict, NotExact
 from lockstep.train.config import TrainConfig
-from lockstep.train.learning.batch import Clock, RolloutGroup, TrainBatch, make_batch
+from lockstep.train.learning.batch import (
+    Clock,
+    RolloutGroup,
+    TrainBatch,
+    failures,
+    make_batch,
+)
 from lockstep.train.learning.distill import teacher_logprobs
 from lockstep.train.learning.exactness import Exactness
 from lockstep.train.learning.learner import Learner
@@ -61,6 +67,8 @@ class StepRunner:
         exactness was demanded and did not hold, and what the fleet raises.
         """
         rollout_seconds = perf_counter() - begun
+        if causes := failures(groups):
+            self.directory.event("failed_rollouts", step=step, causes=causes)
         batch = make_batch(groups, self.clock, step - 1, self.config, max_off_policy)
         batch = replace(batch, dropped=batch.dropped + late)
         if not batch.learnt_tokens:

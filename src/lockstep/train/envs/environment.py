@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -11,7 +12,8 @@ from lockstep.client.chat import Chat
 from lockstep.client.policy import Policy
 from lockstep.ledger.breaks import TRAINER_BREAKS
 from lockstep.tokens import Sample
-from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.errors import BadRequest, LockstepError
+from lockstep.train.envs.agent_session import AgentSession, AgentSessions
 
 Split = Literal["train", "eval"]
 
@@ -27,21 +29,36 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """How well it went: `value` is what is learnt from, `solved` what people count."""
+    """How well it went: `value` is what is learnt from, `solved` what people count.
+
+    `failure` says why the rollout is not one to learn from: it is left out of its group.
+    """
 
     value: float
     solved: bool
     detail: Mapping[str, Any] = field(default_factory=dict)
+    failure: str | None = None
 
 
 class Player:
-    """The policy of one rollout: opens conversations, and keeps them for the trainer."""
+    """The policy of one rollout: opens conversations and sessions, and keeps their samples."""
 
-    def __init__(self, policy: Policy, **options: Any) -> None:
-        """`options` hold for every turn: seed, temperature, max_tokens and the like."""
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        sessions: AgentSessions | None = None,
+        train_aborted: bool = False,
+        **options: Any,
+    ) -> None:
+        """`options` hold for every turn: seed, temperature, max_tokens and the like. `sessions` are
+        where agents play, None where no control plane can mint them."""
         self.policy = policy
         self.chats: list[Chat] = []
         self._options = options
+        self._sessions = sessions
+        self._train_aborted = train_aborted
+        self._agent_samples: list[Sample] = []
 
     def chat(self, task: Task | None = None, **options: Any) -> Chat:
         """A new conversation that will be learnt from, by default with the tools of the task."""
@@ -54,15 +71,55 @@ class Player:
         self.chats.append(chat)
         return chat
 
+    async def open_session(self, **budget: Any) -> AgentSession:
+        """A session for a program that samples by itself; see AgentSessions.open.
+
+        Its turns are sampled as the program asks for, not with this rollout's options. Raises
+        BadRequest where there is no control plane for it.
+        """
+        if self._sessions is None:
+            raise BadRequest(
+                "agents play in sessions of a gateway, and this run has no control plane that "
+                "begins them: use `lockstep serve` or `lockstep gateway`, and serve.admin_url",
+                param="serve.admin_url",
+            )
+        return await self._sessions.open(**budget)
+
+    async def end_session(
+        self,
+        session: AgentSession,
+        reward: float,
+        *,
+        kinds: Sequence[str] | None = None,
+        weights: str | None = None,
+    ) -> None:
+        """Finishes a session with its reward and takes the samples of its branches."""
+        await session.fleet.finish_session(session.id, reward)
+        self._agent_samples += await session.fleet.samples(
+            session.id, train_aborted=self._train_aborted, kinds=kinds, weights=weights
+        )
+
+    async def drop_session(self, session: AgentSession) -> None:
+        """Forgets a session of which nothing is to be learnt; as well as it can."""
+        with suppress(LockstepError):
+            await session.fleet.end_session(session.id)
+
     def samples(self, *, train_aborted: bool) -> list[Sample]:
         """One sample for every branch of every conversation in which something was sampled."""
         return [
-            sample for chat in self.chats for sample in chat.samples(train_aborted=train_aborted)
+            *(
+                sample
+                for chat in self.chats
+                for sample in chat.samples(train_aborted=train_aborted)
+            ),
+            *self._agent_samples,
         ]
 
     @property
     def breaks(self) -> int:
-        return sum(sum(chat.break_counts.values()) for chat in self.chats)
+        return sum(sum(chat.break_counts.values()) for chat in self.chats) + sum(
+            len(sample.breaks) for sample in self._agent_samples
+        )
 
 
 @runtime_checkable
@@ -81,7 +138,8 @@ class Environment(Protocol):
 def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     """The environment of that name, made with `options`. Raises BadRequest that says what is wrong.
 
-    A name is one of the bundled ones, "verifiers:NAME", or an import path "package.module:Class".
+    A name is one of the bundled ones, "harness", "verifiers:NAME", or an import path
+    "package.module:Class".
     """
     from lockstep.train.envs.bundled import BUNDLED
 
@@ -90,6 +148,10 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
         from lockstep.train.envs.verifiers import VerifiersEnvironment
 
         return VerifiersEnvironment(name.partition(":")[2], **keywords)
+    if name == "harness":
+        from lockstep.train.envs.harness import Harness
+
+        return Harness(**keywords)
     made = BUNDLED.get(name) or _imported(name, sorted(BUNDLED))
     try:
         environment = made(**keywords)
@@ -109,7 +171,8 @@ def _imported(name: str, bundled: Sequence[str]) -> Any:
     module, colon, attribute = name.partition(":")
     if not colon:
         raise BadRequest(
-            f"env {name!r} is not known: expected one of {', '.join(bundled)}, verifiers:NAME, or "
+            f"env {name!r} is not known: expected one of {', '.join(bundled)}, harness, "
+            "verifiers:NAME, or "
             "an import path like package.module:Class",
             param="env.name",
         )

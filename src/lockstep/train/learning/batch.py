@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -102,9 +103,12 @@ def make_batch(
     lags: list[npt.NDArray[np.int64]] = []
     mixed = aborts = dropped = 0
     for group in groups:
-        rewards = [rollout.reward.value for rollout in group.rollouts]
+        # A rollout that failed says nothing about how well the others of its group did.
+        whole = [rollout for rollout in group.rollouts if rollout.reward.failure is None]
+        dropped += sum(len(each.samples) for each in group.rollouts if each.reward.failure)
+        rewards = [rollout.reward.value for rollout in whole]
         shares = advantages(rewards, normalize_std=config.loss.normalize_std)
-        for rollout, advantage in zip(group.rollouts, shares, strict=True):
+        for rollout, advantage in zip(whole, shares, strict=True):
             for sample in rollout.samples:
                 check_mode(sample, config)
                 mask = np.asarray(sample.sampled_mask, dtype=bool)
@@ -138,6 +142,12 @@ def make_batch(
         breaks=sum(rollout.breaks for rollout in every),
         retries=sum(rollout.retries for rollout in every),
     )
+
+
+def failures(groups: Sequence[RolloutGroup]) -> dict[str, int]:
+    """How many rollouts failed, by cause."""
+    causes = [rollout.reward.failure for group in groups for rollout in group.rollouts]
+    return dict(Counter(cause for cause in causes if cause is not None))
 
 
 def is_stale(group: RolloutGroup, clock: Clock, now: int, max_off_policy: int) -> bool:

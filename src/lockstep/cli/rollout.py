@@ -1,0 +1,68 @@
+"""`lockstep rollout CONFIG.toml`: the rollouts of a training run, written to a file."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from lockstep.cli.output import print_json
+from lockstep.running_gateways import find_control_plane
+from lockstep.settings import Settings
+
+if TYPE_CHECKING:
+    from lockstep.train.collect import Collected
+
+
+def rollout(
+    config: Annotated[Path, typer.Argument(help="TOML file, as `lockstep train` takes it.")],
+    out: Annotated[
+        Path, typer.Option(help="The file for the samples, one line of JSON for each.")
+    ] = Path("samples.jsonl"),
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON line for each step and one for the result."),
+    ] = False,
+) -> None:
+    """Play the tasks of a training run and write their samples; nothing is learnt.
+
+    For a trainer of another kind, or to look at rollouts first: no weights are updated, so it also
+    runs against a worker that follows a script. Rollouts that failed are counted by cause, and
+    their samples are left out.
+
+    Exit codes: 0 all was played, 2 it could not start or go on.
+    """
+    from lockstep.train.collect import collect
+    from lockstep.train.config import TrainConfig
+
+    run = TrainConfig.read(config)
+    if run.serve.admin_token is None and run.serve.admin_token_file is None:
+        _, token = find_control_plane(run.serve.admin_url, None, Settings.read())
+        run = replace(run, serve=replace(run.serve, admin_token=token))
+    console = Console(highlight=False)
+
+    def on_step(step: int, total: Collected) -> None:
+        if as_json:
+            print_json({"step": step, **_plain(total)})
+        else:
+            console.print(
+                f"step {step}: {total.rollouts} rollouts, reward {total.reward:.3f}, "
+                f"{total.samples} samples, {total.tokens} sampled tokens"
+            )
+
+    total = asyncio.run(collect(run, out, on_step))
+    if as_json:
+        print_json({"out": str(out), **_plain(total)})
+        return
+    for cause, count in total.failed:
+        console.print(f"[yellow]{count} rollouts failed[/]: {escape(cause)}")
+    console.print(f"{total.samples} samples are in {escape(str(out))}")
+
+
+def _plain(total: Collected) -> dict[str, object]:
+    return {**asdict(total), "failed": dict(total.failed)}

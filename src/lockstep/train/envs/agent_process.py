@@ -1,0 +1,111 @@
+"""Runs a command with a clean environment and a time limit, and leaves no process of it behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.tokens.errors import BadRequest
+
+MARK = "LOCKSTEP_ROLLOUT"
+"""Every process of a rollout inherits it: those that left its group are found by it."""
+TERM_SECONDS = 2.0
+TAIL = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How a command ended: its exit status, None when its time had run out; and the end of what it
+    wrote."""
+
+    status: int | None
+    output: str
+
+
+async def run_command(
+    command: Sequence[str],
+    *,
+    directory: Path,
+    environment: Mapping[str, str],
+    mark: str,
+    log: Path,
+    seconds: float,
+) -> ProcessEnd:
+    """Runs a command to its end in `directory`; after `seconds` it is ended.
+
+    It sees `environment` and nothing else, writes to `log`, and when this returns or is cancelled
+    none of its processes is left. Raises BadRequest when there is no such command.
+    """
+    # To a file and not a pipe: what it left behind would keep a pipe open.
+    with log.open("wb") as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                cwd=directory,
+                env={**environment, MARK: mark},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise BadRequest(
+                f"{command[0]!r} cannot be started: {error.strerror or error}; the PATH it is "
+                f"looked for in is {environment.get('PATH')!r}",
+                param="env.options",
+            ) from None
+    try:
+        status: int | None = await asyncio.wait_for(process.wait(), seconds)
+    except TimeoutError:
+        status = None
+        _signal(process.pid, signal.SIGTERM)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), TERM_SECONDS)
+    finally:
+        _signal(process.pid, signal.SIGKILL)
+        _kill_marked(mark)
+        await process.wait()
+    return ProcessEnd(status, _tail(log))
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kills what left the group of the command, as the shells of some agents do."""
+    if sys.platform != "linux":
+        return
+    needle = f"{MARK}={mark}".encode()
+    # Again until there is none: one may have started another while the others were looked at.
+    for _ in range(10):
+        found = [pid for pid in _pids() if needle in _environment(pid)]
+        if not found:
+            return
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _environment(pid: int) -> list[bytes]:
+    # A process that ended or is another user's is none of ours.
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        return file.read().decode(errors="replace")
