@@ -15,6 +15,7 @@ from lockstep.cli.check import check
 from lockstep.cli.demo import demo
 from lockstep.cli.doctor import doctor
 from lockstep.cli.extras import missing_extra
+from lockstep.cli.rollout import rollout
 from lockstep.cli.serve import gateway, serve
 from lockstep.cli.train import train
 from lockstep.cli.worker import worker
@@ -35,6 +36,7 @@ app.command()(serve)
 app.command()(gateway)
 app.command()(worker)
 app.command()(train)
+app.command()(rollout)
 app.command()(check)
 app.add_typer(dynamo.app, name="dynamo")
 app.add_typer(keys.app, name="keys")
