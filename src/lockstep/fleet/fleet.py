@@ -74,6 +74,8 @@ class Fleet:
         generation = max(stored.generation + 1, int(time() * 1000))
         self.desired = msgspec.structs.replace(stored, generation=generation)
         self._obeyed = False
+        self.refused: dict[str, str] = {}
+        """Workers that discovery lists and that are not in the fleet, each with the reason."""
         for version in self.desired.agreed:
             pool.accepted.accept(version)
         self.operations = Operations(self._store)
