@@ -5,6 +5,7 @@ The kernels run by Triton's interpreter in fp32, so that both compute the same u
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller
 from lockstep.engine.model.arithmetic import ExactOnDevice, gated, mix_experts, route
 from tests.engine.cuda.test_overlapped import SMALL, alike, pytestmark  # noqa: F401
+from tests.engine.model.test_lora import with_head
 from tests.engine.rig import Rig, ids
 
 
@@ -60,6 +62,25 @@ def test_adapters_and_plain_requests_in_one_batch(tiny: Path, lora_a: Path, lora
     scored = ours.core.score(ids(1, 12), adapter="a")
     assert scored == pytest.approx(theirs.core.score(ids(1, 12), adapter="a"), abs=2e-5)
     assert scored != pytest.approx(ours.core.score(ids(1, 12)), abs=1e-3)
+
+
+def test_an_adapter_of_the_head(tiny: Path, lora_a: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(lora_a, tmp_path / "copy")
+    with_head(copy)
+    ours, theirs = on_kernels(tiny), Rig(tiny, weight_version="v1", **SMALL)
+    results = []
+    for rig in (ours, theirs):
+        rig.adopt("head", copy)
+        rig.adopt("a", lora_a)
+        both = [rig.submit(ids(1, 5), adapter=name, max_tokens=3) for name in ("head", "a")]
+        rig.run()
+        scores = [rig.core.score(ids(1, 12), adapter=name) for name in ("head", "a")]
+        results.append(([each.one for each in both], scores))
+    (mine, my_scores), (its, its_scores) = results
+    for one, other in zip(mine, its, strict=True):
+        alike(one, other)
+    assert my_scores[0] == pytest.approx(its_scores[0], abs=2e-5)
+    assert my_scores[0] != pytest.approx(my_scores[1], abs=1e-3)
 
 
 def test_no_request_of_an_exact_engine_is_computed_by_other_kernels(

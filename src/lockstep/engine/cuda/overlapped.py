@@ -200,7 +200,8 @@ class OverlappedRunner:
                 sampling.append(work)
         drawing = None
         if rows:
-            drawing = _drawing(self._prefiller.draw(weights, rows), sampling, options)
+            adapters = [work.sequence.adapter for work in sampling]
+            drawing = _drawing(self._prefiller.draw(weights, rows, adapters), sampling, options)
         for work in works:
             work.sequence.computed += work.count
         host, finished = sums, None

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.cuda import exact_attention, exact_kernels
@@ -16,7 +17,7 @@ from lockstep.engine.cuda.prefill_kernels import attend_ragged, store_heads, tok
 from lockstep.engine.cuda.sampling_kernels import token_logprobs
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, Table, powers
 from lockstep.engine.kv.cache import SlotCache
-from lockstep.engine.model.lora import Adapter, AdapterRows
+from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows, adapter_rows
 from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.weights.weights import Layer, Weights
 
@@ -111,21 +112,25 @@ class Prefiller:
         count = sum(len(segment.tokens) for segment in segments)
         table = self.table(weights, self._size(segments, count))
         table.fill(segments, self._per_block)
-        if adapters := adapter_rows(segments, table.ids.device):
-            self._step_with(table, weights, count, adapters)
-        elif self._model.config.moe_layers:
-            self._step_with(table, weights, count, ())
+        adapters = (each.adapter for each in segments for _ in each.tokens)
+        adapted = adapter_rows(adapters, table.ids.device)
+        if adapted or self._model.config.moe_layers:
+            self._step_with(table, weights, count, adapted)
         elif table.graph is not None and self._captured(weights):
             table.graph.replay()
         else:
             self._step(table, weights)
         return table.hidden[:count], table.sums[:count]
 
-    def draw(self, weights: Weights, rows: Seq[GraphRow]) -> StepInFlight:
+    def draw(
+        self, weights: Weights, rows: Seq[GraphRow], adapters: Seq[Adapter | None] = ()
+    ) -> StepInFlight:
         """Draws a token for each of these rows of hidden states of the last run."""
         table = self.head(weights, len(rows))
         table.fill(rows, 0)
-        if table.graph is not None and self._captured(weights):
+        if any(each is not None and each.adapts_head for each in adapters):
+            self._finish(table, weights, adapters)
+        elif table.graph is not None and self._captured(weights):
             table.graph.replay()
         else:
             self._finish(table, weights)
@@ -135,15 +140,31 @@ class Prefiller:
         """The same over another cache, launch by launch; it may run beside this one."""
         return Prefiller(self._model, cache, None, self._budget)
 
-    def logits(self, weights: Weights, hidden: Tensor) -> Tensor:
-        """Logits of these hidden states, in the type of the model."""
+    def logits(
+        self, weights: Weights, hidden: Tensor, adapters: Seq[Adapter | None] = ()
+    ) -> Tensor:
+        """Logits of these hidden states, each under its adapter, in the type of the model."""
         out = hidden.new_empty((len(hidden), weights.head.shape[0]))
-        head(hidden, weights, out, exact=self.exact)
+        self._logits_to(out, weights, hidden, adapters)
         return out
 
-    def scores(self, weights: Weights, hidden: Tensor, targets: Tensor) -> Tensor:
+    def _logits_to(
+        self, out: Tensor, weights: Weights, hidden: Tensor, adapters: Seq[Adapter | None]
+    ) -> None:
+        head(hidden, weights, out, exact=self.exact)
+        product = exact_kernels.linear if self.exact else F.linear
+        for rows in adapter_rows(adapters, hidden.device):
+            rows.add_to(out, hidden, HEAD_LAYER, "head", product)
+
+    def scores(
+        self,
+        weights: Weights,
+        hidden: Tensor,
+        targets: Tensor,
+        adapters: Seq[Adapter | None] = (),
+    ) -> Tensor:
         """The logprob of one token for each of these hidden states, as it is when it is drawn."""
-        return token_logprobs(self.logits(weights, hidden), targets)
+        return token_logprobs(self.logits(weights, hidden, adapters), targets)
 
     def fits(self, segments: Seq[Segment]) -> bool:
         """Whether one run can take all of these segments."""
@@ -240,25 +261,10 @@ class Prefiller:
 
         return attend
 
-    def _finish(self, table: Table, weights: Weights) -> None:
+    def _finish(self, table: Table, weights: Weights, adapters: Seq[Adapter | None] = ()) -> None:
         hidden = self._hidden.index_select(0, table.positions)
-        head(hidden, weights, table.logits, exact=self.exact)
+        self._logits_to(table.logits, weights, hidden, adapters)
         table.draw()
-
-
-def adapter_rows(segments: Seq[Segment], device: torch.device) -> list[AdapterRows]:
-    """The rows of each adapter in a ragged batch of these segments."""
-    rows: dict[int, tuple[Adapter, list[int]]] = {}
-    row = 0
-    for segment in segments:
-        end = row + len(segment.tokens)
-        if segment.adapter is not None:
-            mine = rows.setdefault(segment.adapter.uid, (segment.adapter, []))[1]
-            mine += range(row, end)
-        row = end
-    return [
-        AdapterRows(adapter, torch.tensor(at, device=device), 1) for adapter, at in rows.values()
-    ]
 
 
 def most_blocks(tokens: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -110,9 +110,7 @@ class Adapter:
                 got = tuple(pair[side].shape) if side in pair else None
                 if got != shape:
                     where = module if layer == HEAD_LAYER else f"{module} in layer {layer}"
-                    raise AdapterError(
-                        f"lora_{side} of {where} has shape {got}, expected {shape}"
-                    )
+                    raise AdapterError(f"lora_{side} of {where} has shape {got}, expected {shape}")
             a, b = (pair[side].to(device=device, dtype=dtype).contiguous() for side in "AB")
             deltas.setdefault((layer, packed), []).append(LoraDelta(a, b, start))
         scaling = _scaling(settings, rank, path)
@@ -151,6 +149,22 @@ class AdapterRows:
             part = product(product(chosen, delta.a), delta.b)[:count] * self.adapter.scaling
             columns = slice(delta.start, delta.start + delta.b.shape[0])
             out[self.rows, columns] = out[self.rows, columns] + part
+
+
+def adapter_rows(
+    adapters: Iterable[Adapter | None],
+    device: torch.device,
+    multiple: Callable[[Adapter], int] = lambda _: 1,
+) -> list[AdapterRows]:
+    """The rows of each adapter, of rows that have these ones; `multiple` is what to pad them to."""
+    rows: dict[int, tuple[Adapter, list[int]]] = {}
+    for row, adapter in enumerate(adapters):
+        if adapter is not None:
+            rows.setdefault(adapter.uid, (adapter, []))[1].append(row)
+    return [
+        AdapterRows(adapter, torch.tensor(at, device=device), multiple(adapter))
+        for adapter, at in rows.values()
+    ]
 
 
 def _read(path: Path) -> bytes:

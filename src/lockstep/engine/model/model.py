@@ -24,7 +24,7 @@ from lockstep.engine.model.arithmetic import (
     round_up,
     route,
 )
-from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows
+from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows, adapter_rows
 from lockstep.engine.model.rope import frequencies, rotate
 from lockstep.engine.numerics.block_shapes import MULTIPLES, row_multiple
 from lockstep.engine.weights.weights import Weights
@@ -104,11 +104,19 @@ class RaggedPrefill(Protocol):
         """The same over another cache."""
         ...
 
-    def logits(self, weights: Weights, hidden: Tensor) -> Tensor:
-        """Logits of these hidden states, in the type of the model."""
+    def logits(
+        self, weights: Weights, hidden: Tensor, adapters: Sequence[Adapter | None] = ()
+    ) -> Tensor:
+        """Logits of these hidden states, each under its adapter, in the type of the model."""
         ...
 
-    def scores(self, weights: Weights, hidden: Tensor, targets: Tensor) -> Tensor:
+    def scores(
+        self,
+        weights: Weights,
+        hidden: Tensor,
+        targets: Tensor,
+        adapters: Sequence[Adapter | None] = (),
+    ) -> Tensor:
         """The logprob of one token for each of these hidden states, as it is when it is drawn."""
         ...
 
@@ -268,28 +276,21 @@ class Model:
             chosen = hidden[first : first + count]
             if rows[-1] - first != count - 1:
                 chosen = hidden[list(rows)]
-            logits = self.prefiller.logits(weights, chosen)
+            return self.prefiller.logits(weights, chosen, adapters).float()
+        padded = round_up(count, self.row_multiple)
+        if rows[-1] - first == count - 1 and first + padded <= hidden.shape[0]:
+            chosen = hidden[first : first + padded]
         else:
-            padded = round_up(count, self.row_multiple)
-            if rows[-1] - first == count - 1 and first + padded <= hidden.shape[0]:
-                chosen = hidden[first : first + padded]
-            else:
-                chosen = F.pad(hidden[list(rows)], (0, 0, 0, padded - count))
-            logits = F.linear(chosen, weights.head)[:count]
+            chosen = F.pad(hidden[list(rows)], (0, 0, 0, padded - count))
+        logits = F.linear(chosen, weights.head)[:count]
         self._adapt_head(logits, chosen, adapters)
         return logits.float()
 
     def _adapt_head(
         self, logits: Tensor, hidden: Tensor, adapters: Sequence[Adapter | None]
     ) -> None:
-        by_adapter: dict[int, tuple[Adapter, list[int]]] = {}
-        for row, adapter in enumerate(adapters):
-            if adapter is not None and adapter.adapts_head:
-                by_adapter.setdefault(adapter.uid, (adapter, []))[1].append(row)
-        for adapter, rows in by_adapter.values():
-            multiple = self._adapter_row_multiple(adapter)
-            part = AdapterRows(adapter, self._tensor(rows), multiple)
-            part.add_to(logits, hidden, HEAD_LAYER, "head")
+        for rows in adapter_rows(adapters, self.device, self._adapter_row_multiple):
+            rows.add_to(logits, hidden, HEAD_LAYER, "head")
 
     def scores(
         self,
@@ -302,10 +303,9 @@ class Model:
         """The logprob of each target at the rows from `first` on, all under one adapter or none."""
         ids = torch.tensor(targets, device=hidden.device)
         rows = range(first, first + len(targets))
-        adapts_head = adapter is not None and adapter.adapts_head
-        if self.prefiller is not None and not adapts_head:
-            return self.prefiller.scores(weights, hidden[rows.start : rows.stop], ids)
         adapters = [adapter] * len(targets)
+        if self.prefiller is not None:
+            return self.prefiller.scores(weights, hidden[rows.start : rows.stop], ids, adapters)
         logprobs = torch.log_softmax(self.logits(weights, hidden, rows, adapters), dim=-1)
         return logprobs.gather(-1, ids[:, None]).squeeze(-1)
 
