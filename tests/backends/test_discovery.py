@@ -31,6 +31,10 @@ QUICK = CallBudgets(quick=CallBudget(0.5, 1, tries=1))
 FRONT = "http://front:8000"
 
 
+async def believed(*_: str) -> None:
+    """Takes every worker for the one it is listed as."""
+
+
 captured = partial(scripted.captured, "dynamo")
 
 
@@ -48,7 +52,7 @@ def answering(*replies: Reply):
 
 async def discovered(reply: Reply) -> dict[str, DiscoveredWorker]:
     async with serving(answering(reply)) as server:
-        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
+        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK, identify=believed)
         try:
             return {one.id: one for one in await discovery.find()}
         finally:
@@ -85,11 +89,49 @@ async def test_a_loopback_system_url_is_only_good_next_to_the_discovery() -> Non
     async with serving(answering(whole({"protocol_version": 1, "workers": [worker]}))) as server:
         # The same server by an address that is not a loopback one.
         for url, ready in ((server.url, True), (server.url.replace("127.0.0.1", "0.0.0.0"), False)):
-            discovery = DynamoDiscovery(FRONT, url, budgets=QUICK)
+            discovery = DynamoDiscovery(FRONT, url, budgets=QUICK, identify=believed)
             (one,) = await discovery.find()
             assert one.ready is ready
             assert ready or "its own host" in (one.error or "")
             await discovery.close()
+
+
+@pytest.mark.failure_mode("F72")
+async def test_a_worker_is_believed_when_it_says_that_it_is_the_one() -> None:
+    metrics = [
+        (b'x{a="b",worker_id="2a"} 0\ny{worker_id="2a"} 1\n', None),
+        (b'x{worker_id="2b"} 0\n', "is worker 43 here, not it"),
+        (b'x{worker_id="2a"} 0\nx{worker_id="2b"} 0\n', "is worker 42, 43 here"),
+        (b"process_cpu_seconds_total 1\n", "does not say which worker it is"),
+    ]
+    for text, error in metrics:
+        async with serving(lambda _, text=text: whole(text)) as worker:
+            listed = {"instance_id": 42, "system_url": worker.url}
+            reply = whole({"protocol_version": 1, "workers": [listed]})
+            async with serving(answering(reply)) as server:
+                discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
+                for _ in range(2):
+                    (one,) = await discovery.find()
+                    assert one.ready is (error is None)
+                    assert (error or "") in (one.error or "")
+                # One that was believed is not asked again; others get their chance.
+                assert len(worker.requests) == (1 if error is None else 2)
+                assert {request.path for request in worker.requests} == {"/metrics"}
+                await discovery.close()
+
+
+@pytest.mark.failure_mode("F72")
+async def test_a_worker_whose_system_url_does_not_respond_is_not_ready() -> None:
+    listed = {"instance_id": 42, "system_url": "http://127.0.0.1:9"}
+    async with serving(answering(whole({"protocol_version": 1, "workers": [listed]}))) as server:
+        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
+        (one,) = await discovery.find()
+        assert not one.ready
+        assert "http://127.0.0.1:9 cannot be reached from here" in (one.error or "")
+        with pytest.raises(DeadlineExceeded, match="cannot be reached from here"):
+            await until_ready(discovery, own=frozenset({"42"}), seconds=0.2, interval=0.01)
+        assert await until_ready(discovery, own=frozenset(), seconds=5) == {one}
+        await discovery.close()
 
 
 @pytest.mark.failure_mode("F23")
@@ -118,13 +160,13 @@ async def test_discovery_is_asked_until_workers_are_ready() -> None:
     replies = (Reply(fault="reset"), empty, captured("rl_workers_after_kill9"),
                captured("rl_workers_two"))  # fmt: skip
     async with serving(answering(*replies)) as server:
-        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
+        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK, identify=believed)
         workers = await until_ready(discovery, 2, seconds=10, interval=0.01)
         assert len(workers) == 2
         assert len(server.requests) == 4
         await discovery.close()
     async with serving(answering(captured("rl_workers_after_kill9"))) as server:
-        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
+        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK, identify=believed)
         with pytest.raises(DeadlineExceeded, match="1 are ready; 10482494335621261157: Unavail"):
             await until_ready(discovery, 2, seconds=0.2, interval=0.01)
         await discovery.close()

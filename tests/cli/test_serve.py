@@ -175,7 +175,7 @@ def test_a_gateway_without_any_worker_does_not_start() -> None:
         "gateway", "--worker", "http://127.0.0.1:9", "--wait-seconds", "0.1", *EVERYWHERE
     ) as process:
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 2
+    assert process.returncode == 75, "a supervisor starts it again: its workers may come"
     assert "0 of 1 workers serve" in errors
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch.dynamo import LocalDynamo
-from lockstep.tokens.errors import BadRequest, EngineFailure
+from lockstep.tokens.errors import BadRequest, EngineFailure, Unavailable
 
 STAND_IN = """#!{python}
 import json, os, signal, sys, time
@@ -50,7 +50,8 @@ async def test_workers_are_stopped_before_the_frontend_and_the_store_goes_with_t
         ]  # fmt: skip
         store = Path(deployment.workers[0].ready.result()["store"])
         assert store.is_dir()
-        assert deployment.url != deployment.rl_url
+        assert deployment.frontend is not None
+        assert deployment.frontend.url != deployment.frontend.system_url
         while log.read_text().count("start") < 3:
             await asyncio.sleep(0.02)
     assert log.read_text().split("\n")[3:] == ["stop worker", "stop worker", "stop frontend", ""]
@@ -58,22 +59,40 @@ async def test_workers_are_stopped_before_the_frontend_and_the_store_goes_with_t
 
 
 @pytest.mark.failure_mode("F35")
-async def test_a_frontend_that_ends_is_told_and_a_worker_that_ends_stays_away(
+async def test_a_frontend_that_ends_at_its_start_is_told_and_what_dies_is_started_again(
     stand_in: Path,
 ) -> None:
     async with LocalDynamo("tiny", 1, python=stand_in) as deployment:
-        (worker,) = deployment.workers
+        (worker,), frontend = deployment.workers, deployment.frontend
         await worker.ready
-        for child in (worker, deployment.frontend):
+        assert frontend is not None
+        for child in (worker, frontend):
             assert child.process is not None
             child.process.kill()
         with pytest.raises(EngineFailure, match="frontend ended with code -9"):
-            await deployment.ended()
-        while worker.state != "down":
-            await asyncio.sleep(0.02)
-        assert worker.restarts == 0
+            await deployment.failed()
+        async with asyncio.timeout(20):
+            while not (worker.restarts == frontend.restarts == 1 and worker.state == "running"):
+                await asyncio.sleep(0.02)
 
 
 def test_a_deployment_without_workers_is_refused(stand_in: Path) -> None:
     with pytest.raises(BadRequest, match="workers is 0"):
         LocalDynamo("tiny", 0, python=stand_in)
+
+
+def test_a_part_of_a_deployment_needs_a_place_to_find_the_others(stand_in: Path) -> None:
+    with pytest.raises(BadRequest, match="give --discovery too"):
+        LocalDynamo("tiny", 1, python=stand_in, with_frontend=False)
+    with pytest.raises(BadRequest, match="give --discovery and --advertise too"):
+        LocalDynamo("tiny", 1, python=stand_in, host="0.0.0.0")
+
+
+async def test_etcd_that_is_away_is_told_before_anything_is_started(
+    stand_in: Path, tmp_path: Path
+) -> None:
+    network = {"DYN_DISCOVERY_BACKEND": "etcd", "ETCD_ENDPOINTS": "http://127.0.0.1:9"}
+    with pytest.raises(Unavailable, match=r"etcd cannot be reached.*127\.0\.0\.1:9: "):
+        async with LocalDynamo("tiny", 1, python=stand_in, network=network):
+            pass
+    assert not (tmp_path / "log").exists()

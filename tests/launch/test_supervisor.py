@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import pytest
 from lockstep.launch.interpreter import DYNAMO, VLLM, find_python
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.tokens.errors import BadRequest, EngineFailure
+from lockstep.tokens.exit_codes import TRY_AGAIN, WRONG
 from tests.fleet.fakes import until
 
 READY = """
@@ -61,24 +63,41 @@ async def test_a_child_that_does_not_become_ready_fails_the_start(
 
 
 @pytest.mark.failure_mode("F35")
-async def test_a_child_that_dies_is_started_again_unless_it_shall_stay_dead() -> None:
+async def test_a_child_that_dies_is_started_again_once_what_it_needs_is_there() -> None:
     again: list[Child] = []
     command = running(READY + FOR_EVER)
-    lasting = Supervisor(worker_names(1), lambda _: command, on_restart=again.append)
-    mortal = Supervisor(worker_names(1), lambda _: command, restarts=False)
-    async with lasting, mortal:
-        await lasting.ready()
-        await mortal.ready()
-        (one,), (other,) = lasting.children, mortal.children
+    needed = asyncio.Event()
+    needed.set()
+    supervisor = Supervisor(
+        worker_names(1), lambda _: command, before_start=needed.wait, on_restart=again.append
+    )
+    async with supervisor:
+        await supervisor.ready()
+        (one,) = supervisor.children
         url, pid = one.url, one.pid
-        for child in (one, other):
-            assert child.pid is not None
-            os.kill(child.pid, signal.SIGKILL)
+        assert pid is not None
+        needed.clear()
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: one.restarts == 1)
+        await asyncio.sleep(0.3)
+        assert (one.state, one.pid, one.exit_code) == ("starting", None, -signal.SIGKILL)
+        needed.set()
         await until(lambda: again == [one])
         assert (one.url, one.restarts, one.state) == (url, 1, "running")
         assert one.pid not in (None, pid)
-        await until(lambda: other.state == "down")
-        assert (other.restarts, other.pid) == (0, None)
+
+
+@pytest.mark.parametrize(("code", "restarts"), [(WRONG, 0), (TRY_AGAIN, 1)])
+async def test_only_a_child_whose_command_is_wrong_stays_dead(code: int, restarts: int) -> None:
+    dying = running(READY + f"\nraise SystemExit({code})")
+    commands = iter((dying,))
+    lasting = running(READY + FOR_EVER)
+    async with Supervisor(worker_names(1), lambda _: next(commands, lasting)) as supervisor:
+        await supervisor.ready()
+        (one,) = supervisor.children
+        await until(lambda: one.exit_code == code)
+        await asyncio.sleep(0.5)
+        assert one.restarts == restarts
 
 
 async def test_a_child_that_announces_nothing_is_ready_once_it_runs() -> None:

@@ -22,6 +22,7 @@ from lockstep.cli.worker import worker
 from lockstep.http.tls import TlsFiles, use_for_clients
 from lockstep.settings import Settings
 from lockstep.tokens import LockstepError
+from lockstep.tokens.exit_codes import WRONG, exit_code
 
 app = typer.Typer(
     name="lockstep",
@@ -50,7 +51,7 @@ def version() -> None:
 
 
 def main() -> None:
-    """The entry point. Errors of Lockstep's own end in one line and exit code 2."""
+    """The entry point. Errors of Lockstep's own end in one line and the exit code of their kind."""
     try:
         settings = Settings.read()
         use_for_clients(TlsFiles(cert=settings.tls_cert, key=settings.tls_key, ca=settings.tls_ca))
@@ -62,7 +63,7 @@ def main() -> None:
         console.print(f"[bold red]error[/] ({error.code}): {escape(error.message)}", soft_wrap=True)
         for note in getattr(error, "__notes__", ()):
             console.print(f"[dim]{escape(note)}[/]")
-        raise SystemExit(2) from None
+        raise SystemExit(exit_code(error)) from None
     except ModuleNotFoundError as error:
         command = " ".join(["lockstep", *sys.argv[1:2]])
         if (message := missing_extra(error, command)) is None:
@@ -70,4 +71,4 @@ def main() -> None:
         Console(stderr=True).print(
             f"[bold red]error[/] (missing_extra): {escape(message)}", soft_wrap=True
         )
-        raise SystemExit(2) from None
+        raise SystemExit(WRONG) from None

@@ -1,4 +1,4 @@
-"""`lockstep dynamo up`: a Dynamo frontend and workers on this machine."""
+"""`lockstep dynamo up`: a Dynamo frontend and workers on this machine, alone or as one of many."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import shlex
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.status import Status
 
+from lockstep.cli.dynamo_network import DynamoNetwork
+from lockstep.cli.shared_options import takes
 from lockstep.http.server.server import run, say_ready, stop_event
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ def dynamo() -> None:
 
 
 @app.command()
+@takes(DynamoNetwork, "network")
 def up(
     model: Annotated[
         str,
@@ -35,10 +38,18 @@ def up(
             help="A bundled model (tiny, tiny-moe) or a directory with a Hugging Face model."
         ),
     ] = "tiny",
-    workers: Annotated[int, typer.Option(help="Number of worker processes.")] = 1,
+    workers: Annotated[
+        int, typer.Option(help="Number of worker processes; 0 with --discovery: a frontend alone.")
+    ] = 1,
+    frontend: Annotated[
+        bool, typer.Option(help="Whether this machine has a frontend, or workers alone.")
+    ] = True,
     worker_args: Annotated[
         str, typer.Option(help="Options of `lockstep worker` for each of them, in one string.")
     ] = "",
+    host: Annotated[
+        str, typer.Option(help="Address the frontend listens on; it knows no keys.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the frontend; 0: any free port.")] = 8000,
     rl_port: Annotated[
         int, typer.Option(help="Port where the frontend lists its workers; 0: any free port.")
@@ -52,11 +63,14 @@ def up(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON line when ready, and nothing else.")
     ] = False,
+    *,
+    network: DynamoNetwork,
 ) -> None:
     """Start a Dynamo frontend and workers with the embedded engine on this machine.
 
-    They find each other through a temporary directory: neither etcd nor NATS is needed. Ctrl-C
-    stops all of them.
+    They find each other through a temporary directory: neither etcd nor NATS is needed. With
+    --discovery they join a deployment of several hosts. What dies is started again. Ctrl-C stops
+    all of them.
     """
     from lockstep.launch.dynamo import LocalDynamo
     from lockstep.launch.interpreter import DYNAMO, find_python
@@ -71,6 +85,9 @@ def up(
         model,
         workers,
         python=find_python(DYNAMO, python),
+        network=network.environ() if network.given else None,
+        with_frontend=frontend,
+        host=host,
         port=port,
         rl_port=rl_port,
         arguments=shlex.split(worker_args),
@@ -84,17 +101,17 @@ async def _main(deployment: LocalDynamo, status: Status, as_json: bool) -> None:
     with status:
         async with deployment:
             ready = asyncio.create_task(deployment.ready())
-            ended = asyncio.create_task(deployment.ended())
-            waiting = {stop, ready, ended}
+            failed = asyncio.create_task(deployment.failed())
+            waiting = {stop, ready, failed}
             try:
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 if ready.done():
                     await ready
                     status.stop()
                     _show(deployment, as_json)
-                    await asyncio.wait({stop, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if ended.done():
-                    await ended
+                    await stop
+                elif failed.done():
+                    await failed
             finally:
                 for task in waiting:
                     task.cancel()
@@ -105,30 +122,35 @@ async def _main(deployment: LocalDynamo, status: Status, as_json: bool) -> None:
 
 def _show(deployment: LocalDynamo, as_json: bool) -> None:
     """Where it listens, and commands that can be pasted."""
-    rows = deployment.rows
+    rows, frontend = deployment.rows, deployment.frontend
     if as_json:
-        say_ready(
-            url=deployment.url,
-            rl_url=deployment.rl_url,
-            pid=deployment.frontend.pid,
-            workers=rows,
-        )
+        where = {} if frontend is None else {"url": frontend.url, "rl_url": frontend.system_url}
+        say_ready(**where, pid=None if frontend is None else frontend.pid, workers=rows)
         return
     out = Console(highlight=False)
-    model = rows[0]["model"]
+    if frontend is not None:
+        _show_frontend(out, frontend, rows)
+    else:
+        out.print(f"[bold green]Ready[/]: {len(rows)} workers, for the frontends of the deployment")
+        for row in rows:
+            out.print(f"{row['name']}: {row['instance_id']}, {row['system_url']}", soft_wrap=True)
+    out.print("\nCtrl-C stops it, after the requests that are running.")
+
+
+def _show_frontend(out: Console, frontend: Child, rows: list[dict[str, Any]]) -> None:
+    model = rows[0]["model"] if rows else "MODEL"
     out.print(
-        f"[bold green]Ready[/]: [bold]{deployment.url}[/] serves {model}, workers: {len(rows)}"
+        f"[bold green]Ready[/]: [bold]{frontend.url}[/] serves {model}, own workers: {len(rows)}"
     )
-    out.print(f"Workers: [bold]{deployment.rl_url}/v1/rl/workers[/]")
-    port = deployment.rl_url.rpartition(":")[2]
+    out.print(f"Workers: [bold]{frontend.system_url}/v1/rl/workers[/]")
+    port = frontend.system_url.rpartition(":")[2]
     question = {"model": model, "messages": [{"role": "user", "content": "Reverse: 40213"}]}
     body = shlex.quote(json.dumps(question))
     out.print(
         "\nTry:",
-        f"curl {deployment.url}/v1/chat/completions -H 'content-type: application/json' -d {body}",
+        f"curl {frontend.url}/v1/chat/completions -H 'content-type: application/json' -d {body}",
         "\nOr:",
-        f"DYN_RL_PORT={port} lockstep gateway --dynamo {deployment.url} --port 0 --admin-port 0",
+        f"DYN_RL_PORT={port} lockstep gateway --dynamo {frontend.url} --port 0 --admin-port 0",
         soft_wrap=True,
         markup=False,
     )
-    out.print("\nCtrl-C stops it, after the requests that are running.")

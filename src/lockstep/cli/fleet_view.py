@@ -28,6 +28,10 @@ def fleet_view(state: dict[str, Any], *, details: bool = False) -> RenderableTyp
         )
         for row in state["workers"]
     ]
+    rows += [
+        (one["id"], Text("refused", style="red"), "-", "-", one["reason"])
+        for one in state.get("refused", ())
+    ]
     last = [_operation(each) for each in state["operations"][:LAST_OPERATIONS]]
     return Group(
         Text(_summary(state), style="bold"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from functools import partial
 from pathlib import Path
@@ -9,17 +10,21 @@ from typing import Annotated, Literal
 
 import typer
 
+from lockstep.cli.dynamo_network import DynamoNetwork
+from lockstep.cli.shared_options import takes
 from lockstep.http.server.limits import DRAIN_SECONDS, parse_limits
 from lockstep.http.tls import TlsFiles
 from lockstep.settings import Settings
 from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.numerics import PORTABLE_ENVIRONMENT
+from lockstep.tracing import traced
 
 _listen_option = partial(typer.Option, rich_help_panel="Listening")
 _engine_option = partial(typer.Option, rich_help_panel="Engine")
 
 
+@takes(DynamoNetwork, "network")
 def worker(
     model: Annotated[
         str,
@@ -70,6 +75,10 @@ def worker(
         _listen_option(
             "--insecure", help="Let other machines connect without an API key (LOCKSTEP_API_KEYS)."
         ),
+    ] = False,
+    trace: Annotated[
+        bool,
+        _listen_option("--trace", help="Send spans of requests to an OpenTelemetry collector."),
     ] = False,
     served_model_name: Annotated[
         str | None,
@@ -134,12 +143,17 @@ def worker(
         float,
         _engine_option(help="On a GPU: most seconds to compile and capture before it is ready."),
     ] = 300.0,
+    *,
+    network: DynamoNetwork,
 ) -> None:
     """Start one worker with the embedded engine, which takes and returns token ids.
 
     When ready it prints one JSON line with its URLs. Admin routes need the bearer token
     LOCKSTEP_ADMIN_TOKEN; without one, a token is generated and the JSON line names its file. The
     data port needs one of LOCKSTEP_API_KEYS, if that is set.
+
+    Exit codes: 0 it was stopped, 2 the command is wrong (do not start it again), 75 the engine
+    failed, or a lease or server that it needs was lost (start it again).
     """
     if arithmetic == "portable":  # torch reads it when it is loaded
         os.environ.update(PORTABLE_ENVIRONMENT)
@@ -152,12 +166,20 @@ def worker(
     http, limits = parse_limits(limit or ())
     if script is not None and runtime == "dynamo":
         raise BadRequest("--script is for --runtime http only", param="script")
+    if runtime == "dynamo":
+        _join_network(network)
+    elif network.given:
+        raise BadRequest(
+            "--discovery, --request-plane, --event-plane and --advertise are for --runtime dynamo",
+            param="runtime",
+        )
     start = run_dynamo_worker if runtime == "dynamo" else run_worker
     if script is not None:
         from lockstep.scripted.core import scripted_engine
 
         start = partial(run_worker, make_engine=scripted_engine(script))
-    start(
+    run = traced("lockstep-worker", on=trace or settings.trace)(start)
+    run(
         WorkerOptions(
             model=model,
             served_name=served_model_name,
@@ -194,3 +216,12 @@ def worker(
             ),
         )
     )
+
+
+def _join_network(network: DynamoNetwork) -> None:
+    """Puts into the environment what Dynamo reads there. Raises Unavailable when etcd or NATS does
+    not respond: Dynamo itself would wait for it in silence."""
+    from lockstep.backends.dynamo.reachable import check_reachable
+
+    os.environ.update(network.environ())
+    asyncio.run(check_reachable(os.environ))

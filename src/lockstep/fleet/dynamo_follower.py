@@ -82,9 +82,15 @@ class _Follower:
                 await self.apply(change)
 
     async def apply(self, change: WorkerChange) -> None:
-        """Lets those go that are gone, and takes in those that came; one that fails is logged, and
+        """Lets those go that are gone, and takes in those that came; one that fails is refused, and
         tried again when discovery tells something new about it."""
         ready = {worker.id: worker for worker in change.now if worker.ready}
+        refused = {one.id: one.error or "it is not ready" for one in change.now if not one.ready}
+        for name in set(self._fleet.refused) - set(refused):
+            if name not in ready or ready[name] in change.came:
+                del self._fleet.refused[name]
+        for name, reason in refused.items():
+            self._refuse(name, reason)
         for name, known in list(self._joined.items()):
             if ready.get(name) != known:
                 del self._joined[name]
@@ -98,10 +104,16 @@ class _Follower:
         try:
             await self._fleet.add(url, admin, worker_id=worker.id, **self._options)
         except LockstepError as error:
-            log.warning("worker %s could not join: %s", worker.id, error.message)
+            self._refuse(worker.id, error.message)
             await admin.close()
         else:
             self._joined[worker.id] = worker
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """Says once why a worker is not in the fleet; the state goes on to say it."""
+        if self._fleet.refused.get(name) != reason:
+            log.warning("worker %s is refused: %s", name, reason)
+        self._fleet.refused[name] = reason
 
     async def _leave(self, name: str) -> None:
         log.warning("worker %s has left the deployment", name)

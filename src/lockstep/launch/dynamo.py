@@ -1,4 +1,4 @@
-"""A Dynamo deployment on this machine: a frontend and workers as child processes, on loopback."""
+"""This machine's part of a Dynamo deployment: a frontend and workers as child processes."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import asyncio
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from lockstep.backends.dynamo.discovery import DynamoDiscovery, until_ready
+from lockstep.backends.dynamo.reachable import check_reachable, until_reachable
 from lockstep.backends.dynamo.transport import DynamoTransport
 from lockstep.http.client.client import HttpClient
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.dynamo import environment as dynamo_env
 from lockstep.tokens import Sampling
-from lockstep.tokens.errors import DeadlineExceeded, EngineFailure, UnknownModel
+from lockstep.tokens.errors import BadRequest, DeadlineExceeded, EngineFailure, UnknownModel
 
 READY_SECONDS = 180.0
 FRONTEND_STOP_SECONDS = 5.0
@@ -36,8 +37,11 @@ FRONTEND = (
 class LocalDynamo:
     """A frontend and `count` workers of `model`, alive while the block runs.
 
-    They find each other in a directory of their own, which goes with them. `arguments` are those
-    of `lockstep worker`. A worker that dies is not started again: Dynamo forgets it by itself.
+    They find each other in a directory of their own, which goes with them; or with the processes of
+    other hosts where `network` says, in Dynamo's variables. There, either part may be missing.
+    `host` is where the frontend listens; `arguments` are those of `lockstep worker`. What dies is
+    started again, once etcd and NATS are there; a worker is then a new one for Dynamo. Raises
+    BadRequest for no process at all.
     """
 
     def __init__(
@@ -46,49 +50,57 @@ class LocalDynamo:
         count: int,
         *,
         python: Path,
+        network: Mapping[str, str] | None = None,
+        with_frontend: bool = True,
+        host: str = dynamo_env.LOOPBACK,
         port: int = 0,
         rl_port: int = 0,
         arguments: Sequence[str] = (),
         drain_seconds: float = 30.0,
         on_ready: Callable[[Child], None] = lambda _: None,
     ) -> None:
+        if not with_frontend and network is None:
+            raise BadRequest(
+                "workers without a frontend find nobody: give --discovery too", param="frontend"
+            )
+        if host != dynamo_env.LOOPBACK and dynamo_env.SYSTEM_HOST not in (network or ()):
+            raise BadRequest(
+                f"host is {host!r}, but the workers advertise {dynamo_env.LOOPBACK}, where nobody "
+                "else reaches them: give --discovery and --advertise too",
+                param="host",
+            )
+        alone = network is not None and with_frontend and count == 0
         self._model = model
         self._python = str(python)
         self._arguments = tuple(arguments)
         self._drain_seconds = drain_seconds
+        self._network = network
+        self._host = host
         self._environ: dict[str, str] = {}
         self._stack = AsyncExitStack()
         self._frontend = Supervisor(
-            ("frontend",),
+            ("frontend",) if with_frontend else (),
             self._frontend_command,
+            host=host,
             ports=(port, rl_port),
-            restarts=False,
+            before_start=self._reachable,
             drain_seconds=FRONTEND_STOP_SECONDS,
         )
         self._workers = Supervisor(
-            worker_names(count),
+            () if alone else worker_names(count),
             self._worker_command,
-            restarts=False,
+            before_start=self._reachable,
             drain_seconds=drain_seconds,
             on_ready=on_ready,
         )
 
     @property
-    def frontend(self) -> Child:
-        return self._frontend.children[0]
+    def frontend(self) -> Child | None:
+        return next(iter(self._frontend.children), None)
 
     @property
     def workers(self) -> Sequence[Child]:
         return self._workers.children
-
-    @property
-    def url(self) -> str:
-        return self.frontend.url
-
-    @property
-    def rl_url(self) -> str:
-        """Where the frontend lists its workers."""
-        return self.frontend.system_url
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -99,14 +111,21 @@ class LocalDynamo:
         ]
 
     async def __aenter__(self) -> LocalDynamo:
-        """Starts everything; `ready` waits for it."""
+        """Starts everything; `ready` waits for it. Raises Unavailable when etcd or NATS is away."""
         async with AsyncExitStack() as stack:
-            store = Path(tempfile.mkdtemp(prefix="lockstep-dynamo-"))
-            stack.callback(shutil.rmtree, store, ignore_errors=True)
-            # What this shell says of another deployment does not hold for this one.
-            clean = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
-            clean.pop("LOCKSTEP_API_KEYS", None)
-            self._environ = dynamo_env.complete(clean, store)
+            if self._network is None:
+                store = Path(tempfile.mkdtemp(prefix="lockstep-dynamo-"))
+                stack.callback(shutil.rmtree, store, ignore_errors=True)
+                # What this shell says of another deployment does not hold for this one.
+                clean = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
+                self._environ = dynamo_env.complete(clean, store)
+            else:
+                given = {**os.environ, **self._network}
+                given.pop(dynamo_env.SYSTEM_PORT, None)  # each worker has one of its own
+                self._environ = dynamo_env.complete(given)
+                dynamo_env.check_advertised(self._environ, chosen=dynamo_env.SYSTEM_HOST in given)
+                await check_reachable(self._environ)
+            self._environ.pop("LOCKSTEP_API_KEYS", None)
             # Left in turn: the workers end their requests while the frontend still runs.
             await stack.enter_async_context(self._frontend)
             await self._frontend.ready()
@@ -120,27 +139,31 @@ class LocalDynamo:
         await self._stack.aclose()
 
     async def ready(self) -> None:
-        """Returns when the frontend serves all workers. Raises EngineFailure or DeadlineExceeded
-        that says which of them does not."""
+        """Returns when the frontend serves all workers of this machine. Raises EngineFailure or
+        DeadlineExceeded that says which of them does not."""
         await self._workers.ready()
-        discovery = DynamoDiscovery(self.url, self.rl_url)
+        if (frontend := self.frontend) is None:
+            return
+        discovery = DynamoDiscovery(frontend.url, frontend.system_url)
+        own = frozenset(str(row["instance_id"]) for row in self.rows)
         try:
-            await until_ready(discovery, len(self.workers), seconds=READY_SECONDS, interval=0.2)
+            await until_ready(discovery, own=own, seconds=READY_SECONDS, interval=0.2)
         finally:
             await discovery.close()
-        await self._until_it_generates()
+        if own:
+            await self._until_it_generates(frontend.url)
 
-    async def _until_it_generates(self) -> None:
+    async def _until_it_generates(self, url: str) -> None:
         """Returns when a request succeeds: a frontend lists a model before its chat route knows it.
         Raises DeadlineExceeded."""
-        transport = DynamoTransport(HttpClient(self.url, retries=0))
+        transport = DynamoTransport(HttpClient(url, retries=0))
         try:
             async with asyncio.timeout(READY_SECONDS):
                 while not await self._generates(transport):
                     await asyncio.sleep(0.05)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{self.url} lists its model but does not generate after {READY_SECONDS:g} s"
+                f"{url} lists its model but does not generate after {READY_SECONDS:g} s"
             ) from None
         finally:
             await transport.close()
@@ -159,17 +182,22 @@ class LocalDynamo:
             return False
         return True
 
-    async def ended(self) -> None:
-        """Returns never; raises EngineFailure when the frontend ends."""
-        if (process := self.frontend.process) is not None:
-            code = await process.wait()
+    async def failed(self) -> None:
+        """Returns never; raises EngineFailure when the frontend, in its first life, ends."""
+        frontend = self.frontend
+        if frontend is not None and frontend.process is not None:
+            code = await frontend.process.wait()
             raise EngineFailure(f"Dynamo's frontend ended with code {code}: see its message above")
+        await asyncio.Event().wait()
+
+    async def _reachable(self) -> None:
+        await until_reachable(self._environ)
 
     def _frontend_command(self, frontend: Child) -> Command:
         port, rl_port = (u.rpartition(":")[2] for u in (frontend.url, frontend.system_url))
         return Command(
             (self._python, "-c", FRONTEND, str(os.getpid()),
-             "--http-host", "127.0.0.1", "--http-port", port),
+             "--http-host", self._host, "--http-port", port),
             {**self._environ, **dynamo_env.FRONTEND, dynamo_env.RL_PORT: rl_port},
             announces=False,
         )  # fmt: skip

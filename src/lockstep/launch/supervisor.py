@@ -17,6 +17,7 @@ import msgspec
 
 from lockstep.http.server.server import listen, url_of
 from lockstep.tokens.errors import BadRequest, EngineFailure, LockstepError
+from lockstep.tokens.exit_codes import WRONG
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Child:
     state: ChildState = "starting"
     pid: int | None = None
     restarts: int = 0
+    exit_code: int | None = None
     process: Process | None = None
     ready: asyncio.Future[dict[str, Any]] = field(default_factory=asyncio.Future)
 
@@ -71,10 +73,10 @@ class Supervisor:
     """One child process for each name, alive while the block runs.
 
     `command` says how a child is started; two ports are reserved for each, by default free ones.
-    `on_ready` is called when a child is ready for the first time, `on_restart` when it died and is
-    ready again: it has lost what it held. With `restarts` false one that died stays dead. A child
-    that `healthy` denies for `unhealthy_seconds` on end is killed, and started again as one that
-    died.
+    `before_start` is awaited before each start. `on_ready` is called when a child is ready for the
+    first time, `on_restart` when it died and is ready again: it has lost what it held. One whose
+    exit code says that its command is wrong stays dead. A child that `healthy` denies for
+    `unhealthy_seconds` on end is killed, and started again as one that died.
     """
 
     def __init__(
@@ -82,21 +84,23 @@ class Supervisor:
         names: Sequence[str],
         command: Callable[[Child], Command],
         *,
+        host: str = "127.0.0.1",
         ports: tuple[int, int] = (0, 0),
-        restarts: bool = True,
         drain_seconds: float = 30.0,
         healthy: Callable[[Child], Awaitable[bool]] | None = None,
         unhealthy_seconds: float = UNHEALTHY_SECONDS,
+        before_start: Callable[[], Awaitable[object]] | None = None,
         on_ready: Callable[[Child], None] = lambda _: None,
         on_restart: Callable[[Child], None] = lambda _: None,
     ) -> None:
         self._names = tuple(names)
         self._command = command
+        self._host = host
         self._ports = ports
-        self._restarts = restarts
         self._drain_seconds = drain_seconds
         self._healthy = healthy
         self._unhealthy_seconds = unhealthy_seconds
+        self._before_start = before_start
         self._on_ready = on_ready
         self._on_restart = on_restart
         self._tasks: list[asyncio.Task[None]] = []
@@ -149,7 +153,7 @@ class Supervisor:
         On Linux a port that is bound but not listened on can still be listened on by the child,
         and is taken by nobody else while the child is being restarted.
         """
-        return url_of(self._sockets.enter_context(listen("127.0.0.1", port)))
+        return url_of(self._sockets.enter_context(listen(self._host, port)))
 
     async def _keep(self, child: Child) -> None:
         """Runs the child again and again, with longer and longer pauses if it keeps dying."""
@@ -166,7 +170,10 @@ class Supervisor:
                 if not child.ready.done():
                     child.ready.set_exception(error)
                     return
-            if self._stopping or not self._restarts:
+            if self._stopping:
+                return
+            if child.exit_code == WRONG:
+                log.error("%s is not started again: its command is wrong", child.id)
                 return
             deaths = 1 if loop.time() - begun > STEADY_SECONDS else deaths + 1
             pause = min(FIRST_BACKOFF * 2.0 ** (deaths - 1), LAST_BACKOFF)
@@ -177,6 +184,8 @@ class Supervisor:
     async def _run(self, child: Child) -> None:
         """One life of a child. Raises EngineFailure when it ends before it was stopped."""
         child.state = "starting"
+        if self._before_start is not None:
+            await self._before_start()
         command = self._command(child)
         process = await asyncio.create_subprocess_exec(
             *command.arguments,
@@ -204,7 +213,7 @@ class Supervisor:
                 with suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-            child.pid = None
+            child.pid, child.exit_code = None, process.returncode
 
     async def _watch(
         self, child: Child, process: Process, healthy: Callable[[Child], Awaitable[bool]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import os
 from collections import Counter
@@ -16,6 +15,8 @@ import msgspec
 
 from lockstep.backends.admin import AdminName
 from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudgets
+from lockstep.backends.dynamo.identity import Identify, Identities
+from lockstep.protocol.dynamo.environment import is_loopback
 from lockstep.tokens.errors import (
     BadRequest,
     DeadlineExceeded,
@@ -92,9 +93,15 @@ async def watch(discovery: Discovery, interval: float = 2.0) -> AsyncGenerator[W
 
 
 async def until_ready(
-    discovery: Discovery, count: int = 1, *, seconds: float = 300.0, interval: float = 1.0
+    discovery: Discovery,
+    count: int = 1,
+    *,
+    own: frozenset[str] | None = None,
+    seconds: float = 300.0,
+    interval: float = 1.0,
 ) -> frozenset[DiscoveredWorker]:
-    """The workers, once `count` of them are ready. Raises DeadlineExceeded, naming the others."""
+    """The workers, once `count` of them are ready, or all with an id in `own`. Raises
+    DeadlineExceeded, naming the others."""
     trouble = "discovery lists no worker"
     try:
         async with asyncio.timeout(seconds):
@@ -102,6 +109,9 @@ async def until_ready(
                 try:
                     workers = await discovery.find()
                     ready = frozenset(one for one in workers if one.ready)
+                    if own is not None:
+                        count = len(own)
+                        ready = frozenset(one for one in ready if one.id in own)
                     if len(ready) >= count:
                         return workers
                     others = [f"{one.id}: {one.error}" for one in workers - ready]
@@ -132,7 +142,8 @@ class DynamoDiscovery:
     """The workers of a Dynamo deployment, by GET /v1/rl/workers.
 
     `frontend` is where requests go. The discovery URL is `url`, or the frontend's host at the port
-    DYN_RL_PORT (8001 unless set).
+    DYN_RL_PORT (8001 unless set). A worker is ready once `identify` finds it, and nobody else, at
+    its system_url.
     """
 
     def __init__(
@@ -142,10 +153,12 @@ class DynamoDiscovery:
         *,
         environ: Mapping[str, str] = os.environ,
         budgets: CallBudgets = BUDGETS,
+        identify: Identify | None = None,
     ) -> None:
         self._frontend = urlunsplit(_parts(frontend, "frontend")).rstrip("/")
         self._client = AdminClient(url or workers_url(frontend, environ))
         self._budgets = budgets
+        self._identify = identify or Identities()
 
     async def find(self) -> frozenset[DiscoveredWorker]:
         raw = await self._client.get(ROUTE, self._budgets.quick)
@@ -156,19 +169,30 @@ class DynamoDiscovery:
             )
         workers = [self._worker(one) for one in listed.workers]
         urls = Counter(one.admin_url for one in workers if one.ready)
-        return frozenset(
+        shared = [
             replace(one, ready=False, error=f"others have its system_url {one.admin_url} too")
             if one.ready and urls[one.admin_url] > 1
             else one
             for one in workers
-        )
+        ]
+        return frozenset(await asyncio.gather(*map(self._identified, shared)))
+
+    async def _identified(self, one: DiscoveredWorker) -> DiscoveredWorker:
+        """The worker; not ready unless it is the one at its system_url."""
+        if not one.ready or one.admin_url is None:
+            return one
+        error = await self._identify(one.id, one.admin_url)
+        return one if error is None else replace(one, ready=False, error=error)
 
     def _worker(self, one: _Worker) -> DiscoveredWorker:
         error = one.error
         if error is None and one.system_url is None:
             error = "it tells no system_url"
-        if error is None and _loopback(one.system_url) and not _loopback(self._client.url):
-            error = f"its system_url {one.system_url} is only good on its own host"
+        if error is None and is_loopback(one.system_url) and not is_loopback(self._client.url):
+            error = (
+                f"its system_url {one.system_url} is only good on its own host: start it with "
+                "--advertise and an address that this host reaches"
+            )
         return DiscoveredWorker(
             id=str(one.instance_id),
             data_url=self._frontend,
@@ -199,11 +223,3 @@ def _parts(url: str, field: str) -> SplitResult:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BadRequest(f"{field} is {url!r}: expected http://HOST:PORT", param=field)
     return parts
-
-
-def _loopback(url: str | None) -> bool:
-    host = urlsplit(url or "").hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

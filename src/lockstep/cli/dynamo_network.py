@@ -1,0 +1,55 @@
+"""Options that say where the processes of a Dynamo deployment find and reach each other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal
+
+import typer
+
+_option = partial(typer.Option, rich_help_panel="Dynamo on several hosts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamoNetwork:
+    """What is not given is left to Dynamo's own variables, which hold the credentials too."""
+
+    discovery: Annotated[
+        str | None,
+        _option(
+            help="etcd://HOST:2379 (etcds:// for TLS) where the processes of the deployment find "
+            "each other. User and password: ETCD_AUTH_USERNAME, ETCD_AUTH_PASSWORD."
+        ),
+    ] = None
+    request_plane: Annotated[
+        str | None,
+        _option(
+            help="How requests reach workers: tcp, or nats://HOST:4222; by default tcp. User and "
+            "password: NATS_AUTH_USERNAME, NATS_AUTH_PASSWORD."
+        ),
+    ] = None
+    event_plane: Annotated[
+        Literal["zmq", "nats"] | None, _option(help="How events travel; by default zmq.")
+    ] = None
+    advertise: Annotated[
+        str | None,
+        _option(
+            help="Address of this host that frontends and gateways reach; workers listen on it, "
+            "their admin routes too, which have no password. By default loopback."
+        ),
+    ] = None
+
+    @property
+    def given(self) -> bool:
+        """Whether the deployment is another than one of this machine's own."""
+        return self != DynamoNetwork()
+
+    def environ(self) -> dict[str, str]:
+        """The variables for Dynamo. Raises BadRequest for an option that makes no sense."""
+        from lockstep.protocol.dynamo.environment import network_environ
+
+        return network_environ(
+            self.discovery, self.request_plane, self.event_plane, self.advertise, os.environ
+        )

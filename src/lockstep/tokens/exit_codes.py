@@ -1,0 +1,35 @@
+"""The exit codes of Lockstep's processes, by which a supervisor knows whether to start one again.
+
+0   it was done, or it was stopped by SIGTERM or SIGINT
+1   it ran, and the result is no: an operation of the fleet failed, a row of a check, a demo
+2   the command or what it was given is wrong: started again, it would end the same way
+75  it cannot run now, or lost what it needs (an engine, a lease, a server): start it again
+
+75 is EX_TEMPFAIL of sysexits.h. Python itself ends with 1 on a bug, the system with 128 + signal.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Final
+
+from lockstep.tokens.errors import Busy, ContractError, LockstepError, RolloutFailed
+
+OK: Final = 0
+FAILED: Final = 1
+WRONG: Final = 2
+TRY_AGAIN: Final = 75
+
+
+def exit_code(error: LockstepError) -> int:
+    """The code of a process that ends with `error`.
+
+    What the caller did wrong is WRONG. So is a gateway that another one replaced: started again, it
+    would take the workers back. A server that breaks the contract, or an environment that raises,
+    does so again: FAILED.
+    """
+    if isinstance(error, (ContractError, RolloutFailed)):
+        return FAILED
+    if error.status < HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, Busy):
+        return WRONG
+    return TRY_AGAIN
