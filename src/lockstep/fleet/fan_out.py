@@ -72,11 +72,12 @@ async def each(
     long as those needed. Returns those that succeeded and the errors of the others; how long each
     took is recorded.
     """
-    if (tracer := tracing.active) is None:
-        return await _each(phase, workers, call, seconds, operation, straggler)
+    called = list(workers)
+    if (tracer := tracing.active) is None or not called:
+        return await _each(phase, called, call, seconds, operation, straggler)
     attributes = {"lockstep.operation": operation.kind, "lockstep.operation_id": operation.id}
     with tracer.span(f"{operation.kind} {phase}", attributes) as span:
-        succeeded, failures = await _each(phase, workers, call, seconds, operation, straggler)
+        succeeded, failures = await _each(phase, called, call, seconds, operation, straggler)
         span.set_attribute("lockstep.workers", len(succeeded))
         if failures:
             span.set_attribute("lockstep.workers_failed", [each.id for each in failures])
@@ -85,14 +86,13 @@ async def each(
 
 async def _each(
     phase: str,
-    workers: Iterable[Worker],
+    called: list[Worker],
     call: Callable[[Worker], Awaitable[None]],
     seconds: float,
     operation: Operation,
     straggler: float,
 ) -> tuple[list[Worker], Failures]:
     loop = asyncio.get_running_loop()
-    called = list(workers)
     late = DeadlineExceeded(f"{phase} took longer than {seconds:g} s")
     start, succeeded = perf_counter(), 0
     timer: asyncio.TimerHandle | None = None
