@@ -54,7 +54,7 @@ async def fleet_of(server: Vllm) -> AsyncIterator[tuple[Fleet, VllmAdmin]]:
 
 
 def evidence(fleet: Fleet) -> Any:
-    record = fleet.operations.latest(1)[0].workers["v0"].evidence
+    record = (await fleet.operations.latest(1))[0].workers["v0"].evidence
     assert record is not None
     return record
 

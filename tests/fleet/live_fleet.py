@@ -17,6 +17,7 @@ from lockstep.checkpoint.manifest import PROBE
 from lockstep.checkpoint.probe import Probe
 from lockstep.engine import EngineOptions
 from lockstep.engine.core import Core
+from lockstep.fleet.control.store import LocalStore
 from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
@@ -187,7 +188,12 @@ async def live(
         ]
         pool = await stack.enter_async_context(Pool(probe_seconds=0.2))
         fleet = await stack.enter_async_context(
-            Fleet(pool, options.pop("store", None), budget=options.pop("budget", BUDGET), **options)
+            Fleet(
+                pool,
+                LocalStore(options.pop("store", None)),
+                budget=options.pop("budget", BUDGET),
+                **options,
+            )
         )
         made = Live(fleet, pool, injectors, workers, checkpoints)
         for index in range(count if joined is None else joined):

@@ -109,7 +109,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def evidence(fleet: Fleet) -> Any:
-    decision = fleet.operations.latest(1)[0].workers["w0"].evidence
+    decision = (await fleet.operations.latest(1))[0].workers["w0"].evidence
     assert decision is not None
     return decision
 

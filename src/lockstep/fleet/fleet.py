@@ -14,10 +14,13 @@ import msgspec
 
 from lockstep.backends.admin import Admin, Broadcaster, Fenced, PauseMode, Source, WorkerView
 from lockstep.checkpoint.validate import resolve
-from lockstep.fleet.control.desired import Desired, Reference, StateStore
+from lockstep.fleet.control.desired import Desired, Reference
+from lockstep.fleet.control.leadership import AlwaysLeader, Leadership
 from lockstep.fleet.control.lease import Lease
 from lockstep.fleet.control.operations import Operations
+from lockstep.fleet.control.store import ControlStore, LocalStore
 from lockstep.fleet.fan_out import PhaseBudgets, each, quarantine_failed
+from lockstep.fleet.replica import Replica
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.update.adapters import (
     check_not_base,
@@ -29,6 +32,7 @@ from lockstep.fleet.update.bring_up import bring_up
 from lockstep.fleet.update.new_weights import WeightReader
 from lockstep.fleet.update.proof import BUILTIN, CLOSE, scores_of
 from lockstep.fleet.update.recovery import serve_again, updatable
+from lockstep.fleet.update.take_over import take_over
 from lockstep.fleet.update.transaction import Transaction
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import (
@@ -55,48 +59,90 @@ class Fleet:
     def __init__(
         self,
         pool: Pool,
-        store: StateStore | None = None,
+        store: ControlStore | None = None,
         *,
+        leadership: Leadership | None = None,
+        token: str | None = None,
         roots: Sequence[Path] = (),
         budget: PhaseBudgets | None = None,
         lease_seconds: float = LEASE_SECONDS,
         model_dir: Path | None = None,
     ) -> None:
-        """`model_dir` is where the weights are that the workers start with, if that is known."""
+        """`model_dir` is where the weights are that the workers start with, if that is known.
+
+        With a `leadership` that is shared, this is one gateway of several on `store`: it changes
+        the fleet while it leads, else it follows who does. `token` is then the admin token of the
+        workers that other gateways took in.
+        """
         self.pool = pool
-        self._store = store or StateStore()
+        self._store = store or LocalStore()
+        self.leadership = leadership or AlwaysLeader()
         self._roots = tuple(Path(root).resolve() for root in roots or ("/",))
         self._weights = WeightReader(self._roots, model_dir)
         self._budget = budget or PhaseBudgets()
         self._lease_seconds = lease_seconds
-        stored = self._store.desired()
-        # The later start has the higher number, also of gateways that know nothing of each other.
-        generation = max(stored.generation + 1, int(time() * 1000))
-        self.desired = msgspec.structs.replace(stored, generation=generation)
+        self.desired = Desired()
+        self.leads = False
         self._obeyed = False
         self.refused: dict[str, str] = {}
         """Workers that discovery lists and that are not in the fleet, each with the reason."""
-        for version in self.desired.agreed:
-            pool.accepted.accept(version)
         self.operations = Operations(self._store)
         self._lease = Lease(self._end_pause)
+        self.replica = Replica(self, self._store, self.leadership, token)
         pool.gate(self._bring_up)
 
     async def __aenter__(self) -> Fleet:
-        try:
-            await self._decide(self.desired)
-        except Unavailable as error:
-            # The workers know how high the number has become, and are looked at first.
-            log.warning("the generation of this gateway was not recorded: %s", error.message)
-        self._lease.watch(self.desired.lease_until, self.desired.lease_seconds)
+        await self.replica.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._lease.watch(None)
         await self.operations.close(self._budget.commit)
+        await self.replica.stop()
         for worker in self.workers:
             await worker.control.close()
-        self._store.close()
+        await self._store.close()
+
+    # Leading and following
+
+    async def lead(self, generation: int) -> None:
+        """Decides from now on, under that number: what is desired stays, and what an earlier
+        leader left half done on the workers is finished or undone."""
+        async with self.operations.lock:
+            desired = await self._store.desired()
+            self.pool.accepted.follow(desired.agreed)
+            self.desired = msgspec.structs.replace(desired, generation=generation)
+            self._obeyed = False
+            try:
+                await self._decide(self.desired)
+            except Unavailable as error:
+                if self.leadership.shared:
+                    raise
+                # The workers know how high the number has become, and are looked at first.
+                log.warning("the generation of this gateway was not recorded: %s", error.message)
+            await self._store.cut_off()
+            workers = [worker for worker in self.workers if worker.serves]
+            await take_over(workers, self.desired, self.quarantine, self._budget)
+            self.leads, self.pool.accepted.read_anew = True, None
+        self._lease.watch(self.desired.lease_until, self.desired.lease_seconds)
+        for worker in self.workers:
+            if not worker.serves and not worker.leaving:
+                self.pool.check(worker.id)
+
+    async def stand_down(self, reason: str) -> None:
+        """Changes nothing any more; who waits for an operation gets Unavailable with the reason."""
+        self.leads = False
+        self._lease.watch(None)
+        await self.operations.abandon(reason)
+        for worker in self.workers:
+            self.pool.hold(worker, False)
+
+    def check_leads(self) -> None:
+        """Raises Unavailable that names the leader when this gateway does not lead."""
+        if not self.leads:
+            view = self.leadership.view()
+            where = f"{view.leader} does" if view.leader else "none is known yet"
+            raise Unavailable(f"this gateway does not lead the fleet, {where}", retry_after=1.0)
 
     # Workers
 
@@ -139,6 +185,8 @@ class Fleet:
 
     async def _bring_up(self, worker: Worker) -> None:
         """The pool's gate: leaves the worker proved, or raises what keeps it out."""
+        if not self.leads:
+            return self.replica.admit(worker)
         if worker.state != "joining":
             # The operation that runs now may be acting on this worker; later ones leave alone what
             # is not serving when they start.
@@ -182,7 +230,8 @@ class Fleet:
                 "remove the worker here"
             )
         async with self.operations.lock:
-            await self._decide(msgspec.structs.replace(self.desired, generation=highest + 1))
+            generation = await self.leadership.rise_above(highest)
+            await self._decide(msgspec.structs.replace(self.desired, generation=generation))
 
     async def _adopt(self, worker: Worker, view: WorkerView) -> Desired:
         """The first worker's own state becomes the fleet's, when there is none yet."""
@@ -249,9 +298,9 @@ class Fleet:
                 budget=self._budget,
             )
 
-            def agree(reference: Reference) -> None:
+            async def agree(reference: Reference, proved: Sequence[Worker]) -> None:
                 desired = self.desired.agree(new.version, new.path, new.digest, reference)
-                self._store.save(desired)
+                await self.replica.agree(desired, proved)
                 self.desired = desired
                 self.pool.accepted.accept(new.version)
 
@@ -456,7 +505,7 @@ class Fleet:
             raise Unavailable(f"{phase} failed on all {count} workers: {first.message}")
 
     async def _decide(self, desired: Desired) -> None:
-        await asyncio.to_thread(self._store.save, desired)
+        await self._store.save(desired)
         self.desired = desired
 
     async def _end_pause(self, until: float) -> None:

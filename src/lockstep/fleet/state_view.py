@@ -12,13 +12,14 @@ from lockstep.fleet.fleet import Fleet
 SHOWN_OPERATIONS = 20
 
 
-def fleet_state(fleet: Fleet) -> dict[str, Any]:
+async def fleet_state(fleet: Fleet) -> dict[str, Any]:
     """Everything at one place: desired and applied version, pause, workers, last operations."""
     workers = worker_views(fleet)
     serving = [worker for worker in workers if worker["state"] == "serving"]
     desired = fleet.desired
     return {
         "ready": bool(serving) and desired.paused is None,
+        **msgspec.to_builtins(fleet.leadership.view()),
         "version": desired.version,
         "applied": sorted({str(worker["version"]) for worker in serving}),
         "checkpoint": desired.checkpoint,
@@ -43,7 +44,7 @@ def fleet_state(fleet: Fleet) -> dict[str, Any]:
                 "seconds": None if each.ended is None else each.ended - each.started,
                 "workers": msgspec.to_builtins(each.workers),
             }
-            for each in fleet.operations.latest(SHOWN_OPERATIONS)
+            for each in await fleet.operations.latest(SHOWN_OPERATIONS)
         ],
     }
 

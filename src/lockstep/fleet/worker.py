@@ -149,7 +149,7 @@ class Worker:
         if (tracer := tracing.active) is not None:
             tracer.generation(request.model, request.sampling)
         completions = await self.transport.generate(request)
-        self.accepted.check(completions, since, self.id)
+        await self.accepted.confirm(completions, since, self.id)
         if tracer is not None:
             tracer.generated(completions)
         self.sampled += sum(len(each.token_ids) for each in completions)

@@ -35,7 +35,7 @@ async def test_a_lease_ends_although_the_disk_is_full(tmp_path: Path) -> None:
         await until(lambda: not any(worker.paused for worker in fleet.workers))
         await until(lambda: not fleet.fleet.operations.running)
         assert fleet.fleet.desired.paused is None
-        ended = fleet.fleet.operations.latest(1)[0]
+        ended = (await fleet.fleet.operations.latest(1))[0]
         assert (ended.kind, ended.status) == ("end_of_lease", "done")
         assert "not recorded" in ended.warnings[0]
         fleet.check()

@@ -208,6 +208,6 @@ async def test_a_directory_whose_name_is_no_label_needs_one(tmp_path: Path, name
         path = write_checkpoint(tmp_path / name, 9)
         with pytest.raises(BadRequest, match=r"^version is"):
             await fleet.fleet.update_weights(str(path))
-        assert fleet.fleet.operations.latest(1) == []
+        assert await fleet.fleet.operations.latest(1) == []
         operation = await fleet.fleet.update_weights(str(path), version="step-9")
         assert operation.status == "done"

@@ -61,6 +61,7 @@ class GatewayProcess:
             await serving
 
     async def _serve(self, ready: asyncio.Event, stop: asyncio.Event) -> None:
+        from lockstep.fleet.control.store import LocalStore
         from lockstep.fleet.fleet import Fleet
         from lockstep.gateway.app import serve_gateway
 
@@ -78,7 +79,7 @@ class GatewayProcess:
             roots = arguments.checkpoint_root or ()
             fleet = Fleet(
                 arguments.pool(),
-                state.store,
+                LocalStore(state.store),
                 roots=roots,
                 budget=arguments.budgets(),
                 model_dir=self.model_dir,

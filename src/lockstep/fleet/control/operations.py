@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from time import time
 
-from lockstep.fleet.control.desired import StateStore
-from lockstep.tokens.errors import BY_CODE, Busy, Conflict, LockstepError
+from lockstep.fleet.control.store import ControlStore
+from lockstep.tokens.errors import BY_CODE, Busy, Conflict, LockstepError, Unavailable
 from lockstep.tokens.operation import Operation
 
 log = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ def error_of(operation: Operation) -> LockstepError:
 class Operations:
     """Runs operations one after the other. They go on when the caller goes away."""
 
-    def __init__(self, store: StateStore) -> None:
-        store.cut_off()
+    def __init__(self, store: ControlStore) -> None:
         self._store = store
         self.lock = asyncio.Lock()
         self._starting = asyncio.Lock()
         self._running: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
         self._unwritten: dict[str, Operation] = {}
+        self._abandoned: str | None = None
 
     @property
     def running(self) -> list[Operation]:
@@ -84,7 +84,7 @@ class Operations:
     async def _known(self, kind: str, request: dict[str, str | None], key: str) -> Operation | None:
         known = next((operation for operation in self.running if operation.key == key), None)
         known = known or next((one for one in self._unwritten.values() if one.key == key), None)
-        known = known or await asyncio.to_thread(self._store.by_key, key)
+        known = known or await self._store.by_key(key)
         if known is not None and (known.kind, known.request) != (kind, request):
             raise Conflict(
                 f"the idempotency key {key!r} was used for {known.kind} with {known.request}: a "
@@ -116,13 +116,23 @@ class Operations:
             return self._running[operation_id][0]
         if operation_id in self._unwritten:
             return self._unwritten[operation_id]
-        return await asyncio.to_thread(self._store.operation, operation_id)
+        return await self._store.operation(operation_id)
 
-    def latest(self, count: int) -> list[Operation]:
+    async def latest(self, count: int) -> list[Operation]:
         """The last ones, newest first."""
-        # What the file has of these is how they began.
-        written = [one for one in self._store.latest(count) if one.id not in self._unwritten]
+        latest = await self._store.latest(count)
+        # What the store has of these is how they began.
+        written = [one for one in latest if one.id not in self._unwritten]
         return [*reversed(self._unwritten.values()), *written][:count]
+
+    async def abandon(self, reason: str) -> None:
+        """Ends what runs, at once: another gateway decides now. Who waits gets Unavailable."""
+        self._abandoned = reason
+        try:
+            await self.close(0.0)
+        finally:
+            self._abandoned = None
+        self._unwritten.clear()  # the next leader has recorded them as lost
 
     async def close(self, seconds: float) -> None:
         """Waits for what runs, then cuts it off."""
@@ -137,7 +147,7 @@ class Operations:
         if operation.id in self._running:
             operation, task = self._running[operation.id]
             await asyncio.shield(task)
-        if operation.status == "failed":
+        if operation.status in ("failed", "lost"):
             raise error_of(operation)
         return operation
 
@@ -147,6 +157,11 @@ class Operations:
                 try:
                     await self._write(operation, needed=not unrecorded)
                     await work(operation)
+                except asyncio.CancelledError:
+                    if self._abandoned is None:
+                        raise
+                    self._lose(operation, self._abandoned)
+                    return
                 except LockstepError as error:
                     operation.status, operation.error = "failed", error.message
                     operation.code, operation.http_status = error.code, error.status
@@ -163,8 +178,17 @@ class Operations:
                     "%s %s %s %s: %s", operation.kind, operation.id, operation.request,
                     operation.status, operation.error or operation.version,
                 )  # fmt: skip
+        except asyncio.CancelledError:  # it was still waiting for its turn
+            if self._abandoned is None:
+                raise
+            self._lose(operation, self._abandoned)
         finally:
             self._running.pop(operation.id, None)
+
+    @staticmethod
+    def _lose(operation: Operation, reason: str) -> None:
+        operation.status, operation.error, operation.ended = "lost", reason, time()
+        operation.code, operation.http_status = Unavailable.code, Unavailable.status
 
     async def _write(self, operation: Operation, *, needed: bool) -> None:
         """Records it, and those before it that could not be. Raises Unavailable if it is `needed`;
@@ -172,7 +196,7 @@ class Operations:
         self._unwritten[operation.id] = operation
         try:
             for one in list(self._unwritten.values()):
-                await asyncio.to_thread(self._store.record, one)
+                await self._store.record(one)
                 del self._unwritten[one.id]
         except LockstepError as error:
             if len(self._unwritten) > MOST_UNWRITTEN:

@@ -119,6 +119,10 @@ class HealthMonitor:
                 f"{len(self._rendezvous)} of {count} workers serve after {seconds:g} s: {others}"
             ) from None
 
+    async def changed(self) -> None:
+        """Returns when other workers are routable than were."""
+        await self._changed.wait()
+
     def why_out(self) -> list[str]:
         """A few of those that do not serve, with the reason."""
         out = [worker for worker in self.workers.values() if not worker.serves]

@@ -162,6 +162,10 @@ class Pool:
         """Returns when `count` workers serve. Raises Unavailable that names the others if late."""
         await self._health.wait(count, seconds)
 
+    async def changed(self) -> None:
+        """Returns when other workers get requests than did."""
+        await self._health.changed()
+
     async def run(self, affinity: Affinity, call: Callable[[Worker], Awaitable[T]]) -> T:
         """The result of `call` on the worker that the affinity leads to.
 

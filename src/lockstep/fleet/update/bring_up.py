@@ -23,29 +23,45 @@ async def bring_up(worker: Worker, desired: Desired, adopt: Adopt) -> Desired:
     Returns the state it was brought to. Raises a LockstepError that says what could not be had.
     """
     worker.become("syncing", worker.reason)
-    view = await worker.control.view()
     if desired.version is None:
-        desired = await adopt(worker, view)
-        view = await worker.control.view()
-    if view.staged is not None:
-        await worker.control.rollback()
-    await _sync_weights(worker, view, desired)
-    await _sync_adapters(worker, desired)
+        desired = await adopt(worker, await worker.control.view())
+    await _sync(worker, desired)
     worker.become("proving", worker.reason)
     if not worker.control.probes_while_paused:
         await worker.control.resume()
-    if desired.reference is not None:
-        await _prove_weights(worker, desired, desired.reference)
-    for name, spec in desired.adapters.items():
-        if spec.reference is not None:
-            await _prove_adapter(worker, spec.reference, name)
-    worker.version = desired.version
+    await _prove_all(worker, desired)
     # The pause comes last, for workers that take no probe in it: nothing is routed here anyway.
     if desired.paused is not None:
         await worker.control.pause(desired.paused)
     else:
         await worker.control.resume()
     return desired
+
+
+async def restore(worker: Worker, desired: Desired) -> None:
+    """Brings a paused worker to what is desired, proved, and leaves it paused.
+
+    Raises a LockstepError that says what could not be had.
+    """
+    await _sync(worker, desired)
+    await _prove_all(worker, desired)
+
+
+async def _sync(worker: Worker, desired: Desired) -> None:
+    view = await worker.control.view()
+    if view.staged is not None:
+        await worker.control.rollback()
+    await _sync_weights(worker, view, desired)
+    await _sync_adapters(worker, desired)
+
+
+async def _prove_all(worker: Worker, desired: Desired) -> None:
+    if desired.reference is not None:
+        await _prove_weights(worker, desired, desired.reference)
+    for name, spec in desired.adapters.items():
+        if spec.reference is not None:
+            await _prove_adapter(worker, spec.reference, name)
+    worker.version = desired.version
 
 
 async def prove(worker: Worker, reference: Reference, digest: str | None = None) -> None:

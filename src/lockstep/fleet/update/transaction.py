@@ -14,7 +14,7 @@ anything but the accepted version.
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from time import perf_counter
 
 from lockstep.backends.admin import PauseMode, Source
@@ -74,8 +74,9 @@ class Transaction:
         self._swapped: set[Worker] = set()
         self._dropped: set[Worker] = set()
 
-    async def run(self, agree: Callable[[Reference], None]) -> None:
-        """Brings every worker to the new version, proved. `agree` is called once it is.
+    async def run(self, agree: Callable[[Reference, Sequence[Worker]], Awaitable[None]]) -> None:
+        """Brings every worker to the new version, proved. `agree` is called once it is, with the
+        workers that are.
 
         Raises UpdateFailed when it did not happen; the operation says who and why.
         """
@@ -91,7 +92,7 @@ class Transaction:
             self._mark_wrong(wrong)
             if reference is None or not self._enough(proved):
                 raise _first(wrong, "no worker proved the new weights")
-            agree(reference)
+            await agree(reference, proved)
         except LockstepError as error:
             await self._undo(staged, error)
             raise self._failed(error) from error

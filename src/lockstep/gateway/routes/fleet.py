@@ -65,14 +65,14 @@ class FleetRoutes:
     # Views
 
     async def state(self, _: Request) -> Response:
-        return json_response(fleet_state(self._fleet))
+        return json_response(await fleet_state(self._fleet))
 
     async def health(self, _: Request) -> Response:
         """200 while the control plane runs; `ready` says whether the fleet serves."""
         return json_response({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
-        state = fleet_state(self._fleet)
+        state = await fleet_state(self._fleet)
         if not state["ready"]:
             raise Unavailable(
                 f"{state['serving']} of {len(state['workers'])} workers serve; /v1/rl/state says "

@@ -253,9 +253,12 @@ class _ScoredEvents:
         self._decoder = GenerateStreamDecoder(Reading(request))
         self.check = self._decoder.collect
 
-    def finish(self) -> None:
+    async def learn(self, batch: list[bytes]) -> None:
+        """Versions are checked at the end."""
+
+    async def finish(self) -> None:
         completions = self._decoder.finish()
-        self._worker.accepted.check(completions, self._since, self._worker.id)
+        await self._worker.accepted.confirm(completions, self._since, self._worker.id)
         if tracing.active is not None:
             tracing.active.generated(completions)
         self._worker.sampled += sum(len(each.token_ids) for each in completions)
@@ -331,7 +334,7 @@ async def _checked(
     if fields.sampling_params.logprobs is not None:
         large = len(response) > LARGE_BYTES
         completions = await off_loop(large, decode_generate, response, reading)
-        worker.accepted.check(completions, since, worker.id)
+        await worker.accepted.confirm(completions, since, worker.id)
         worker.sampled += sum(len(each.token_ids) for each in completions)
         return completions
     bare = decode_response(BARE, response)

@@ -1,0 +1,198 @@
+"""One leader among the gateways of a PostgreSQL store: a row that is held on a lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from lockstep.fleet.control.leadership import GatewayView, LeadershipView
+from lockstep.storage.postgres import PostgresDatabase
+from lockstep.tokens.errors import LockstepError, Superseded
+
+log = logging.getLogger(__name__)
+LEASE_SECONDS = 3.0
+RENEW_SECONDS = 0.5
+MARGIN_SECONDS = 0.3
+"""How much earlier than the database a leader regards its own lease as ended."""
+SEEN_SECONDS = 10.0
+"""Gateways that were silent for longer are no longer counted; their rows go after an hour."""
+CHANNEL = "leader"
+
+# The holder renews it; anybody else gets it once it has ended, under the next number.
+HOLD = """
+INSERT INTO leader AS held (id, holder, address, generation, expires)
+VALUES (1, $1, $2, GREATEST($4::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint),
+        clock_timestamp() + make_interval(secs => $3))
+ON CONFLICT (id) DO UPDATE SET
+    holder = $1, address = $2, expires = clock_timestamp() + make_interval(secs => $3),
+    generation = CASE WHEN held.holder = $1 THEN held.generation ELSE GREATEST(
+        held.generation + 1, $4::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint
+    ) END
+WHERE held.holder = $1 OR held.expires < clock_timestamp()
+RETURNING generation
+"""
+SEEN = """
+INSERT INTO gateways (id, address, seen) VALUES ($1, $2, clock_timestamp())
+ON CONFLICT (id) DO UPDATE SET address = $2, seen = clock_timestamp()
+"""
+WHO = """
+SELECT holder, address, generation, expires < clock_timestamp() AS ended FROM leader WHERE id = 1
+"""
+ALIVE = """
+SELECT id, address, extract(epoch FROM clock_timestamp() - seen)::float8 AS age FROM gateways
+WHERE seen > clock_timestamp() - make_interval(secs => $1) AND address <> '' ORDER BY address
+"""
+
+
+class PostgresLeadership:
+    """Holds the lease, or waits for it to end. The clock of the lease is the database's.
+
+    A leader that could not renew in time leads no more, by its own clock, before another one can
+    be elected.
+    """
+
+    shared = True
+
+    def __init__(
+        self,
+        database: PostgresDatabase,
+        *,
+        lease_seconds: float = LEASE_SECONDS,
+        renew_seconds: float = RENEW_SECONDS,
+    ) -> None:
+        self.holder = secrets.token_hex(8)
+        self._database = database
+        self._lease, self._renew = lease_seconds, renew_seconds
+        self._address = ""
+        self._stored = 0
+        self._generation = 0
+        self._held_until = float("-inf")
+        self._held = 0
+        self._leader: str | None = None
+        self._gateways: tuple[GatewayView, ...] = ()
+        self._changed: Callable[[], None] = lambda: None
+        self._task: asyncio.Task[None] | None = None
+        self._now = asyncio.Event()
+
+    @property
+    def leads(self) -> bool:
+        return self._held > 0 and monotonic() < self._held_until
+
+    @property
+    def generation(self) -> int:
+        return self._held if self.leads else self._generation
+
+    def view(self) -> LeadershipView:
+        return LeadershipView(
+            "leader" if self.leads else "follower", self.generation, self._leader, self._gateways
+        )
+
+    async def start(self, stored: int, changed: Callable[[], None]) -> None:
+        """Raises Unavailable when the store cannot be reached at first."""
+        self._stored, self._changed = stored, changed
+        await self._look()
+        await self._database.listen(CHANNEL, lambda _: self._now.set())
+        self._task = asyncio.create_task(self._run(), name="leadership")
+
+    async def announce(self, address: str) -> None:
+        self._address = address
+        self._now.set()
+
+    async def rise_above(self, number: int) -> int:
+        async with self._database.connection() as connection:
+            generation = await connection.fetchval(
+                "UPDATE leader SET generation = GREATEST(generation, $3::bigint + 1) "
+                "WHERE id = 1 AND holder = $1 AND generation = $2 RETURNING generation",
+                self.holder, self._held, number,
+            )  # fmt: skip
+        if generation is None:
+            raise Superseded("another gateway leads by now")
+        self._held = self._generation = generation
+        return int(generation)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        self._held = 0
+        with suppress(LockstepError):  # the lease ends by itself then
+            async with self._database.connection() as connection:
+                await connection.execute("DELETE FROM gateways WHERE id = $1", self.holder)
+                await connection.execute(
+                    "UPDATE leader SET expires = clock_timestamp() WHERE id = 1 AND holder = $1",
+                    self.holder,
+                )
+                await self._notify(connection)
+
+    async def _run(self) -> None:
+        while True:
+            self._now.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._pause()):
+                    await self._now.wait()
+            try:
+                # A statement that hangs must not outlast the lease that it is to renew.
+                async with asyncio.timeout(self._lease):
+                    await self._look()
+            except (LockstepError, TimeoutError) as error:
+                log.warning("the lease of the leader cannot be looked at: %s", error)
+                self._note_end()
+            except Exception:
+                # Whatever it was: a gateway that never looks again would be of no use.
+                log.exception("the lease of the leader cannot be looked at")
+                self._note_end()
+
+    def _pause(self) -> float:
+        return self._renew
+
+    def _note_end(self) -> None:
+        """Notices that the own lease has ended without having been renewed."""
+        if self._held and not self.leads:
+            log.warning("this gateway leads no more: its lease has ended")
+            self._held = 0
+            self._changed()
+
+    async def _look(self) -> None:
+        """Renews the lease or takes it, and reads who leads and who is alive."""
+        asked = monotonic()
+        async with self._database.connection() as connection:
+            generation = await connection.fetchval(
+                HOLD, self.holder, self._address, self._lease, self._stored + 1
+            )
+            await connection.execute(SEEN, self.holder, self._address)
+            who = await connection.fetchrow(WHO)
+            alive = await connection.fetch(ALIVE, SEEN_SECONDS)
+            if generation is not None and generation != self._held:
+                await connection.execute(
+                    "DELETE FROM gateways WHERE seen < clock_timestamp() - interval '1 hour'"
+                )
+                await self._notify(connection)
+        before = (self._held, self._generation, self._leader)
+        if generation is None:
+            if self._held:
+                log.warning("this gateway leads no more: another one was elected")
+            self._held = 0
+        else:
+            if generation != self._held:
+                log.warning("this gateway leads now, as generation %d", generation)
+            self._held, self._held_until = generation, asked + self._lease - MARGIN_SECONDS
+        self._read(who, alive)
+        if before != (self._held, self._generation, self._leader):
+            self._changed()
+
+    def _read(self, who: Any, alive: list[Any]) -> None:
+        self._generation = who["generation"]
+        self._leader = who["address"] or None if not who["ended"] else None
+        self._gateways = tuple(
+            GatewayView(row["address"], row["id"] == who["holder"], round(row["age"], 1))
+            for row in alive
+        )
+
+    async def _notify(self, connection: Any) -> None:
+        await connection.execute("SELECT pg_notify($1, '')", self._database.channel_name(CHANNEL))
