@@ -1,0 +1,1 @@
+"""A server of the Tinker API: recipes for it train LoRA adapters here, unchanged."""
