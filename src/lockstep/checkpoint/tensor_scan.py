@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from io import FileIO
 from types import MappingProxyType
 
@@ -32,6 +35,8 @@ Integers compare fast in every width, and numpy has no bfloat16."""
 HUGE: Mapping[str, int] = MappingProxyType({"F64": 0x4630_0000_0000_0000, "F32": 0x7180_0000,
                                             "BF16": 0x7180})  # fmt: skip
 """The bits of 2**100: no model has such weights, and products of two of them overflow."""
+THREADS = min(4, max((os.cpu_count() or 1) // 2, 1))
+"""Tensors that are read at once: half of the machine at most, as requests go on meanwhile."""
 MOST_ODD = 8
 """Tensors that are named as odd; more of them say nothing new."""
 
@@ -42,27 +47,36 @@ def digests(file: TensorFile, odd: list[str] | None = None) -> dict[str, str]:
     Matrices of nothing but zeros, and values beyond all reason, are described in `odd`. Raises
     CheckpointError that names the first NaN or infinite value, or a file that became shorter.
     """
-    buffer = np.zeros(CHUNK, dtype=np.uint8)
-    scratch = np.zeros(CHUNK, dtype=np.uint8)
+    # Reading, comparing and hashing all release the interpreter's lock. Beside a busy event loop
+    # one thread would wait for that lock most of the time.
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="scan") as pool:
+        scanned = list(pool.map(partial(_scan, file), file.entries))
+    if odd is not None:
+        why = [f"tensor {name!r} of {file.path.name} {why}" for name, _, why in scanned if why]
+        odd += why[: max(MOST_ODD - len(odd), 0)]
+    return {name: digest for name, digest, _ in scanned}
 
-    def parts(source: FileIO, entry: TensorEntry) -> Iterator[memoryview]:
+
+def _scan(file: TensorFile, entry: TensorEntry) -> tuple[str, str, str | None]:
+    """Name and digest of a tensor, and what is odd about it."""
+    size = min(CHUNK, max(entry.end - entry.start, 1))
+    buffer, scratch = (np.empty(size, dtype=np.uint8) for _ in "ab")
+    largest = 0
+
+    def parts(source: FileIO) -> Iterator[memoryview]:
+        nonlocal largest
         source.seek(entry.start)
-        largest = 0
         for start in range(entry.start, entry.end, CHUNK):
             count = min(CHUNK, entry.end - start)
             _fill(source, buffer[:count], file)
             magnitude = _check(entry, buffer[:count], scratch[:count], start - entry.start, file)
             largest = max(largest, magnitude)
             yield buffer[:count].data
-        if odd is not None and len(odd) < MOST_ODD and (why := _odd(entry, largest)) is not None:
-            odd.append(f"tensor {entry.name!r} of {file.path.name} {why}")
 
     # Read, not mapped: touching a mapped file that somebody cuts would end the process.
     with open(file.path, "rb", buffering=0) as source:
-        return {
-            entry.name: tensor_digest(entry.dtype, entry.shape, parts(source, entry))
-            for entry in file.entries
-        }
+        digest = tensor_digest(entry.dtype, entry.shape, parts(source))
+    return entry.name, digest, _odd(entry, largest)
 
 
 def _fill(source: FileIO, buffer: npt.NDArray[np.uint8], file: TensorFile) -> None:

@@ -15,6 +15,7 @@ import math
 import random
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -117,17 +118,22 @@ def save_checkpoint(
     """
     directory = Path(directory).absolute()
     begin(directory)
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    with ThreadPoolExecutor(1, thread_name_prefix="save") as saver:
+        # The files are written while the probe is computed: both only read the model.
+        saved = saver.submit(model.save_pretrained, directory, max_shard_size=max_shard_size)
+        try:
+            if probe:
+                write_probe(
+                    model,
+                    directory,
+                    sequences=sequences,
+                    tolerance=tolerance,
+                    version=version,
+                    previous=previous,
+                )
+        finally:
+            saved.result()
     _index(directory)
-    if probe:
-        write_probe(
-            model,
-            directory,
-            sequences=sequences,
-            tolerance=tolerance,
-            version=version,
-            previous=previous,
-        )
     write_manifest(directory, _digests(directory))
     mark_stable(directory)
     return directory
