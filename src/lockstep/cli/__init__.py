@@ -12,6 +12,7 @@ from rich.markup import escape
 from lockstep import __version__
 from lockstep.cli import control, dynamo, keys
 from lockstep.cli.check import check
+from lockstep.cli.dashboard import dashboard
 from lockstep.cli.demo import demo
 from lockstep.cli.doctor import doctor
 from lockstep.cli.extras import missing_extra
@@ -39,6 +40,7 @@ app.command()(worker)
 app.command()(train)
 app.command()(rollout)
 app.command()(check)
+app.command(rich_help_panel=control.PANEL)(dashboard)
 app.add_typer(dynamo.app, name="dynamo")
 app.add_typer(keys.app, name="keys")
 control.register(app)

@@ -35,6 +35,7 @@ Mode = Annotated[
         "first) or abort."
     ),
 ]
+PANEL = "Commands for a running fleet"
 STATUS = {"pause": "paused", "resume": "resumed"}
 SHOWN = ("mode", "lora_name")
 """Fields of the request that --json repeats, as the control plane's responses do."""
@@ -233,11 +234,10 @@ def drain(
 
 def register(app: typer.Typer) -> None:
     """Adds the commands of this module."""
-    panel = "Commands for a running fleet"
     for command in (
         state, workers, pause, resume, update_weights, load_lora, unload_lora, drain,
     ):  # fmt: skip
-        app.command(rich_help_panel=panel)(command)
+        app.command(rich_help_panel=PANEL)(command)
 
 
 def _print_operation_json(operation: Operation) -> None:

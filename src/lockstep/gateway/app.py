@@ -12,6 +12,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute, Mount
+from starlette.types import ASGIApp
 
 from lockstep.fleet.fleet import Fleet
 from lockstep.gateway.auth import AdminAuth, DataAuth
@@ -45,6 +46,8 @@ from lockstep.http.tls import TlsFiles, without_ca
 from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
 from lockstep.protocol.json.limits import RequestLimits
 from lockstep.tokens.errors import LockstepError
+
+DashboardFactory = Callable[[GatewayContext, GatewayMetrics], ASGIApp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,18 +139,26 @@ def data_app(
 
 
 def control_app(
-    context: GatewayContext, fleet: Fleet, token: str, *, hosts: Iterable[str] | None = None
+    context: GatewayContext,
+    fleet: Fleet,
+    token: str,
+    *,
+    hosts: Iterable[str] | None = None,
+    dashboard: ASGIApp | None = None,
 ) -> Starlette:
-    """The control plane: routes of the admin port, every one behind the admin token."""
+    """The control plane: routes of the admin port, every one behind the admin token.
+
+    `dashboard` serves /dashboard, and lets in whom it knows by its own cookie.
+    """
     return Starlette(
         routes=[
-            *FleetRoutes(context, fleet).routes,
+            *FleetRoutes(context, fleet, token).routes,
             *SessionRoutes(context).routes,
             *OpenApiRoutes(CONTROL_ROUTE_DOCS, "Lockstep control plane", TOKEN).routes,
         ],
         middleware=[
             Middleware(RequestAuth, hosts=hosts),
-            Middleware(AdminAuth, token=token),
+            Middleware(AdminAuth, token=token, dashboard=dashboard),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )
@@ -159,8 +170,12 @@ async def serve_gateway(
     options: GatewayOptions,
     on_ready: Callable[[str, str], None],
     stop: asyncio.Event,
+    dashboard: DashboardFactory | None = None,
 ) -> None:
-    """Serves until `stop` is set, then drains. `on_ready` gets the data and the admin URL."""
+    """Serves until `stop` is set, then drains. `on_ready` gets the data and the admin URL.
+
+    `dashboard` makes what is served at /dashboard of the admin port.
+    """
     options.check()
     async with AsyncExitStack() as stack:
         sockets = stack.enter_context(ExitStack())
@@ -179,7 +194,13 @@ async def serve_gateway(
         )
         metrics = GatewayMetrics(context)
         admin_hosts = hosts_of(options.admin_host)
-        admin_app = control_app(context, fleet, options.admin_token, hosts=admin_hosts)
+        admin_app = control_app(
+            context,
+            fleet,
+            options.admin_token,
+            hosts=admin_hosts,
+            dashboard=None if dashboard is None else dashboard(context, metrics),
+        )
         tls = options.tls
         endpoints = [
             Endpoint(data_app(context, options, metrics), data_socket, without_ca(tls)),

@@ -18,14 +18,22 @@ from lockstep.tokens.errors import Forbidden, Unauthorized
 
 
 class AdminAuth:
-    """Middleware that answers 401 to every request without the admin token."""
+    """Middleware that answers 401 to every request without the admin token.
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    What is at or below /dashboard goes to `dashboard`, which has a login of its own.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, dashboard: ASGIApp | None = None) -> None:
         self._app = app
         self._token = token
+        self._dashboard = dashboard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            path = scope["path"]
+            if self._dashboard is not None and (path + "/").startswith("/dashboard/"):
+                await self._dashboard(scope, receive, send)
+                return
             try:
                 require_bearer(Request(scope), self._token)
             except Unauthorized as error:

@@ -61,6 +61,11 @@ class ModelRegistry:
         adapter = card.id if card.parent is not None else None
         return ServedModel(card.id, adapter, card.max_model_len, card.weight_version)
 
+    @property
+    def base_name(self) -> str | None:
+        """The base model as it was last read; None before that."""
+        return next((card.id for card in self._cards.values() if card.parent is None), None)
+
     async def renderer(self) -> Renderer:
         """The renderer of the base model's messages; loaded once, off the event loop."""
         if self._renderer is None:

@@ -75,6 +75,10 @@ class GatewayArguments:
             "--expire-unread", help="Delete idle sessions even if their samples were never read."
         ),
     ] = False
+    run_dir: Annotated[
+        Path | None,
+        _state_option(help="Directory of a training run, whose curves the dashboard shows."),
+    ] = None
     host: Annotated[str, _listen_option(help="Address to listen on for requests.")] = "127.0.0.1"
     port: Annotated[int, _listen_option(help="Port for requests; 0: any free port.")] = 8000
     admin_port: Annotated[

@@ -1,0 +1,141 @@
+"""Every token of a branch: its text and author, and for a sampled one logprob, version and mask."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from lockstep.ledger.branch_sample import branch_samples
+from lockstep.ledger.lineage import Branch
+from lockstep.ledger.tree import Node
+from lockstep.render import Renderer
+from lockstep.render.authors import authors, messages
+from lockstep.tokens.errors import BadTokenId
+
+PAGE_TOKENS = 4096
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """A message of the branch: who wrote tokens [start, end), and in which turn."""
+
+    author: str
+    turn: int
+    start: int
+    end: int
+
+
+class TokenPage(msgspec.Struct, frozen=True):
+    """Tokens [start, start + len(ids)) by columns. Values that repeat are [value, count] pairs.
+
+    `mask` says which tokens the branch's own samples train. Logprobs are None where nothing was
+    sampled.
+    """
+
+    start: int
+    total: int
+    ids: list[int]
+    texts: list[str]
+    authors: list[list[Any]]
+    sampled: list[list[Any]]
+    mask: list[list[Any]]
+    versions: list[list[Any]]
+    turns: list[list[Any]]
+    logprobs: list[float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BranchTokens:
+    """The tokens of one branch, ready to be shown by pages."""
+
+    ids: array[int]
+    texts: list[str]
+    authors: list[str]
+    sampled: list[bool]
+    mask: list[bool]
+    versions: list[str | None]
+    turns: list[int]
+    logprobs: list[float | None]
+    segments: list[Segment]
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node], branch: Branch, renderer: Renderer | None) -> BranchTokens:
+        """Reads them. Without a renderer tokens have no text, and only sampled ones an author."""
+        path = branch.last.path()
+        sampled: list[bool] = []
+        turns: list[int] = []
+        logprobs: list[float | None] = []
+        versions: list[str | None] = [None] * branch.last.end
+        for node in path:
+            sampled += [False] * len(node.prompt) + [True] * len(node.sampled)
+            turns += [node.index] * (len(node.prompt) + len(node.sampled))
+            logprobs += [None] * len(node.prompt)
+            logprobs += node.logprobs
+            for span in node.versions:
+                begin, end = node.sampled_start + span.start, node.sampled_start + span.end
+                versions[begin:end] = [span.version] * (end - begin)
+        ids = branch.last.ids()
+        texts = token_texts(ids, renderer)
+        written = authors(texts, sampled)
+        return cls(
+            ids, texts, written, sampled, _mask(nodes, branch, len(ids)), versions, turns, logprobs,
+            list(_segments(texts, written, turns)),
+        )  # fmt: skip
+
+    def page(self, start: int, end: int) -> TokenPage:
+        """At most PAGE_TOKENS of them, from `start` on."""
+        here = slice(start, min(end, start + PAGE_TOKENS))
+        return TokenPage(
+            start=start,
+            total=len(self.ids),
+            ids=self.ids[here].tolist(),
+            texts=self.texts[here],
+            authors=runs(self.authors[here]),
+            sampled=runs(self.sampled[here]),
+            mask=runs(self.mask[here]),
+            versions=runs(self.versions[here]),
+            turns=runs(self.turns[here]),
+            logprobs=self.logprobs[here],
+        )
+
+
+def runs(values: Iterable[Any]) -> list[list[Any]]:
+    """Run lengths: [value, count] pairs."""
+    return [[value, len(list(group))] for value, group in groupby(values)]
+
+
+def token_texts(ids: Iterable[int], renderer: Renderer | None) -> list[str]:
+    """The string of each token; empty without a renderer or for an id that has none."""
+    if renderer is None:
+        return ["" for _ in ids]
+    known: dict[int, str] = {}
+    texts = []
+    for token in ids:
+        if token not in known:
+            try:
+                known[token] = renderer.pieces.piece(token).text
+            except BadTokenId:
+                known[token] = ""
+        texts.append(known[token])
+    return texts
+
+
+def _mask(nodes: Sequence[Node], branch: Branch, total: int) -> list[bool]:
+    mask = [False] * total
+    for sample in branch_samples(nodes, train_aborted=False, dedupe=True):
+        if sample.branch == branch.number:
+            for at, trained in enumerate(sample.sampled_mask):
+                mask[at] = mask[at] or trained
+    return mask
+
+
+def _segments(
+    texts: Sequence[str], written: Sequence[str], turns: Sequence[int]
+) -> Iterator[Segment]:
+    for author, start, end in messages(texts, written):
+        # What was sampled is of the turn in which it ends, whose prompt opened the message.
+        yield Segment(author, turns[end - 1], start, end)

@@ -1,0 +1,108 @@
+"""The event stream: what changed since the last event, computed once for all who look."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from time import time
+
+import msgspec
+
+TICK_SECONDS = 0.5
+QUIET_SECONDS = 15.0
+"""After so long without a change a comment is sent: whoever reads knows that we are there."""
+MOST_VIEWERS = 64
+
+Parts = Mapping[str, Mapping[str, msgspec.Struct] | msgspec.Struct | None]
+Encoded = dict[str, dict[str, bytes] | bytes]
+
+
+class Feed:
+    """Looks at `read` every tick while somebody watches, and never otherwise.
+
+    A part that is a mapping is sent row by row, only the rows that changed; a row that is gone is
+    null. A viewer that is slow misses states, and never changes: it gets what differs from what it
+    was sent last.
+    """
+
+    def __init__(
+        self, read: Callable[[], Parts], stop: asyncio.Event, seconds: float = TICK_SECONDS
+    ) -> None:
+        self._read, self._stop, self._seconds = read, stop, seconds
+        self._frame: Encoded = {}
+        self._ticking: asyncio.Task[None] | None = None
+        self._ticked = asyncio.Event()
+        self.viewers = 0
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        """Events from now on: all there is, then changes, until the server stops."""
+        self.viewers += 1
+        try:
+            if self._ticking is None:
+                self._look()
+                self._ticking = asyncio.create_task(self._tick())
+            sent: dict[tuple[str, str], bytes] = {}
+            quiet = 0.0
+            while not self._stop.is_set():
+                ticked = self._ticked
+                if changed := _changed(self._frame, sent):
+                    quiet = 0.0
+                    yield b'data: {"at":%.3f,%b}\n\n' % (time(), changed)
+                elif quiet >= QUIET_SECONDS:
+                    quiet = 0.0
+                    yield b": nothing new\n\n"
+                quiet += self._seconds
+                await ticked.wait()
+        finally:
+            self.viewers -= 1
+            if not self.viewers and self._ticking is not None:
+                self._ticking.cancel()
+                self._ticking, self._frame = None, {}
+
+    async def _tick(self) -> None:
+        while not self._stop.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), self._seconds)
+            self._look()
+            ticked, self._ticked = self._ticked, asyncio.Event()
+            ticked.set()
+
+    def _look(self) -> None:
+        """Encodes what is new; what is as before keeps its bytes, by which viewers know it."""
+        frame: Encoded = {}
+        for name, part in self._read().items():
+            before = self._frame.get(name)
+            if isinstance(part, Mapping):
+                known = before if isinstance(before, dict) else {}
+                frame[name] = {key: _same(known.get(key), row) for key, row in part.items()}
+            else:
+                frame[name] = _same(before if isinstance(before, bytes) else None, part)
+        self._frame = frame
+
+
+def _same(before: bytes | None, now: msgspec.Struct | None) -> bytes:
+    encoded = msgspec.json.encode(now)
+    return before if before == encoded else encoded
+
+
+def _changed(frame: Encoded, sent: dict[tuple[str, str], bytes]) -> bytes:
+    """The parts that differ from what was sent, as the inside of a JSON object."""
+    parts = []
+    for name, part in frame.items():
+        if isinstance(part, bytes):
+            if sent.get((name, "")) is not part:
+                sent[name, ""] = part
+                parts.append(b'"%b":%b' % (name.encode(), part))
+            continue
+        rows = []
+        for key, row in part.items():
+            if sent.get((name, key)) is not row:
+                sent[name, key] = row
+                rows.append(b"%b:%b" % (msgspec.json.encode(key), row))
+        for gone in [at for at in sent if at[0] == name and at[1] not in part]:
+            del sent[gone]
+            rows.append(msgspec.json.encode(gone[1]) + b":null")
+        if rows:
+            parts.append(b'"%b":{%b}' % (name.encode(), b",".join(rows)))
+    return b",".join(parts)

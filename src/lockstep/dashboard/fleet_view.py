@@ -1,0 +1,134 @@
+"""The fleet as the dashboard shows it: a row for every worker, and one for every operation."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from time import monotonic
+
+from lockstep.dashboard.events import (
+    FleetTotals,
+    OperationRow,
+    SlowRequest,
+    WorkerPhases,
+    WorkerRow,
+)
+from lockstep.fleet.fleet import Fleet
+from lockstep.fleet.worker import Worker
+from lockstep.tokens.operation import Operation
+
+SHOWN_OPERATIONS = 40
+RATE_SECONDS = 5.0
+"""Over how long tokens a second are counted: responses bring many tokens at once."""
+SLOW_SECONDS, MOST_SLOW = 2.0, 12
+
+
+class FleetView:
+    """Reads a fleet. Rates need the counts of earlier looks, which it keeps."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._counts: dict[str, deque[tuple[float, int]]] = {}
+        self._ended: dict[str, OperationRow] = {}
+
+    def workers(self) -> dict[str, WorkerRow]:
+        """Every worker by its id."""
+        now = monotonic()
+        workers = self._fleet.pool.workers
+        for gone in self._counts.keys() - {worker.id for worker in workers}:
+            del self._counts[gone]
+        return {worker.id: self._row(worker, now) for worker in workers}
+
+    async def operations(self) -> dict[str, OperationRow]:
+        """The last operations and those under way, by id."""
+        rows: dict[str, OperationRow] = {}
+        operations = self._fleet.operations
+        for each in (*operations.running, *await operations.latest(SHOWN_OPERATIONS)):
+            if each.id not in rows:
+                rows[each.id] = self._ended.get(each.id) or operation_row(each)
+        self._ended = {key: row for key, row in rows.items() if row.ended is not None}
+        return rows
+
+    def totals(self, rows: dict[str, WorkerRow], model: str | None) -> FleetTotals:
+        """The fleet as one, given its workers."""
+        fleet = self._fleet
+        return FleetTotals(
+            model=model,
+            version=fleet.desired.version,
+            paused=fleet.desired.paused,
+            serving=sum(row.state == "serving" for row in rows.values()),
+            workers=len(rows),
+            in_flight=fleet.pool.in_flight,
+            waiting=fleet.pool.waiting,
+            rate=round(sum(row.rate for row in rows.values()), 1),
+            adapters={name: spec.label for name, spec in fleet.desired.adapters.items()},
+        )
+
+    def slow(self) -> list[SlowRequest]:
+        """The requests that have been at a worker for longest."""
+        now = monotonic()
+        old = [
+            (now - attempt.begun, worker, attempt)
+            for worker in self._fleet.pool.workers
+            for attempt in worker.attempts
+            if now - attempt.begun > SLOW_SECONDS
+        ]
+        old.sort(key=lambda each: -each[0])
+        return [
+            SlowRequest(
+                worker.id, attempt.session, round(age, 1), worker.accepted.behind(attempt.mark)
+            )
+            for age, worker, attempt in old[:MOST_SLOW]
+        ]
+
+    def _row(self, worker: Worker, now: float) -> WorkerRow:
+        behind = Counter(worker.accepted.behind(each.mark) for each in worker.attempts)
+        next_try = self._fleet.pool.next_try(worker)
+        return WorkerRow(
+            id=worker.id,
+            backend=worker.admin.name if worker.admin is not None else "",
+            state="held" if worker.held and worker.serves else worker.state,
+            version=worker.version,
+            reason=worker.reason,
+            since=worker.since,
+            in_flight=worker.in_flight,
+            rate=self._rate(worker, now),
+            sampled=worker.sampled,
+            behind=dict(sorted(behind.items())),
+            evidence=worker.evidence,
+            judged=worker.judged,
+            next_try=None if next_try is None else round(next_try),
+        )
+
+    def _rate(self, worker: Worker, now: float) -> float:
+        counts = self._counts.setdefault(worker.id, deque())
+        counts.append((now, worker.sampled))
+        while len(counts) > 2 and counts[1][0] <= now - RATE_SECONDS:
+            counts.popleft()
+        begun, before = counts[0]
+        seconds = now - begun
+        return round((worker.sampled - before) / seconds, 1) if seconds > 0 else 0.0
+
+
+def operation_row(operation: Operation) -> OperationRow:
+    """An operation with its phases, as far as it has come."""
+    phases: dict[str, float] = {}
+    for result in operation.workers.values():
+        for phase, seconds in result.seconds.items():
+            phases[phase] = max(phases.get(phase, 0.0), seconds)
+    return OperationRow(
+        id=operation.id,
+        kind=operation.kind,
+        status=operation.status,
+        started=operation.started,
+        ended=operation.ended,
+        version=operation.version,
+        nbytes=operation.nbytes,
+        pause_seconds=operation.pause_seconds,
+        phases=phases,
+        workers={
+            name: WorkerPhases(each.status, dict(each.seconds), each.error, each.evidence)
+            for name, each in operation.workers.items()
+        },
+        warnings=list(operation.warnings),
+        error=operation.error,
+    )  # fmt: skip

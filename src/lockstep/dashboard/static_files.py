@@ -1,0 +1,53 @@
+"""The files of the dashboard's page, and the part of them that a report carries inside itself."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from importlib.resources import files
+
+INDEX = "index.html"
+MEDIA_TYPES = {
+    "html": "text/html",
+    "js": "text/javascript",
+    "css": "text/css",
+    "svg": "image/svg+xml",
+}
+SHARED_SCRIPTS = ("dom.js", "charts.js", "tokens.js")
+"""What the report and the dashboard draw with, in the order of their imports."""
+SHARED_STYLE = "shared.css"
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """One file as it is sent."""
+
+    data: bytes
+    media_type: str
+    etag: str
+
+
+def read_static() -> dict[str, StaticFile]:
+    """Every file by its name."""
+    found = {}
+    for file in files("lockstep.dashboard").joinpath("static").iterdir():
+        kind = MEDIA_TYPES.get(file.name.rpartition(".")[2])
+        if kind is not None:
+            data = file.read_bytes()
+            etag = f'"{blake2b(data, digest_size=8).hexdigest()}"'
+            found[file.name] = StaticFile(data, kind, etag)
+    return found
+
+
+def shared_script() -> str:
+    """The shared modules as one script: a page that opens from disk cannot import any."""
+    folder = files("lockstep.dashboard").joinpath("static")
+    parts = [folder.joinpath(name).read_text("utf-8") for name in SHARED_SCRIPTS]
+    joined = "\n".join(re.sub(r"^import .*\n", "", part, flags=re.M) for part in parts)
+    return re.sub(r"^export ", "", joined, flags=re.M)
+
+
+def shared_style() -> str:
+    """The style of what they draw."""
+    return files("lockstep.dashboard").joinpath("static", SHARED_STYLE).read_text("utf-8")
