@@ -1,7 +1,7 @@
 """Decoding on a GPU: the embedded engine beside transformers, and both beside what memory allows.
 
     python -m benchmarks.gpu [--batches 1 32 256] [--source src]
-        [--served | --prefill | --exact] [--arithmetic close|exact]
+        [--served | --prefill | --exact | --exact-layers] [--arithmetic close|exact]
 
 Needs torch, transformers and this source tree, nothing else installed; with `--served`, which
 measures the whole stack as processes instead, what the package depends on. The model is a random
@@ -228,6 +228,9 @@ def main() -> None:
     parser.add_argument("--served", action="store_true", help="gateway and worker as processes")
     parser.add_argument("--prefill", action="store_true", help="prompts instead of decoding")
     parser.add_argument("--exact", action="store_true", help="prove exact arithmetic, bit by bit")
+    parser.add_argument(
+        "--exact-layers", action="store_true", help="the same under adapters and with experts"
+    )
     parser.add_argument("--arithmetic", choices=("close", "exact"), default="close")
     parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
     parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src")
@@ -249,6 +252,14 @@ def main() -> None:
         from benchmarks import gpu_served
 
         gpu_served.run(model, options.source, options.batches, options.arithmetic)
+        return
+    if options.exact_layers:
+        from benchmarks import gpu_exact_layers
+
+        with tempfile.TemporaryDirectory() as directory:
+            model.save_pretrained(directory)
+            gpu_exact_layers.adapters(model, Path(directory))
+        gpu_exact_layers.experts()
         return
     if options.exact:
         from benchmarks import gpu_exact
