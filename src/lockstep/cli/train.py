@@ -31,7 +31,10 @@ def train(
     ] = False,
     track: Annotated[
         list[str] | None,
-        typer.Option(help="Log to wandb or tensorboard, if installed; may be repeated."),
+        typer.Option(
+            help="Log to wandb, tensorboard, trackio or mlflow, beside the sinks of the config; may "
+            "be repeated."
+        ),
     ] = None,
     as_json: Annotated[
         bool,
@@ -47,7 +50,7 @@ def train(
     Exit codes: 0 the run ended, 2 it could not start or go on, or --exact was not possible.
     """
     from lockstep.train import TrainConfig, Trainer
-    from lockstep.train.records.sinks import open_sink
+    from lockstep.train.records.sinks import check_sinks
 
     run = TrainConfig.read(config)
     if run.serve.admin_token is None and run.serve.admin_token_file is None:
@@ -55,22 +58,18 @@ def train(
         run = replace(run, serve=replace(run.serve, admin_token=token))
     if exact:
         run = replace(run, learner=replace(run.learner, exact=True))
+    if track:
+        check_sinks(tuple(track))
+        run = replace(run, sinks=(*run.sinks, *track))
     trainer = Trainer(run, resume=resume)
-    sinks = [open_sink(name, run) for name in track or ()]
-    try:
-        with _Progress(run, shown=not as_json) as progress:
+    with _Progress(run, shown=not as_json) as progress:
 
-            def on_step(metrics: StepMetrics) -> None:
-                progress.step(metrics)
-                for sink in sinks:
-                    sink.step(metrics)
-                if as_json:
-                    print_json(metrics.to_json())
+        def on_step(metrics: StepMetrics) -> None:
+            progress.step(metrics)
+            if as_json:
+                print_json(metrics.to_json())
 
-            result = asyncio.run(trainer.run(on_step))
-    finally:
-        for sink in sinks:
-            sink.close()
+        result = asyncio.run(trainer.run(on_step))
     _end(result, as_json)
 
 

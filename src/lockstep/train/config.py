@@ -13,6 +13,7 @@ from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest
 
 Handling = Literal["drop", "mask", "keep"]
+SinkName = Literal["jsonl", "wandb", "tensorboard", "trackio", "mlflow"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +148,10 @@ class TrainConfig:
     model: Annotated[str, "Bundled name or directory."] = "tiny"
     run_dir: Annotated[str, "Where checkpoints, metrics and samples go."] = "run"
     seed: Annotated[int, "Of tasks, sampling and learning."] = 0
+    sinks: Annotated[
+        tuple[SinkName, ...],
+        "Trackers that get the metrics too; jsonl, the run's own, always does.",
+    ] = ("jsonl",)
     serve: ServeConfig = field(default_factory=ServeConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

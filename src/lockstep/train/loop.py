@@ -25,6 +25,7 @@ from lockstep.train.learning.learner import Learner, own_plan
 from lockstep.train.publish import FleetLike, Publisher
 from lockstep.train.records.metrics import Evaluation, RunResult, StepMetrics
 from lockstep.train.records.run_dir import RunDirectory
+from lockstep.train.records.sinks import Sinks, check_sinks
 from lockstep.train.retry import RetryPolicy
 from lockstep.train.rollout import RolloutRunner
 from lockstep.train.steps import OnStep, StepRunner
@@ -66,11 +67,12 @@ class Trainer:
 
         A run that was cut off goes on from its last stable checkpoint when `resume` is set.
         """
+        check_sinks(self.config.sinks)
         async with AsyncExitStack() as stack:
             stack.callback(self._torch.shutdown, cancel_futures=True)
             await self._connect(stack)
             exactness = await self._compare_numerics()
-            first = await self._begin(exactness, on_step)
+            first = await self._begin(exactness, on_step, stack)
             watching = asyncio.create_task(self._publisher.watch(self._on_worker))
             stack.callback(watching.cancel)
             before = await self._evaluate_before(first)
@@ -119,7 +121,9 @@ class Trainer:
         workers = None if card is None else card.numerics
         return Exactness.between(trainer, workers, self.config.learner)
 
-    async def _begin(self, exactness: Exactness, on_step: OnStep | None) -> int:
+    async def _begin(
+        self, exactness: Exactness, on_step: OnStep | None, stack: AsyncExitStack
+    ) -> int:
         """Starts or resumes the run and has the fleet serve its weights; returns their step."""
         step = self.directory.last_step() if self._resume else None
         if step is None:
@@ -135,6 +139,7 @@ class Trainer:
                 env=self.config.env.name, started=time(),
             )  # fmt: skip
             self._record_exactness(exactness)
+            self._open_sinks(stack)
             learner = await self._open_steps(exactness, None, on_step)
             if self.config.learner.lora_rank:
                 await check_base(learner, self._url, self.config, self._retry)
@@ -142,6 +147,7 @@ class Trainer:
             await self._steps.publish(0)
             return 0
         reported = self.directory.rewind(step)
+        self._open_sinks(stack)
         learner = await self._open_steps(exactness, step, on_step)
         state = self.directory.load_state(step)
         learner.load_state(state)
@@ -155,6 +161,17 @@ class Trainer:
             self._steps.report(StepMetrics.from_json(state["metrics"]), published)
         return step
 
+    def _open_sinks(self, stack: AsyncExitStack) -> None:
+        """Begins with the trackers; what they fail with is an event of the run."""
+        started = self.directory.run()["started"]
+        self._sinks = stack.enter_context(
+            Sinks.open(
+                self.config.sinks, self.directory.path,
+                f"{self.directory.path.name}-{started:.0f}", self.config.to_dict(),
+                lambda name, why: self.directory.event("sink_failed", sink=name, reason=why),
+            )
+        )  # fmt: skip
+
     async def _open_steps(
         self, exactness: Exactness, step: int | None, on_step: OnStep | None
     ) -> Learner:
@@ -166,7 +183,7 @@ class Trainer:
         self._steps = StepRunner(
             config=self.config, directory=self.directory, learner=learner,
             publisher=self._publisher, exactness=exactness, policy=self._policy,
-            teacher=self._teacher, in_thread=self._in_thread, on_step=on_step,
+            teacher=self._teacher, in_thread=self._in_thread, on_step=on_step, sinks=self._sinks,
         )  # fmt: skip
         return learner
 
@@ -254,6 +271,7 @@ class Trainer:
         evaluation = await self._rollouts.evaluate(step)
         if evaluation is not None:
             self.directory.event("eval", **asdict(evaluation))
+            self._sinks.evaluation(evaluation)
         return evaluation
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:

@@ -23,6 +23,7 @@ from lockstep.train.learning.learner import Learner
 from lockstep.train.publish import Published, Publisher
 from lockstep.train.records.metrics import StepMetrics, nothing_learnt, step_metrics
 from lockstep.train.records.run_dir import RunDirectory
+from lockstep.train.records.sinks import Sinks
 from lockstep.train.records.transcript import transcripts
 
 OnStep = Callable[[StepMetrics], None]
@@ -47,6 +48,7 @@ class StepRunner:
     teacher: Policy | None
     in_thread: InThread
     on_step: OnStep | None
+    sinks: Sinks
     clock: Clock = field(default_factory=Clock)
     metrics: list[StepMetrics] = field(default_factory=list)
     current: Published = field(init=False)
@@ -171,7 +173,7 @@ class StepRunner:
         return published
 
     def report(self, draft: StepMetrics, published: Published) -> None:
-        """Completes the metrics of a step, and hands them to the run directory and the caller."""
+        """Completes the metrics of a step, and hands them to the run directory, the sinks and the caller."""
         metrics = replace(
             draft,
             version=published.version,
@@ -181,5 +183,6 @@ class StepRunner:
         )
         self.metrics.append(metrics)
         self.directory.metrics(metrics.to_json())
+        self.sinks.step(metrics)
         if self.on_step is not None:
             self.on_step(metrics)
