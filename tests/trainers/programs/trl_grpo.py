@@ -25,13 +25,17 @@ parser.add_argument("--temperature", type=float, default=1.0)
 parser.add_argument("--steps", type=int, default=3)
 options = parser.parse_args()
 
-seen = []
+seen, turns = [], []
 
 
 def reward(prompts, completions, answer, **columns):
     seen.extend(columns.get("weight_version") or [])
+    turns.extend(columns.get("turns") or [])
     texts = [completion[-1]["content"] for completion in completions]
-    return [float(text.endswith(right)) - 0.01 * len(text) for text, right in zip(texts, answer)]
+    return [
+        float(text.endswith(right)) - 0.01 * len(text)
+        for text, right in zip(texts, answer, strict=True)
+    ]
 
 
 async def calc(chat, prompt):
@@ -46,9 +50,7 @@ if options.tools:
     tasks = [("What is 12 + 30?", "42"), ("What is 415 - 15?", "400"), ("What is 20 * 31?", "620")]
 rows = [{"prompt": [{"role": "user", "content": task}], "answer": right} for task, right in tasks]
 
-lockstep = LockstepGeneration(
-    options.url, admin_url=options.admin_url, admin_token=options.token
-)
+lockstep = LockstepGeneration(options.url, admin_url=options.admin_url, admin_token=options.token)
 peft = None
 if options.lora:
     from peft import LoraConfig
@@ -60,15 +62,15 @@ trainer = GRPOTrainer(
     args=GRPOConfig(
         output_dir=options.output, max_steps=options.steps, use_cpu=True, bf16=False,
         model_init_kwargs={"dtype": "float32"}, per_device_train_batch_size=8, num_generations=4,
-        max_completion_length=24, temperature=options.temperature, learning_rate=1e-4,
-        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
+        max_completion_length=64 if options.tools else 24, temperature=options.temperature,
+        learning_rate=1e-4, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
         gradient_checkpointing=False,
     ),
     train_dataset=Dataset.from_list(rows * 8),
     rollout_func=lockstep.rollout_func(calc, call_tools=[CALC_TOOL]) if options.tools else None,
     peft_config=peft,
 )  # fmt: skip
-rows_seen = []
+rows_seen, turns = [], []
 if options.tools:
     produce = trainer._generate_and_score_completions
 
@@ -83,4 +85,5 @@ lockstep.attach(trainer, exact=options.exact)
 trainer.train()
 lockstep.close()
 if trainer.accelerator.is_main_process:
-    print(json.dumps({"log": trainer.state.log_history, "versions": seen, "masks": rows_seen}))
+    print(json.dumps({"log": trainer.state.log_history, "versions": seen, "masks": rows_seen,
+                      "turns": turns}))  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.client.chat import Chat
 from lockstep.engine import exact as exactness
 from lockstep.engine.probe import remember, save_adapter, save_checkpoint
+from lockstep.integrations.trl.exact_head import use_exact_head
 from lockstep.integrations.trl.served_policy import ServedPolicy
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, NotExact, RolloutFailed, UpdateFailed
@@ -79,6 +80,7 @@ class LockstepGeneration:
             raise NotExact("the workers do not say how they compute: attach with exact=False")
         exactness.check_plan(worker, exactness.own_plan(base, device=str(self._model.device)))
         exactness.prepare(self._model)
+        use_exact_head(self._model, self._trainer.args.temperature)
 
     # What TRL calls
 

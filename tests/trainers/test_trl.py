@@ -1,0 +1,128 @@
+"""TRL's own trainers on a gateway: their figures, with live samples and proved updates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.fleet.remote import RemoteFleet
+from tests.processes import TOKEN, ServeProcess
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("LOCKSTEP_TEST_TRL") or ROOT / ".venv-trl" / "bin" / "python")
+PROGRAMS = Path(__file__).parent / "programs"
+DIFFERENCE = "sampling/sampling_logp_difference/max"
+
+
+def run(
+    program: str, served: ServeProcess, output: Path, *arguments: str, processes: int = 1
+) -> dict[str, Any]:
+    """What the program prints last, after it has trained against the gateway."""
+    if not PYTHON.exists():
+        pytest.fail(f"{PYTHON} is missing: make test-trainers installs it")
+    launch = [str(PYTHON)]
+    if processes > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [*launch, str(PROGRAMS / f"{program}.py"), served.url, served.admin_url, TOKEN,
+               str(output), *arguments]  # fmt: skip
+    environ = {"PATH": os.environ["PATH"], "HOME": str(output), "OMP_NUM_THREADS": "2",
+               "HF_HUB_OFFLINE": "1", "NO_PROXY": "127.0.0.1",
+               "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # fmt: skip
+    output.mkdir(exist_ok=True)
+    result = subprocess.run(
+        command, cwd=output, env=environ, capture_output=True, text=True, timeout=160
+    )
+    assert result.returncode == 0, f"{program}: {result.stdout[-2000:]}{result.stderr[-6000:]}"
+    record: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])
+    return record
+
+
+def steps(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [entry for entry in record["log"] if "loss" in entry]
+
+
+async def state(served: ServeProcess) -> dict[str, Any]:
+    async with RemoteFleet(served.admin_url, token=TOKEN) as fleet:
+        return await fleet.state()
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
+    process = ServeProcess("--sessions", "memory", *getattr(request, "param", ()))
+    yield process
+    process.stop()
+
+
+def test_three_steps_of_grpo_agree_closely_with_an_unchanged_model(
+    served: ServeProcess, tmp_path: Path
+) -> None:
+    record = run("trl_grpo", served, tmp_path / "out")
+    assert [entry[DIFFERENCE] < 1e-5 for entry in steps(record)] == [True] * 3
+    assert asyncio.run(state(served))["version"] == "step-2"
+    # Those that are served and may be gone back to; the first is not kept.
+    kept = sorted(path.name for path in (tmp_path / "out/lockstep/run-0").iterdir())
+    assert kept == ["step-1", "step-2"]
+
+
+def test_three_steps_of_grpo_agree_bit_for_bit_with_an_exact_model(
+    served: ServeProcess, tmp_path: Path
+) -> None:
+    record = run("trl_grpo", served, tmp_path / "out", "--exact", "--temperature", "0.8")
+    assert [entry[DIFFERENCE] for entry in steps(record)] == [0.0] * 3
+    assert {entry["sampling/importance_sampling_ratio/max"] for entry in steps(record)} == {1.0}
+
+
+def test_conversations_with_a_tool_are_rows_with_a_mask_and_a_version(
+    served: ServeProcess, tmp_path: Path
+) -> None:
+    record = run("trl_grpo", served, tmp_path / "out", "--tools", "--exact")
+    assert [entry[DIFFERENCE] for entry in steps(record)] == [0.0] * 3
+    assert record["versions"] == [f"step-{at}" for at in range(3) for _ in range(8)]
+    called = [mask for mask, turns in zip(record["masks"], record["turns"], strict=True)
+              if turns == 2]  # fmt: skip
+    assert called, "no rollout called the tool"
+    for mask in called:
+        first_zero = mask.index(0)
+        # Sampled, then what the tool said, then sampled again.
+        assert all(mask[:first_zero])
+        assert any(mask[first_zero:])
+    assert {sum(mask) for mask in record["masks"]} != {len(record["masks"][0])}
+
+
+def test_an_adapter_is_published_as_an_adapter(served: ServeProcess, tmp_path: Path) -> None:
+    record = run("trl_grpo", served, tmp_path / "out", "--lora", "--steps", "2")
+    assert [entry[DIFFERENCE] < 1e-5 for entry in steps(record)] == [True] * 2
+    assert list(asyncio.run(state(served))["adapters"]) == ["trl-policy"]
+
+
+def test_two_ranks_train_on_what_the_first_has_published(
+    served: ServeProcess, tmp_path: Path
+) -> None:
+    record = run("trl_grpo", served, tmp_path / "out", "--steps", "2", processes=2)
+    assert [entry[DIFFERENCE] < 1e-5 for entry in steps(record)] == [True] * 2
+    operations = asyncio.run(state(served))["operations"]
+    updates = [each["version"] for each in operations if each["kind"] == "update_weights"]
+    assert sorted(updates) == ["step-0", "step-1"]
+
+
+@pytest.mark.parametrize("served", [("--workers", "2")], indirect=True)
+def test_ten_asynchronous_steps_outlive_a_killed_worker(
+    served: ServeProcess, tmp_path: Path
+) -> None:
+    pid = str(served.workers[0]["pid"])
+    record = run("trl_async", served, tmp_path / "out", "--kill", pid)
+    assert len(steps(record)) == 10
+    assert steps(record)[0]["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert all(entry["sample/staleness_max"] <= 2 for entry in steps(record))
+    # A row is of one of the eleven versions that were published, and they go up.
+    assert sorted(record["labels"].values()) == list(range(1, 12))
+    assert set(record["versions"]) <= set(range(1, 12))
+    assert max(record["versions"]) >= 8
+    assert asyncio.run(state(served))["version"] == "step-10"
