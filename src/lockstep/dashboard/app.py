@@ -200,14 +200,14 @@ class Dashboard:
         finally:
             await feed.aclose()
 
-    def _parts(self) -> Parts:
+    async def _parts(self) -> Parts:
         workers = self._fleet.workers()
         stats = self._context.sessions.stats()
         slow = self._fleet.slow()
         return {
             "fleet": self._fleet.totals(workers, self._context.models.base_name),
             "workers": workers,
-            "operations": self._fleet.operations(),
+            "operations": await self._fleet.operations(),
             "health": self._health.read(slow, stats, self._feed.viewers),
             "run": self._run_mark(),
         }

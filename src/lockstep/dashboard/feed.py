@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from time import time
 
@@ -27,7 +27,7 @@ class Feed:
     """
 
     def __init__(
-        self, read: Callable[[], Parts], stop: asyncio.Event, seconds: float = TICK_SECONDS
+        self, read: Callable[[], Awaitable[Parts]], stop: asyncio.Event, seconds: float = TICK_SECONDS
     ) -> None:
         self._read, self._stop, self._seconds = read, stop, seconds
         self._frame: Encoded = {}
@@ -40,7 +40,6 @@ class Feed:
         self.viewers += 1
         try:
             if self._ticking is None:
-                self._look()
                 self._ticking = asyncio.create_task(self._tick())
             sent: dict[tuple[str, str], bytes] = {}
             quiet = 0.0
@@ -62,16 +61,16 @@ class Feed:
 
     async def _tick(self) -> None:
         while not self._stop.is_set():
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), self._seconds)
-            self._look()
+            await self._look()
             ticked, self._ticked = self._ticked, asyncio.Event()
             ticked.set()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), self._seconds)
 
-    def _look(self) -> None:
+    async def _look(self) -> None:
         """Encodes what is new; what is as before keeps its bytes, by which viewers know it."""
         frame: Encoded = {}
-        for name, part in self._read().items():
+        for name, part in (await self._read()).items():
             before = self._frame.get(name)
             if isinstance(part, Mapping):
                 known = before if isinstance(before, dict) else {}

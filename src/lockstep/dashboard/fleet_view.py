@@ -14,6 +14,7 @@ from lockstep.dashboard.events import (
 )
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.worker import Worker
+from lockstep.tokens.errors import Unavailable
 from lockstep.tokens.operation import Operation
 
 SHOWN_OPERATIONS = 40
@@ -42,7 +43,11 @@ class FleetView:
         """The last operations and those under way, by id."""
         rows: dict[str, OperationRow] = {}
         operations = self._fleet.operations
-        for each in (*operations.running, *await operations.latest(SHOWN_OPERATIONS)):
+        try:
+            latest = await operations.latest(SHOWN_OPERATIONS)
+        except Unavailable:  # of a store that is away: those that were seen are shown
+            return self._ended
+        for each in (*operations.running, *latest):
             if each.id not in rows:
                 rows[each.id] = self._ended.get(each.id) or operation_row(each)
         self._ended = {key: row for key, row in rows.items() if row.ended is not None}
