@@ -35,6 +35,7 @@ class Settings:
     LOCKSTEP_ADMIN_URL       where `lockstep state`, `pause` and the like find the control plane
     LOCKSTEP_API_KEYS        keys of a gateway's or worker's data port, comma between; absent: open
     LOCKSTEP_KEY_FILE        the file of a gateway's keys and their tenants; see `lockstep keys`
+    LOCKSTEP_STORE           the PostgreSQL database of a gateway, as --store names it
     LOCKSTEP_WORKER_API_KEY  the key that a gateway sends to its workers
     LOCKSTEP_TLS_CA          certificates that this process trusts as a client, as a PEM file
     LOCKSTEP_TLS_CERT        the certificate that it shows as a client, and
@@ -53,6 +54,7 @@ class Settings:
     admin_url: str | None = None
     api_keys: tuple[str, ...] = ()
     key_file: Path | None = None
+    store: str | None = None
     worker_api_key: str | None = None
     tls_ca: Path | None = None
     tls_cert: Path | None = None

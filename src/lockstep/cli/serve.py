@@ -16,7 +16,12 @@ from lockstep.cli.extras import require_extra
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.dynamo_workers import DynamoWorkers
 from lockstep.cli.serving.run import GatewayProcess
-from lockstep.cli.serving.sources import EmbeddedWorkers, RunningWorkers, WorkerSource
+from lockstep.cli.serving.sources import (
+    EmbeddedWorkers,
+    RunningWorkers,
+    StoredWorkers,
+    WorkerSource,
+)
 from lockstep.cli.shared_options import takes
 from lockstep.models import bundled
 from lockstep.settings import Settings
@@ -117,10 +122,17 @@ def gateway(
         worker_options["transport"] = transport
     if logprobs_mode is not None:
         worker_options["logprob_mode"] = logprobs_mode
-    if bool(worker) == bool(dynamo):
-        raise BadRequest("give either --worker URL or --dynamo URL", param="worker")
+    stored = (arguments.store or settings.store) is not None and not worker and not dynamo
+    if bool(worker) == bool(dynamo) and not stored:
+        raise BadRequest(
+            "give either --worker URL or --dynamo URL, or --store for the workers of the gateways "
+            "that share it",
+            param="worker",
+        )
     source: WorkerSource
-    if dynamo:
+    if stored:
+        source = StoredWorkers(wait_seconds)
+    elif dynamo:
         source = DynamoWorkers(dynamo, worker_options, wait_seconds)
     else:
         source = RunningWorkers(tuple(worker or ()), worker_options, wait_seconds)

@@ -153,7 +153,7 @@ class Replica:
 
     async def _wait(self) -> None:
         """Returns at news from the store, and on the leader when other workers serve than did."""
-        waits = [asyncio.ensure_future(self._news.wait())]
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._news.wait())]
         if self._fleet.leads:
             waits.append(asyncio.ensure_future(self._fleet.pool.changed()))
         try:

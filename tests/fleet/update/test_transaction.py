@@ -321,7 +321,7 @@ async def test_a_failure_to_record_the_agreement_undoes_the_update(
 ) -> None:
     async with simulated(tmp_path) as fleet:
 
-        def full(_: object) -> None:
+        async def full(*_: object) -> None:
             raise OSError("no space left on device")
 
         with monkeypatch.context() as patch:

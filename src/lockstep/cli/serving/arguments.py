@@ -49,6 +49,20 @@ class GatewayArguments:
             "by default one for each model under ~/.local/state/lockstep."
         ),
     ] = None
+    store: Annotated[
+        str | None,
+        _state_option(
+            help="postgresql://USER@HOST:PORT/DATABASE for state and sessions, which several "
+            "gateways may share; by default LOCKSTEP_STORE, else files of this machine."
+        ),
+    ] = None
+    advertise: Annotated[
+        str | None,
+        _listen_option(
+            help="URL by which other gateways on the same store reach this one's admin port; by "
+            "default where it listens."
+        ),
+    ] = None
     fresh: Annotated[
         bool,
         _state_option(

@@ -16,6 +16,7 @@ from rich.status import Status
 
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.prime_rl import prime_rl_key, prime_rl_toml
+from lockstep.cli.serving.shared_store import SharedStore, advertised, shared_store
 from lockstep.cli.serving.sources import WorkerRows, WorkerSource
 from lockstep.cli.serving.state_dir import GatewayState, in_memory, open_state
 from lockstep.fleet.control.desired import MEMORY
@@ -27,6 +28,8 @@ from lockstep.tracing import traced
 
 if TYPE_CHECKING:
     from lockstep.gateway.app import GatewayOptions
+    from lockstep.gateway.context import GatewayContext
+    from lockstep.gateway.metrics import GatewayMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,13 @@ class GatewayProcess:
             await serving
 
     async def _serve(self, ready: asyncio.Event, stop: asyncio.Event) -> None:
+        async with shared_store(self.arguments, self.settings) as shared:
+            await self._serve_on(shared, ready, stop)
+
+    async def _serve_on(
+        self, shared: SharedStore | None, ready: asyncio.Event, stop: asyncio.Event
+    ) -> None:
+        from lockstep.dashboard.app import Dashboard
         from lockstep.fleet.control.store import LocalStore
         from lockstep.fleet.fleet import Fleet
         from lockstep.gateway.app import serve_gateway
@@ -69,17 +79,21 @@ class GatewayProcess:
         status = Status("Starting", console=Console(stderr=True, quiet=arguments.as_json))
         with ExitStack() as stack:
             stack.enter_context(status)
-            model = None if in_memory(arguments) else await source.identity()
+            kept = shared is not None or in_memory(arguments)  # elsewhere, or not at all
+            model = None if kept else await source.identity()
             state = stack.enter_context(
                 open_state(arguments, model, starts_workers=source.starts_workers)
             )
-            _print_state(state, status.console)
+            if shared is None:
+                _print_state(state, status.console)
             token, written = stack.enter_context(admin_token(settings.admin_token))
             token_file = written or _text(settings.admin_token_file)
             roots = arguments.checkpoint_root or ()
             fleet = Fleet(
                 arguments.pool(),
-                LocalStore(state.store),
+                LocalStore(state.store) if shared is None else shared.control,
+                leadership=None if shared is None else shared.leadership,
+                token=token,
                 roots=roots,
                 budget=arguments.budgets(),
                 model_dir=self.model_dir,
@@ -90,6 +104,8 @@ class GatewayProcess:
                     name = (await fleet.pool.models())[0].id
 
                     def on_ready(url: str, admin_url: str) -> None:
+                        if shared is not None:
+                            shared.leadership.announce(advertised(arguments, admin_url))
                         ready.set()
                         status.stop()
                         entry = RunningGateway(
@@ -103,7 +119,19 @@ class GatewayProcess:
                             if arguments.prime_rl:
                                 _print_prime_rl(entry, arguments, options)
 
-                    await serve_gateway(fleet=fleet, options=options, on_ready=on_ready, stop=stop)
+                    def dashboard(context: GatewayContext, metrics: GatewayMetrics) -> Dashboard:
+                        return Dashboard(
+                            context, fleet, metrics, token=token, stop=stop,
+                            run_dir=arguments.run_dir,
+                        )  # fmt: skip
+
+                    await serve_gateway(
+                        fleet=fleet,
+                        options=options,
+                        on_ready=on_ready,
+                        stop=stop,
+                        dashboard=dashboard,
+                    )
             except Unavailable as error:
                 raise _with_hint(error, state) if not ready.is_set() else error from None
 
@@ -142,7 +170,8 @@ def _print_ready(gateway: RunningGateway, workers: int, key: str | None) -> None
     command = f"curl {gateway.url}/v1/chat/completions {headers} -d {body}"
     out.print("\nTry:", command, soft_wrap=True, markup=False)
     out.print(
-        "\n`lockstep state` shows the fleet. Ctrl-C stops it, after the requests that are running.",
+        "\n`lockstep dashboard` opens a page of it all, `lockstep state` shows the fleet. Ctrl-C "
+        "stops it, after the requests that are running.",
         soft_wrap=True,
     )
 

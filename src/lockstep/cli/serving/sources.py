@@ -136,3 +136,26 @@ class RunningWorkers:
                 {"id": one.id, "url": one.url, "system_url": None, "pid": None}
                 for one in pool.workers
             ]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWorkers:
+    """The workers that other gateways on the same store took in."""
+
+    wait_seconds: float
+    starts_workers = False
+
+    async def identity(self) -> ModelIdentity:
+        """Nothing is kept under it: the state is in the store."""
+        raise Unavailable("the workers of a store are known once the fleet has joined it")
+
+    @asynccontextmanager
+    async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
+        """Begins when the first of them serves here."""
+        show("Looking for workers in the store")
+        async with fleet.pool, fleet:
+            await fleet.pool.wait_ready(1, self.wait_seconds)
+            yield [
+                {"id": one.id, "url": one.url, "system_url": None, "pid": None}
+                for one in fleet.pool.workers
+            ]

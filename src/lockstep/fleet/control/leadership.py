@@ -52,7 +52,7 @@ class Leadership(Protocol):
         called when another gateway, or this one, came to lead."""
         ...
 
-    async def announce(self, address: str) -> None:
+    def announce(self, address: str) -> None:
         """Tells the others the URL of this gateway's admin port."""
         ...
 
@@ -82,7 +82,7 @@ class AlwaysLeader:
         other."""
         self.generation = max(stored + 1, int(time() * 1000))
 
-    async def announce(self, address: str) -> None:
+    def announce(self, address: str) -> None:
         """Nobody asks."""
 
     async def rise_above(self, number: int) -> int:

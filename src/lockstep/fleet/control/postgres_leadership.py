@@ -99,7 +99,7 @@ class PostgresLeadership:
         await self._database.listen(CHANNEL, lambda _: self._now.set())
         self._task = asyncio.create_task(self._run(), name="leadership")
 
-    async def announce(self, address: str) -> None:
+    def announce(self, address: str) -> None:
         self._address = address
         self._now.set()
 

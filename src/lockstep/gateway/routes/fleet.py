@@ -16,6 +16,7 @@ from lockstep.backends.registry import open_admin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.state_view import fleet_state, worker_views
 from lockstep.gateway.context import GatewayContext
+from lockstep.gateway.routes.forward import ForwardToLeader
 from lockstep.http.body import read_json
 from lockstep.http.handlers import json_response
 from lockstep.protocol.control import fleet as wire
@@ -30,30 +31,33 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 class FleetRoutes:
     """Routes under /v1/rl. A mutation is an operation: sent again with the same Idempotency-Key, it
-    returns the same operation and changes nothing."""
+    returns the same operation and changes nothing. A gateway that follows hands mutations on to
+    the leader."""
 
-    def __init__(self, context: GatewayContext, fleet: Fleet) -> None:
+    def __init__(self, context: GatewayContext, fleet: Fleet, token: str = "") -> None:
+        """`token` is the admin token, which all gateways of a fleet share."""
         self._context = context
         self._fleet = fleet
         self._decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
         base = "/v1/rl"
+        led = ForwardToLeader(fleet, token, context)
         self.routes = [
             Route(f"{base}/state", self.state),
             Route(f"{base}/health", self.health),
             Route(f"{base}/ready", self.ready),
             Route(f"{base}/weight_version", self.weight_version),
             Route(f"{base}/workers", self.workers, methods=["GET"]),
-            Route(f"{base}/workers", self.add_worker, methods=["POST"]),
-            Route(f"{base}/workers/{{worker:path}}", self.remove_worker, methods=["DELETE"]),
+            Route(f"{base}/workers", led(self.add_worker), methods=["POST"]),
+            Route(f"{base}/workers/{{worker:path}}", led(self.remove_worker), methods=["DELETE"]),
             Route(f"{base}/operations/{{operation}}", self.operation),
-            Route(f"{base}/pause", self.pause, methods=["POST"]),
-            Route(f"{base}/resume", self.resume, methods=["POST"]),
-            Route(f"{base}/flush_cache", self.flush, methods=["POST"]),
-            Route(f"{base}/update_weights", self.update_weights, methods=["POST"]),
-            Route(f"{base}/init_broadcaster", self.init_broadcaster, methods=["POST"]),
+            Route(f"{base}/pause", led(self.pause), methods=["POST"]),
+            Route(f"{base}/resume", led(self.resume), methods=["POST"]),
+            Route(f"{base}/flush_cache", led(self.flush), methods=["POST"]),
+            Route(f"{base}/update_weights", led(self.update_weights), methods=["POST"]),
+            Route(f"{base}/init_broadcaster", led(self.init_broadcaster), methods=["POST"]),
             # prime-rl's admin client takes /v1/rl as its base URL and appends /v1/... to it.
-            *self._both("load_lora_adapter", self.load_adapter),
-            *self._both("unload_lora_adapter", self.unload_adapter),
+            *self._both("load_lora_adapter", led(self.load_adapter)),
+            *self._both("unload_lora_adapter", led(self.unload_adapter)),
             Route(f"{base}/v1/models", self.models),
         ]
 
@@ -185,6 +189,8 @@ class FleetRoutes:
         except BaseException:
             await admin.close()
             raise
+        if body.admin_token is not None:
+            self._fleet.replica.keep_token(worker.id, body.admin_token)
         return json_response({"status": "ok", "id": worker.id, "state": worker.state}, 201)
 
     async def remove_worker(self, http: Request) -> Response:
