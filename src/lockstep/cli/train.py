@@ -32,8 +32,8 @@ def train(
     track: Annotated[
         list[str] | None,
         typer.Option(
-            help="Log to wandb, tensorboard, trackio or mlflow, beside the sinks of the config; may "
-            "be repeated."
+            help="Log to wandb, tensorboard, trackio or mlflow too, as `sinks` in the config does; "
+            "may be repeated."
         ),
     ] = None,
     as_json: Annotated[

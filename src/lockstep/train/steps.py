@@ -173,7 +173,7 @@ class StepRunner:
         return published
 
     def report(self, draft: StepMetrics, published: Published) -> None:
-        """Completes the metrics of a step, and hands them to the run directory, the sinks and the caller."""
+        """Completes the metrics of a step; the run directory, the sinks and the caller get them."""
         metrics = replace(
             draft,
             version=published.version,
