@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,29 @@ def trackio(run: Path) -> Rows:
     }
 
 
+def _log_records(data: bytes) -> Iterator[bytes]:
+    """The records of a file in LevelDB's log format, which wandb's offline runs are."""
+    at, parts = 7, []  # after wandb's own header
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = struct.unpack_from("<HB", data, at + 4)
+        parts.append(data[at + 7 : at + 7 + size])
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last of several
+            yield b"".join(parts)
+            parts = []
+
+
 def wandb(run: Path) -> Rows:
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (path,) = run.glob("wandb/offline-run-*/*.wandb")
-    store, rows = DataStore(), {}
-    store.open_for_scan(str(path))
-    while (raw := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(raw)
+    rows: Rows = {}
+    for raw in _log_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(raw)
         if record.WhichOneof("record_type") != "history":
             continue
         values = {
