@@ -39,8 +39,8 @@ def scope(value: bytes, path: str = "/v1/models", name: bytes = b"authorization"
     return {"type": "http", "method": "GET", "path": path, "headers": [(name, value)]}
 
 
-def found(keys: TenantKeys, key: str) -> Caller:
-    caller = keys.find(key_digest(key.encode()))
+async def found(keys: TenantKeys, key: str) -> Caller:
+    caller = await keys.find(key_digest(key.encode()))
     assert caller is not None
     return caller
 
@@ -51,15 +51,17 @@ async def nothing(*_: Any) -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
 @pytest.mark.parametrize("header", [b"authorization", b"x-api-key"])
-def test_a_key_beyond_ascii_opens_in_the_encodings_that_clients_use(
+async def test_a_key_beyond_ascii_opens_in_the_encodings_that_clients_use(
     encoding: str, header: bytes
 ) -> None:
     auth = RequestAuth(nothing, keys=FixedKeys([ODD]))
     value = ODD.encode(encoding)
-    auth.check(scope(b"Bearer " + value if header == b"authorization" else value, name=header))
+    await auth.check(
+        scope(b"Bearer " + value if header == b"authorization" else value, name=header)
+    )
     for wrong in (ODD[:-1], ODD + "x", ODD.replace("ü", "u"), ODD.upper()):
         with pytest.raises(Unauthorized):
-            auth.check(scope(b"Bearer " + wrong.encode(encoding)))
+            await auth.check(scope(b"Bearer " + wrong.encode(encoding)))
 
 
 def test_an_admin_token_beyond_ascii_opens() -> None:
@@ -76,19 +78,19 @@ def test_a_key_is_taken_byte_for_byte() -> None:
 async def test_one_key_is_the_default_tenant_and_several_are_tenants_each(
     sessions: Sessions,
 ) -> None:
-    alone = found(TenantKeys(sessions, ["only-key-1"]), "only-key-1")
+    alone = await found(TenantKeys(sessions, ["only-key-1"]), "only-key-1")
     assert (alone.tenant, alone.session_name("s"), alone.request_id("r")) == ("default", "s", "r")
     assert (alone.cache_salt(None), alone.cache_salt("5")) == (None, "5")
     several = TenantKeys(sessions, ["first-key", "second-key"])
-    callers = [found(several, key) for key in ("first-key", "second-key")]
+    callers = [await found(several, key) for key in ("first-key", "second-key")]
     for name in ("session_name", "request_id", "cache_salt"):
         assert len({getattr(one, name)("x") for one in (*callers, alone)}) == 3
     assert len({one.cache_salt(None) for one in (*callers, alone)}) == 3
     # In another order, and after a restart with the same file, they are who they were.
     again = TenantKeys(sessions, ["second-key", "first-key"])
-    assert [found(again, key) for key in ("first-key", "second-key")] == callers
+    assert [await found(again, key) for key in ("first-key", "second-key")] == callers
     shared = TenantKeys(sessions, ["first-key", "second-key"], shared=True)
-    assert {found(shared, key).tenant for key in ("first-key", "second-key")} == {"default"}
+    assert {(await found(shared, key)).tenant for key in ("first-key", "second-key")} == {"default"}
 
 
 def test_what_separates_tenants_cannot_be_guessed_from_their_names() -> None:
@@ -108,19 +110,19 @@ async def test_neither_a_key_nor_its_plain_hash_is_shown(
     assert file.path.stat().st_mode & 0o077 == 0
     now = 0.0
     keys = TenantKeys(sessions, ["environment-key"], key_file=file.path, clock=lambda: now)
-    assert found(keys, key) == keys.find(key_digest(key.encode()))
-    assert str(found(keys, key)) == stored.id
+    assert await found(keys, key) == await keys.find(key_digest(key.encode()))
+    assert str(await found(keys, key)) == stored.id
     other, _ = file.add("bob")
     file.revoke(stored.id)
     now = 2.0
     with caplog.at_level(logging.WARNING):
-        assert keys.find(key_digest(key.encode())) is None
+        assert await keys.find(key_digest(key.encode())) is None
     assert other.id in caplog.text
     assert stored.id in caplog.text
     assert key not in caplog.text
     assert stored.sha256 not in caplog.text
     # A key of the environment beside a key file is a tenant of its own.
-    assert found(keys, "environment-key").tenant.startswith("key-")
+    assert (await found(keys, "environment-key")).tenant.startswith("key-")
 
 
 async def test_a_key_file_that_broke_changes_nothing_and_is_said(
@@ -136,7 +138,7 @@ async def test_a_key_file_that_broke_changes_nothing_and_is_said(
             file.path.write_text(text)
         now += 2.0
         caplog.clear()
-        assert found(keys, key).tenant == "alice"
+        assert (await found(keys, key)).tenant == "alice"
         assert "the keys stay as they were" in caplog.text
     with pytest.raises(BadRequest, match="lockstep keys add"):
         TenantKeys(sessions, key_file=file.path)
@@ -156,7 +158,7 @@ def _written(directory: Path, text: str) -> Path:
 async def test_an_empty_key_file_lets_nobody_in(sessions: Sessions, tmp_path: Path) -> None:
     keys = TenantKeys(sessions, key_file=_written(tmp_path, '{"keys": []}'))
     with pytest.raises(Unauthorized):
-        RequestAuth(nothing, keys=keys).check(scope(b""))
+        await RequestAuth(nothing, keys=keys).check(scope(b""))
 
 
 async def test_a_session_key_that_ended_is_refused_even_where_no_key_is_needed(
@@ -172,13 +174,13 @@ async def test_a_session_key_that_ended_is_refused_even_where_no_key_is_needed(
     )
     key, _ = await sessions.keys.mint("s")
     received = scope(b"Bearer " + key.encode())
-    auth.check(received)
+    await auth.check(received)
     assert caller_of(Request(received)).session == "s"
     await sessions.delete("s")
     with pytest.raises(Unauthorized):
-        auth.check(scope(b"Bearer " + key.encode()))
+        await auth.check(scope(b"Bearer " + key.encode()))
     anybody = scope(b"Bearer whatever-clients-send")
-    auth.check(anybody)
+    await auth.check(anybody)
     assert caller_of(Request(anybody)) is ANYBODY
 
 
@@ -188,16 +190,16 @@ async def test_minted_keys_survive_a_restart_with_what_they_have_spent(tmp_path:
         key, key_id = await sessions.keys.mint("s", seconds=60, max_calls=3, cache_salt="g")
         await sessions.keys.mint("finished")
         await sessions.keys.finish("finished", 0.25)
-        caller = found(TenantKeys(sessions), key)
+        caller = await found(TenantKeys(sessions), key)
     ticks = 5.0
     async with Sessions(path, monotonic=lambda: ticks) as sessions:
-        assert found(TenantKeys(sessions), key) == caller
+        assert await found(TenantKeys(sessions), key) == caller
         assert (caller.key_id, caller.session) == (key_id, "s")
         info = await sessions.info("finished")
         assert (info.finished, info.reward, info.turns) == (True, 0.25, 0)
         assert await sessions.samples("finished") == []
         ticks += 61
-        assert TenantKeys(sessions).find(key_digest(key.encode())) is None
+        assert await TenantKeys(sessions).find(key_digest(key.encode())) is None
         with pytest.raises(Conflict):
             await sessions.keys.mint("s")
     assert key.encode() not in (tmp_path / "sessions.db").read_bytes()

@@ -116,7 +116,7 @@ class SessionViews:
                 known is not None and wanted in known[1].harness.lower()
             )
 
-        names, total = sessions.latest(matches, limit=limit, offset=offset)
+        names, total = await sessions.latest(matches, limit=limit, offset=offset)
         rows = [await self._row(name) for name in names]
         return SessionTable([row for row in rows if row is not None], total)
 

@@ -57,8 +57,8 @@ class DataAuth(RequestAuth):
         super().__init__(app, keys=keys, hosts=hosts)
         self._session_routes = session_routes
 
-    def check(self, scope: Scope) -> None:
-        super().check(scope)
+    async def check(self, scope: Scope) -> None:
+        await super().check(scope)
         caller = scope.get("state", {}).get(CALLER)
         if caller is None:
             # Where no key is needed, one that has ended must not become more powerful by it.

@@ -62,7 +62,11 @@ async def join_session(
     """
     breaks = check_breaks(http.headers.get("x-session-breaks", GATEWAY_BREAKS), "X-Session-Breaks")
     name = session_id(http)
-    return None if name is None else await context.sessions.open(name, renderer, breaks=breaks)
+    if name is None:
+        return None
+    # The key of a session that is gone must not begin another one without its terms.
+    begun = caller_of(http).session is not None
+    return await context.sessions.open(name, renderer, breaks=breaks, begun=begun)
 
 
 def check_session_id(name: str, param: str) -> None:

@@ -78,7 +78,7 @@ class FastRoutes:
 
     async def _respond(self, handler: Handler, request: Request) -> Response:
         try:
-            self._auth.check(request.scope)
+            await self._auth.check(request.scope)
             return await handler(request)
         except LockstepError as error:
             return await on_lockstep_error(request, error)

@@ -52,15 +52,15 @@ class TenantKeys:
     def required(self) -> bool:
         return bool(self._fixed) or self._file is not None
 
-    def find(self, digest: bytes) -> Caller | None:
+    async def find(self, digest: bytes) -> Caller | None:
         """The caller whose key has this digest, or None."""
         if self._file is not None and self._clock() - self._looked >= RELOAD_SECONDS:
             self._reload(self._file)
         known = self._fixed.get(digest) or self._from_file.get(digest)
-        return known or self._of_session(digest)
+        return known or await self._of_session(digest)
 
-    def _of_session(self, digest: bytes) -> Caller | None:
-        found = self._sessions.keys.find(digest)
+    async def _of_session(self, digest: bytes) -> Caller | None:
+        found = await self._sessions.keys.find(digest)
         if found is None:
             return None
         name, terms = found

@@ -27,7 +27,7 @@ class KeyTable(Protocol):
         """Whether requests need a key."""
         ...
 
-    def find(self, digest: bytes) -> Any:
+    async def find(self, digest: bytes) -> Any:
         """The caller whose key has this digest (see `key_digest`), or None."""
         ...
 
@@ -42,7 +42,7 @@ class FixedKeys:
     def required(self) -> bool:
         return bool(self._digests)
 
-    def find(self, digest: bytes) -> str | None:
+    async def find(self, digest: bytes) -> str | None:
         return "key" if digest in self._digests else None
 
 
@@ -63,14 +63,14 @@ class RequestAuth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self.check(scope)
+                await self.check(scope)
             except LockstepError as error:
                 body = error_fields(error, request_id_of(Request(scope)))
                 await json_response(body, error.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def check(self, scope: Scope) -> None:
+    async def check(self, scope: Scope) -> None:
         """Puts the caller into the request's state. Raises Forbidden or Unauthorized for a request
         that may not pass."""
         headers = Headers(scope=scope)
@@ -81,7 +81,7 @@ class RequestAuth:
                 param="host",
             )
         presented = presented_key(headers)
-        caller = self._keys.find(key_digest(presented)) if presented else None
+        caller = await self._keys.find(key_digest(presented)) if presented else None
         if caller is not None:
             scope.setdefault("state", {})[CALLER] = caller
         elif self._keys.required and scope["path"] not in OPEN_PATHS:

@@ -57,25 +57,27 @@ class _Turn(msgspec.Struct, array_like=True):
 _TURN = msgspec.msgpack.Decoder(_Turn)
 
 
-def dump_turn(node: Node, siblings: Sequence[Node]) -> bytes:
-    """One turn for a row of its own; `siblings` are all turns with its parent, itself included."""
-    owner = next((each for each in siblings if each.prompt is node.prompt), node)
-    return msgspec.msgpack.encode(_turn(node, None if owner is node else owner.index))
+def dump_turn(node: Node, twin: Node | None) -> bytes:
+    """One turn for a row of its own; `twin` is the one it shares its prompt with."""
+    return msgspec.msgpack.encode(_turn(node, None if twin is None else twin.index))
 
 
-def load_turns(rows: Iterable[bytes]) -> list[tuple[Node, Node | None]]:
+def load_turns(
+    rows: Iterable[bytes], before: Sequence[Node] = ()
+) -> list[tuple[Node, Node | None]]:
     """The nodes of turns stored one by one, in order, each with the one it shares its prompt with.
 
-    Raises BadRequest when they are not the turns of a session.
+    `before` are the nodes of the turns before them. Raises BadRequest when they are not the turns
+    of a session.
     """
     try:
-        return _linked(_TURN.decode(row) for row in rows)
+        return _linked((_TURN.decode(row) for row in rows), before)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise BadRequest(f"a row is not a stored turn: {error}") from error
 
 
-def _linked(turns: Iterable[_Turn]) -> list[tuple[Node, Node | None]]:
-    nodes: list[tuple[Node, Node | None]] = []
+def _linked(turns: Iterable[_Turn], before: Sequence[Node]) -> list[tuple[Node, Node | None]]:
+    nodes, new = list(before), []
     for turn in turns:
         for name, index in (("parent", turn.parent), ("twin", turn.twin)):
             if index is not None and not 0 <= index < len(nodes):
@@ -83,10 +85,11 @@ def _linked(turns: Iterable[_Turn]) -> list[tuple[Node, Node | None]]:
                     f"turn {len(nodes)} of the stored session has {name} {index}, "
                     "expected an earlier turn"
                 )
-        parent = nodes[turn.parent][0] if turn.parent is not None else None
-        twin = nodes[turn.twin][0] if turn.twin is not None else None
-        nodes.append((_node(len(nodes), turn, parent, twin), twin))
-    return nodes
+        parent = nodes[turn.parent] if turn.parent is not None else None
+        twin = nodes[turn.twin] if turn.twin is not None else None
+        nodes.append(_node(len(nodes), turn, parent, twin))
+        new.append((nodes[-1], twin))
+    return new
 
 
 def _turn(node: Node, twin: int | None) -> _Turn:

@@ -45,6 +45,8 @@ from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, BadTokenId, Conflict, Misaligned, PrefixBreak
 
 log = logging.getLogger(__name__)
+MadeTurn = tuple[Node, Node | None]
+"""A turn, and the earlier one with the same prompt, if there is one."""
 
 
 class Ledger:
@@ -172,20 +174,46 @@ class Ledger:
 
         Raises what `commit` raises.
         """
-        made: list[tuple[Node, Node | None]] = []
-        for completion, message in choices:
-            made.append(self._turn(plan, completion, message, made))
-        for node, twin in made:
-            self._add(node, twin)
+        made = self.make_turns(plan, choices)
+        self.add_turns(made)
         return [node for node, _ in made]
+
+    def make_turns(
+        self, plan: PromptPlan, choices: Iterable[tuple[Completion, Any]], *, after: int = 0
+    ) -> list[MadeTurn]:
+        """The turns that `commit_all` would store, with `after` others before them; none is stored
+        yet. Each comes with the turn it shares its prompt with. Raises what `commit` raises."""
+        made: list[MadeTurn] = []
+        index = len(self.nodes) + after
+        for completion, message in choices:
+            made.append(self._turn(index + len(made), plan, completion, message, made))
+        return made
+
+    def add_turns(self, made: Iterable[MadeTurn]) -> None:
+        """Stores turns, in order; those that were stored already are passed over."""
+        for node, twin in made:
+            if node.index >= len(self.nodes):
+                self._add(node, twin)
+
+    def extend(
+        self, turns: Sequence[bytes], start: int, recorded: Iterable[tuple[bytes, str]]
+    ) -> None:
+        """Takes in turns, from number `start` on, and breaks that others have stored meanwhile;
+        what is here already is passed over. Raises BadRequest for what are no turns."""
+        self.add_turns(codec.load_turns(turns[len(self.nodes) - start :], self.nodes))
+        for key, cause in recorded:
+            if key not in self._recorded:
+                self._recorded.add(key)
+                self.break_counts[cause] += 1
 
     def _turn(
         self,
+        index: int,
         plan: PromptPlan,
         completion: Completion,
         message: Any,
-        made: Sequence[tuple[Node, Node | None]],
-    ) -> tuple[Node, Node | None]:
+        made: Sequence[MadeTurn],
+    ) -> MadeTurn:
         """The node of a choice after those already made, and the one it shares its prompt with."""
         parent = plan.parent
         if parent is not None:
@@ -206,7 +234,7 @@ class Ledger:
             siblings = self.siblings(parent)
             twin = next((each for each in siblings if _is_twin(each, plan, prompt)), None)
         node = Node(
-            index=len(self.nodes) + len(made),
+            index=index,
             parent=parent,
             start=start,
             new_messages=twin.new_messages if twin else plan.new_messages,
@@ -287,7 +315,9 @@ class Ledger:
 
     def turn_bytes(self, node: Node) -> bytes:
         """One turn as msgpack, without the prompt that it shares with an earlier one."""
-        return codec.dump_turn(node, self.siblings(node.parent))
+        siblings = self.siblings(node.parent)
+        owner = next((each for each in siblings if each.prompt is node.prompt), node)
+        return codec.dump_turn(node, None if owner is node else owner)
 
     def _restore(
         self,

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.gateway.sessions import expiry, samples, store, tables
+from lockstep.gateway.sessions import expiry, samples
 from lockstep.gateway.sessions.cache import CachedSession
 from lockstep.gateway.sessions.sessions import Session, Sessions
+from lockstep.gateway.sessions.store import tables
+from lockstep.gateway.sessions.store import thread as store
 from lockstep.ledger import PromptPlan
 from lockstep.protocol.json.lazy_ids import LazyIds
 from lockstep.render import Renderer

@@ -27,7 +27,8 @@ async def prompt_of(chat: ChatRequest, renderer: Renderer, session: Session | No
     sent = chat.prompt_ids()
     if sent is not None:
         # Messages beside ids are a placeholder that some clients must send.
-        return ChatPrompt(sent[1], None if session is None else session.plan_ids(sent[1]))
+        plan = None if session is None else await session.plan_ids(sent[1])
+        return ChatPrompt(sent[1], plan)
     kept = kept_by_messages(chat.messages)
     if kept is not None or chat.required_prefix_token_ids is not None:
         field = "required_prefix_token_ids" if kept is None else f"{kept.field}.prompt_token_ids"

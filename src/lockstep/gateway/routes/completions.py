@@ -114,7 +114,9 @@ class CompletionsRoutes:
                 min_weight_version=body.min_weight_version,
             )
             affinity = Affinity.of(ids, session=name, salt=salt, adapter=model.adapter)
-            turn = None if body.scores else TokenTurn.of(session, ids, sampling, model.adapter)
+            turn = (
+                None if body.scores else await TokenTurn.of(session, ids, sampling, model.adapter)
+            )
             prompts.append(CompletionPrompt(text, request, affinity, at * sampling.n, turn))
         return prompts
 

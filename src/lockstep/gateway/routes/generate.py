@@ -116,7 +116,7 @@ class GenerateRoutes:
             return None
         renderer = await self._context.models.renderer()
         session = await join_session(http, self._context, renderer)
-        return TokenTurn.of(session, request.prompt_ids, request.sampling, model.adapter)
+        return await TokenTurn.of(session, request.prompt_ids, request.sampling, model.adapter)
 
     def _decoded(self, raw: bytes) -> tuple[bytes, GenerateFields, Sequence[int]]:
         fields, ids = decode_relayed(raw)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.gateway.context import GatewayContext, check_session_id, request_id
-from lockstep.gateway.sessions.index import SessionInfo
+from lockstep.gateway.sessions.entry import SessionInfo
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.gateway.tenants import check_tenant, full_name
 from lockstep.http.body import read_json

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
-from lockstep.gateway.sessions.index import SessionEntry
-from lockstep.ledger import Ledger
+from lockstep.gateway.sessions.entry import SessionEntry
+from lockstep.ledger import Ledger, PromptPlan
+from lockstep.tokens import Completion
 from lockstep.tokens.errors import LockstepError
 
 PER_SESSION = 2000
@@ -14,20 +18,40 @@ PER_SESSION = 2000
 PER_BREAK = 100
 
 
+class WaitingTurn(NamedTuple):
+    """The choices of a reply that are to be stored; `stored` is done when they are."""
+
+    plan: PromptPlan
+    choices: Sequence[tuple[Completion, Any]]
+    stored: asyncio.Future[int]
+
+
 class CachedSession:
     """A session in memory. A request that uses it holds a reference, which keeps it the only one
     of its name.
 
-    `ended` is why it takes no more turns: it was deleted, or a write of it failed.
+    `ended` is why it takes no more turns: it was deleted. `waiting` are turns that nobody writes
+    yet, `writing` writes those before them.
     """
 
-    __slots__ = ("__weakref__", "counted_bytes", "ended", "entry", "ledger", "unsaved_breaks")
+    __slots__ = (
+        "__weakref__",
+        "counted_bytes",
+        "ended",
+        "entry",
+        "ledger",
+        "unsaved_breaks",
+        "waiting",
+        "writing",
+    )  # fmt: skip
 
     def __init__(self, entry: SessionEntry, ledger: Ledger) -> None:
         self.entry, self.ledger = entry, ledger
         self.counted_bytes = 0
         self.ended: LockstepError | None = None
         self.unsaved_breaks: list[tuple[bytes, str]] = []
+        self.waiting: list[WaitingTurn] = []
+        self.writing: asyncio.Task[None] | None = None
         # Not a method of this object: the ledger must not keep it alive.
         ledger.on_break = self.unsaved_breaks.append
 

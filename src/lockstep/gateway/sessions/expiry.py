@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import Iterator, Sequence
-from itertools import islice
 
-from lockstep.gateway.sessions import tables
 from lockstep.gateway.sessions.cache import SessionCache
-from lockstep.gateway.sessions.index import SessionEntry, SessionIndex
+from lockstep.gateway.sessions.entry import SessionEntry
 from lockstep.gateway.sessions.limits import SessionCounts
 from lockstep.gateway.sessions.service_clock import ServiceClock
-from lockstep.gateway.sessions.store import SessionStore
+from lockstep.gateway.sessions.store.interface import SessionStore
 from lockstep.tokens.errors import Conflict, LockstepError
 
 log = logging.getLogger(__name__)
 TTL_SECONDS = 86400.0
 SWEEP_SECONDS = 60.0
+CLOCK_SECONDS = 10.0
+"""How often gateways of one store agree on the service clock and on the totals."""
 SWEPT_AT_ONCE = 200
 """Sessions deleted in one transaction at most: turns that are committed wait for it."""
 
 
 class SessionExpiry:
-    """Deletes sessions from the file, the index and the cache.
+    """Deletes sessions from the store and the cache.
 
     A session expires when it was not used for `ttl_seconds` of the service clock and its samples
     were read since its last turn, or when `expire_unread` is set.
@@ -33,7 +31,6 @@ class SessionExpiry:
     def __init__(
         self,
         store: SessionStore,
-        index: SessionIndex,
         cache: SessionCache,
         counts: SessionCounts,
         *,
@@ -41,61 +38,46 @@ class SessionExpiry:
         expire_unread: bool,
         clock: ServiceClock,
     ) -> None:
-        self._store, self._index, self._cache, self._counts = store, index, cache, counts
+        self._store, self._cache, self._counts = store, cache, counts
         self._ttl, self._expire_unread, self._clock = ttl_seconds, expire_unread, clock
 
-    async def delete(self, name: str) -> None:
-        """Deletes one session; a request in flight gets a Conflict. Raises NotFound."""
-        await self._remove([self._index.require(name)], f"session {name!r} was deleted")
+    async def delete(self, entry: SessionEntry) -> None:
+        """Deletes one session; a request in flight gets a Conflict."""
+        if (session := self._cache.find(entry.name)) is not None:
+            reason = f"session {entry.name!r} was deleted"
+            self._cache.drop(session, Conflict(reason, param="x-session-id"))
+        await self._store.remove([entry])
         self._counts.deleted += 1
 
     async def sweep(self) -> int:
         """Deletes the sessions that have expired; how many."""
         count = 0
-        while expired := list(islice(self._expired(), SWEPT_AT_ONCE)):
-            await self._remove(expired, "the session expired")
+        since = self._clock.now() - self._ttl
+        while expired := await self._store.expire(
+            since, self._expire_unread, self._cache.release, SWEPT_AT_ONCE
+        ):
             self._counts.expired += len(expired)
             count += len(expired)
         return count
 
     async def sweep_for_ever(self) -> None:
+        swept = self._clock.now()
         while True:
-            await asyncio.sleep(min(SWEEP_SECONDS, self._ttl))
+            await asyncio.sleep(min(CLOCK_SECONDS, self._ttl))
             try:
-                await self.sweep()
                 await self.save_clock()
+                if self._clock.now() - swept >= min(SWEEP_SECONDS, self._ttl):
+                    swept = self._clock.now()
+                    await self.sweep()
             except LockstepError as error:
                 log.warning(
                     "expired sessions could not be deleted, the next try is in %g s: %s",
-                    SWEEP_SECONDS, error.message,
+                    CLOCK_SECONDS, error.message,
                 )  # fmt: skip
 
     async def save_clock(self) -> None:
-        """Stores the service clock. Raises Unavailable when the file cannot be written."""
-        await self._store.write(functools.partial(tables.save_clock, seconds=self._clock.now()))
-
-    def _expired(self) -> Iterator[SessionEntry]:
-        since = self._clock.now() - self._ttl
-        for entry in self._index:
-            if (
-                entry.damaged
-                or entry.active >= since
-                or not (entry.was_read or self._expire_unread)
-            ):
-                continue
-            if self._cache.release(entry.name):
-                yield entry
-
-    async def _remove(self, entries: Sequence[SessionEntry], reason: str) -> None:
-        """The index forgets the sessions once the file has."""
-        for entry in entries:
-            if (session := self._cache.find(entry.name)) is not None:
-                self._cache.drop(session, Conflict(reason, param="x-session-id"))
-        self._index.begin_deleting(entries)
-        ids = [entry.id for entry in entries]
-        removed = self._store.write(functools.partial(tables.remove, ids=ids))
-        removed.add_done_callback(
-            lambda future: self._index.end_deleting(entries, deleted=future.exception() is None)
-        )
-        # Shielded: a caller that goes away must not leave the sessions half deleted.
-        await asyncio.shield(removed)
+        """Stores the service clock, and goes on from a later one that it had there."""
+        now = self._clock.now()
+        stored = await self._store.save_clock(now)
+        if stored > now:
+            self._clock.restore(stored)

@@ -1,12 +1,9 @@
-"""The sessions of a gateway: each a ledger of turns, stored in a file and cached in memory."""
+"""The sessions of a gateway: each a ledger of turns, kept in a store and cached in memory."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import heapq
 import logging
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +13,9 @@ from types import TracebackType
 from typing import Any
 
 from lockstep import tracing
-from lockstep.gateway.sessions import tables
 from lockstep.gateway.sessions.cache import CachedSession, SessionCache
+from lockstep.gateway.sessions.entry import SessionEntry, SessionInfo
 from lockstep.gateway.sessions.expiry import TTL_SECONDS, SessionExpiry
-from lockstep.gateway.sessions.index import SessionEntry, SessionIndex, SessionInfo
 from lockstep.gateway.sessions.keys import SessionKeys
 from lockstep.gateway.sessions.limits import SessionCounts, SessionLimits
 from lockstep.gateway.sessions.samples import (
@@ -28,7 +24,13 @@ from lockstep.gateway.sessions.samples import (
     reading_back,
 )
 from lockstep.gateway.sessions.service_clock import ServiceClock
-from lockstep.gateway.sessions.store import SessionStore
+from lockstep.gateway.sessions.store.interface import (
+    SessionStore,
+    StoredSession,
+    require_session,
+)
+from lockstep.gateway.sessions.store.sqlite import SqliteSessionStore
+from lockstep.gateway.sessions.writes import SessionWrites
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan
 from lockstep.ledger.branch_sample import branch_samples
 from lockstep.ledger.breaks import GATEWAY_BREAKS
@@ -36,7 +38,7 @@ from lockstep.ledger.codec import load_turns
 from lockstep.render import Renderer
 from lockstep.render.messages import Plain, plain_messages
 from lockstep.tokens import Completion, Sample
-from lockstep.tokens.errors import Conflict, LockstepError, Unavailable
+from lockstep.tokens.errors import Conflict, LockstepError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +66,7 @@ class Session:
         Raises what that raises, and TooLarge when the session is at its limit of turns or bytes.
         Limits are checked here and not in `commit`: what was sampled is stored.
         """
-        self._owner.check_limits(self._cached)
+        await self._owner.begin_call(self._cached)
         try:
             return await self._cached.ledger.plan_async(
                 messages, tools, renderer=self._renderer, breaks=self._breaks, lazy=True
@@ -72,9 +74,9 @@ class Session:
         finally:
             self._owner.count_breaks(self._cached)
 
-    def plan_ids(self, prompt_ids: Sequence[int]) -> PromptPlan:
+    async def plan_ids(self, prompt_ids: Sequence[int]) -> PromptPlan:
         """Where a turn with a prompt of ids belongs; see Ledger.plan_ids. Raises as `plan` does."""
-        self._owner.check_limits(self._cached)
+        await self._owner.begin_call(self._cached)
         try:
             return self._cached.ledger.plan_ids(prompt_ids, breaks=self._breaks)
         finally:
@@ -87,17 +89,18 @@ class Session:
                 return plain_messages(node.messages())
         return None
 
-    def continue_(self, node: Node) -> PromptPlan:
+    async def continue_(self, node: Node) -> PromptPlan:
         """The prompt that goes on where an aborted turn stopped; see Ledger.continue_."""
-        self._owner.check_limits(self._cached)
+        await self._owner.begin_call(self._cached)
         return self._cached.ledger.continue_(node)
 
     async def commit(self, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]) -> None:
         """Stores every choice of a reply as a branch: all of them, or none.
 
-        Returns when they are in the file. Raises what Ledger.commit raises; Conflict when the
-        session was ended meanwhile; Unavailable when the file cannot be written, and then the
-        session is as it was before. A caller that is cancelled while it waits stores them too.
+        Returns when they are in the store. Raises what Ledger.commit raises; Conflict when the
+        session was deleted or finished meanwhile; Unavailable when they could not be stored, and
+        then the session is as it was before. (A shared store that went away in the very moment may
+        turn out to have them.) A caller that is cancelled while it waits stores them too.
         """
         if (tracer := tracing.active) is None:
             await self._owner.store(self._cached, plan, choices)
@@ -107,7 +110,8 @@ class Session:
 
 
 class Sessions:
-    """Every session by its id, stored in the SQLite file at `path`, or in "memory".
+    """Every session by its id, kept in `store`: an SQLite file by its path, "memory", or a
+    SessionStore that several gateways may share.
 
     Sessions are deleted on request or when they expire (see SessionExpiry), and for no other
     reason: at a limit, what is new is refused. `max_sessions` and `max_bytes_total` refuse with
@@ -117,7 +121,7 @@ class Sessions:
 
     def __init__(
         self,
-        path: str = tables.MEMORY,
+        store: str | SessionStore = "memory",
         *,
         ttl_seconds: float = TTL_SECONDS,
         expire_unread: bool = False,
@@ -137,14 +141,11 @@ class Sessions:
             bytes_per_session=max_bytes_per_session,
             bytes_total=max_bytes_total,
         )
-        self.secret = b""
         self._clock = clock
         self._service_clock = ServiceClock(monotonic)
-        self._store = SessionStore(path)
-        self._index = SessionIndex()
+        self._store = SqliteSessionStore(store) if isinstance(store, str) else store
         self._expiry = SessionExpiry(
             self._store,
-            self._index,
             self.cache,
             self.counts,
             ttl_seconds=ttl_seconds,
@@ -153,23 +154,18 @@ class Sessions:
         )
         self.keys = SessionKeys(
             self._store,
-            self._index,
             self.cache,
             clock=clock,
             service_clock=self._service_clock,
             check_room=self._check_room,
         )
-        self._loading: dict[str, asyncio.Task[CachedSession]] = {}
+        self._writes = SessionWrites(self._store, self.cache, self.keys, self.counts)
+        self._loading: dict[str, asyncio.Task[CachedSession | None]] = {}
         self._fingerprints = TokenizerFingerprints()
         self._sweeping: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Sessions:
-        stored = await self._store.start()
-        self.secret = stored.secret
-        self._service_clock.restore(stored.clock)
-        self._index.restore(stored.rows, stored.damaged)
-        for _, name in stored.damaged:
-            log.error("the stored row of session %r is damaged: delete the session", name)
+        self._service_clock.restore(await self._store.start())
         self._sweeping = asyncio.create_task(self._expiry.sweep_for_ever())
         return self
 
@@ -183,18 +179,25 @@ class Sessions:
             self._sweeping.cancel()
             with suppress(asyncio.CancelledError):
                 await self._sweeping
+        await self._writes.stop()
         with suppress(LockstepError):  # the clock then goes on from the last sweep
             await self._expiry.save_clock()
         await self._store.stop()
 
     def __len__(self) -> int:
-        return len(self._index)
+        return self._store.totals().sessions
+
+    @property
+    def secret(self) -> bytes:
+        """A secret that every gateway of the store shares."""
+        return self._store.secret
 
     def stats(self) -> dict[str, int]:
         """Sizes now and counts since the start, by the name of their metric."""
+        totals = self._store.totals()
         return {
-            "live": len(self._index),
-            "bytes": self._index.nbytes,
+            "live": totals.sessions,
+            "bytes": totals.bytes,
             "hot": len(self.cache),
             "hot_bytes": self.cache.nbytes,
             "evicted": self.cache.evicted,
@@ -202,15 +205,28 @@ class Sessions:
         }
 
     async def open(
-        self, session_id: str, renderer: Renderer, *, breaks: Breaks = GATEWAY_BREAKS
+        self,
+        session_id: str,
+        renderer: Renderer,
+        *,
+        breaks: Breaks = GATEWAY_BREAKS,
+        begun: bool = False,
     ) -> Session:
-        """The session of that id, from memory, from the file, or new.
+        """The session of that id, from memory, from the store, or new unless it must have `begun`.
 
         Raises Busy when there may not be one more, and Conflict when its turns are of another
         tokenizer: their ids would mean something else.
         """
         tokenizer = await self._fingerprints.of(renderer)
-        cached = self.cache.find(session_id) or await self._load(session_id, renderer, tokenizer)
+        cached = self.cache.find(session_id)
+        if cached is None:
+            cached = await self._load(session_id, renderer)
+        elif self._store.shared:
+            cached = await self._refresh(cached, renderer)
+        if cached is None:
+            if begun:
+                raise Conflict(f"session {session_id!r} was deleted", param="x-session-id")
+            cached = self.cache.find(session_id) or self._begin(session_id, renderer, tokenizer)
         entry = cached.entry
         if not entry.turns:
             entry.tokenizer = tokenizer
@@ -238,55 +254,53 @@ class Sessions:
         Read by the trainer, the turns so far then count as read: the session may expire until
         there are more.
         """
-        entry = self._index.require(session_id)
+        entry = await require_session(self._store, session_id)
         entry.check_whole()
-        turns = entry.turns
         options = SampleOptions(
             train_aborted=train_aborted, dedupe=dedupe, kinds=kinds, weights=weights
         )
-        samples = await self._samples(entry, options)
+        nodes, _ = await self._turns(entry)
+        samples = await asyncio.to_thread(branch_samples, nodes, **options)
         if by_trainer:
-            await self._mark_read(entry, turns)
+            await self._mark_read(entry, len(nodes))
         if entry.terms is not None and (reward := entry.terms.reward) is not None:
             return await asyncio.to_thread(
                 lambda: [replace(sample, reward=reward) for sample in samples]
             )
         return samples
 
-    async def _samples(self, entry: SessionEntry, options: SampleOptions) -> list[Sample]:
-        nodes, _ = await self._turns(entry)
-        return await asyncio.to_thread(branch_samples, nodes, **options)
-
     async def turns(self, session_id: str) -> tuple[list[Node], Counter[str]]:
         """Every turn of a session and its prefix breaks by cause; it does not count as read.
 
         Raises NotFound, and Unavailable when it cannot be read back.
         """
-        entry = self._index.require(session_id)
+        entry = await require_session(self._store, session_id)
         entry.check_whole()
         return await self._turns(entry)
 
     async def _turns(self, entry: SessionEntry) -> tuple[list[Node], Counter[str]]:
         cached = self.cache.find(entry.name)
-        if cached is None:
-            stored = await self._store.read(
-                lambda db: tables.read_session(db, entry.id, entry.name)
-            )
-            with reading_back(entry.name):
-                turns = await asyncio.to_thread(load_turns, stored.turns)
-            return [node for node, _ in turns], Counter(cause for _, cause in stored.breaks)
-        # Waits for the writes before it: a turn whose write may still fail is not to train on.
-        await self._store.read(lambda db: None)
-        cached.check_alive()
-        return cached.ledger.nodes[:], cached.ledger.break_counts.copy()
+        if cached is not None:
+            await self._writes.settled(cached)
+        if cached is not None and not self._store.shared:
+            cached.check_alive()
+            return cached.ledger.nodes[:], cached.ledger.break_counts.copy()
+        stored = await self._stored(entry)
+        with reading_back(entry.name):
+            turns = await asyncio.to_thread(load_turns, stored.turns)
+        return [node for node, _ in turns], Counter(cause for _, cause in stored.breaks)
+
+    async def _stored(self, entry: SessionEntry) -> StoredSession:
+        loaded = await self._store.load(entry.name, None, 0)
+        if loaded is None or loaded.entry.id != entry.id:
+            raise NotFound(f"session {entry.name!r} was deleted meanwhile", param="session_id")
+        return loaded.stored
 
     async def _mark_read(self, entry: SessionEntry, turns: int) -> None:
         if entry.read_turns >= turns:
             return
-        entry.read_turns = turns
-        mark = functools.partial(tables.mark_read, session=entry.id, turns=turns)
         try:
-            await asyncio.shield(self._store.write(mark))
+            await self._store.mark_read(entry, turns)
         except Unavailable as error:  # the samples are right; only the session is kept for longer
             log.warning(
                 "session %r is not marked as read, so it will not expire until its samples are "
@@ -295,142 +309,112 @@ class Sessions:
 
     async def info(self, session_id: str) -> SessionInfo:
         """The session at a glance. Raises NotFound."""
-        row = self._index.require(session_id).row()
-        return SessionInfo.of(row, self._service_clock.now(), self._clock())
+        entry = await require_session(self._store, session_id)
+        return SessionInfo.of(entry, self._service_clock.now(), self._clock())
 
     async def page(self, *, after: str = "", limit: int = 100) -> list[SessionInfo]:
         """Sessions in the order of their ids, those after one id."""
-        rows = await self._store.read(lambda db: tables.read_page(db, after, limit))
+        entries = await self._store.page(after, limit)
         now, time_of_day = self._service_clock.now(), self._clock()
-        return [SessionInfo.of(row, now, time_of_day) for row in rows]
+        return [SessionInfo.of(entry, now, time_of_day) for entry in entries]
 
-    def latest(
+    async def latest(
         self, wanted: Callable[[str], bool], *, limit: int, offset: int = 0
     ) -> tuple[list[str], int]:
         """Names of sessions that are `wanted`, the last used first, and how many there are."""
-        entries = [entry for entry in self._index if wanted(entry.name)]
-        first = heapq.nlargest(offset + limit, entries, key=lambda entry: entry.used)
-        return [entry.name for entry in first[offset:]], len(entries)
+        return await self._store.latest(wanted, limit, offset)
 
     async def delete(self, session_id: str) -> None:
         """Deletes a session and its turns; a request in flight gets a Conflict. Raises NotFound."""
-        await self._expiry.delete(session_id)
+        entry = await require_session(self._store, session_id)
+        await self._expiry.delete(entry)
 
     async def sweep(self) -> int:
         """Deletes the sessions that have expired; how many."""
         return await self._expiry.sweep()
 
-    def check_limits(self, cached: CachedSession) -> None:
+    async def begin_call(self, cached: CachedSession) -> None:
         """Counts a call. Raises TooLarge or Busy when one more turn is past a limit, Forbidden when
         it is past the session's budget, Conflict when the session ended."""
         cached.check_alive()
         entry = cached.entry
         if entry.terms is not None:
             # The last call of a budget may have failed: then it is the next that shows the end.
-            if self.keys.note_used_up(entry):
-                self._write(cached, [])
+            await self.keys.note_used_up(entry)
             entry.terms.check_budget(entry.name)
         self._limits.check_session(entry.name, entry.turns, entry.bytes, self.counts)
-        self._limits.check_all(0, self._index.nbytes, self.counts)
+        self._limits.check_all(0, self._store.totals().bytes, self.counts)
         if entry.terms is not None:
-            entry.terms = entry.terms.called()
+            await self._store.count_call(entry)
 
     def _check_room(self) -> None:
         """Raises Busy when there may not be one more session."""
-        count = len(self._index) + self.cache.without_turns
-        self._limits.check_all(count, self._index.nbytes, self.counts)
+        totals = self._store.totals()
+        count = totals.sessions + self.cache.without_turns
+        self._limits.check_all(count, totals.bytes, self.counts)
 
     def count_breaks(self, cached: CachedSession) -> None:
         """Counts new breaks, and stores those of a session that is stored."""
-        if not cached.unsaved_breaks:
-            return
-        self.counts.breaks.update(cause for _, cause in cached.unsaved_breaks)
-        if cached.entry.turns and cached.ended is None:
-            self._write(cached, [])
+        if cached.unsaved_breaks:
+            self.counts.breaks.update(cause for _, cause in cached.unsaved_breaks)
+            self._writes.save_breaks(cached)
 
     async def store(
         self, cached: CachedSession, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]
     ) -> None:
         """See Session.commit."""
-        cached.check_alive()
-        nodes = cached.ledger.commit_all(plan, choices)
         self._touch(cached.entry)
-        if (terms := cached.entry.terms) is not None:
-            tokens = sum(len(completion.token_ids) for completion, _ in choices)
-            cached.entry.terms = terms.sampled(tokens)
-            self.keys.note_used_up(cached.entry)
-        written = self._write(cached, nodes)
-        self.cache.touch(cached)
-        # Shielded: a client that goes away does not undo a turn that is being written.
-        await asyncio.shield(written)
-        self.counts.turns += len(nodes)
+        await self._writes.commit(cached, plan, choices)
 
     def _touch(self, entry: SessionEntry) -> None:
         entry.used, entry.active = self._clock(), self._service_clock.now()
 
-    def _write(self, cached: CachedSession, nodes: list[Node]) -> asyncio.Future[None]:
-        """Gives turns and new breaks to the store; a failure ends the session in memory."""
-        entry, ledger = cached.entry, cached.ledger
-        grown = cached.nbytes - entry.bytes
-        self._index.grow(entry, len(nodes), grown)
-        row = entry.row()
-        breaks, cached.unsaved_breaks[:] = cached.unsaved_breaks[:], []
-
-        def work(db: sqlite3.Connection) -> None:
-            cached.check_alive()
-            turns = [(node.index, ledger.turn_bytes(node)) for node in nodes]
-            tables.write_turns(db, row, turns, breaks)
-
-        def undone(error: LockstepError) -> None:
-            # On the store's thread, before any later write: what was planned on these turns must
-            # not be stored without them.
-            cached.ended = error
-
-        def settled(future: asyncio.Future[None]) -> None:
-            error = future.exception()
-            if isinstance(error, LockstepError):
-                self.counts.unwritten += len(nodes)
-                self.cache.drop(cached, error)
-                self._index.shrink(entry, len(nodes), grown)
-
-        written = self._store.write(work, undone)
-        written.add_done_callback(settled)
-        return written
-
-    async def _load(self, name: str, renderer: Renderer, tokenizer: bytes) -> CachedSession:
-        if self._index.is_deleting(name):
-            raise Conflict(f"session {name!r} is being deleted: try again", param="x-session-id")
-        entry = self._index.get(name)
-        if entry is not None:
-            entry.check_whole()
-            # One task for all requests that wait: a session must not be in memory twice.
-            task = self._loading.get(name)
-            if task is None:
-                task = asyncio.create_task(self._read(entry, renderer))
-                self._loading[name] = task
-                task.add_done_callback(lambda _: self._loading.pop(name))
-            return await asyncio.shield(task)
+    def _begin(self, name: str, renderer: Renderer, tokenizer: bytes) -> CachedSession:
         self._check_room()
         self.counts.opened += 1
         now, active = self._clock(), self._service_clock.now()
-        new = self._index.new_entry(name, tokenizer, now, active)
+        new = self._store.new_entry(name, tokenizer, now, active)
         cached = CachedSession(new, Ledger(renderer, breaks=GATEWAY_BREAKS))
         self.cache.add(cached)
         return cached
 
-    async def _read(self, entry: SessionEntry, renderer: Renderer) -> CachedSession:
-        stored = await self._store.read(lambda db: tables.read_session(db, entry.id, entry.name))
-        with reading_back(entry.name):
+    async def _load(self, name: str, renderer: Renderer) -> CachedSession | None:
+        """The session from the store, now in the cache; None when it is not there."""
+        task = self._loading.get(name)
+        if task is None:
+            # One task for all requests that wait: a session must not be in memory twice.
+            task = asyncio.create_task(self._read(name, renderer))
+            self._loading[name] = task
+            task.add_done_callback(lambda _: self._loading.pop(name))
+            return await asyncio.shield(task)
+        cached = await asyncio.shield(task)
+        if cached is None or not self._store.shared:
+            return cached
+        # It was read before this request came, which may know of a later turn.
+        return await self._refresh(cached, renderer)
+
+    async def _read(self, name: str, renderer: Renderer) -> CachedSession | None:
+        loaded = await self._store.load(name, None, 0)
+        if loaded is None:
+            return None
+        with reading_back(name):
             ledger = await renderer.offload(
-                Ledger.from_turns, stored.turns, stored.breaks, renderer
+                Ledger.from_turns, loaded.stored.turns, loaded.stored.breaks, renderer
             )
-        if self._index.get(entry.name) is not entry or self._index.is_deleting(entry.name):
-            raise Conflict(
-                f"session {entry.name!r} was deleted while it was read: try again, which begins "
-                "a new one",
-                param="x-session-id",
-            )
-        cached = CachedSession(entry, ledger)
+        cached = CachedSession(loaded.entry, ledger)
         self.cache.add(cached)
         self.counts.loaded += 1
+        return cached
+
+    async def _refresh(self, cached: CachedSession, renderer: Renderer) -> CachedSession | None:
+        """The session with the turns that other gateways stored since; None when it is gone."""
+        loaded = await self._store.load(cached.name, cached.entry, len(cached.ledger.nodes))
+        if loaded is None and cached.entry.id is None:
+            return cached
+        try:
+            self._writes.take_in(cached, loaded)
+        except Conflict as error:
+            self.cache.drop(cached, error)
+            return await self._load(cached.name, renderer)
+        self.cache.touch(cached)
         return cached

@@ -23,7 +23,7 @@ class TokenTurn:
     plan: PromptPlan
 
     @classmethod
-    def of(
+    async def of(
         cls,
         session: Session | None,
         prompt_ids: Sequence[int],
@@ -37,7 +37,7 @@ class TokenTurn:
         """
         if session is None:
             return None
-        plan = session.plan_ids(prompt_ids)
+        plan = await session.plan_ids(prompt_ids)
         if session.strict:
             check_comparable(
                 plan.parent,

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from lockstep.fleet.control.file_lock import FileLock
-from lockstep.gateway.sessions.tables import MEMORY, StoredFile, connect, read_file
+from lockstep.gateway.sessions.store.tables import MEMORY, StoredFile, connect, read_file
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
 
 BATCH = 512
@@ -30,10 +30,9 @@ class _Job:
     work: Work[Any]
     future: asyncio.Future[Any]
     writes: bool
-    undone: Callable[[LockstepError], None] | None = None
 
 
-class SessionStore:
+class SqliteThread:
     """One thread over one SQLite file, or over memory. Jobs are settled on the caller's loop.
 
     The file is held exclusively: a second process is refused, so that no two write one session.
@@ -66,34 +65,29 @@ class SessionStore:
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
-    def write(
-        self, work: Work[T], undone: Callable[[LockstepError], None] | None = None
-    ) -> asyncio.Future[T]:
+    def write(self, work: Work[T]) -> asyncio.Future[T]:
         """Does the work in a transaction; the future is done when that is in the file.
 
         A LockstepError from work that touched nothing yet fails it alone. Any other error undoes
-        the whole transaction and fails, as Unavailable, everything that shared it; `undone` is
-        then called on this store's thread, before any later work.
+        the whole transaction and fails, as Unavailable, everything that shared it.
         """
-        return self._submit(work, True, undone)
+        return self._submit(work, True)
 
     def read(self, work: Work[T]) -> asyncio.Future[T]:
         """Does the work after every write that was submitted before.
 
         A file that cannot be read fails it as Unavailable.
         """
-        return self._submit(work, False, None)
+        return self._submit(work, False)
 
-    def _submit(
-        self, work: Work[T], writes: bool, undone: Callable[[LockstepError], None] | None
-    ) -> asyncio.Future[T]:
+    def _submit(self, work: Work[T], writes: bool) -> asyncio.Future[T]:
         if self._loop is None or not self._open:
             raise Unavailable("the sessions are not open: use them in `async with Sessions(...)`")
         future: asyncio.Future[T] = self._loop.create_future()
         if not self._queued:
             # Waking a thread costs more than a write: it is done once for each pass of the loop.
             self._loop.call_soon(self._hand_over)
-        self._queued.append(_Job(work, future, writes, undone))
+        self._queued.append(_Job(work, future, writes))
         return future
 
     def _hand_over(self) -> None:
@@ -158,9 +152,6 @@ def _transact(
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         failure = Unavailable(f"the session file cannot be written: {error}")
-        for job in jobs:
-            if job.undone is not None:
-                job.undone(failure)
         return [(job, None, failure) for job in jobs]
     return results
 

@@ -9,6 +9,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.gateway.sessions.entry import SessionEntry
+from lockstep.gateway.sessions.store.interface import StoredSession
 from lockstep.gateway.sessions.terms import SessionTerms
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
 
@@ -63,26 +65,33 @@ KINDS: tuple[Any, ...] = (int, str, bytes, float, float, int, int, int, float, b
 """The types of a row that is not damaged: SQLite itself would hold anything."""
 
 
-def damaged_row(number: int, name: str) -> SessionRow:
-    """What stands for a row that cannot be read."""
-    return SessionRow(number, name, b"", 0.0, 0.0, 0, 0, 0, 0.0, None)
+def row_of(entry: SessionEntry) -> SessionRow:
+    """The row of a session that has a number already."""
+    return SessionRow(
+        entry.id or 0, entry.name, entry.tokenizer, entry.created, entry.used, entry.turns,
+        entry.bytes, entry.read_turns, entry.active,
+        None if entry.terms is None else entry.terms.encode(),
+    )  # fmt: skip
+
+
+def entry_of(row: tuple[Any, ...]) -> SessionEntry:
+    """The session of a row; one whose row cannot be read is damaged and has no sizes."""
+    if not _is_whole(row):
+        return SessionEntry(row[0], _shown_name(row), b"", 0.0, 0.0, 0.0, damaged=True)
+    known = SessionRow(*row)
+    return SessionEntry(
+        known.id, known.name, known.tokenizer, known.created, known.used, known.active,
+        known.turns, known.bytes, known.read_turns, SessionTerms.decode(known.terms),
+    )  # fmt: skip
 
 
 class StoredFile(NamedTuple):
-    """What a session file holds beside turns: its sessions, the ids and names of those whose rows
-    are damaged, a secret that only this file has, and the service clock when it was last saved."""
+    """What a session file holds beside turns: its sessions, some perhaps damaged, a secret that
+    only this file has, and the service clock when it was last saved."""
 
-    rows: list[SessionRow]
-    damaged: list[tuple[int, str]]
+    entries: list[SessionEntry]
     secret: bytes
     clock: float
-
-
-class StoredSession(NamedTuple):
-    """The turns of a session in order, and its prefix breaks as (key, cause)."""
-
-    turns: list[bytes]
-    breaks: list[tuple[bytes, str]]
 
 
 def connect(path: str) -> sqlite3.Connection:
@@ -184,25 +193,20 @@ def read_session(connection: sqlite3.Connection, session: int, name: str) -> Sto
     return StoredSession([data for _, data, _ in rows], breaks)
 
 
-def read_page(connection: sqlite3.Connection, after: str, limit: int) -> list[SessionRow]:
+def read_page(connection: sqlite3.Connection, after: str, limit: int) -> list[SessionEntry]:
     """The first `limit` sessions whose names come after `after`; a damaged one has no sizes."""
     rows = connection.execute(
         "SELECT * FROM sessions WHERE name > ? AND typeof(name) = 'text' ORDER BY name LIMIT ?",
         (after, limit),
     )
-    return [SessionRow(*each) if _is_whole(each) else damaged_row(*each[:2]) for each in rows]
+    return [entry_of(each) for each in rows]
 
 
 def read_file(connection: sqlite3.Connection) -> StoredFile:
     """All sessions, the least recently used first, and the facts about the file."""
     rows = connection.execute("SELECT * FROM sessions ORDER BY active, used").fetchall()
     facts = dict(connection.execute("SELECT name, value FROM facts"))
-    return StoredFile(
-        [SessionRow(*each) for each in rows if _is_whole(each)],
-        [(each[0], _shown_name(each)) for each in rows if not _is_whole(each)],
-        facts["secret"],
-        facts["clock"],
-    )
+    return StoredFile([entry_of(each) for each in rows], facts["secret"], facts["clock"])
 
 
 def _checksum(session: int, turn: int, data: bytes) -> bytes:
