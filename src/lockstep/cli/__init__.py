@@ -18,6 +18,7 @@ from lockstep.cli.doctor import doctor
 from lockstep.cli.extras import missing_extra
 from lockstep.cli.rollout import rollout
 from lockstep.cli.serve import gateway, serve
+from lockstep.cli.tinker import tinker
 from lockstep.cli.train import train
 from lockstep.cli.worker import worker
 from lockstep.http.tls import TlsFiles, use_for_clients
@@ -38,6 +39,7 @@ app.command()(serve)
 app.command()(gateway)
 app.command()(worker)
 app.command()(train)
+app.command()(tinker)
 app.command()(rollout)
 app.command()(check)
 app.command(rich_help_panel=control.PANEL)(dashboard)

@@ -9,7 +9,8 @@ LockstepError
 ├── Unauthorized              401  no token, or the wrong one
 ├── Forbidden                 403  a path, host or key that is not allowed here
 ├── NotFound                  404  no such route, model, session or operation
-│   └── UnknownModel               neither a served model nor a loaded adapter
+│   ├── UnknownModel               neither a served model nor a loaded adapter
+│   └── Gone                  410  it was there, and is not kept any more
 ├── Conflict                  409  right request, wrong moment
 │   ├── VersionUnavailable         the demanded weight version is not the one served
 │   ├── Superseded                 a command of a gateway whose workers obey a later one now
@@ -140,6 +141,11 @@ class NotFound(LockstepError):
 
 class UnknownModel(NotFound):
     code = "unknown_model"
+
+
+class Gone(NotFound):
+    code = "gone"
+    status = 410
 
 
 class Conflict(LockstepError):

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from lockstep.engine import exact
 from lockstep.integrations.tinker.lora import LoraModel, LoraSettings
 from lockstep.integrations.tinker.messages import Datum, ForwardBackwardRequest, Tensor
-from lockstep.integrations.tinker.trainer import AdamParams, TrainingModel
+from lockstep.integrations.tinker.trainer import TrainingModel
+from lockstep.integrations.tinker.types import AdamParams
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from tests.engine.rig import Rig, ids

@@ -19,6 +19,7 @@ from lockstep.engine.probe import write_probe
 from lockstep.integrations.tinker.lora import LoraModel, LoraSettings, LoraTensors
 from lockstep.integrations.tinker.losses import Loss, loss_of
 from lockstep.integrations.tinker.messages import Datum, ForwardBackwardRequest
+from lockstep.integrations.tinker.types import AdamParams
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 
 OPTIMIZER = "optimizer.pt"
@@ -29,29 +30,6 @@ MICRO_TOKENS = 16384
 MICRO_DATUMS = 64
 """Datums of one forward pass at most. A divisor of the SDK's 1024 datums a chunk: so a call in
 several chunks adds up the same gradients in the same order as in one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamParams:
-    """The numbers of one optimizer step, with the defaults of the API."""
-
-    learning_rate: float = 0.0001
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-    def check(self) -> None:
-        """Raises BadRequest that names a number that makes no sense."""
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            top = 1.0 if name.startswith("beta") else math.inf
-            if not 0 <= value < top:
-                raise BadRequest(
-                    f"adam_params.{name} is {value}: expected 0 <= {name} < {top:g}",
-                    param=f"adam_params.{name}",
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +59,7 @@ class TrainingModel:
         self.tensors = LoraTensors(model, settings)
         self._optimizer = torch.optim.AdamW(self.tensors.parameters)
         self._failed: int | None = None
+        self.steps = 0
 
     # Learning
 
@@ -225,6 +204,7 @@ class TrainingModel:
             raise Conflict(f"the gradient norm is {norm}: nothing was learnt")
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
         return {"grad_norm": norm}
 
     # What survives
@@ -243,8 +223,8 @@ class TrainingModel:
         self.tensors.save(directory)
         torch.save(self._optimizer.state_dict(), directory / OPTIMIZER)
 
-    def load(self, directory: Path, *, optimizer: bool) -> None:
-        """Goes on from what was saved there; gradients that have added up are cleared.
+    def load(self, directory: Path, *, optimizer: bool, steps: int = 0) -> None:
+        """Goes on from what was saved there after so many steps; gradients are cleared.
 
         Without `optimizer` the moments start anew. Raises CheckpointError unless all of it fits.
         """
@@ -262,6 +242,7 @@ class TrainingModel:
             self._optimizer.load_state_dict(state)
         self._optimizer.zero_grad(set_to_none=True)
         self._failed = None
+        self.steps = steps
 
 
 def _batches(items: Sequence[_Item]) -> list[list[_Item]]:

@@ -1,0 +1,116 @@
+"""The calls of one model in the order of their seq_id, whatever order they arrive in.
+
+A call that comes again is the same call: it has the request id of the first, and is done once. A
+call that was refused counts as done, so that those after it go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from lockstep.integrations.tinker.futures import Futures, Pending, Result
+from lockstep.tokens.errors import Conflict
+
+log = logging.getLogger(__name__)
+GAP_SECONDS = 330.0
+"""How long a missing call is waited for: the SDK tries to send one for up to 300 s."""
+Work = Callable[[], Awaitable[Result]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    pending: Pending
+    digest: bytes
+    work: Work
+
+
+class Sequencer:
+    """Runs the calls of one model, one at a time, in the order of their seq_id."""
+
+    def __init__(self, futures: Futures, *, first: int = 1, gap_seconds: float = GAP_SECONDS):
+        self._futures = futures
+        self._next = first
+        self._gap_seconds = gap_seconds
+        self._calls: dict[int, _Call] = {}
+        self._arrived = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    def submit(self, seq_id: int, digest: bytes, work: Work) -> Pending:
+        """The request of this call, which is new unless it came before.
+
+        Raises Conflict for a seq_id that was used for another call, or given up.
+        """
+        known = self._calls.get(seq_id)
+        if known is not None:
+            if known.digest != digest:
+                raise Conflict(
+                    f"seq_id {seq_id} was used for another call of this model", param="seq_id"
+                )
+            return known.pending
+        if seq_id < self._next:
+            raise Conflict(
+                f"seq_id {seq_id} comes after seq_id {self._next - 1} of this model was done, and "
+                "was not waited for",
+                param="seq_id",
+            )
+        pending = self._futures.open()
+        self._calls[seq_id] = _Call(pending, digest, work)
+        self._arrived.set()
+        return pending
+
+    def consume(self, seq_id: int, work: Work) -> None:
+        """Has a call that was refused before it could be read do `work` in its turn, if anything:
+        those after it do not wait for it."""
+        if seq_id >= self._next and seq_id not in self._calls:
+            self.submit(seq_id, b"refused", work)
+
+    async def close(self) -> None:
+        """Stops; calls that have not begun are never done."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            call = self._calls.get(self._next)
+            if call is None:
+                await self._wait()
+                continue
+            try:
+                result = await call.work()
+            except Exception as error:
+                result = Result.failure(error)
+            self._next += 1
+            # The work holds its data, which is not needed again.
+            self._calls[self._next - 1] = _Call(call.pending, call.digest, _nothing)
+            await self._futures.end(call.pending, result)
+
+    async def _wait(self) -> None:
+        """Until the next call is here; calls behind one that never comes are given up."""
+        behind = [seq for seq in self._calls if seq > self._next]
+        self._arrived.clear()
+        if not behind:
+            await self._arrived.wait()
+            return
+        try:
+            async with asyncio.timeout(self._gap_seconds):
+                while self._next not in self._calls:
+                    await self._arrived.wait()
+                    self._arrived.clear()
+        except TimeoutError:
+            missing = self._next
+            log.warning("seq_id %d never came: calls after it are refused", missing)
+            for seq in sorted(seq for seq in self._calls if seq > missing):
+                error = Conflict(
+                    f"seq_id {missing} never came, and this call of seq_id {seq} stands behind it: "
+                    "nothing was done; go on from the last saved state"
+                )
+                await self._futures.end(self._calls[seq].pending, Result.failure(error))
+                self._next = seq + 1
+
+
+async def _nothing() -> Result:
+    """The work of a call that is done."""
+    return Result.of({})

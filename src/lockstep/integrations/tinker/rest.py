@@ -1,0 +1,221 @@
+"""The routes that tell what there is: models, runs, checkpoints, sessions and samplers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lockstep.http.handlers import json_response
+from lockstep.integrations.tinker import types
+from lockstep.integrations.tinker.routes import PREFIX, body_of
+from lockstep.integrations.tinker.service import TinkerService
+from lockstep.integrations.tinker.store import KINDS, SCHEME, CheckpointRecord, RunRecord
+from lockstep.tokens.errors import BadRequest
+
+CHECKPOINT = "training_runs/{run}/checkpoints/{kind}/{name}"
+MOST = 1000
+
+
+class RestRoutes:
+    """Routes of one service that change no training."""
+
+    def __init__(self, service: TinkerService) -> None:
+        self._service = service
+        self._store = service.store
+
+    @property
+    def routes(self) -> list[Route]:
+        """All of them."""
+        gets = {
+            "healthz": self._health,
+            "get_server_capabilities": self._capabilities,
+            "training_runs": self._runs,
+            "training_runs/{run}": self._run,
+            "training_runs/{run}/checkpoints": self._run_checkpoints,
+            "checkpoints": self._checkpoints,
+            "sessions": self._sessions,
+            "sessions/{session}": self._session,
+            "samplers/{sampler}": self._sampler,
+        }
+        changes = [
+            ("POST", "weights_info", self._weights_info),
+            ("POST", "sessions/{session}/finish", self._finish),
+            ("DELETE", CHECKPOINT, self._delete),
+            ("PUT", f"{CHECKPOINT}/ttl", self._ttl),
+            ("POST", f"{CHECKPOINT}/publish", self._publish),
+            ("DELETE", f"{CHECKPOINT}/publish", self._unpublish),
+        ]
+        return [
+            *(Route(f"{PREFIX}/{path}", each, methods=["GET"]) for path, each in gets.items()),
+            *(Route(f"{PREFIX}/{path}", each, methods=[verb]) for verb, path, each in changes),
+        ]
+
+    async def _health(self, _: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def _capabilities(self, _: Request) -> Response:
+        base = self._service.base
+        models = [
+            {
+                "model_name": name,
+                "max_context_length": base.max_tokens,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for name in base.names
+        ]
+        return json_response({"supported_models": models})
+
+    # Runs and checkpoints
+
+    async def _runs(self, request: Request) -> Response:
+        page, cursor = _page(request, self._store.runs())
+        runs = [self._shown_run(each) for each in page]
+        return json_response({"training_runs": runs, "cursor": cursor})
+
+    async def _run(self, request: Request) -> Response:
+        return json_response(self._shown_run(self._store.run(request.path_params["run"])))
+
+    async def _run_checkpoints(self, request: Request) -> Response:
+        run = self._store.run(request.path_params["run"])
+        page, cursor = _page(request, self._store.checkpoints(run.model_id))
+        return json_response({"checkpoints": [_shown(each) for each in page], "cursor": cursor})
+
+    async def _checkpoints(self, request: Request) -> Response:
+        page, cursor = _page(request, self._store.checkpoints())
+        return json_response({"checkpoints": [_shown(each) for each in page], "cursor": cursor})
+
+    async def _weights_info(self, request: Request) -> Response:
+        path = types.read(types.TinkerPath, await body_of(request)).tinker_path
+        record, _ = self._store.checkpoint(path)
+        run = self._store.run(record.model_id)
+        return json_response(
+            {
+                "base_model": run.base_model,
+                "is_lora": True,
+                "lora_rank": run.rank,
+                "train_unembed": run.train_unembed,
+                "train_mlp": run.train_mlp,
+                "train_attn": run.train_attn,
+                "optimizer_config": {"type": "adamw"},
+            }
+        )
+
+    async def _delete(self, request: Request) -> Response:
+        self._store.delete(_path(request))
+        return Response(status_code=204)
+
+    async def _ttl(self, request: Request) -> Response:
+        seconds = types.read(types.Ttl, await body_of(request)).ttl_seconds
+        self._store.set_ttl(_path(request), seconds)
+        return Response(status_code=204)
+
+    async def _publish(self, request: Request) -> Response:
+        self._store.set_public(_path(request), True)
+        return Response(status_code=204)
+
+    async def _unpublish(self, request: Request) -> Response:
+        self._store.set_public(_path(request), False)
+        return Response(status_code=204)
+
+    # Sessions and samplers
+
+    async def _sessions(self, request: Request) -> Response:
+        page, _ = _page(request, self._store.sessions())
+        return json_response({"sessions": [each.session_id for each in page]})
+
+    async def _session(self, request: Request) -> Response:
+        session = self._store.session(request.path_params["session"])
+        begin = f"{session.session_id}:"
+        runs = [run.model_id for run in self._store.runs() if run.model_id.startswith(begin)]
+        samplers = [each.sampler_id for each in self._store.samplers()]
+        return json_response(
+            {
+                "training_run_ids": runs,
+                "sampler_ids": [each for each in samplers if each.startswith(begin)],
+                "user_metadata": _texts(session.user_metadata),
+                "display_name": session.display_name,
+            }
+        )
+
+    async def _finish(self, request: Request) -> Response:
+        session = self._service.check_session(request.path_params["session"])
+        try:
+            body = msgspec.json.decode(await body_of(request))
+            reason = str(body["reason"]["type"])
+        except (msgspec.DecodeError, KeyError, TypeError):
+            raise BadRequest("reason.type is missing", param="reason") from None
+        self._store.put_session(msgspec.structs.replace(session, finished=reason))
+        return Response(status_code=204)
+
+    async def _sampler(self, request: Request) -> Response:
+        sampler = self._service.samplers.find(request.path_params["sampler"])
+        # The client loads its tokenizer by this name; a bundled model has none on any hub.
+        base = str(self._service.base.directory)
+        return json_response(
+            {
+                "sampler_id": sampler.sampler_id,
+                "base_model": base,
+                "model_path": sampler.model_path,
+            }
+        )
+
+    def _shown_run(self, run: RunRecord) -> dict[str, Any]:
+        every = self._store.checkpoints(run.model_id)
+        last = {kind: next((each for each in every if each.kind == kind), None) for kind in KINDS}
+        training, sampler = last["weights"], last["sampler_weights"]
+        times = [run.created, *(each.created for each in every)]
+        return {
+            "training_run_id": run.model_id,
+            "base_model": run.base_model,
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": run.rank,
+            "corrupted": False,
+            "last_request_time": max(times),
+            "last_checkpoint": None if training is None else _shown(training),
+            "last_sampler_checkpoint": None if sampler is None else _shown(sampler),
+            "user_metadata": _texts(run.user_metadata),
+        }
+
+
+def _page(request: Request, every: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    """The part of a list that was asked for, and where it lies."""
+    try:
+        limit, offset = (
+            int(request.query_params.get(name, default))
+            for name, default in (("limit", "100"), ("offset", "0"))
+        )
+    except ValueError:
+        raise BadRequest("limit and offset are whole numbers", param="limit") from None
+    if not 0 <= limit <= MOST or offset < 0:
+        raise BadRequest(f"limit is {limit}: expected 0 to {MOST}, offset >= 0", param="limit")
+    cursor = {"offset": offset, "limit": limit, "total_count": len(every)}
+    return every[offset : offset + limit], cursor
+
+
+def _path(request: Request) -> str:
+    parts = request.path_params
+    return f"{SCHEME}{parts['run']}/{parts['kind']}/{parts['name']}"
+
+
+def _shown(record: CheckpointRecord) -> dict[str, Any]:
+    return {
+        "checkpoint_id": record.checkpoint_id,
+        "checkpoint_type": KINDS[record.kind],
+        "time": record.created,
+        "tinker_path": record.path,
+        "size_bytes": record.size,
+        "public": record.public,
+        "expires_at": record.expires,
+        "user_metadata": record.user_metadata,
+    }
+
+
+def _texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
+    """Metadata as answers have it: texts only."""
+    return None if metadata is None else {key: str(value) for key, value in metadata.items()}

@@ -1,0 +1,403 @@
+"""What the routes stand on: sessions, models with their calls in order, samplers, and samples."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from lockstep.integrations.tinker import types
+from lockstep.integrations.tinker.futures import PROTOBUF, Futures, Pending, Result
+from lockstep.integrations.tinker.lora import LoraModel, LoraSettings
+from lockstep.integrations.tinker.messages import (
+    ForwardBackwardRequest,
+    encode_forward_backward,
+    encode_samples,
+)
+from lockstep.integrations.tinker.order import Sequencer
+from lockstep.integrations.tinker.samplers import Samplers
+from lockstep.integrations.tinker.store import (
+    CheckpointRecord,
+    Kind,
+    RunRecord,
+    SamplerRecord,
+    SessionRecord,
+    Store,
+    now,
+)
+from lockstep.integrations.tinker.trainer import TrainingModel
+from lockstep.tokens.errors import BadRequest, Busy, Conflict, Gone, NotFound, UnsupportedField
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+MOST_SAMPLES = 5000
+"""Samples under way at once; beyond them clients are told to slow down."""
+CLONE = 10**9
+"""Clones of a sampler count their calls from multiples of this."""
+KEPT_SAMPLES = 200_000
+EPHEMERAL_AGE = timedelta(days=2)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """The model that is trained and sampled: its names, where it is, and how long its context is.
+
+    The first name is the one that the server tells; a client may also say its directory.
+    """
+
+    names: tuple[str, ...]
+    directory: Path
+    max_tokens: int
+
+    def check(self, name: str | None) -> None:
+        """Raises BadRequest for the name of another model."""
+        if name not in (*self.names, str(self.directory)):
+            raise BadRequest(
+                f"base_model is {name!r}: this server has {', '.join(self.names)}",
+                param="base_model",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LiveModel:
+    """A model of a training client of this process."""
+
+    run: RunRecord
+    training: TrainingModel
+    calls: Sequencer
+
+
+class TinkerService:
+    """The state of one server. All methods are called from one event loop."""
+
+    def __init__(self, base: BaseModel, model: LoraModel, store: Store, samplers: Samplers) -> None:
+        self.base = base
+        self.store = store
+        self.samplers = samplers
+        self.futures = Futures()
+        self._model = model
+        self._models: dict[str, LiveModel] = {}
+        self._created: dict[str, tuple[bytes, Pending]] = {}
+        self._samples: dict[tuple[str, int], tuple[bytes, Pending]] = {}
+        self._sampling = 0
+        # One thread: products of one adapter at a time, and calls of all models in fair turns.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-trainer")
+        store.sweep(EPHEMERAL_AGE)
+
+    async def close(self) -> None:
+        """Stops all work; what was not saved is lost."""
+        for live in self._models.values():
+            await live.calls.close()
+        await self.futures.close()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _trained(self, work: Callable[[], T]) -> T:
+        """The result of `work`, made in the thread that trains."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # Sessions
+
+    def create_session(self, request: types.CreateSession) -> SessionRecord:
+        record = SessionRecord(
+            session_id=str(uuid.uuid4()),
+            created=now(),
+            tags=request.tags,
+            user_metadata=request.user_metadata,
+            display_name=request.display_name,
+        )
+        self.store.put_session(record)
+        return record
+
+    def check_session(self, session_id: str) -> SessionRecord:
+        """Raises Gone for a session that this server never had: its client stops calling."""
+        try:
+            return self.store.session(session_id)
+        except NotFound as error:
+            raise Gone(error.message, param="session_id") from None
+
+    # Models
+
+    def create_model(self, request: types.CreateModel) -> tuple[str, Pending]:
+        """The id of a new model, and the request that makes it. Asked again, it is the same one.
+
+        Raises Gone for an unknown session, Conflict when the id was used for another model.
+        """
+        self.check_session(request.session_id)
+        model_id = f"{request.session_id}:train:{request.model_seq_id}"
+        digest = _digest(request)
+        if model_id in self._created:
+            known, pending = self._created[model_id]
+            if known != digest:
+                raise Conflict(f"model {model_id!r} was created with other settings")
+            return model_id, pending
+        if any(run.model_id == model_id for run in self.store.runs()):
+            raise Conflict(self._lost(model_id))
+
+        async def work() -> Result:
+            await self._create(model_id, request)
+            return Result.of({"model_id": model_id, "type": "create_model"})
+
+        pending = self.futures.start(work)
+        self._created[model_id] = digest, pending
+        return model_id, pending
+
+    async def _create(self, model_id: str, request: types.CreateModel) -> None:
+        self.base.check(request.base_model)
+        if request.lora_config is None:
+            raise UnsupportedField(
+                "lora_config is missing: only LoRA is trained here", param="lora_config"
+            )
+        if (kind := request.optimizer_config.type) != "adamw":
+            raise UnsupportedField(
+                f"optimizer_config.type is {kind!r}: there is adamw only", param="optimizer_config"
+            )
+        settings = LoraSettings(**msgspec.structs.asdict(request.lora_config))
+        training = await self._trained(
+            lambda: TrainingModel(self._model, settings, self.base.max_tokens)
+        )
+        run = RunRecord(
+            model_id=model_id,
+            base_model=request.base_model,
+            created=now(),
+            user_metadata=request.user_metadata,
+            **msgspec.structs.asdict(request.lora_config),
+        )
+        self.store.put_run(run)
+        self._models[model_id] = LiveModel(run, training, Sequencer(self.futures))
+
+    def live(self, model_id: str) -> LiveModel:
+        """The model of that id. Raises NotFound that tells what is left of one of an earlier
+        process."""
+        if model_id in self._models:
+            return self._models[model_id]
+        self.store.run(model_id)
+        raise NotFound(self._lost(model_id), param="model_id")
+
+    def _lost(self, model_id: str) -> str:
+        """What a client is told whose model ended with an earlier process."""
+        saved = [each for each in self.store.checkpoints(model_id) if each.kind == "weights"]
+        rest = "it was never saved: create a new one"
+        if saved:
+            last = saved[0]
+            rest = (
+                f"its last saved state is {last.path} (after step {last.steps}, at "
+                f"{last.created:%Y-%m-%d %H:%M:%S} UTC): what it learnt since is lost; go on with "
+                f"create_training_client_from_state_with_optimizer({last.path!r})"
+            )
+        return f"the server was restarted, and model {model_id!r} ended with it; {rest}"
+
+    # Calls of a model, in order
+
+    def forward_backward(self, request: ForwardBackwardRequest) -> Pending:
+        """Raises NotFound, or Conflict for a seq_id that was used for another call."""
+        live = self.live(request.model_id)
+
+        def compute() -> Result:
+            result = live.training.forward_backward(request)
+            return Result(encode_forward_backward(result.logprobs, result.metrics), PROTOBUF)
+
+        digest = sha256(repr(request).encode()).digest()
+        return live.calls.submit(request.seq_id, digest, lambda: self._trained(compute))
+
+    def refuse(self, model_id: str | None, seq_id: int | None, *, trains: bool) -> None:
+        """A call that could not be read is over: the next does not wait for it. One that would
+        have added gradients spoils the step after it."""
+        live = self._models.get(model_id or "")
+        if live is None or seq_id is None:
+            return
+
+        async def work() -> Result:
+            if trains:
+                live.training.refuse(seq_id)
+            return Result.of({})
+
+        live.calls.consume(seq_id, work)
+
+    def optim_step(self, request: types.OptimStep) -> Pending:
+        """Raises as `forward_backward`."""
+        live = self.live(request.model_id)
+
+        def compute() -> Result:
+            if request.adam_params is None:
+                raise UnsupportedField(
+                    "adam_params is missing: AdamW is the only optimizer here",
+                    param="optimizer_params",
+                )
+            return Result.of({"metrics": live.training.optim_step(request.adam_params)})
+
+        return live.calls.submit(request.seq_id, _digest(request), lambda: self._trained(compute))
+
+    def save_weights(self, request: types.SaveWeights) -> Pending:
+        """Raises as `forward_backward`."""
+        live = self.live(request.model_id)
+
+        def compute() -> Result:
+            record = self._record(live, "weights", request.path, request)
+            with self.store.writing(record, overwrite=request.overwrite) as directory:
+                live.training.save(directory)
+            return Result.of({"path": record.path, "type": "save_weights"})
+
+        return live.calls.submit(request.seq_id, _digest(request), lambda: self._trained(compute))
+
+    def load_weights(self, request: types.LoadWeights) -> Pending:
+        """Raises as `forward_backward`, and BadRequest where no model is named."""
+        if request.model_id is None or request.seq_id is None:
+            raise BadRequest(
+                "model_id or seq_id is missing: create the model first", param="model_id"
+            )
+        live = self.live(request.model_id)
+
+        def compute() -> Result:
+            record, directory = self.store.checkpoint(request.path)
+            live.training.load(directory, optimizer=request.optimizer, steps=record.steps)
+            return Result.of(
+                {"path": request.path, "model_id": live.run.model_id, "type": "load_weights"}
+            )
+
+        return live.calls.submit(request.seq_id, _digest(request), lambda: self._trained(compute))
+
+    def save_weights_for_sampler(self, request: types.SaveWeightsForSampler) -> Pending:
+        """Raises as `forward_backward`."""
+        live = self.live(request.model_id)
+
+        def named() -> Result:
+            record = self._record(live, "sampler_weights", request.path, request)
+            with self.store.writing(record) as directory:
+                live.training.save_for_sampler(directory, record.name)
+            return Result.of({"path": record.path, "type": "save_weights_for_sampler"})
+
+        def ephemeral() -> Result:
+            number = request.sampling_session_seq_id
+            if number is None:
+                raise BadRequest("path is missing, and sampling_session_seq_id too", param="path")
+            session = live.run.model_id.partition(":train:")[0]
+            sampler_id = f"{session}:sample:{number}"
+            with self.store.writing_ephemeral(sampler_id) as directory:
+                live.training.save_for_sampler(directory, f"sampler-{number}")
+            self.store.put_sampler(
+                SamplerRecord(
+                    sampler_id=sampler_id,
+                    base_model=live.run.base_model,
+                    created=now(),
+                    directory=str(self.store.ephemeral(sampler_id)),
+                )
+            )
+            return Result.of(
+                {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
+            )
+
+        compute = ephemeral if request.path is None else named
+        return live.calls.submit(request.seq_id, _digest(request), lambda: self._trained(compute))
+
+    def _record(
+        self,
+        live: LiveModel,
+        kind: Kind,
+        name: str | None,
+        request: types.SaveWeights | types.SaveWeightsForSampler,
+    ) -> CheckpointRecord:
+        name = name or f"step-{live.training.steps}-{secrets.token_hex(3)}"
+        if "/" in name:
+            raise BadRequest(f"path is {name!r}: a name has no slash", param="path")
+        seconds = request.ttl_seconds
+        return CheckpointRecord(
+            model_id=live.run.model_id,
+            kind=kind,
+            name=name,
+            created=now(),
+            steps=live.training.steps,
+            expires=None if seconds is None else now() + timedelta(seconds=seconds),
+            user_metadata=request.user_metadata,
+        )
+
+    # Sampling
+
+    def create_sampling_session(self, request: types.CreateSamplingSession) -> SamplerRecord:
+        """A sampler of the base model or of a checkpoint; asked again, it is the same one.
+
+        Raises Gone, NotFound or BadRequest for what is not there, Conflict for an id that is taken.
+        """
+        self.check_session(request.session_id)
+        sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+        directory: Path | None = None
+        base = request.base_model
+        if request.model_path is not None:
+            record, directory = self.store.checkpoint(request.model_path)
+            base = base or self.store.run(record.model_id).base_model
+        self.base.check(base)
+        sampler = SamplerRecord(
+            sampler_id=sampler_id,
+            base_model=str(base),
+            created=now(),
+            model_path=request.model_path,
+            directory=None if directory is None else str(directory),
+        )
+        try:
+            known = self.samplers.find(sampler_id)
+        except NotFound:
+            self.store.put_sampler(sampler)
+            return sampler
+        if known.model_path != sampler.model_path or known.directory != sampler.directory:
+            raise Conflict(f"sampling session {sampler_id!r} has other weights")
+        return known
+
+    def sample(self, request: types.SampleCall) -> Pending:
+        """A sample under way; asked again, it is the same one.
+
+        Raises NotFound, Conflict for a seq_id that was used for another sample, and Busy when too
+        many are under way.
+        """
+        sampler_id, seq_id = request.sampling_session_id, request.seq_id
+        if sampler_id is None or seq_id is None:
+            raise BadRequest(
+                "sampling_session_id or seq_id is missing: create a sampling session first",
+                param="sampling_session_id",
+            )
+        self.samplers.find(sampler_id)
+        digest = _digest(request)
+        if (sampler_id, seq_id) in self._samples:
+            known, pending = self._samples[sampler_id, seq_id]
+            if known != digest:
+                raise Conflict(
+                    f"seq_id {seq_id} was used for another sample of this sampler", param="seq_id"
+                )
+            return pending
+        if self._sampling >= MOST_SAMPLES:
+            raise Busy(f"{self._sampling} samples are under way: send this one later")
+
+        async def work() -> Result:
+            self._sampling += 1
+            try:
+                completions = await self.samplers.sample(
+                    sampler_id, request.prompt_ids(), request.sampling()
+                )
+            finally:
+                self._sampling -= 1
+            body = encode_samples(
+                completions,
+                prompt_logprobs=bool(request.prompt_logprobs),
+                last_n=request.prompt_logprobs_last_n,
+                prompt_k=request.topk_prompt_logprobs,
+                sample_k=request.topk_sample_logprobs,
+            )
+            return Result(body, PROTOBUF)
+
+        pending = self.futures.start(work, f"{sampler_id}/{seq_id // CLONE}")
+        self._samples[sampler_id, seq_id] = digest, pending
+        while len(self._samples) > KEPT_SAMPLES:
+            del self._samples[next(iter(self._samples))]
+        return pending
+
+
+def _digest(request: msgspec.Struct) -> bytes:
+    return sha256(msgspec.json.encode(request)).digest()

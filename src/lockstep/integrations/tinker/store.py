@@ -1,0 +1,261 @@
+"""What survives the server: sessions, training runs, their checkpoints, and samplers, as files."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from lockstep.tokens.errors import BadRequest, Conflict, NotFound
+
+Kind = Literal["weights", "sampler_weights"]
+KINDS: dict[str, str] = {"weights": "training", "sampler_weights": "sampler"}
+EPHEMERAL = ".samplers"
+SCHEME = "tinker://"
+RECORD = "record.json"
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class SessionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's session."""
+
+    session_id: str
+    created: datetime
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+    finished: str | None = None
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A training run, which is one model of one training client."""
+
+    model_id: str
+    base_model: str
+    rank: int
+    created: datetime
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+    user_metadata: dict[str, Any] | None = None
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A saved state of a run after so many steps: for training on, or for a sampler."""
+
+    model_id: str
+    kind: Kind
+    name: str
+    created: datetime
+    size: int = 0
+    steps: int = 0
+    public: bool = False
+    expires: datetime | None = None
+    user_metadata: dict[str, Any] | None = None
+
+    @property
+    def path(self) -> str:
+        """Its address, as clients know it."""
+        return f"{SCHEME}{self.model_id}/{self.kind}/{self.name}"
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+class SamplerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampler: weights that never change, or the base model where `directory` is None."""
+
+    sampler_id: str
+    base_model: str
+    created: datetime
+    model_path: str | None = None
+    directory: str | None = None
+
+
+class Store:
+    """The files of one server under `root`. Everything is written whole or not at all."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name in ("sessions", "runs", "samplers", EPHEMERAL):
+            (root / name).mkdir(parents=True, exist_ok=True)
+
+    # Sessions, runs, samplers
+
+    def put_session(self, record: SessionRecord) -> None:
+        _write(self.root / "sessions" / f"{_file(record.session_id)}.json", record)
+
+    def session(self, session_id: str) -> SessionRecord:
+        """Raises NotFound."""
+        return _read(
+            self.root / "sessions" / f"{_file(session_id)}.json", SessionRecord,
+            f"session {session_id!r}",
+        )  # fmt: skip
+
+    def sessions(self) -> list[SessionRecord]:
+        """All of them, the youngest first."""
+        return _all(self.root.glob("sessions/*.json"), SessionRecord)
+
+    def put_run(self, record: RunRecord) -> None:
+        directory = self.root / "runs" / _file(record.model_id)
+        directory.mkdir(exist_ok=True)
+        _write(directory / RECORD, record)
+
+    def run(self, model_id: str) -> RunRecord:
+        """Raises NotFound."""
+        where = self.root / "runs" / _file(model_id) / RECORD
+        return _read(where, RunRecord, f"training run {model_id!r}")
+
+    def runs(self) -> list[RunRecord]:
+        """All of them, the youngest first."""
+        return _all(self.root.glob(f"runs/*/{RECORD}"), RunRecord)
+
+    def put_sampler(self, record: SamplerRecord) -> None:
+        _write(self.root / "samplers" / f"{_file(record.sampler_id)}.json", record)
+
+    def sampler(self, sampler_id: str) -> SamplerRecord:
+        """Raises NotFound."""
+        where = self.root / "samplers" / f"{_file(sampler_id)}.json"
+        return _read(where, SamplerRecord, f"sampling session {sampler_id!r}")
+
+    def samplers(self) -> list[SamplerRecord]:
+        """All of them, the youngest first."""
+        return _all(self.root.glob("samplers/*.json"), SamplerRecord)
+
+    # Checkpoints
+
+    def checkpoint(self, path: str) -> tuple[CheckpointRecord, Path]:
+        """The checkpoint at an address, and its directory. Raises BadRequest or NotFound."""
+        model_id, kind, name = parse(path)
+        directory = self._directory(model_id, kind, name)
+        record = _read(directory / RECORD, CheckpointRecord, f"checkpoint {path!r}")
+        if record.expires is not None and record.expires < now():
+            raise NotFound(f"checkpoint {path!r} expired at {record.expires}", param="path")
+        return record, directory
+
+    def checkpoints(self, model_id: str | None = None) -> list[CheckpointRecord]:
+        """Those of one run, or of all, the youngest first, without those that expired."""
+        run = "*" if model_id is None else _file(model_id)
+        every = _all(self.root.glob(f"runs/{run}/*weights/*/{RECORD}"), CheckpointRecord)
+        return [each for each in every if each.expires is None or each.expires > now()]
+
+    @contextmanager
+    def writing(self, record: CheckpointRecord, *, overwrite: bool = False) -> Iterator[Path]:
+        """A directory to write a checkpoint to, which is there as a whole after the block.
+
+        Raises Conflict when there is one of that name, unless it is to be overwritten.
+        """
+        directory = self._directory(record.model_id, record.kind, record.name)
+        if (directory / RECORD).exists() and not overwrite:
+            raise Conflict(
+                f"checkpoint {record.path!r} exists: choose another name, or overwrite it",
+                param="path",
+            )
+        partial = directory.with_name(f".{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        size = sum(each.stat().st_size for each in partial.iterdir())
+        _write(partial / RECORD, msgspec.structs.replace(record, size=size))
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+
+    @contextmanager
+    def writing_ephemeral(self, sampler_id: str) -> Iterator[Path]:
+        """A directory for the weights of a sampler that has no name; see `ephemeral`."""
+        directory = self.ephemeral(sampler_id)
+        partial = directory.with_name(f".{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+
+    def ephemeral(self, sampler_id: str) -> Path:
+        return self.root / EPHEMERAL / _file(sampler_id)
+
+    def set_ttl(self, path: str, seconds: int | None) -> None:
+        """Has a checkpoint expire, or never. Raises NotFound."""
+        record, directory = self.checkpoint(path)
+        expires = None if seconds is None else now() + timedelta(seconds=seconds)
+        _write(directory / RECORD, msgspec.structs.replace(record, expires=expires))
+
+    def set_public(self, path: str, public: bool) -> None:
+        """Raises NotFound."""
+        record, directory = self.checkpoint(path)
+        _write(directory / RECORD, msgspec.structs.replace(record, public=public))
+
+    def delete(self, path: str) -> None:
+        """Raises NotFound."""
+        _, directory = self.checkpoint(path)
+        shutil.rmtree(directory)
+
+    def sweep(self, ephemeral_age: timedelta) -> None:
+        """Deletes checkpoints that expired, and unnamed samplers older than that."""
+        for record in _all(self.root.glob(f"runs/*/*weights/*/{RECORD}"), CheckpointRecord):
+            if record.expires is not None and record.expires < now():
+                shutil.rmtree(self._directory(record.model_id, record.kind, record.name))
+        for sampler in self.samplers():
+            where = self.ephemeral(sampler.sampler_id)
+            if sampler.created < now() - ephemeral_age and where.exists():
+                shutil.rmtree(where)
+                (self.root / "samplers" / f"{_file(sampler.sampler_id)}.json").unlink()
+
+    def _directory(self, model_id: str, kind: str, name: str) -> Path:
+        return self.root / "runs" / _file(model_id) / kind / _file(name)
+
+
+def parse(path: str) -> tuple[str, Kind, str]:
+    """Run, kind and name of a checkpoint's address. Raises BadRequest for what is none."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
+        raise BadRequest(
+            f"path is {path!r:.200}: expected {SCHEME}RUN/weights/NAME or "
+            f"{SCHEME}RUN/sampler_weights/NAME",
+            param="path",
+        )
+    return parts[0], "weights" if parts[1] == "weights" else "sampler_weights", parts[2]
+
+
+def now() -> datetime:
+    """The time, with its zone, as answers of the API have it."""
+    return datetime.now(UTC)
+
+
+def _file(name: str) -> str:
+    """A name of a file that stands for any id: one that a path cannot be smuggled in with."""
+    if not name or len(name) > 200:
+        raise BadRequest(f"{name!r:.80} is no id or name: expected 1 to 200 characters")
+    return quote(name, safe=" :@=+,").replace(".", "%2E")
+
+
+def _write(path: Path, record: msgspec.Struct) -> None:
+    partial = path.with_name(f".{path.name}.tmp")
+    partial.write_bytes(msgspec.json.encode(record))
+    partial.replace(path)
+
+
+def _read(path: Path, kind: type[T], shown: str) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        raise NotFound(f"{shown} does not exist here") from None
+
+
+def _all(paths: Iterator[Path], kind: type[T]) -> list[T]:
+    # Those with a dot are being written. The names of whole ones have none: see `_file`.
+    whole = (path for path in paths if not path.parent.name.startswith("."))
+    found = [
+        msgspec.json.decode(path.read_bytes(), type=kind)
+        for path in whole
+        if not path.name.startswith(".")
+    ]
+    return sorted(found, key=lambda each: each.created, reverse=True)  # type: ignore[attr-defined]
