@@ -77,11 +77,15 @@ async def test_a_dynamo_worker_with_an_error_is_not_ready() -> None:
     assert alive.ready
 
 
-async def test_dynamo_workers_that_share_a_system_url_are_not_ready() -> None:
-    body = json.loads(captured("rl_workers").parts[0])
-    body["workers"].append({**body["workers"][0], "instance_id": 7})
-    workers = await discovered(whole(body))
-    assert [one.ready for one in workers.values()] == [False, False]
+@pytest.mark.failure_mode("F72")
+async def test_of_workers_that_share_a_system_url_only_the_one_that_is_there_is_ready() -> None:
+    async with serving(lambda _: whole(b'x{worker_id="2a"} 0\n')) as worker:
+        listed = [{"instance_id": one, "system_url": worker.url} for one in (42, 43)]
+        async with serving(answering(whole({"protocol_version": 1, "workers": listed}))) as server:
+            discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
+            ready = {one.id: one.ready for one in await discovery.find()}
+            await discovery.close()
+    assert ready == {"42": True, "43": False}
 
 
 async def test_a_loopback_system_url_is_only_good_next_to_the_discovery() -> None:

@@ -155,6 +155,13 @@ def worker(
     Exit codes: 0 it was stopped, 2 the command is wrong (do not start it again), 75 the engine
     failed, or a lease or server that it needs was lost (start it again).
     """
+    if runtime == "dynamo":
+        _join_network(network)  # before torch is loaded, which takes seconds
+    elif network.given:
+        raise BadRequest(
+            "--discovery, --request-plane, --event-plane and --advertise are for --runtime dynamo",
+            param="runtime",
+        )
     if arithmetic == "portable":  # torch reads it when it is loaded
         os.environ.update(PORTABLE_ENVIRONMENT)
     from lockstep.engine import EngineOptions
@@ -166,13 +173,6 @@ def worker(
     http, limits = parse_limits(limit or ())
     if script is not None and runtime == "dynamo":
         raise BadRequest("--script is for --runtime http only", param="script")
-    if runtime == "dynamo":
-        _join_network(network)
-    elif network.given:
-        raise BadRequest(
-            "--discovery, --request-plane, --event-plane and --advertise are for --runtime dynamo",
-            param="runtime",
-        )
     start = run_dynamo_worker if runtime == "dynamo" else run_worker
     if script is not None:
         from lockstep.scripted.core import scripted_engine
@@ -219,9 +219,13 @@ def worker(
 
 
 def _join_network(network: DynamoNetwork) -> None:
-    """Puts into the environment what Dynamo reads there. Raises Unavailable when etcd or NATS does
-    not respond: Dynamo itself would wait for it in silence."""
+    """Puts into the environment what Dynamo reads there. Raises BadRequest for an address that
+    other hosts of the deployment cannot reach, and Unavailable when etcd or NATS does not respond:
+    Dynamo itself would wait for it in silence."""
     from lockstep.backends.dynamo.reachable import check_reachable
+    from lockstep.protocol.dynamo import environment as dynamo_env
 
     os.environ.update(network.environ())
+    chosen = dynamo_env.SYSTEM_HOST in os.environ
+    dynamo_env.check_advertised(dynamo_env.complete(os.environ), chosen=chosen)
     asyncio.run(check_reachable(os.environ))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -167,15 +166,8 @@ class DynamoDiscovery:
             raise Unavailable(
                 f"{self._client.url}{ROUTE} speaks protocol {listed.protocol_version}, expected 1"
             )
-        workers = [self._worker(one) for one in listed.workers]
-        urls = Counter(one.admin_url for one in workers if one.ready)
-        shared = [
-            replace(one, ready=False, error=f"others have its system_url {one.admin_url} too")
-            if one.ready and urls[one.admin_url] > 1
-            else one
-            for one in workers
-        ]
-        return frozenset(await asyncio.gather(*map(self._identified, shared)))
+        workers = map(self._worker, listed.workers)
+        return frozenset(await asyncio.gather(*map(self._identified, workers)))
 
     async def _identified(self, one: DiscoveredWorker) -> DiscoveredWorker:
         """The worker; not ready unless it is the one at its system_url."""

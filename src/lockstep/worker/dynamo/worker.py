@@ -35,8 +35,7 @@ def run_dynamo_worker(options: WorkerOptions) -> None:
     """Serves until SIGTERM or SIGINT; prints one JSON line on stdout when a frontend may find it.
 
     The environment decides where (see `dynamo_env`): what is not set there is set for one machine.
-    Raises UnsupportedField in a Python without Dynamo, BadRequest for an address that other hosts
-    of its deployment cannot reach, and EngineFailure when it has lost its lease.
+    Raises UnsupportedField in a Python without Dynamo, and EngineFailure when it lost its lease.
     """
     if options.port or options.host != "127.0.0.1":
         raise BadRequest(
@@ -45,7 +44,6 @@ def run_dynamo_worker(options: WorkerOptions) -> None:
             param="port",
         )
     environ = dynamo_env.complete(os.environ)
-    dynamo_env.check_advertised(environ, chosen=dynamo_env.SYSTEM_HOST in os.environ)
     if options.system_port or dynamo_env.SYSTEM_PORT not in environ:
         environ[dynamo_env.SYSTEM_PORT] = str(options.system_port)
     os.environ.update(environ)  # Dynamo's runtime reads it there, in this process
