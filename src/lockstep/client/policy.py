@@ -39,7 +39,12 @@ class Policy:
         model: str | None,
         tokenizer: TokenizerSource,
         options: Options,
+        *,
+        url: str = "",
+        api_key: str | None = None,
     ) -> None:
+        self.url = url
+        self.api_key = api_key
         self.transport = transport
         self.model = model
         self._tokenizer = tokenizer
@@ -223,7 +228,8 @@ async def connect(
     opened = await open_transport(url, transport, api_key=api_key, timeout=timeout, retries=retries)
     try:
         name = model or await _only_model(opened)
-        yield Policy(opened, name, TokenizerSource(tokenizer or name), settings)
+        source = TokenizerSource(tokenizer or name)
+        yield Policy(opened, name, source, settings, url=url, api_key=api_key)
     finally:
         await opened.close()
 

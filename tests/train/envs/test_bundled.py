@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +129,7 @@ def test_an_environment_is_found_by_import_path() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("chess", {}, "expected one of calc, guess, reverse, verifiers:NAME, or an import path"),
+        ("chess", {}, "expected one of calc, guess, reverse, harness, verifiers:NAME, or an import path"),
         ("absent.module:Name", {}, "No module named 'absent'"),
         ("tests.train.envs.test_bundled:Absent", {}, "has no 'Absent'"),
         ("tests.train.envs.test_bundled:Scripted", {"replies": []}, "without tasks and play"),
@@ -143,47 +143,6 @@ def test_what_cannot_be_loaded_is_named(
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(BadRequest, match=message):
         load_environment(name, options)
-
-
-class Echo:
-    """What the adapter uses of a verifiers environment."""
-
-    def get_dataset(self) -> list[dict[str, Any]]:
-        return [{"prompt": "Say 1", "answer": "1"}, {"prompt": "Say 2", "answer": "2"}]
-
-    def get_eval_dataset(self) -> list[dict[str, Any]]:
-        return [{"prompt": [{"role": "user", "content": "Say 3"}], "answer": "3"}]
-
-    async def is_completed(self, messages: list[Any], state: dict[str, Any]) -> bool:
-        return bool(state["turn"] >= 2)
-
-    async def env_response(self, messages: list[Any], state: dict[str, Any]) -> list[Any]:
-        return [{"role": "user", "content": "again"}]
-
-    @property
-    def rubric(self) -> Any:
-        async def score_rollout(**rollout: Any) -> Any:
-            replies = [m["content"] for m in rollout["completion"] if m["role"] == "assistant"]
-            share = sum(text == rollout["answer"] for text in replies) / len(replies)
-            return SimpleNamespace(reward=share, metrics={"turns": len(replies)})
-
-        return SimpleNamespace(score_rollout=score_rollout)
-
-
-async def test_a_verifiers_environment_is_played_turn_by_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fake = ModuleType("verifiers")
-    fake.load_environment = lambda name, **_: Echo()  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "verifiers", fake)
-    env = load_environment("verifiers:echo")
-    task = first(env, "eval")
-    assert task.messages == ({"role": "user", "content": "Say 3"},)
-    assert (await play(env, task, "3", "3")).solved
-    half = await play(env, task, "3", "4")
-    assert (half.value, half.solved, half.detail["turns"]) == (0.5, False, 2)
-    prompts = {repr(task.messages) for task in itertools.islice(env.tasks("train", 1), 4)}
-    assert len(prompts) == 2
 
 
 def test_every_token_has_an_author() -> None:

@@ -9,6 +9,7 @@ from starlette.routing import Route as HttpRoute
 
 from lockstep.gateway.chat.stream import ChatStream
 from lockstep.gateway.chat.turn import ChatTurn
+from lockstep.gateway.chat.turn_tokens import check_tokens, with_tokens
 from lockstep.gateway.chat.turns import ChatTurns
 from lockstep.gateway.context import GatewayContext, request_id
 from lockstep.http.body import read_body
@@ -61,6 +62,7 @@ class ChatRoutes:
         return await read_body(http, decode_chat, self._context.limits)
 
     async def _respond(self, http: Request, chat: ChatRequest) -> Response:
+        check_tokens(http, stream=chat.stream)
         turn = await self._turns.open(http, chat)
         response = await (self._stream(http, turn) if chat.stream else self._whole(http, turn))
         response.headers["x-request-id"] = http.state.request_id
@@ -74,7 +76,7 @@ class ChatRoutes:
         written = await off_loop(
             large, wire.chat_response, turn.shape, choices, worker=worker, timing=timing
         )
-        return json_response(written)
+        return json_response(with_tokens(http, turn, choices[0], written))
 
     async def _stream(self, http: Request, turn: ChatTurn) -> Response:
         parts = await self._turns.stream(http, turn)

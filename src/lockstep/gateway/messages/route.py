@@ -12,6 +12,7 @@ from starlette.routing import Route as HttpRoute
 from lockstep.gateway.chat.prompt import prompt_of
 from lockstep.gateway.chat.room import check_characters
 from lockstep.gateway.chat.template import takes_inner_system
+from lockstep.gateway.chat.turn_tokens import check_tokens, with_tokens
 from lockstep.gateway.chat.turns import ChatTurns
 from lockstep.gateway.context import GatewayContext, request_id, session_id
 from lockstep.gateway.messages.translate import TranslatedMessages, translate
@@ -69,6 +70,7 @@ class MessagesRoutes:
     async def _messages(self, http: Request) -> Response:
         request_id(http)
         body = await read_body(http, decode_messages, self._context.limits)
+        check_tokens(http, stream=body.stream)
         translated = await self._translated(body)
         chat = translated.chat
         if session_id(http) is None and _is_prefill(chat.messages[-1]):
@@ -88,7 +90,8 @@ class MessagesRoutes:
             response = EventStream(events, http.state.request_id, done=b"")
         else:
             _, (reply,) = await self._turns.run(http, turn)
-            response = json_response(whole_message(turn, reply))
+            message = whole_message(turn, reply)
+            response = json_response(with_tokens(http, turn, reply, message))
         response.headers["request-id"] = http.state.request_id
         response.headers.update(turn.headers)
         return response

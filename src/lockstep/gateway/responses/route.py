@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route as HttpRoute
 
 from lockstep.gateway.chat.template import takes_inner_system
+from lockstep.gateway.chat.turn_tokens import check_tokens, with_tokens
 from lockstep.gateway.chat.turns import ChatTurns
 from lockstep.gateway.context import GatewayContext, join_session, request_id, session_id
 from lockstep.gateway.openapi.route_doc import RouteDoc
@@ -72,6 +73,7 @@ class ResponsesRoutes:
         """Answers a request, whole or streamed."""
         chosen = request_id(http)
         body = await read_body(http, decode_responses, self._context.limits)
+        check_tokens(http, stream=body.stream)
         empty = empty_response(body, PREFIX + chosen, int(time()))
         try:
             return await self._create(http, body, empty)
@@ -104,7 +106,7 @@ class ResponsesRoutes:
             output = whole_output(turn, reply, translated.tools)
             ended = ended_response(empty, turn, reply, output)
             keep(ended, reply)
-            response = json_response(ended)
+            response = json_response(with_tokens(http, turn, reply, ended))
         response.headers["x-request-id"] = http.state.request_id
         response.headers.update(turn.headers)
         return response

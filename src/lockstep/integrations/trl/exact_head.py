@@ -1,4 +1,4 @@
-"""TRL's logprobs with the engine's bits: its fused head, replaced by the model's own and softmax."""
+"""TRL's logprobs with the engine's bits: the model's own head and a softmax, not its fused one."""
 
 from __future__ import annotations
 

@@ -55,14 +55,14 @@ class Player:
         where agents play, None where no control plane can mint them."""
         self.policy = policy
         self.chats: list[Chat] = []
-        self._options = options
+        self.options = options
         self._sessions = sessions
         self._train_aborted = train_aborted
         self._agent_samples: list[Sample] = []
 
     def chat(self, task: Task | None = None, **options: Any) -> Chat:
         """A new conversation that will be learnt from, by default with the tools of the task."""
-        merged = {**self._options, **options}
+        merged = {**self.options, **options}
         if merged.get("seed") is not None:
             # Turns count up from the seed: a second conversation must not repeat the first's draws.
             merged["seed"] += 1_000_003 * len(self.chats)
@@ -103,6 +103,10 @@ class Player:
         """Forgets a session of which nothing is to be learnt; as well as it can."""
         with suppress(LockstepError):
             await session.fleet.end_session(session.id)
+
+    def add_samples(self, samples: Sequence[Sample]) -> None:
+        """Adds samples of conversations that a program had with the policy by itself."""
+        self._agent_samples += samples
 
     def samples(self, *, train_aborted: bool) -> list[Sample]:
         """One sample for every branch of every conversation in which something was sampled."""
@@ -145,9 +149,7 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
 
     keywords = dict(options or {})
     if name.startswith("verifiers:"):
-        from lockstep.train.envs.verifiers import VerifiersEnvironment
-
-        return VerifiersEnvironment(name.partition(":")[2], **keywords)
+        return _of_verifiers(name.partition(":")[2], keywords)
     if name == "harness":
         from lockstep.train.envs.harness import Harness
 
@@ -164,6 +166,20 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
             f"env {name!r} made a {type(environment).__name__} without tasks and play",
             param="env.name",
         )
+    return environment
+
+
+def _of_verifiers(name: str, options: dict[str, Any]) -> Environment:
+    try:
+        # By its name, as any environment from outside: it stands on this package, not under it.
+        integration = importlib.import_module("lockstep.integrations.verifiers")
+    except ImportError as error:
+        raise BadRequest(
+            f"env 'verifiers:{name}' needs the verifiers package ({error}): pip install "
+            "'lockstep-rl[verifiers]'",
+            param="env.name",
+        ) from None
+    environment: Environment = integration.VerifiersEnvironment(name, **options)
     return environment
 
 
