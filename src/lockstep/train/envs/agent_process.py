@@ -6,10 +6,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.tokens.errors import BadRequest
 
@@ -21,10 +22,11 @@ TAIL = 4000
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """How a command ended: its exit status, None when its time had run out; and the end of what it
-    wrote."""
+    """How a command ended: its exit status, None when it was stopped; whether its time had run out;
+    and the end of what it wrote."""
 
     status: int | None
+    late: bool
     output: str
 
 
@@ -36,8 +38,9 @@ async def run_command(
     mark: str,
     log: Path,
     seconds: float,
+    stop: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> ProcessEnd:
-    """Runs a command to its end in `directory`; after `seconds` it is ended.
+    """Runs a command to its end in `directory`; it is stopped after `seconds`, or when `stop` ends.
 
     It sees `environment` and nothing else, writes to `log`, and when this returns or is cancelled
     none of its processes is left. Raises BadRequest when there is no such command.
@@ -60,18 +63,25 @@ async def run_command(
                 f"looked for in is {environment.get('PATH')!r}",
                 param="env.options",
             ) from None
+    running = asyncio.ensure_future(process.wait())
+    stopping = [] if stop is None else [asyncio.ensure_future(stop())]
     try:
-        status: int | None = await asyncio.wait_for(process.wait(), seconds)
-    except TimeoutError:
-        status = None
-        _signal(process.pid, signal.SIGTERM)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), TERM_SECONDS)
+        ended, _ = await asyncio.wait(
+            [running, *stopping], timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        status = running.result() if running in ended else None
+        for each in ended.intersection(stopping):
+            each.result()
+        if status is None:
+            _signal(process.pid, signal.SIGTERM)
+            await asyncio.wait([running], timeout=TERM_SECONDS)
     finally:
+        for each in stopping:
+            each.cancel()
         _signal(process.pid, signal.SIGKILL)
         _kill_marked(mark)
-        await process.wait()
-    return ProcessEnd(status, _tail(log))
+        await running
+    return ProcessEnd(status, not ended, _tail(log))
 
 
 def _signal(group: int, number: signal.Signals) -> None:

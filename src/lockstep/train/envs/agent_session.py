@@ -10,6 +10,8 @@ from lockstep.client.policy import Policy
 from lockstep.protocol.control.sessions import MintedSession
 from lockstep.tokens import Sample
 
+WAIT_SECONDS = 30.0
+
 
 @runtime_checkable
 class SessionFleet(Protocol):
@@ -47,6 +49,11 @@ class AgentSession:
     @property
     def base_url(self) -> str:
         return f"{self.url}/v1"
+
+    async def wait_end(self) -> None:
+        """Returns when the session has ended, by whatever."""
+        while (await self.fleet.wait_session(self.id, seconds=WAIT_SECONDS))["ended"] is None:
+            pass
 
     async def budget_used(self) -> str | None:
         """Which part of its budget ended the session: calls, tokens or seconds; None for none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -24,6 +25,8 @@ from lockstep.train.envs.judge import Judge, JudgedRun, load_judge
 
 GRACE_SECONDS = 30.0
 """How much longer than the agent its session's key lives: for the turn that is being sampled."""
+END_SECONDS = 5.0
+"""How long an agent whose session has ended may take to end by itself."""
 PLACEHOLDERS = ("task", "model", "base_url", "url", "key", "work", "home", "cwd")
 
 
@@ -152,6 +155,7 @@ class Harness:
             mark=session.id,
             log=scratch / "output.txt",
             seconds=options.seconds,
+            stop=functools.partial(_end_of, session),
         )
         failure = await _failure(end, session)
         run = JudgedRun(
@@ -163,14 +167,20 @@ class Harness:
         return replace(reward, detail=detail, failure=None if options.train_failed else failure)
 
 
+async def _end_of(session: AgentSession) -> None:
+    """Returns a while after the session has ended: agents that are refused would try for long."""
+    await session.wait_end()
+    await asyncio.sleep(END_SECONDS)
+
+
 async def _failure(end: ProcessEnd, session: AgentSession) -> str | None:
     """Why the run is not one to learn from: timeout, the budget that was used, or the exit code."""
-    if end.status is None:
+    if end.late:
         return "timeout"
     used = await session.budget_used()
     if used is not None:
         return f"budget: {used}"
-    return None if end.status == 0 else f"exit {end.status}"
+    return None if end.status in (0, None) else f"exit {end.status}"
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:
