@@ -89,6 +89,7 @@ class Dashboard:
             routes=[
                 Route("/dashboard", self.index),
                 Route("/dashboard/static/{name}", self.static),
+                Route("/dashboard/login", self.logged_in, methods=["GET"]),
                 Route("/dashboard/login", self.login, methods=["POST"]),
                 Route("/dashboard/logout", self.logout, methods=["POST"]),
                 Route("/dashboard/codes", self.new_code, methods=["POST"]),
@@ -131,6 +132,10 @@ class Dashboard:
         return Response(file.data, media_type=file.media_type, headers=headers)
 
     # Who may look
+
+    async def logged_in(self, http: Request) -> Response:
+        """Whether the cookie is good: a page cannot read it."""
+        return _data({"logged_in": self._logins.is_valid(http.cookies.get(_cookie_name(http), ""))})
 
     async def login(self, http: Request) -> Response:
         """Sets the cookie. It is not for scripts: these have the token."""

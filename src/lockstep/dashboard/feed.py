@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from time import time
 
 import msgspec
 
+log = logging.getLogger(__name__)
 TICK_SECONDS = 0.5
 QUIET_SECONDS = 15.0
 """After so long without a change a comment is sent: whoever reads knows that we are there."""
@@ -27,7 +29,10 @@ class Feed:
     """
 
     def __init__(
-        self, read: Callable[[], Awaitable[Parts]], stop: asyncio.Event, seconds: float = TICK_SECONDS
+        self,
+        read: Callable[[], Awaitable[Parts]],
+        stop: asyncio.Event,
+        seconds: float = TICK_SECONDS,
     ) -> None:
         self._read, self._stop, self._seconds = read, stop, seconds
         self._frame: Encoded = {}
@@ -53,19 +58,32 @@ class Feed:
                     yield b": nothing new\n\n"
                 quiet += self._seconds
                 await ticked.wait()
+                if self._ticking is None:
+                    return  # whoever watches comes again
         finally:
             self.viewers -= 1
-            if not self.viewers and self._ticking is not None:
-                self._ticking.cancel()
+            if not self.viewers:
+                if self._ticking is not None:
+                    self._ticking.cancel()
                 self._ticking, self._frame = None, {}
 
     async def _tick(self) -> None:
-        while not self._stop.is_set():
-            await self._look()
-            ticked, self._ticked = self._ticked, asyncio.Event()
-            ticked.set()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), self._seconds)
+        try:
+            while not self._stop.is_set():
+                await self._look()
+                self._wake()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), self._seconds)
+        except Exception:
+            log.exception("the dashboard could not be brought up to date")
+        finally:
+            if self._ticking is asyncio.current_task():
+                self._ticking = None
+                self._wake()
+
+    def _wake(self) -> None:
+        ticked, self._ticked = self._ticked, asyncio.Event()
+        ticked.set()
 
     async def _look(self) -> None:
         """Encodes what is new; what is as before keeps its bytes, by which viewers know it."""
