@@ -15,17 +15,15 @@ CREATE TABLE sessions (
     terms bytea,
     calls bigint NOT NULL DEFAULT 0,
     tokens bigint NOT NULL DEFAULT 0,
-    finished boolean NOT NULL DEFAULT false,
-    reward double precision
-);
-CREATE INDEX sessions_active ON sessions (active);
+    finished boolean NOT NULL DEFAULT false
+) WITH (fillfactor = 70);  -- room for new versions of a row, which then cost no index entry
 
--- A turn is written once. Its bytes are compressed by nobody: ids and logprobs hardly shrink.
+-- A turn is written once: a checksum and its bytes. They are not compressed: ids and logprobs
+-- hardly shrink.
 CREATE TABLE turns (
     session bigint NOT NULL REFERENCES sessions ON DELETE CASCADE,
     turn integer NOT NULL,
     data bytea NOT NULL,
-    checksum bytea NOT NULL,
     PRIMARY KEY (session, turn)
 );
 ALTER TABLE turns ALTER COLUMN data SET STORAGE EXTERNAL;
@@ -38,13 +36,16 @@ CREATE TABLE breaks (
     PRIMARY KEY (session, key)
 );
 
--- What holds for the whole store: the secret that seals thoughts.
-CREATE TABLE facts (name text PRIMARY KEY, value bytea NOT NULL);
+-- What holds for the whole store: the secret that seals thoughts, and the service clock.
+CREATE TABLE facts (name text PRIMARY KEY, value bytea, number double precision);
 
--- Keys of the data port; digests only.
+-- Keys of the data port, by digest. A revoked one stays: a store that had keys stays closed.
 CREATE TABLE api_keys (
     id text PRIMARY KEY,
-    body text NOT NULL
+    sha256 text NOT NULL UNIQUE,
+    tenant text NOT NULL,
+    created bigint NOT NULL,
+    revoked boolean NOT NULL DEFAULT false
 );
 
 -- Control: bodies are JSON.

@@ -1,0 +1,101 @@
+"""The statements of the PostgreSQL store. A turn takes two: LOAD when a request comes, APPEND when
+its reply is there."""
+
+from __future__ import annotations
+
+COLUMNS = (
+    "id, name, tokenizer, created, used, active, turns, bytes, breaks, read_turns, terms, calls, "
+    "tokens"
+)
+
+LOAD = f"""
+SELECT {COLUMNS}, start,
+    ARRAY(SELECT data FROM turns WHERE s.turns > start AND session = s.id AND turn >= start
+          ORDER BY turn) AS data,
+    ARRAY(SELECT key FROM breaks WHERE s.breaks > broken AND session = s.id AND number > broken
+          ORDER BY number) AS keys,
+    ARRAY(SELECT cause FROM breaks WHERE s.breaks > broken AND session = s.id AND number > broken
+          ORDER BY number) AS causes
+FROM sessions AS s, LATERAL (
+    SELECT CASE WHEN s.id = $2::bigint THEN $3::integer ELSE 0 END AS start,
+           CASE WHEN s.id = $2::bigint THEN $4::integer ELSE 0 END AS broken) AS known
+WHERE s.name = $1
+"""
+"""A session with the turns and breaks that a gateway does not know yet: those behind $3 and $4 of
+session $2."""
+
+_WRITE = """, written AS (
+    INSERT INTO turns SELECT head.id, $1 + n - 1, data
+    FROM head, unnest($2::bytea[]) WITH ORDINALITY AS new (data, n)
+), broken AS (
+    INSERT INTO breaks SELECT head.id, head.breaks - cardinality($3::bytea[]) + n, key, cause
+    FROM head, unnest($3::bytea[], $4::text[]) WITH ORDINALITY AS new (key, cause, n)
+    ON CONFLICT DO NOTHING
+) SELECT * FROM head
+"""
+
+APPEND = f"""
+WITH head AS (
+    UPDATE sessions SET turns = $1 + cardinality($2::bytea[]),
+        breaks = breaks + cardinality($3::bytea[]), bytes = $5, tokens = tokens + $6,
+        used = greatest(used, $7), active = greatest(active, $8), tokenizer = $9
+    WHERE id = $10 AND turns = $1 AND NOT finished AND (turns = 0 OR tokenizer = $9)
+    RETURNING {COLUMNS}
+){_WRITE}"""
+"""Turns behind the first $1 of session $10: all of them, or none when that is not its head."""
+
+BEGIN = f"""
+WITH head AS (
+    INSERT INTO sessions (name, tokenizer, created, used, active, turns, bytes, breaks, tokens)
+    VALUES ($10, $9, $7, $7, $8, $1 + cardinality($2::bytea[]), $5, cardinality($3::bytea[]), $6)
+    ON CONFLICT (name) DO NOTHING
+    RETURNING {COLUMNS}
+){_WRITE}"""
+"""A new session of the name $10 with its first turns, unless there is one."""
+
+CREATE = f"""
+INSERT INTO sessions (name, tokenizer, created, used, active, turns, bytes, key_digest, terms)
+VALUES ($1, $2, $3, $3, $4, 0, 0, $5, $6)
+ON CONFLICT (name) DO NOTHING RETURNING {COLUMNS}
+"""
+
+ADD_BREAKS = """
+WITH head AS (
+    UPDATE sessions SET breaks = breaks + cardinality($2::bytea[]) WHERE id = $1
+    RETURNING id, breaks
+) INSERT INTO breaks SELECT head.id, head.breaks - cardinality($2::bytea[]) + n, key, cause
+FROM head, unnest($2::bytea[], $3::text[]) WITH ORDINALITY AS new (key, cause, n)
+ON CONFLICT DO NOTHING
+"""
+
+FIND = f"SELECT {COLUMNS} FROM sessions WHERE name = $1"
+FIND_KEY = f"SELECT {COLUMNS} FROM sessions WHERE key_digest = $1"
+LOCK = f"SELECT {COLUMNS} FROM sessions WHERE id = $1 FOR UPDATE"
+SET_TERMS = "UPDATE sessions SET terms = $2, finished = $3 WHERE id = $1"
+COUNT_CALL = "UPDATE sessions SET calls = calls + 1 WHERE id = $1 AND calls < $2 RETURNING calls"
+MARK_READ = "UPDATE sessions SET read_turns = greatest(read_turns, $2) WHERE id = $1"
+PAGE = f"SELECT {COLUMNS} FROM sessions WHERE name > $1 ORDER BY name LIMIT $2"
+LATEST = "SELECT name FROM sessions ORDER BY used DESC LIMIT $1"
+REMOVE = "DELETE FROM sessions WHERE id = ANY($1::bigint[])"
+
+EXPIRED = "active < $1 AND (read_turns >= turns OR $2)"
+FIND_EXPIRED = f"SELECT id, name FROM sessions WHERE {EXPIRED} ORDER BY active LIMIT $3"
+# Again with the condition: the session may have been used since it was found.
+EXPIRE = f"DELETE FROM sessions WHERE {EXPIRED} AND id = ANY($3::bigint[]) RETURNING name"
+ONE_SWEEPER = "SELECT pg_try_advisory_xact_lock(hashtextextended($1, 0))"
+
+FACTS = """
+INSERT INTO facts (name, value, number) VALUES ('secret', $1, NULL), ('clock', NULL, 0)
+ON CONFLICT (name) DO NOTHING
+"""
+READ_FACTS = """
+SELECT (SELECT value FROM facts WHERE name = 'secret') AS secret,
+       (SELECT number FROM facts WHERE name = 'clock') AS clock,
+       (SELECT count(*) FROM sessions) AS sessions,
+       (SELECT coalesce(sum(bytes), 0)::bigint FROM sessions) AS bytes
+"""
+SAVE_CLOCK = """
+UPDATE facts SET number = greatest(number, $1) WHERE name = 'clock' RETURNING number AS clock,
+       (SELECT count(*) FROM sessions) AS sessions,
+       (SELECT coalesce(sum(bytes), 0)::bigint FROM sessions) AS bytes
+"""
