@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep import __version__
-from lockstep.cli import control, dynamo, keys
+from lockstep.cli import control, dynamo, export, keys
 from lockstep.cli.check import check
 from lockstep.cli.dashboard import dashboard
 from lockstep.cli.demo import demo
@@ -45,6 +45,7 @@ app.command()(check)
 app.command(rich_help_panel=control.PANEL)(dashboard)
 app.add_typer(dynamo.app, name="dynamo")
 app.add_typer(keys.app, name="keys")
+app.add_typer(export.app, name="export")
 control.register(app)
 
 

@@ -9,6 +9,7 @@ EXTRAS = {
     "train": ("peft",),
     "verifiers": ("verifiers",),
     "otel": ("opentelemetry",),
+    "export": ("pyarrow",),
 }
 """Modules that a base install lacks, by the extra that installs them."""
 

@@ -1,0 +1,1 @@
+"""Samples in the forms that other programs read: JSON lines, Parquet, traces."""

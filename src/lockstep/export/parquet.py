@@ -1,0 +1,135 @@
+"""Samples as a dataset of Hugging Face: Parquet under data/, and a README that says what it holds.
+
+Logprobs are float32, as engines compute them: their bits survive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from lockstep.checkpoint.files import write_whole
+from lockstep.export.exported import ExportedSample
+
+ROWS = 256
+"""Samples of one row group: as many are in memory at once."""
+DATA = "data/train-00000-of-00001.parquet"
+
+_SPAN = pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])
+_TRAINED = pa.struct([("sample", pa.int32()), ("start", pa.int32()), ("end", pa.int32())])
+_STOP = pa.struct([("start", pa.int32()), ("end", pa.int32())])
+_EXPERTS = pa.struct(
+    [("data", pa.binary()), ("shape", pa.list_(pa.int32())), ("dtype", pa.string()),
+     ("start", pa.int32())]
+)  # fmt: skip
+
+COLUMNS: dict[str, tuple[pa.DataType, str]] = {
+    "source": (pa.string(), "the session, run or file it is from"),
+    "index": (pa.int32(), "its number there"),
+    "step": (pa.int32(), "the training step, of a run"),
+    "advantage": (pa.float64(), "what the trainer gave it, of a run"),
+    "reward": (pa.float64(), "null where nobody said"),
+    "token_ids": (pa.list_(pa.int32()), "the whole sequence"),
+    "sampled_mask": (pa.list_(pa.bool_()), "true for tokens that the model sampled and that train"),
+    "logprobs": (pa.list_(pa.float32()), "of sampled tokens, else 0"),
+    "versions": (pa.list_(_SPAN), "weight version of each stretch of sampled tokens"),
+    "logprob_mode": (pa.string(), "raw or processed"),
+    "temperature": (pa.float64(), "that they were sampled with"),
+    "weight": (pa.float64(), "how much the sample counts"),
+    "kind": (pa.string(), "what the branch is: main, subagent, compaction ..."),
+    "evidence": (pa.string(), "how that is known"),
+    "branch": (pa.int32(), "first turn that is the branch's own"),
+    "parent": (pa.int32(), "the branch it came from"),
+    "depth": (pa.int32(), "how many there are above"),
+    "turn_index": (pa.int32(), "its last turn"),
+    "harness": (pa.string(), "the program that made the turns"),
+    "adapter": (pa.string(), "LoRA adapter, if any"),
+    "workers": (pa.list_(pa.string()), "who sampled"),
+    "breaks": (pa.list_(pa.string()), "causes of prefix breaks before this branch"),
+    "split": (pa.list_(pa.string()), "why the branch is several samples"),
+    "aborts": (pa.int32(), "turns that were cut off"),
+    "tool_parse_errors": (pa.int32(), "turns with a tool call that could not be read"),
+    "trained_in": (pa.list_(_TRAINED), "tokens that an earlier sample trains"),
+    "stops": (pa.list_(_STOP), "tokens that hold a stop string"),
+    "experts": (_EXPERTS, "routed experts, as bytes of that shape"),
+    "shaping": (pa.string(), "JSON: what beside the temperature shaped which tokens"),
+    "notes": (pa.string(), "JSON: what clients said about the turns"),
+}
+PLAIN = ("reward", "token_ids", "sampled_mask", "logprobs", "logprob_mode", "temperature",
+         "weight", "kind", "evidence", "branch", "parent", "depth", "turn_index", "harness",
+         "adapter", "workers", "breaks", "split", "aborts", "tool_parse_errors")  # fmt: skip
+SCHEMA = pa.schema([(name, kind) for name, (kind, _) in COLUMNS.items()])
+
+README = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/train-*
+dataset_info:
+  splits:
+  - name: train
+    num_examples: {count}
+---
+# Samples exported by Lockstep
+
+{count} samples: sequences of token ids, of which the sampled ones have the engine's own logprobs
+and the weight version that they were sampled under.
+
+| column | type | |
+|---|---|---|
+{columns}
+"""
+
+
+def write_parquet(samples: Iterable[ExportedSample], directory: Path) -> int:
+    """Writes the dataset into the directory; returns how many samples it has."""
+    path = directory / DATA
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".tmp")
+    count, rows = 0, []
+    try:
+        with pq.ParquetWriter(scratch, SCHEMA) as writer:
+            for exported in samples:
+                rows.append(_row(exported))
+                if len(rows) == ROWS:
+                    count += _write(writer, rows)
+                    rows = []
+            count += _write(writer, rows)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    columns = "\n".join(f"| {name} | {kind} | {about} |" for name, (kind, about) in COLUMNS.items())
+    readme = README.format(count=count, columns=columns)
+    write_whole(directory / "README.md", readme.encode())
+    return count
+
+
+def _write(writer: Any, rows: list[dict[str, Any]]) -> int:
+    if rows:
+        writer.write_table(pa.Table.from_pylist(rows, SCHEMA))
+    return len(rows)
+
+
+def _row(exported: ExportedSample) -> dict[str, Any]:
+    sample = exported.sample
+    row = {name: getattr(sample, name) for name in PLAIN}
+    row |= {name: getattr(exported, name) for name in ("source", "index", "step", "advantage")}
+    row["versions"] = [msgspec.to_builtins(span) for span in sample.versions]
+    row["trained_in"] = [msgspec.to_builtins(span) for span in sample.trained_in]
+    row["stops"] = [{"start": start, "end": end} for start, end in sample.stops]
+    row["shaping"] = msgspec.json.encode(sample.shaping).decode()
+    row["notes"] = msgspec.json.encode(sample.notes).decode()
+    if (experts := sample.experts) is not None:
+        row["experts"] = {
+            "data": bytes(experts.data),
+            "shape": list(experts.shape),
+            "dtype": experts.dtype,
+            "start": experts.start,
+        }
+    return row

@@ -1,0 +1,106 @@
+"""Samples in the trace forms of verifiers and OpenEnv, which their trainers read.
+
+Both are written by hand: neither package is needed here. verifiers is that of 0.4 (trace version 1,
+`WireTrace`), OpenEnv that of 0.10 (`openenv.core.harness.training.TrainingTrace`, schema 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.export.exported import ExportedSample, turns
+from lockstep.tokens import Sample
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def verifiers_trace(exported: ExportedSample, decode: Decode) -> dict[str, Any]:
+    """A trace of one branch. Nodes are the stretches that were sampled and those between them.
+
+    Where a message began and ended within a prompt is not known: what stands between two sampled
+    stretches is one node, with the role of a user.
+    """
+    sample = exported.sample
+    nodes: list[dict[str, Any]] = []
+    at = 0
+    for start, end in turns(sample):
+        if start > at or not nodes:
+            nodes.append(_node(sample, at, start, len(nodes), decode))
+        nodes.append(_node(sample, start, end, len(nodes), decode))
+        at = end
+    if at < len(sample.token_ids):
+        nodes.append(_node(sample, at, len(sample.token_ids), len(nodes), decode))
+    return {
+        "version": 1,
+        "id": exported.id,
+        "verifiers": {"version": "0.4.0"},
+        "task": {
+            "type": "LockstepSample",
+            "data": {"idx": exported.index, "name": exported.source, "prompt": None},
+        },
+        "agent": {
+            "config": {},
+            "name": sample.harness or "agent",
+            "trainable": any(sample.sampled_mask),
+        },
+        "nodes": nodes,
+        "rewards": {} if sample.reward is None else {"reward": {"score": sample.reward}},
+        "info": _about(exported),
+        "is_completed": True,
+        "ok": True,
+    }
+
+
+def _node(sample: Sample, start: int, end: int, index: int, decode: Decode) -> dict[str, Any]:
+    mask = sample.sampled_mask[start:end]
+    sampled = bool(mask) and mask[0]
+    return {
+        "parent": index - 1 if index else None,
+        "message": {
+            "role": "assistant" if sampled else "user",
+            "content": decode(sample.token_ids[start:end]),
+        },
+        "sampled": sampled,
+        "token_ids": sample.token_ids[start:end],
+        "mask": mask,
+        "logprobs": sample.logprobs[start:end] if sampled else [],
+    }
+
+
+def openenv_trace(exported: ExportedSample) -> dict[str, Any]:
+    """A training trace with one turn for each stretch that was sampled."""
+    sample = exported.sample
+    about = _about(exported)
+    return {
+        "schema_version": 1,
+        "turns": [
+            {
+                "node_id": f"{exported.id}:{start}",
+                "prompt_token_ids": sample.token_ids[:start],
+                "completion_token_ids": sample.token_ids[start:end],
+                "per_token_logps": sample.logprobs[start:end],
+                "loss_mask": [0] * start + [1] * (end - start),
+                "metadata": about,
+            }
+            for start, end in turns(sample)
+        ],
+    }
+
+
+def _about(exported: ExportedSample) -> dict[str, Any]:
+    """What neither form has a field for."""
+    sample = exported.sample
+    return {
+        "source": exported.source,
+        "step": exported.step,
+        "advantage": exported.advantage,
+        "reward": sample.reward,
+        "weight": sample.weight,
+        "versions": [[span.version, span.start, span.end] for span in sample.versions],
+        "logprob_mode": sample.logprob_mode,
+        "temperature": sample.temperature,
+        "kind": sample.kind,
+        "branch": sample.branch,
+        "breaks": list(sample.breaks),
+    }
