@@ -77,17 +77,32 @@ class Started:
 
 
 class DynamoHosts:
-    """The deployment. What it starts ends with it."""
+    """The deployment. What it starts ends with it.
 
-    def __init__(self, hosts: Hosts, directory: Path, stack: ExitStack, *, nats: bool) -> None:
-        self.hosts, self._directory, self._stack = hosts, directory, stack
+    With a `password`, requests go through NATS, and both it and etcd demand the password.
+    """
+
+    def __init__(
+        self, hosts: Hosts, directory: Path, stack: ExitStack, password: str | None = None
+    ) -> None:
+        self.hosts, self.directory, self._stack = hosts, directory, stack
         self.etcd = EtcdServer(directory / "etcd", hosts.here.address)
-        self.nats = NatsServer(directory / "nats", hosts.here.address) if nats else None
-        for server in (self.etcd, self.nats):
-            if server is not None:
-                server.start()
-                stack.callback(server.kill)
+        self.nats = None
+        self.environ: dict[str, str] = {}
+        self._start(self.etcd)
+        if password is not None:
+            self.nats = NatsServer(directory / "nats", hosts.here.address, password)
+            self._start(self.nats)
+            self.etcd.lock(password)
+            self.environ = {
+                "ETCD_AUTH_USERNAME": "root", "ETCD_AUTH_PASSWORD": password,
+                "NATS_AUTH_USERNAME": "lockstep", "NATS_AUTH_PASSWORD": password,
+            }  # fmt: skip
         self._started = 0
+
+    def _start(self, server: EtcdServer | NatsServer) -> None:
+        server.start()
+        self._stack.callback(server.kill)
 
     @property
     def network(self) -> tuple[str, ...]:
@@ -96,8 +111,8 @@ class DynamoHosts:
 
     def start(self, host: Host, *arguments: str, **environ: str) -> Started:
         self._started += 1
-        log = self._directory / f"{self._started}.log"
-        started = Started(host, log, *arguments, **environ)
+        log = self.directory / f"{self._started}.log"
+        started = Started(host, log, *arguments, **self.environ, **environ)
         self._stack.callback(started.stop)
         return started
 
@@ -126,9 +141,11 @@ class DynamoHosts:
 
 
 @contextmanager
-def dynamo_hosts(hosts: Hosts, directory: Path, *, nats: bool = False) -> Iterator[DynamoHosts]:
+def dynamo_hosts(
+    hosts: Hosts, directory: Path, password: str | None = None
+) -> Iterator[DynamoHosts]:
     with ExitStack() as stack:
-        yield DynamoHosts(hosts, directory, stack, nats=nats)
+        yield DynamoHosts(hosts, directory, stack, password)
 
 
 class Load:

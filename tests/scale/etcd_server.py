@@ -67,6 +67,14 @@ class EtcdServer(_Server):
             "--initial-cluster", f"e1={peer}", "--log-level", "warn",
         ]  # fmt: skip
 
+    def lock(self, password: str) -> None:
+        """From now on only user root, with this password, may read or write."""
+        for words in (["user", "add", f"root:{password}"], ["auth", "enable"]):
+            subprocess.run(
+                [str(BIN / "etcdctl"), "--endpoints", f"{self.address}:{self.port}", *words],
+                check=True, capture_output=True,
+            )  # fmt: skip
+
     def responds(self) -> bool:
         try:
             with urllib.request.urlopen(
@@ -78,14 +86,19 @@ class EtcdServer(_Server):
 
 
 class NatsServer(_Server):
-    """One NATS server."""
+    """One NATS server; with a `password`, it lets only user `lockstep` in."""
+
+    def __init__(self, directory: Path, address: str, password: str | None = None) -> None:
+        super().__init__(directory, address)
+        self._password = password
 
     @property
     def url(self) -> str:
         return f"nats://{self.address}:{self.port}"
 
     def command(self) -> list[str]:
-        return [str(BIN / "nats-server"), "-a", self.address, "-p", str(self.port)]
+        known = [] if self._password is None else ["--user", "lockstep", "--pass", self._password]
+        return [str(BIN / "nats-server"), "-a", self.address, "-p", str(self.port), *known]
 
     def responds(self) -> bool:
         try:

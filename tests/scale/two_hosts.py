@@ -28,20 +28,21 @@ class Host:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Two hosts; `link` is the cable between them, where there is one."""
+    """Two hosts; `link` is how `ip` names the far end of their cable, where there is one."""
 
     here: Host
     there: Host
-    link: str | None = None
+    link: tuple[str, ...] | None = None
 
     @contextmanager
     def unplugged(self) -> Iterator[None]:
-        """The cable is out while the block runs."""
-        _ip("link", "set", str(self.link), "down")
+        """The cable is out, there, while the block runs; here packets get lost."""
+        namespace, end = self.link or ("", "")
+        _ip("-n", namespace, "link", "set", end, "down")
         try:
             yield
         finally:
-            _ip("link", "set", str(self.link), "up")
+            _ip("-n", namespace, "link", "set", end, "up")
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def two_hosts() -> Iterator[Hosts]:
         return
     try:
         there = Host(f"{net}.2", ("ip", "netns", "exec", name))
-        yield Hosts(Host(f"{net}.1"), there, near)
+        yield Hosts(Host(f"{net}.1"), there, (name, far))
     finally:
         _end(name)
 
