@@ -36,6 +36,7 @@ from lockstep.gateway.routes.status import StatusRoutes
 from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.expiry import TTL_SECONDS
 from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.gateway.sessions.store.interface import SessionStore
 from lockstep.http.auth import RequestAuth, check_admin_exposure, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.route_templates import RouteTemplates
@@ -66,7 +67,7 @@ class GatewayOptions:
     api_keys: tuple[str, ...] = ()
     key_file: Path | None = None
     shared_sessions: bool = False
-    sessions: str = "memory"
+    sessions: str | SessionStore = "memory"
     session_seconds: float = TTL_SECONDS
     expire_unread: bool = False
     tokenizer: str | None = None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.fleet.fan_out import PhaseBudgets
     from lockstep.fleet.routing.pool import Pool
     from lockstep.gateway.app import GatewayOptions
+    from lockstep.gateway.sessions.store.interface import SessionStore
     from lockstep.settings import Settings
 
 _listen_option = partial(typer.Option, rich_help_panel="Listening")
@@ -197,8 +198,8 @@ class GatewayArguments:
                     f"--{name.replace('_', '-')} is {value}: expected 0 or more", param=name
                 )
 
-    def options(self, settings: Settings, sessions: str) -> GatewayOptions:
-        """The options of the gateway, with its sessions in that file."""
+    def options(self, settings: Settings, sessions: str | SessionStore) -> GatewayOptions:
+        """The options of the gateway, with its sessions in that file or store."""
         from lockstep.gateway.app import GatewayOptions
         from lockstep.http.cross_site import check_origins
 

@@ -98,7 +98,8 @@ class GatewayProcess:
                 budget=arguments.budgets(),
                 model_dir=self.model_dir,
             )
-            options = replace(arguments.options(settings, state.sessions), admin_token=token)
+            sessions = state.sessions if shared is None else shared.sessions
+            options = replace(arguments.options(settings, sessions), admin_token=token)
             try:
                 async with source.joined(fleet, token, status.update) as workers:
                     name = (await fleet.pool.models())[0].id

@@ -14,16 +14,19 @@ from lockstep.tokens.errors import BadRequest
 if TYPE_CHECKING:
     from lockstep.fleet.control.postgres_leadership import PostgresLeadership
     from lockstep.fleet.control.postgres_store import PostgresControlStore
+    from lockstep.gateway.sessions.store.postgres import PostgresSessionStore
     from lockstep.storage.postgres import PostgresDatabase
 
 
 @dataclass(frozen=True, slots=True)
 class SharedStore:
-    """An open database, this gateway's part in its elections, and the fleet's state in it."""
+    """An open database, this gateway's part in its elections, and the fleet's state and sessions
+    in it."""
 
     database: PostgresDatabase
     leadership: PostgresLeadership
     control: PostgresControlStore
+    sessions: PostgresSessionStore
 
 
 @asynccontextmanager
@@ -47,13 +50,19 @@ async def shared_store(
         )
     from lockstep.fleet.control.postgres_leadership import PostgresLeadership
     from lockstep.fleet.control.postgres_store import PostgresControlStore
+    from lockstep.gateway.sessions.store.postgres import PostgresSessionStore
     from lockstep.storage.postgres import PostgresDatabase
 
     database = PostgresDatabase(url)
     await database.open()
     try:
         leadership = PostgresLeadership(database)
-        yield SharedStore(database, leadership, PostgresControlStore(database, leadership))
+        yield SharedStore(
+            database,
+            leadership,
+            PostgresControlStore(database, leadership),
+            PostgresSessionStore(database),
+        )
     finally:
         await database.close()
 
