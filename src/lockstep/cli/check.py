@@ -22,6 +22,7 @@ from lockstep.cli.output import one_line_table, print_json, table_console
 from lockstep.models import BUNDLED, model_directory
 from lockstep.settings import Settings, read_token
 from lockstep.tokens.errors import BadRequest, LockstepError
+from lockstep.tokens.exit_codes import FAILED, OK
 
 if TYPE_CHECKING:
     from lockstep.check import CheckOptions, CheckRow, Finding, Report
@@ -131,14 +132,14 @@ def check(
         if error.status in (400, 401, 403, 404):
             raise
         Console(stderr=True).print(f"[bold red]failed[/] ({error.code}): {escape(error.message)}")
-        raise typer.Exit(1) from None
+        raise typer.Exit(FAILED) from None
     if as_json:
         print_json(report.json())
     elif as_markdown:
         sys.stdout.write(report.markdown() + "\n")
     else:
         _show(report, table_console(), details)
-    raise typer.Exit(0 if report.kept else 1)
+    raise typer.Exit(OK if report.kept else FAILED)
 
 
 async def _check(options: CheckOptions, rows: list[CheckRow], all_rows: int, quiet: bool) -> Report:

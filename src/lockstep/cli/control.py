@@ -26,6 +26,7 @@ from lockstep.models import model_directory
 from lockstep.running_gateways import find_control_plane
 from lockstep.settings import Settings
 from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.exit_codes import FAILED, OK
 from lockstep.tokens.operation import Operation
 
 Mode = Annotated[
@@ -62,7 +63,7 @@ class FleetConnection:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False
 
     def run(self, work: Callable[[RemoteFleet], Awaitable[None]]) -> None:
-        """Runs `work` on the fleet. Raises typer.Exit(1) where the fleet reports a failure."""
+        """Runs `work` on the fleet. Raises typer.Exit where the fleet reports a failure."""
         url, token = find_control_plane(self.url, self.token_file, Settings.read())
 
         async def main() -> None:
@@ -72,14 +73,14 @@ class FleetConnection:
         try:
             asyncio.run(main())
         except KeyboardInterrupt:
-            raise typer.Exit(0) from None
+            raise typer.Exit(OK) from None
         except LockstepError as error:
             if error.status == 400:
                 raise
             Console(stderr=True).print(
                 f"[bold red]failed[/] ({error.code}): {escape(error.message)}", soft_wrap=True
             )
-            raise typer.Exit(1) from None
+            raise typer.Exit(FAILED) from None
 
     def operate(self, call: Callable[[RemoteFleet], Awaitable[Operation]]) -> None:
         """Runs an operation on the fleet and prints how it went."""

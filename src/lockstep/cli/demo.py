@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep.cli.output import print_json
+from lockstep.tokens.exit_codes import FAILED
 
 if TYPE_CHECKING:
     from lockstep.run_record import Summary
@@ -67,8 +68,8 @@ def demo(
 
     Where this machine cannot compute exactly it goes on in close mode and says why.
 
-    Exit codes: 0 trainer and workers stayed in lockstep, 1 they did not, 2 it could not run, or
-    --exact was not possible.
+    Exit codes: 0 trainer and workers stayed in lockstep, 1 they did not, 2 the command is wrong or
+    --exact was not possible, 75 it could not run now.
     """
     from lockstep.train.demo.demo import Demo, run_demo
 
@@ -97,7 +98,7 @@ def demo(
     if as_json:
         print_json(as_row(summary, page))
     if not summary.kept:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 def as_row(summary: Summary, page: Path) -> dict[str, object]:

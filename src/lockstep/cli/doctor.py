@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lockstep.cli.output import print_json
+from lockstep.tokens.exit_codes import FAILED
 
 if TYPE_CHECKING:
     from lockstep.doctor import Check
@@ -47,7 +48,7 @@ def doctor(
             else "[b green]lockstep demo can run here.[/]"
         )
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 def table(checks: list[Check]) -> Table:

@@ -35,7 +35,8 @@ def rollout(
     runs against a worker that follows a script. Rollouts that failed are counted by cause, and
     their samples are left out.
 
-    Exit codes: 0 all was played, 2 it could not start or go on.
+    Exit codes: 0 all was played, 1 an environment raised, 2 the command is wrong, 75 it cannot
+    start or go on now.
     """
     from lockstep.train.collect import collect
     from lockstep.train.config import TrainConfig

@@ -47,7 +47,8 @@ def train(
     LOCKSTEP_ADMIN_TOKEN. Where trainer and workers cannot compute the same bits, the run goes on
     in close mode and says why.
 
-    Exit codes: 0 the run ended, 2 it could not start or go on, or --exact was not possible.
+    Exit codes: 0 the run ended, 1 an environment raised, 2 the command is wrong or --exact was not
+    possible, 75 it cannot start or go on now.
     """
     from lockstep.train import TrainConfig, Trainer
     from lockstep.train.records.sinks import check_sinks
