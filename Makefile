@@ -61,6 +61,7 @@ test-agents: $(VENV)/.ready
 # Several gateways on real PostgreSQL, Dynamo on real etcd and NATS, from an environment of their own.
 test-scale: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-scale.sh
+	PYTHON=$(PYTHON) scripts/install-dynamo.sh
 	$(BIN)/pytest tests/scale
 
 lint: $(VENV)/.ready

@@ -82,6 +82,8 @@ MODES: dict[str, tuple[str, str]] = {
     "F66": ("a stop string ends the text, and the tokens behind it no longer fit it", "the engine ends with the token that completes it; ids and logprobs stay whole, the text is cut, streams hold back"),
     "F67": ("output held to a schema is scored as if the model had been free", "the completion says which grammar was on; its processed logprobs are after the mask and score again"),
     "F71": ("logprobs are of another distribution than tokens were drawn from, and nobody says so", "processed by default, said on card and completion, with all that shaped them; scored again bit for bit"),
+    "F72": ("control reaches another worker than discovery meant, as an address is only good on its own host", "a worker that advertises such an address is refused, and one is believed only when it says that it is the one; the reason is in output and state"),
+    "F73": ("a worker that lost its lease ends as if its command had been wrong, and no supervisor starts it again", "exit code 75; supervisors wait for what it needs and start it again, and it is proved before it serves"),
     "F70": ("a trainer on another CPU type than the workers believes itself exact", "how both compute is compared before the first step"),
 }  # fmt: skip
 
