@@ -291,6 +291,23 @@ async def test_a_lockstep_server_is_known_by_its_card_and_held_to_a_version() ->
         await transport.close()
 
 
+async def test_an_adapter_that_a_lockstep_server_loaded_just_now_is_asked_for_in_its_own_way() -> (
+    None
+):
+    def reply_to(request: Request) -> Reply:
+        if request.path == "/v1/models":
+            return models("lockstep")  # the list that was fetched before the adapter was there
+        return whole(generate_body(logprob_mode=request.json["sampling_params"]["logprob_mode"]))
+
+    async with serving(reply_to) as server:
+        transport = await open_transport(server.url)
+        await transport.generate(request_of(model="m", sampling=Sampling(logprob_mode="raw")))
+        mine = request_of(model="new", sampling=Sampling(logprob_mode="raw"))
+        (completion,) = await transport.generate(mine)
+        assert completion.logprob_mode == "raw"
+        await transport.close()
+
+
 async def test_an_adapter_is_on_the_completion_and_unknown_models_stay_unknown() -> None:
     async with serving(script("sglang")) as server:
         transport = await open_transport(server.url, "sglang")

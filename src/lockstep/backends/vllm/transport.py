@@ -102,7 +102,8 @@ class VllmTransport(HttpTransport):
         card = await self._limits.check_length(request)
         lockstep = self._lockstep
         if lockstep is None:
-            lockstep = card is not None and card.owned_by == "lockstep"
+            # An adapter that was loaded just now may be on no list yet: its server is.
+            lockstep = self._relays if card is None else card.owned_by == "lockstep"
         if lockstep:
             body = encode_lockstep(request, stream=stream)
         else:
