@@ -10,6 +10,8 @@ export const CURVES = [
   { title: "Versions behind", series: [{ key: "off_policy", name: "mean", color: "violet" }, { key: "off_policy_max", name: "most", color: "amber" }] },
   { title: "Tokens per second", series: [{ key: "tokens_per_second", name: "sampled", color: "blue" }] },
   { title: "Step time", unit: " s", stack: true, series: [{ key: "time/rollout", name: "rollout", color: "blue" }, { key: "time/train", name: "train", color: "violet" }, { key: "time/save", name: "save", color: "green" }, { key: "time/update", name: "update", color: "amber" }] },
+  { title: "Gradient norm", series: [{ key: "grad_norm", name: "norm", color: "blue" }] },
+  { title: "Pause per update", unit: " s", series: [{ key: "pause_seconds", name: "pause", color: "amber" }] },
 ];
 
 export function ticks(low, high) {
@@ -168,9 +170,10 @@ export function drawLanes(container, data) {
   container.replaceChildren(legend, make("div", { class: "scroll" }, svg));
 }
 
-/* A small curve of [time, value] points, the last `span` seconds until `now`. */
-export function sparkline(points, now, span, color = "blue", width = 120, height = 28) {
-  const recent = points.filter(([at]) => at >= now - span - 2);
+/* A small curve of [time, value] points, at most the last `most` seconds until `now`. */
+export function sparkline(points, now, most, color = "blue", width = 120, height = 28) {
+  const recent = points.filter(([at]) => at >= now - most - 2);
+  const span = Math.min(most, Math.max(20, now - (recent[0]?.[0] ?? now)));
   const top = Math.max(1e-9, ...recent.map(([, value]) => value));
   const x = at => width * (1 - (now - at) / span), y = value => height - 2 - (height - 4) * value / top;
   const line = recent.map(([at, value], i) => `${i ? "L" : "M"}${Math.max(0, x(at)).toFixed(1)},${y(value).toFixed(1)}`).join("");

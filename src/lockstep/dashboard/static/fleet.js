@@ -4,8 +4,9 @@ import { ago, bytes, clock, count, digits, draw, make, seconds, swatch } from ".
 import { history, SPAN, state } from "./state.js";
 
 const TONES = { serving: "green", held: "blue", syncing: "blue", proving: "violet", joining: "blue", down: "red", quarantined: "amber", draining: "" };
-const PHASES = { stage: "blue", prove: "violet", quiesce: "amber", commit: "green", resume: "soft", rollback: "red" };
-const NAMES = { quiesce: "pause" };
+const PHASES = { ask: "violet", stage: "blue", prove: "violet", quiesce: "amber", commit: "green", resume: "soft", rollback: "red" };
+const NAMES = { ask: "score before", quiesce: "pause" };
+const MARK = 16;
 
 export class FleetView {
   constructor() {
@@ -48,7 +49,7 @@ export class FleetView {
       this.lanes.replaceChildren(make("div", { class: "empty" }, "No worker has joined."));
       return;
     }
-    if (!this.rows.size) this.lanes.replaceChildren(make("div", { class: "lane head" }, ...["Worker", `Last ${SPAN / 60} minutes`, "Version", "In flight", "Tokens/s", "Last proof"].map(text => make("span", { class: text === "In flight" ? "num" : "" }, text))));
+    if (!this.rows.size) this.lanes.replaceChildren(make("div", { class: "lane head" }, ...["Worker", "Now at the right", "Version", "In flight", "Tokens/s", "Last proof"].map(text => make("span", { class: text === "In flight" ? "num" : "" }, text))));
     for (const [id, row] of this.rows) if (!state.workers.has(id)) { row.root.remove(); this.rows.delete(id); }
     for (const [id, worker] of state.workers) {
       let row = this.rows.get(id);
@@ -76,7 +77,7 @@ export class FleetView {
     const why = worker.state === "serving" ? "" : worker.reason ?? "";
     text(row.reason, why && worker.next_try !== null ? `${why} · tried again in ${worker.next_try} s` : why);
     row.reason.className = `reason${worker.state === "down" || worker.state === "quarantined" ? "" : " wait"}`; row.reason.hidden = !why;
-    row.strip.replaceChildren(strip(worker.id));
+    row.strip.replaceChildren(strip(worker.id)); row.strip.title = `the last ${seconds(shown(state.at))}`;
   }
 
   drawUpdates() {
@@ -98,7 +99,7 @@ function proof(evidence, at) {
 
 /* The states of a worker over the last minutes, and the updates that it went through. */
 function strip(id) {
-  const width = 600, now = state.at, x = at => Math.max(0, width * (1 - (now - at) / SPAN));
+  const width = 600, now = state.at, span = shown(now), x = at => Math.max(0, width * (1 - (now - at) / span));
   const svg = draw("svg", { viewBox: `0 0 ${width} 30`, preserveAspectRatio: "none", role: "img", "aria-label": `States of ${id}` });
   const states = history.workers.get(id)?.states ?? [];
   states.forEach((each, i) => {
@@ -111,13 +112,22 @@ function strip(id) {
   for (const operation of state.operations.values()) {
     const mine = operation.workers[id];
     if (!mine || (operation.ended ?? now) < now - SPAN) continue;
-    let at = operation.started;
-    for (const [phase, took] of Object.entries(mine.seconds)) {
-      const from = x(at), to = x(at + took); at += took;
-      if (to > 0) svg.append(draw("rect", { x: from, y: 3, width: Math.max(1.5, to - from), height: 24, fill: `var(--${PHASES[phase] ?? "soft"})`, opacity: .9 }));
-    }
+    // As wide as it took, and wide enough to be seen: most are over within a second.
+    const phases = Object.entries(mine.seconds), sum = phases.reduce((total, [, took]) => total + took, 0) || 1;
+    const wide = Math.max(MARK, x(operation.started + sum) - x(operation.started));
+    let at = Math.min(x(operation.started), width - wide);
+    if (at <= 0) continue;
+    const mark = draw("g", {}, draw("title", {}, `${operation.kind} ${operation.version ?? ""}: ${phases.map(([phase, took]) => `${NAMES[phase] ?? phase} ${seconds(took)}`).join(", ")}`));
+    for (const [phase, took] of phases) { const part = wide * took / sum; mark.append(draw("rect", { x: at, y: 3, width: part, height: 24, fill: `var(--${PHASES[phase] ?? "soft"})` })); at += part; }
+    svg.append(mark);
   }
   return svg;
+}
+
+/* How much of the past the lanes show: what is known, between one minute and five. */
+function shown(now) {
+  const first = Math.min(now, ...[...history.workers.values()].map(past => past.states[0]?.at ?? now));
+  return Math.min(SPAN, Math.max(60, now - first));
 }
 
 function operation(each) {

@@ -9,7 +9,7 @@ export class HealthView {
     this.tiles = make("section", { class: "tiles", "aria-label": "Figures" });
     this.routes = make("table", { class: "rows" });
     this.slow = make("div", { class: "card x" });
-    this.store = make("table", { class: "rows" });
+    this.store = make("table", { class: "rows tight" });
     this.root = make("div", {}, make("h1", {}, "Health of the gateway"), this.tiles, make("h2", {}, "Routes"), make("div", { class: "card x" }, this.routes),
       make("div", { class: "columns" }, make("section", {}, make("h2", {}, "Slow requests"), this.slow), make("section", {}, make("h2", {}, "Sessions and store"), make("div", { class: "card x" }, this.store))));
   }

@@ -130,6 +130,8 @@ class SessionPage {
         make("span", { class: "turns" }, ...squares), make("span", { class: "muted small num" }, `${count(branch.tokens)} tokens`));
     }));
     const broken = turns.filter(turn => turn.broke);
+    if (broken.length === this.broken) return; // what is open stays open
+    this.broken = broken.length;
     this.breakBox.replaceChildren(...(broken.length ? [make("h2", {}, "Prefix breaks"), make("div", { class: "chips" }, ...broken.map(turn => make("button", { type: "button", "data-break": turn.index, onclick: () => this.showBreak(turn.index) }, `turn ${turn.index}: ${turn.breaks[turn.breaks.length - 1]}`))), this.sides = make("div")] : []));
   }
 

@@ -79,6 +79,7 @@ export class TokenView {
     const from = keep < 0 ? known : this.blocks[keep].start;
     for (const block of this.blocks.splice(keep < 0 ? this.blocks.length : keep)) { this.seen.unobserve(block); block.remove(); }
     this.addBlocks(from);
+    this.choose(this.chosen);
   }
 
   addBlocks(from) {

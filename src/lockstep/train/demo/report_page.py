@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lockstep.run_record import Row, Run, Summary, describe, figure, lanes
+from lockstep.dashboard.run_view import curves, pack, shown_events
+from lockstep.dashboard.static_files import shared_script, shared_style
+from lockstep.run_record import Row, Run, Summary, describe, figure
 
 SAMPLE_BYTES = 2_400_000
 """Room for the samples; the page with everything else stays under 3 MB."""
-
-SERIES = (
-    "reward", "reward_std", "solved", "mismatch_kl", "masked_mismatch_kl", "is_masked",
-    "is_masked_low", "is_masked_high", "entropy", "loss", "grad_norm", "lr", "tokens",
-    "tokens_per_second", "off_policy", "off_policy_max", "breaks", "aborts", "dropped",
-    "pause_seconds", "time/rollout", "time/train", "time/save", "time/update", "time/step",
-)  # fmt: skip
 
 HONEST = (
     "The starting checkpoint was first trained to solve this task, then trained for a while to "
@@ -50,6 +43,8 @@ def render(run: Run) -> str:
     template = files("lockstep.train.demo").joinpath("report_page.html").read_text("utf-8")
     title = f"{task_of(run)} on {run.about.get('model', 'an unnamed model')}"
     parts = {
+        "/*shared-style*/": shared_style(),
+        "/*shared-script*/": shared_script(),
         "<!--title-->": escape(f"Lockstep: {title}"),
         "<!--headline-->": _headline(run, summary, title),
         "<!--tiles-->": "".join(_tiles(run, summary)),
@@ -136,14 +131,9 @@ def _tile(name: str, value: str, note: str, good: bool | None) -> str:
 def _events(run: Run) -> str:
     rows = [
         f"<li><time>{float(event['time']) - run.start:.1f} s</time>{escape(describe(event))}</li>"
-        for event in _shown(run)
+        for event in shown_events(run)
     ]
     return "".join(rows) or "<li>nothing happened besides the updates</li>"
-
-
-def _shown(run: Run) -> list[Row]:
-    """Events worth a line: updates happen at every step, and are drawn."""
-    return [event for event in run.events if event["kind"] != "update"]
 
 
 def _config(about: Row) -> str:
@@ -162,86 +152,8 @@ def _flat(values: Row, above: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def _payload(run: Run) -> Row:
-    ends = run.ends()
-    workers = sorted({w["id"] for step in run.steps for w in step.get("workers", ())})
-    names, samples, left_out = _pack(run.samples)
-    return {
-        "steps": [step["step"] for step in run.steps],
-        "series": {
-            name: [_number(step.get(name)) for step in run.steps]
-            for name in SERIES
-            if any(step.get(name) is not None for step in run.steps)
-        },
-        "versions": [str(step.get("version", "")) for step in run.steps],
-        "ends": [round(end, 3) for end in ends],
-        "workers": workers,
-        "lanes": lanes(run),
-        "events": [
-            {
-                "at": round(float(event["time"]) - run.start, 3),
-                "kind": event["kind"],
-                "text": describe(event),
-            }
-            for event in _shown(run)
-        ],
-        "names": names,
-        "samples": samples,
-        "left_out": left_out,
-    }
-
-
-def _pack(samples: Sequence[Row]) -> tuple[list[list[Any]], list[Row], int]:
-    """The samples without repetition, and how many did not fit.
-
-    Token strings go into one table. Logprobs of the trainer are left out where they are the very
-    number of the engine: the difference is taken here, before anything is rounded for the page.
-    """
-    table: dict[tuple[int, str], int] = {}
-    packed = [_pack_one(sample, table) for sample in samples]
-    sizes = [len(json.dumps(each)) for each in packed]
-    keep = min(1.0, SAMPLE_BYTES / max(1, sum(sizes)))
-    # evenly over the run, so that no step loses all of its samples
-    kept = [each for at, each in enumerate(packed) if int((at + 1) * keep) > int(at * keep)]
-    return [[number, text] for number, text in table], kept, len(packed) - len(kept)
-
-
-def _pack_one(sample: Row, table: dict[tuple[int, str], int]) -> Row:
-    sampled = sample["sampled_mask"]
-    pairs = list(zip(sample["token_ids"], sample["token_strings"], strict=True))
-    engine = [value for value, own in zip(sample["logprobs"], sampled, strict=True) if own]
-    trainer = sample.get("trainer_logprobs")
-    differences: dict[str, Any] = {}
-    if trainer is not None:
-        theirs = [value for value, own in zip(trainer, sampled, strict=True) if own]
-        for at, (here, there) in enumerate(zip(engine, theirs, strict=True)):
-            if there is None or here != there:
-                differences[str(at)] = _number(None if there is None else there - here)
-    return {
-        "step": sample["step"],
-        "env": str(sample.get("env", "")),
-        "reward": _number(sample.get("reward")),
-        "advantage": _number(sample.get("advantage")),
-        "workers": sample.get("workers") or [],
-        "tokens": [table.setdefault(pair, len(table)) for pair in pairs],
-        "sampled": _runs(sampled),
-        "roles": _runs(sample["roles"]),
-        "versions": _runs(sample["versions"]),
-        "logprobs": [_number(value) for value in engine],
-        "differences": differences,
-        "scored": trainer is not None,
-    }
-
-
-def _runs(values: Iterable[Any]) -> list[list[Any]]:
-    """Run lengths: [value, count] pairs."""
-    return [[value, len(list(group))] for value, group in groupby(values)]
-
-
-def _number(value: Any) -> Any:
-    """Nine digits name a float32 exactly. JSON has no NaN, and a page must not hide one."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.9g}") if math.isfinite(value) else str(value)
+    names, samples, left_out = pack(run.samples, SAMPLE_BYTES)
+    return {**curves(run), "names": names, "samples": samples, "left_out": left_out}
 
 
 def _script(payload: Row) -> str:
