@@ -15,7 +15,7 @@ import msgspec
 from lockstep.backends.admin import Admin, Broadcaster, Fenced, PauseMode, Source, WorkerView
 from lockstep.checkpoint.validate import resolve
 from lockstep.fleet.control.desired import Desired, Reference
-from lockstep.fleet.control.leadership import AlwaysLeader, Leadership
+from lockstep.fleet.control.leadership import AlwaysLeader, Leadership, LeadershipView
 from lockstep.fleet.control.lease import Lease
 from lockstep.fleet.control.operations import Operations
 from lockstep.fleet.control.store import ControlStore, LocalStore
@@ -137,10 +137,15 @@ class Fleet:
         for worker in self.workers:
             self.pool.hold(worker, False)
 
+    def leadership_view(self) -> LeadershipView:
+        """Who leads. A gateway that was elected and still takes the workers over follows."""
+        view = self.leadership.view()
+        return view if self.leads else msgspec.structs.replace(view, role="follower")
+
     def check_leads(self) -> None:
         """Raises Unavailable that names the leader when this gateway does not lead."""
         if not self.leads:
-            view = self.leadership.view()
+            view = self.leadership_view()
             where = f"{view.leader} does" if view.leader else "none is known yet"
             raise Unavailable(f"this gateway does not lead the fleet, {where}", retry_after=1.0)
 
@@ -155,6 +160,13 @@ class Fleet:
         cannot be an id.
         """
         name = check_worker_id(worker_id or url.partition("://")[2].rstrip("/"))
+        if (known := self.replica.claim(name, url)) is not None:
+            await admin.close()
+            return known
+        return await self.take_in(url, admin, name, **options)
+
+    async def take_in(self, url: str, admin: Admin, name: str, **options: Any) -> Worker:
+        """`add`, also of a worker that the store told of."""
         if isinstance(admin, Fenced):
             admin.fence(lambda: self.desired.generation)
         return await self.pool.add(url, worker_id=name, admin=admin, **options)

@@ -79,6 +79,16 @@ class Replica:
         """That worker has an admin token of its own, which later leaders need."""
         self._tokens[worker_id] = token
 
+    def claim(self, worker_id: str, url: str) -> Worker | None:
+        """The worker of that id and URL if it came from the store: who adds it now has found it
+        too, and keeps it when the store forgets it."""
+        joined = worker_id in self._joined
+        for worker in self._fleet.pool.workers if joined else ():
+            if (worker.id, worker.url) == (worker_id, url.rstrip("/")):
+                self._joined.discard(worker_id)
+                return worker
+        return None
+
     def records(
         self, proved: Sequence[Worker] | None = None, version: str | None = None
     ) -> list[WorkerRecord] | None:
@@ -243,19 +253,20 @@ class Replica:
         if record.logprob_mode is not None:
             options["logprob_mode"] = record.logprob_mode
         token = record.admin_token or self._token
+        self._joined.add(record.id)
         try:
             admin = await open_admin(
                 record.admin_url or record.url, token, cast("BackendName", record.backend or "auto")
             )
             try:
-                await self._fleet.add(record.url, admin, worker_id=record.id, **options)
+                await self._fleet.take_in(record.url, admin, record.id, **options)
             except BaseException:
                 await admin.close()
                 raise
         except LockstepError as error:
+            self._joined.discard(record.id)
             log.warning("worker %s of the leader cannot be used: %s", record.id, error.message)
             return
-        self._joined.add(record.id)
         if record.admin_token is not None:
             self._tokens[record.id] = record.admin_token
 

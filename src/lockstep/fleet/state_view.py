@@ -19,7 +19,7 @@ async def fleet_state(fleet: Fleet) -> dict[str, Any]:
     desired = fleet.desired
     return {
         "ready": bool(serving) and desired.paused is None,
-        **msgspec.to_builtins(fleet.leadership.view()),
+        **msgspec.to_builtins(fleet.leadership_view()),
         "version": desired.version,
         "applied": sorted({str(worker["version"]) for worker in serving}),
         "checkpoint": desired.checkpoint,

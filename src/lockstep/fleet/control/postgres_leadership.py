@@ -19,7 +19,7 @@ LEASE_SECONDS = 3.0
 RENEW_SECONDS = 0.5
 MARGIN_SECONDS = 0.3
 """How much earlier than the database a leader regards its own lease as ended."""
-SEEN_SECONDS = 10.0
+SEEN_SECONDS = 5.0
 """Gateways that were silent for longer are no longer counted; their rows go after an hour."""
 CHANNEL = "leader"
 
