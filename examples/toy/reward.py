@@ -9,4 +9,4 @@ sys.path.insert(0, os.getcwd())
 import calc
 
 test = json.loads(os.environ["LOCKSTEP_TASK"])["test"]
-print(1.0 if eval(test, vars(calc)) else 0.1)
+sys.stdout.write(f"{1.0 if eval(test, vars(calc)) else 0.1}\n")
