@@ -85,7 +85,8 @@ class VerifiersEnvironment:
         headers = {CHOICE: CHOSEN}
         if policy.api_key is not None:
             headers["Authorization"] = f"Bearer {policy.api_key}"
-        client = TrainClientConfig(base_url=policy.url, api_key_var=API_KEY, headers=headers)
+        base = policy.url.rstrip("/").removesuffix("/v1") + "/v1"
+        client = TrainClientConfig(base_url=base, api_key_var=API_KEY, headers=headers)
         chosen = {name: options[name] for name in ("temperature", "max_tokens") if name in options}
         return ModelContext(model=policy.model or "", client=client, sampling=Sampling(**chosen))
 
