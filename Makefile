@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-kernels test-cpus test-docs test-engines test-clients test-agents test-scale lint format docs bench chaos soak clean
+.PHONY: demo test test-kernels test-cpus test-docs test-engines test-clients test-agents test-sinks test-scale lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,7 @@ demo: $(VENV)/.ready
 PYTEST := $(BIN)/pytest -n 2 --dist loadscope
 
 test: $(VENV)/.ready
-	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/scale --ignore tests/cpus --ignore tests/docs --ignore tests/engine/cuda
+	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/sinks --ignore tests/scale --ignore tests/cpus --ignore tests/docs --ignore tests/engine/cuda
 
 # The kernels for GPUs, in Triton's interpreter, which is slow.
 test-kernels: $(VENV)/.ready
@@ -52,6 +52,11 @@ test-engines: $(VENV)/.ready
 test-clients: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-clients.sh
 	$(BIN)/pytest tests/clients
+
+# Trackers that a run logs to and readers of exports, in an environment of their own.
+test-sinks: $(VENV)/.ready
+	scripts/install-sinks.sh
+	$(BIN)/pytest tests/sinks
 
 # Real coding agents against a gateway and a scripted worker, in an environment of their own.
 test-agents: $(VENV)/.ready

@@ -23,7 +23,7 @@ import json, sys
 from datasets import load_dataset
 rows = load_dataset(sys.argv[1], split="train")
 for row in rows:
-    if row["experts"]["data"] is not None:
+    if row["experts"] is not None:
         row["experts"]["data"] = row["experts"]["data"].hex()
     print(json.dumps(row))
 """
@@ -47,6 +47,7 @@ def load(directory: Path, home: Path) -> list[dict[str, Any]]:
         env=environ, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "gnoring" not in done.stderr, "the card is read without complaint"
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 

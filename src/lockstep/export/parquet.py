@@ -71,10 +71,6 @@ configs:
   data_files:
   - split: train
     path: data/train-*
-dataset_info:
-  splits:
-  - name: train
-    num_examples: {count}
 ---
 # Samples exported by Lockstep
 
