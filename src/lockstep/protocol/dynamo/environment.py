@@ -48,13 +48,14 @@ SCHEMES = {"etcd": "http", "etcds": "https"}
 def complete(environ: Mapping[str, str], store: Path | None = None) -> dict[str, str]:
     """`environ` with what is missing; what is set stays.
 
-    A deployment that is found in a directory, or in an etcd on loopback, lives on one machine. Of
-    others, addresses are left to Dynamo. `store` is the directory of the `file` discovery, by
-    default Dynamo's.
+    A deployment that is found in a directory, or in an etcd on loopback by workers that advertise
+    loopback, lives on one machine. Of others, addresses are left to Dynamo. `store` is the
+    directory of the `file` discovery, by default Dynamo's.
     """
     merged = {**ALWAYS, **environ}
     discovery = merged.setdefault(DISCOVERY, "file")
-    if discovery == "file" or (discovery == "etcd" and all(map(is_loopback, endpoints(merged)))):
+    near = all(map(is_loopback, (*endpoints(merged), _url(merged[SYSTEM_HOST]))))
+    if discovery == "file" or (discovery == "etcd" and near):
         merged = {**LOCAL, **merged}
     if discovery == "file" and store is not None:
         merged[STORE] = str(store)
@@ -139,11 +140,7 @@ def check_advertised(environ: Mapping[str, str], *, chosen: bool) -> None:
     refuse it.
     """
     host = environ.get(SYSTEM_HOST, LOOPBACK)
-    if (
-        chosen
-        or environ.get(DISCOVERY) != "etcd"
-        or not is_loopback(f"//[{host}]" if ":" in host else f"//{host}")
-    ):
+    if chosen or environ.get(DISCOVERY) != "etcd" or not is_loopback(_url(host)):
         return
     far = next((url for url in endpoints(environ) if not is_loopback(url)), None)
     if far is not None:
@@ -153,6 +150,10 @@ def check_advertised(environ: Mapping[str, str], *, chosen: bool) -> None:
             f"({_towards(far)}), or --advertise {LOOPBACK} if all of it but etcd runs on this host",
             param="advertise",
         )
+
+
+def _url(host: str) -> str:
+    return f"http://[{host}]" if ":" in host else f"http://{host}"
 
 
 def _check_url(url: str, param: str, variables: str) -> None:
