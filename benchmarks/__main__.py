@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks import peers, table
+from lockstep.progress import Progress
 
 SECTIONS = {
     "http": ("HTTP server and client", "http.bench"),
@@ -45,11 +46,13 @@ def main() -> None:
     if unknown := set(options.sections) - set(SECTIONS):
         parser.error(f"no such section: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     begun = time.monotonic()
-    measured = {
-        title: measure(module)
-        for name, (title, module) in SECTIONS.items()
-        if name in (options.sections or SECTIONS)
-    }
+    chosen = [SECTIONS[name] for name in SECTIONS if name in (options.sections or SECTIONS)]
+    measured = {}
+    with Progress("Measuring", len(chosen)) as progress:
+        for title, module in chosen:
+            progress.say(title)
+            measured[title] = measure(module)
+            progress.advance()
     for title, rows in measured.items():
         print(f"\n{title}\n{table.plain(rows)}")
     minutes = (time.monotonic() - begun) / 60

@@ -22,6 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal, get_args
 
+from lockstep.progress import Progress
 from lockstep.tokens.errors import LockstepError
 from lockstep.tokens.operation import Operation
 from tests.faults.cluster import FAKETIME, Cluster
@@ -84,13 +85,17 @@ class Campaign:
 
     async def run(self, sizes: tuple[int, ...], seconds: float, directory: Path) -> None:
         """Trials on each size of fleet, for its share of the time; at least one."""
-        for size in sizes:
-            async with Cluster(size, directory / f"fleet-{size}") as cluster:
-                until = monotonic() + seconds / len(sizes)
-                while True:
-                    await self._trial(cluster)
-                    if monotonic() > until:
-                        break
+        begun = monotonic()
+        with Progress("Faults", seconds, shown=not self.quiet) as progress:
+            for size in sizes:
+                progress.say(f"{size} workers")
+                async with Cluster(size, directory / f"fleet-{size}") as cluster:
+                    until = monotonic() + seconds / len(sizes)
+                    while True:
+                        await self._trial(cluster)
+                        progress.reach(min(round(monotonic() - begun), seconds))
+                        if monotonic() > until:
+                            break
 
     def _draw(self, size: int) -> tuple[Fault, ...]:
         """Every pair of phase and kind comes up once before any does again."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import aiohttp
 
 from lockstep.gateway.key_file import KeyFile
+from lockstep.progress import Progress
 from tests.fleet.live_fleet import Checkpoints
 from tests.processes import TOKEN, ServeProcess
 from tests.soak.gauges import Series, descriptors_of, memory_of, tasks_of, threads_of
@@ -48,7 +49,8 @@ class Soak:
                 asyncio.create_task(self._update(admin)),
                 asyncio.create_task(self._measure(data, max(seconds / 90, 1.0))),
             ]
-            await load.run(CLIENTS, seconds)
+            with Progress(f"Soaking for {seconds:g} s"):
+                await load.run(CLIENTS, seconds)
             for task in others:
                 task.cancel()
             ended = await asyncio.gather(*others, return_exceptions=True)

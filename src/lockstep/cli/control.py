@@ -23,6 +23,7 @@ from lockstep.cli.output import print_json, table_console
 from lockstep.cli.shared_options import takes
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.models import model_directory
+from lockstep.progress import Progress
 from lockstep.running_gateways import find_control_plane
 from lockstep.settings import Settings
 from lockstep.tokens.errors import LockstepError
@@ -86,7 +87,8 @@ class FleetConnection:
         """Runs an operation on the fleet and prints how it went."""
 
         async def work(fleet: RemoteFleet) -> None:
-            operation = await call(fleet)
+            with Progress("The fleet is at work", shown=not self.as_json):
+                operation = await call(fleet)
             if self.as_json:
                 _print_operation_json(operation)
             else:

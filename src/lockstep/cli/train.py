@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep.cli.output import print_json
+from lockstep.progress import Progress
 from lockstep.running_gateways import find_control_plane
 from lockstep.settings import Settings
 
 if TYPE_CHECKING:
-    from lockstep.train import RunResult, StepMetrics, TrainConfig
+    from lockstep.train import RunResult, StepMetrics
 
 
 def train(
@@ -34,6 +35,13 @@ def train(
         typer.Option(
             help="Log to wandb, tensorboard, trackio or mlflow too, as `sinks` in the config does; "
             "may be repeated."
+        ),
+    ] = None,
+    env: Annotated[
+        str | None,
+        typer.Option(
+            help="Environment in place of the config's: reverse, calc, guess, verifiers:NAME, or "
+            "package.module:Class."
         ),
     ] = None,
     as_json: Annotated[
@@ -59,14 +67,19 @@ def train(
         run = replace(run, serve=replace(run.serve, admin_token=token))
     if exact:
         run = replace(run, learner=replace(run.learner, exact=True))
+    if env is not None:
+        # Options are those of one environment: another one does not take them.
+        options = run.env.options if env == run.env.name else {}
+        run = replace(run, env=replace(run.env, name=env, options=options))
     if track:
         check_sinks(tuple(track))
         run = replace(run, sinks=(*run.sinks, *track))
     trainer = Trainer(run, resume=resume)
-    with _Progress(run, shown=not as_json) as progress:
+    with Progress("Training", run.loop.steps, shown=not as_json) as progress:
 
         def on_step(metrics: StepMetrics) -> None:
-            progress.step(metrics)
+            progress.say(_figures(metrics))
+            progress.reach(metrics.step)
             if as_json:
                 print_json(metrics.to_json())
 
@@ -74,38 +87,13 @@ def train(
     _end(result, as_json)
 
 
-class _Progress:
-    """A progress bar with the main figures of the last step."""
-
-    def __init__(self, config: TrainConfig, *, shown: bool) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        self._bar = Progress(
-            TextColumn("[bold]training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            TextColumn("{task.description}"), disable=not shown,
-        )  # fmt: skip
-        self._task = self._bar.add_task("starting", total=config.loop.steps)
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def step(self, metrics: StepMetrics) -> None:
-        text = (
-            f"reward {metrics.reward:.3f}  solved {metrics.solved:.0%}  "
-            f"mismatch_kl {metrics.mismatch_kl:.2g}  masked {metrics.is_masked:.2%}  "
-            f"{metrics.tokens_per_second:.0f} tokens/s"
-        )
-        self._bar.update(self._task, completed=metrics.step, description=text)
+def _figures(metrics: StepMetrics) -> str:
+    """The main figures of a step."""
+    return (
+        f"reward {metrics.reward:.3f}  solved {metrics.solved:.0%}  "
+        f"mismatch_kl {metrics.mismatch_kl:.2g}  masked {metrics.is_masked:.2%}  "
+        f"{metrics.tokens_per_second:.0f} tokens/s"
+    )
 
 
 def _end(result: RunResult, as_json: bool) -> None:

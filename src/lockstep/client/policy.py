@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, overload
@@ -18,6 +18,7 @@ from lockstep.client.tokenizer import TokenizerSource
 from lockstep.client.turn import Scores, Turn
 from lockstep.ledger import Breaks, PromptPlan
 from lockstep.ledger.breaks import CLIENT_BREAKS
+from lockstep.progress import Progress
 from lockstep.render import Renderer, Thinking
 from lockstep.tokens import Completion, LockstepError, Shaping
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
@@ -189,11 +190,11 @@ class Policy:
                     results[at] = error
             step()
 
-        with _bar(len(every), shown=progress) as step:
+        with Progress("Generating", len(every), shown=progress) as bar:
             try:
                 async with asyncio.TaskGroup() as group:
                     for at in range(len(every)):
-                        group.create_task(one(at, step))
+                        group.create_task(one(at, bar.advance))
             except* LockstepError as failed:
                 raise failed.exceptions[0] from None
         return results
@@ -254,16 +255,3 @@ async def _only_model(transport: Transport) -> str:
 
 def _is_ids(prompt: Any) -> bool:
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], int)
-
-
-@contextlib.contextmanager
-def _bar(total: int, *, shown: bool) -> Iterator[Callable[[], None]]:
-    if not shown:
-        yield lambda: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = ("[bold]generating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from lockstep.http.server.server import (
 )
 from lockstep.http.tls import TlsFiles
 from lockstep.models import bundled
+from lockstep.progress import Progress
 from lockstep.protocol.json.limits import LIMITS, RequestLimits
 from lockstep.worker.data import DataPlane
 from lockstep.worker.system import SystemPlane
@@ -81,7 +83,9 @@ async def _serve(options: WorkerOptions, make_engine: MakeEngine) -> None:
         data_socket = stack.enter_context(listen(options.host, options.port))
         system_socket = stack.enter_context(listen(options.system_host, options.system_port))
         worker = options.engine.worker or url_of(data_socket).partition("://")[2]
-        engine = make_engine(options.model, replace(options.engine, worker=worker))
+        # A supervisor reads the ready line from a pipe, and shows progress of its own.
+        with Progress(f"Loading {name}", shown=sys.stdout.isatty()):
+            engine = make_engine(options.model, replace(options.engine, worker=worker))
         data = DataPlane(
             engine,
             name,
