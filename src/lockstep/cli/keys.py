@@ -1,11 +1,13 @@
-"""`lockstep keys`: the API keys of a gateway and their tenants, in a file of digests."""
+"""`lockstep keys`: the API keys of gateways and their tenants, as digests in a file or a store."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -24,6 +26,14 @@ PathOption = Annotated[
     Path | None,
     typer.Option("--key-file", help="The key file; by default LOCKSTEP_KEY_FILE."),
 ]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        help="The PostgreSQL store of several gateways, instead of a file; by default "
+        "LOCKSTEP_STORE.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
@@ -31,13 +41,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for script
 def add(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant that the key is for.")],
     key_file: PathOption = None,
+    store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Add a new key and print it. It is stored nowhere: keep it.
 
     A tenant may have several: to rotate one, add another, and revoke the first.
     """
-    stored, key = _file(key_file).add(tenant)
+    stored, key = asyncio.run(_on_keys(key_file, store, lambda keys: keys.add(tenant)))
     if as_json:
         print_json({"id": stored.id, "tenant": stored.tenant, "key": key})
         return
@@ -46,9 +57,11 @@ def add(
 
 
 @app.command("list")
-def list_keys(key_file: PathOption = None, as_json: JsonOption = False) -> None:
+def list_keys(
+    key_file: PathOption = None, store: StoreOption = None, as_json: JsonOption = False
+) -> None:
     """List the keys by their ids, as logs name them."""
-    keys = _file(key_file).read()
+    keys = asyncio.run(_on_keys(key_file, store, lambda keys: keys.read()))
     if as_json:
         print_json([msgspec.to_builtins(key) for key in keys])
         return
@@ -61,16 +74,35 @@ def list_keys(key_file: PathOption = None, as_json: JsonOption = False) -> None:
 def revoke(
     key: Annotated[str, typer.Argument(help="Id of the key, as `lockstep keys list` shows it.")],
     key_file: PathOption = None,
+    store: StoreOption = None,
 ) -> None:
     """Revoke a key: gateways refuse it within a second."""
-    stored = _file(key_file).revoke(key)
+    stored = asyncio.run(_on_keys(key_file, store, lambda keys: keys.revoke(key)))
     Console(stderr=True).print(f"Revoked {stored.id} of tenant {stored.tenant}.", markup=False)
 
 
-def _file(given: Path | None) -> KeyFile:
-    path = given or Settings.read().key_file
-    if path is None:
+async def _on_keys(key_file: Path | None, store: str | None, work: Callable[[Any], Any]) -> Any:
+    """The result of `work` on the keys of the file or the store that is meant.
+
+    Raises BadRequest when neither or both are.
+    """
+    settings = Settings.read()
+    if key_file is None and store is None:
+        key_file, store = settings.key_file, settings.store
+    if (key_file is None) == (store is None):
         raise BadRequest(
-            "which key file? Give --key-file, or set LOCKSTEP_KEY_FILE", param="key_file"
+            "which key file, or which store? Give --key-file or --store, or set one of "
+            "LOCKSTEP_KEY_FILE and LOCKSTEP_STORE",
+            param="key_file",
         )
-    return KeyFile(path)
+    if key_file is not None:
+        return work(KeyFile(key_file))
+    from lockstep.gateway.key_store import KeyStore
+    from lockstep.storage.postgres import PostgresDatabase
+
+    database = PostgresDatabase(store or "", pool_size=1)
+    await database.open()
+    try:
+        return await work(KeyStore(database))
+    finally:
+        await database.close()

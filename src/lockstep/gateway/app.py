@@ -19,6 +19,7 @@ from lockstep.gateway.auth import AdminAuth, DataAuth
 from lockstep.gateway.chat.route import ChatRoutes
 from lockstep.gateway.context import GatewayContext
 from lockstep.gateway.fast_routes import SESSION_TEMPLATE, FastRoutes
+from lockstep.gateway.key_store import KeyStore
 from lockstep.gateway.keys import TenantKeys
 from lockstep.gateway.messages.route import MessagesRoutes
 from lockstep.gateway.metrics import GatewayMetrics
@@ -66,6 +67,7 @@ class GatewayOptions:
     admin_token: str = ""
     api_keys: tuple[str, ...] = ()
     key_file: Path | None = None
+    key_store: KeyStore | None = None
     shared_sessions: bool = False
     sessions: str | SessionStore = "memory"
     session_seconds: float = TTL_SECONDS
@@ -80,7 +82,8 @@ class GatewayOptions:
 
     def check(self) -> None:
         """Raises Forbidden for a listener that anybody on the network could use."""
-        keyed = bool(self.api_keys) or self.key_file is not None
+        stored = self.key_store is not None and self.key_store.required
+        keyed = bool(self.api_keys) or self.key_file is not None or stored
         check_exposure(self.host, keyed, self.insecure)
         check_admin_exposure(self.admin_host, self.tls is not None, self.insecure)
 
@@ -115,6 +118,7 @@ def data_app(
             context.sessions,
             options.api_keys,
             key_file=options.key_file,
+            store=options.key_store,
             shared=options.shared_sessions,
         ),
         hosts=hosts,

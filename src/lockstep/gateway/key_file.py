@@ -25,6 +25,19 @@ class StoredKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: int = 0
 
 
+def new_key(tenant: str) -> tuple[StoredKey, str]:
+    """A key of that tenant: what is stored of it, and itself. Raises BadRequest."""
+    check_tenant(tenant)
+    key = PREFIX + secrets.token_urlsafe(32)
+    stored = StoredKey(
+        id=f"key-{secrets.token_hex(4)}",
+        sha256=key_digest(key.encode()).hex(),
+        tenant=tenant,
+        created=int(time.time()),
+    )
+    return stored, key
+
+
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     keys: list[StoredKey] = []
 
@@ -57,14 +70,7 @@ class KeyFile:
 
     def add(self, tenant: str) -> tuple[StoredKey, str]:
         """A new key of that tenant, which is written nowhere else: its entry and itself."""
-        check_tenant(tenant)
-        key = PREFIX + secrets.token_urlsafe(32)
-        stored = StoredKey(
-            id=f"key-{secrets.token_hex(4)}",
-            sha256=key_digest(key.encode()).hex(),
-            tenant=tenant,
-            created=int(time.time()),
-        )
+        stored, key = new_key(tenant)
         keys = self.read() if self.path.exists() else []
         self._write([*keys, stored])
         return stored, key

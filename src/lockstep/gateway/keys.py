@@ -1,4 +1,4 @@
-"""The keys of the data plane: from the environment, from a key file, and minted for sessions."""
+"""The keys of the data plane: from the environment, a key file, the store, and of sessions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic
 
-from lockstep.gateway.key_file import KeyFile
+from lockstep.gateway.key_file import KeyFile, StoredKey
+from lockstep.gateway.key_store import KeyStore
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.gateway.tenants import DEFAULT, Caller, Scopes
 from lockstep.http.auth import key_digests
@@ -32,6 +33,7 @@ class TenantKeys:
         keys: Iterable[str] = (),
         *,
         key_file: Path | None = None,
+        store: KeyStore | None = None,
         shared: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
@@ -42,6 +44,8 @@ class TenantKeys:
         self._fixed = self._callers(tuple(dict.fromkeys(keys)), alone=key_file is None)
         self._file = None if key_file is None else KeyFile(key_file)
         self._from_file: dict[bytes, Caller] = {}
+        self._store, self._stored = store, None if store is None else store.keys
+        self._from_store = {} if store is None else self._by_digest(store.keys)
         self._seen: tuple[int, ...] | None = None
         self._looked = clock()
         if self._file is not None:
@@ -50,13 +54,19 @@ class TenantKeys:
 
     @property
     def required(self) -> bool:
-        return bool(self._fixed) or self._file is not None
+        stored = self._store is not None and self._store.required
+        return bool(self._fixed) or self._file is not None or stored
 
     async def find(self, digest: bytes) -> Caller | None:
         """The caller whose key has this digest, or None."""
         if self._file is not None and self._clock() - self._looked >= RELOAD_SECONDS:
             self._reload(self._file)
-        known = self._fixed.get(digest) or self._from_file.get(digest)
+        if self._store is not None and self._store.keys is not self._stored:
+            self._stored = self._store.keys
+            self._from_store = self._by_digest(self._stored)
+        known = (
+            self._fixed.get(digest) or self._from_file.get(digest) or self._from_store.get(digest)
+        )
         return known or await self._of_session(digest)
 
     async def _of_session(self, digest: bytes) -> Caller | None:
@@ -95,11 +105,14 @@ class TenantKeys:
         self._from_file = new
 
     def _read(self, file: KeyFile) -> dict[bytes, Caller]:
+        return self._by_digest(file.read())
+
+    def _by_digest(self, keys: Iterable[StoredKey]) -> dict[bytes, Caller]:
         return {
             bytes.fromhex(key.sha256): self._scopes.of_tenant(
                 DEFAULT if self._shared else key.tenant, key.id
             )
-            for key in file.read()
+            for key in keys
         }
 
     @staticmethod

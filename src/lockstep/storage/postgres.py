@@ -118,6 +118,7 @@ class PostgresDatabase:
                 min_size=1,
                 max_size=self._pool_size,
                 reset=_reset,
+                init=_durable,
                 command_timeout=self._statement_seconds,
                 **self._settings(),
             )
@@ -217,6 +218,14 @@ class PostgresDatabase:
         else:
             return None
         return Unavailable(message, retry_after=RETRY_AFTER)
+
+
+async def _durable(connection: asyncpg.Connection) -> None:
+    """What was answered must survive a crash of the server, whatever its own default is."""
+    await connection.execute(
+        "SELECT set_config('synchronous_commit', 'on', false) "
+        "WHERE current_setting('synchronous_commit') = 'off'"
+    )
 
 
 async def _reset(connection: asyncpg.Connection) -> None:

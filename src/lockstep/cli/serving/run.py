@@ -51,7 +51,9 @@ class GatewayProcess:
             run(self._main())
 
     async def _main(self) -> None:
-        self.arguments.options(self.settings, MEMORY).check()  # before anything is started
+        if (self.arguments.store or self.settings.store) is None:
+            # Before anything is started; with a store, its keys must be known first.
+            self.arguments.options(self.settings, MEMORY).check()
         self.arguments.budgets()
         stop, ready = stop_event(), asyncio.Event()
         serving = asyncio.create_task(self._serve(ready, stop))
@@ -99,7 +101,11 @@ class GatewayProcess:
                 model_dir=self.model_dir,
             )
             sessions = state.sessions if shared is None else shared.sessions
-            options = replace(arguments.options(settings, sessions), admin_token=token)
+            options = replace(
+                arguments.options(settings, sessions),
+                admin_token=token,
+                key_store=None if shared is None else shared.keys,
+            )
             try:
                 async with source.joined(fleet, token, status.update) as workers:
                     name = (await fleet.pool.models())[0].id

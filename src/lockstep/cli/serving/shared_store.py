@@ -14,6 +14,7 @@ from lockstep.tokens.errors import BadRequest
 if TYPE_CHECKING:
     from lockstep.fleet.control.postgres_leadership import PostgresLeadership
     from lockstep.fleet.control.postgres_store import PostgresControlStore
+    from lockstep.gateway.key_store import KeyStore
     from lockstep.gateway.sessions.store.postgres import PostgresSessionStore
     from lockstep.storage.postgres import PostgresDatabase
 
@@ -27,6 +28,7 @@ class SharedStore:
     leadership: PostgresLeadership
     control: PostgresControlStore
     sessions: PostgresSessionStore
+    keys: KeyStore
 
 
 @asynccontextmanager
@@ -42,6 +44,13 @@ async def shared_store(
     if url is None:
         yield None
         return
+    for name, given in (("sessions", arguments.sessions), ("state-dir", arguments.state_dir)):
+        if given is not None:
+            raise BadRequest(
+                f"--{name} {given} and a store: sessions and state are in the store; leave one of "
+                "them out",
+                param="store",
+            )
     if settings.admin_token is None:
         raise BadRequest(
             "gateways that share a store hand admin calls on to each other, and so need one admin "
@@ -50,20 +59,25 @@ async def shared_store(
         )
     from lockstep.fleet.control.postgres_leadership import PostgresLeadership
     from lockstep.fleet.control.postgres_store import PostgresControlStore
+    from lockstep.gateway.key_store import KeyStore
     from lockstep.gateway.sessions.store.postgres import PostgresSessionStore
     from lockstep.storage.postgres import PostgresDatabase
 
     database = PostgresDatabase(url)
     await database.open()
+    keys = KeyStore(database)
     try:
+        await keys.follow()
         leadership = PostgresLeadership(database)
         yield SharedStore(
             database,
             leadership,
             PostgresControlStore(database, leadership),
             PostgresSessionStore(database),
+            keys,
         )
     finally:
+        await keys.close()
         await database.close()
 
 
