@@ -236,6 +236,7 @@ class Fleet:
         if highest <= self.desired.generation:
             return
         if self._obeyed:
+            self.operations.superseded = True
             raise Superseded(
                 f"it obeys generation {highest} of another gateway, and this one is "
                 f"{self.desired.generation}: stop the other one and start this one anew, or "
@@ -514,6 +515,8 @@ class Fleet:
                 operation.workers[worker.id].status = "rolled_back"
         quarantine_failed(failed, f"{phase} failed", operation, self.quarantine)
         if first is not None and not succeeded:
+            if isinstance(first, Superseded):
+                raise first
             raise Unavailable(f"{phase} failed on all {count} workers: {first.message}")
 
     async def _decide(self, desired: Desired) -> None:

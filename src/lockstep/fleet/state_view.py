@@ -20,6 +20,7 @@ async def fleet_state(fleet: Fleet) -> dict[str, Any]:
     return {
         "ready": bool(serving) and desired.paused is None,
         **msgspec.to_builtins(fleet.leadership_view()),
+        "superseded": fleet.operations.superseded,
         "version": desired.version,
         "applied": sorted({str(worker["version"]) for worker in serving}),
         "checkpoint": desired.checkpoint,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from time import time
 
 from lockstep.fleet.control.store import ControlStore
-from lockstep.tokens.errors import BY_CODE, Busy, Conflict, LockstepError, Unavailable
+from lockstep.tokens.errors import BY_CODE, Busy, Conflict, LockstepError, Superseded, Unavailable
 from lockstep.tokens.operation import Operation
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ class Operations:
         self._running: dict[str, tuple[Operation, asyncio.Task[None]]] = {}
         self._unwritten: dict[str, Operation] = {}
         self._abandoned: str | None = None
+        self.superseded = False
+        """Whether a worker has refused this gateway because it obeys another one."""
 
     @property
     def running(self) -> list[Operation]:
@@ -132,6 +134,7 @@ class Operations:
             await self.close(0.0)
         finally:
             self._abandoned = None
+        self.superseded = False  # the next leader is one of those that share the store
         self._unwritten.clear()  # the next leader has recorded them as lost
 
     async def close(self, seconds: float) -> None:
@@ -163,6 +166,7 @@ class Operations:
                     self._lose(operation, self._abandoned)
                     return
                 except LockstepError as error:
+                    self.superseded = self.superseded or isinstance(error, Superseded)
                     operation.status, operation.error = "failed", error.message
                     operation.code, operation.http_status = error.code, error.status
                     operation.param = error.param

@@ -33,6 +33,7 @@ from lockstep.tokens.errors import (
     ContractError,
     DeadlineExceeded,
     LockstepError,
+    Superseded,
     Unavailable,
     UpdateFailed,
 )
@@ -270,7 +271,7 @@ class Transaction:
         return worker not in self._dropped and not worker.leaving
 
     def _failed(self, error: LockstepError) -> UpdateFailed | LockstepError:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, CheckpointError | Superseded):
             return error
         return UpdateFailed(
             f"the update to {self._version!r} was undone on all workers: {error.message}"
