@@ -28,26 +28,24 @@ print("done")
 def on_a_terminal(command: list[str], **environ: str) -> tuple[int, str, str]:
     """Exit code, stdout (a file), and what a terminal on stderr was sent."""
     ours, theirs = pty.openpty()
-    written = tempfile.TemporaryFile()
-    process = subprocess.Popen(
-        command, stdout=written, stderr=theirs, stdin=theirs,
-        env={**os.environ, "TERM": "xterm", **environ},
-    )  # fmt: skip
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            piece = os.read(ours, 65536)
-        except OSError:  # the other side was closed
-            break
-        if not piece:
-            break
-        shown += piece
-    os.close(ours)
-    code = process.wait(60)
-    with written:
+    with tempfile.TemporaryFile() as written:
+        process = subprocess.Popen(
+            command, stdout=written, stderr=theirs, stdin=theirs,
+            env={**os.environ, "TERM": "xterm", **environ},
+        )  # fmt: skip
+        os.close(theirs)
+        shown = b"".join(iter(lambda: _read(ours), b""))
+        os.close(ours)
+        code = process.wait(60)
         written.seek(0)
         return code, written.read().decode(), shown.decode()
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # the other side was closed
+        return b""
 
 
 @pytest.mark.parametrize(("total", "counted"), [("3", "3/3"), ("None", "Counting: 3")])
