@@ -32,6 +32,8 @@ WRONG = {
     CallStatus.MALFORMED_STRUCTURE: "the call{named} has not the form of one",
     CallStatus.UNKNOWN_TOOL: "there is no tool{named}",
 }
+MARKED = 64
+"""How many tokens before a call, and of the prompt, its id stands on."""
 MARKUP = re.compile(r"(?:\s|<[^<>\s]{1,40}>)*")
 """Text between calls that only marks where they begin and end."""
 
@@ -114,7 +116,7 @@ def parse_message(
             Call(
                 status=status,
                 raw=attempt.raw,
-                id=attempt.id or _call_id(at, token_ids, prompt_ids),
+                id=attempt.id or _call_id(at, token_ids, prompt_ids, attempt.token_span),
                 name=attempt.name if isinstance(attempt.name, str) else None,
                 arguments=arguments,
                 span=attempt.token_span,
@@ -187,10 +189,20 @@ def _name_of(tool: Plain) -> str:
     return str(tool.get("function", tool).get("name", ""))
 
 
-def _call_id(at: int, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> str:
+def _call_id(
+    at: int,
+    token_ids: Sequence[int],
+    prompt_ids: Sequence[int],
+    span: tuple[int, int] | None = None,
+) -> str:
     """An id that is the same each time this turn is parsed, whole or while it streams.
 
-    It stands on the prompt, which is there before the first token and differs from turn to turn.
+    It marks the turn: it stands on the prompt, which differs from turn to turn, and on what was
+    sampled before the call, which differs between attempts at one prompt. A client that leaves the
+    thinking out so still says which of two equal calls it went on with.
     """
-    basis = repr((at, len(prompt_ids), list(prompt_ids[-64:]) if prompt_ids else list(token_ids)))
+    start = 0 if span is None else span[0]
+    before = (start, list(token_ids[max(0, start - MARKED) : start]))
+    asked = list(prompt_ids[-MARKED:]) if prompt_ids else list(token_ids)
+    basis = repr((at, len(prompt_ids), asked, before))
     return "call_" + blake2b(basis.encode(), digest_size=12).hexdigest()
