@@ -25,6 +25,7 @@ from lockstep.progress import Progress
 SECTIONS = {
     "http": ("HTTP server and client", "http.bench"),
     "gateway": ("Gateway: CPU per request", "gateway.bench"),
+    "tracing": ("Gateway: CPU per request with tracing", "tracing"),
     "sessions": ("Gateway: memory of sessions", "sessions.bench"),
     "tokenizing": ("Gateway: /tokenize", "tokenizing"),
     "client": ("Client", "client"),

@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -54,16 +55,16 @@ class Server:
         return sum(measure.cpu_seconds(pid) for pid in measure.tree(self.pid))
 
 
-def lockstep(place: Place, owner: str) -> Server:
-    """With its own defaults, sessions in a file among them."""
-    home = place.directory / f"lockstep-{owner}"
-    home.mkdir()
+def lockstep(place: Place, owner: str, *options: str, **environ: str) -> Server:
+    """With its own defaults, sessions in a file among them, unless options say otherwise."""
+    home = Path(tempfile.mkdtemp(prefix="lockstep-", dir=place.directory))
     command = [
         sys.executable, "-m", "lockstep", "gateway", "--worker", place.upstream(owner),
         "--tokenizer", str(place.tokenizer), "--port", "0", "--admin-port", "0", "--json",
-        "--state-dir", str(home),
+        "--state-dir", str(home), *options,
     ]  # fmt: skip
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP_", "OTEL_"))}
+    environ = {**clean, **environ}
     process = started(place, command, GATEWAY_CORE, cwd=home, env=environ, stdout=subprocess.PIPE)
     return Server(int(ready_line(process)["url"].rpartition(":")[2]), process.pid)
 
