@@ -102,8 +102,9 @@ def _compare(kind: str, model: Any, directory: Path, adapter: Path | None) -> No
     async def compare() -> list[Any]:
         if adapter is not None:
             await engine.load_adapter("tuned", adapter)
+        first = await play(list(range(REQUESTS)))  # kernels of new shapes are compiled here
         begun = time.perf_counter()
-        first = await play(list(range(REQUESTS)))
+        await play(list(range(REQUESTS)))
         rate = REQUESTS * TOKENS / (time.perf_counter() - begun)
         for batch, count in ((REQUESTS, REQUESTS), (7, 28), (1, 6)):
             claim = Comparison(f"in batches of {batch}")
@@ -148,7 +149,7 @@ def _compare(kind: str, model: Any, directory: Path, adapter: Path | None) -> No
 def _replay(model: Any, completions: list[Any]) -> None:
     """Tokens sent to the experts that the engine recorded have the same logprobs."""
     from lockstep.engine import exact
-    from lockstep.tokens import Sample
+    from lockstep.tokens import Sample, VersionSpan
     from lockstep.train.learning.expert_replay import ExpertReplay
 
     replay = ExpertReplay(model)
@@ -156,13 +157,18 @@ def _replay(model: Any, completions: list[Any]) -> None:
     with torch.no_grad():
         for each in completions:
             ids = [*each.prompt_ids, *each.token_ids]
+            start = len(each.prompt_ids)
+            versions = tuple(
+                VersionSpan(span.version, start + span.start, start + span.end)
+                for span in each.versions
+            )
             sampled = [False] * len(each.prompt_ids) + [True] * len(each.token_ids)
             logprobs = [0.0] * len(each.prompt_ids) + each.logprobs
             sample = Sample(
                 token_ids=ids,
                 sampled_mask=sampled,
                 logprobs=logprobs,
-                versions=each.versions,
+                versions=versions,
                 experts=each.experts,
             )
             with replay.of([sample], len(ids), model.device):

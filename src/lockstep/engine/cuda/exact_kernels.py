@@ -70,6 +70,9 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, spread:
     block_m, block_n, block_k, warps, stages = _tile(rows, outer, inner)
     part = min(PART, max(pow2(inner), 16))
     splits = triton.cdiv(inner, part) if spread else 1
+    if splits == 1 and inner > part:
+        # A part that is one step of the loop would be folded into the sum of those before it.
+        block_k = min(block_k, part // 2)
     _linear[(triton.cdiv(rows, block_m), triton.cdiv(outer, block_n), splits)](
         x, weight, bias, out, rows, inner=inner, outer=outer, part=part,
         block_m=block_m, block_n=block_n, block_k=min(block_k, part),
