@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-kernels test-cpus test-docs test-engines test-clients test-agents test-sinks test-scale lint format docs bench chaos soak clean
+.PHONY: demo test test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,7 @@ demo: $(VENV)/.ready
 PYTEST := $(BIN)/pytest -n 2 --dist loadscope
 
 test: $(VENV)/.ready
-	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/sinks --ignore tests/scale --ignore tests/cpus --ignore tests/docs --ignore tests/engine/cuda
+	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/trainers --ignore tests/sinks --ignore tests/scale --ignore tests/cpus --ignore tests/docs --ignore tests/engine/cuda
 
 # The kernels for GPUs, in Triton's interpreter, which is slow.
 test-kernels: $(VENV)/.ready
@@ -68,6 +68,11 @@ test-scale: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-scale.sh
 	PYTHON=$(PYTHON) scripts/install-dynamo.sh
 	$(BIN)/pytest tests/scale
+
+# Trainers that people already have, on a gateway, in environments of their own.
+test-trainers: $(VENV)/.ready
+	PYTHON=$(PYTHON) scripts/install-trainers.sh
+	$(BIN)/pytest tests/trainers
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

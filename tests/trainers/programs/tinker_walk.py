@@ -48,7 +48,7 @@ def main() -> None:
     first = client.forward([datum(weights=plain)], "cross_entropy").result()
     logprobs = first.loss_fn_outputs[0]["logprobs"].tolist()
     out["forward"] = {"logprobs": logprobs, "metrics": first.metrics}
-    policy = {"logprobs": [each + 0.1 for each in logprobs], "advantages": [0.0, 1.0, -1.0] * 3}
+    policy = {"logprobs": [each + 0.1 for each in logprobs], "advantages": [0.0, 1.0, -0.5] * 3}
     gspo = {"sequence_ratio_mask": plain, **policy}
     clip = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
     out["losses"] = {}
@@ -98,9 +98,7 @@ def main() -> None:
         "tokens": sequences,
         "reasons": [each.stop_reason for each in drawn.sequences],
         "logprobs": [list(each.logprobs) for each in drawn.sequences],
-        "trainer": [
-            each.loss_fn_outputs[0]["logprobs"].tolist()[-SAMPLED:] for each in scored
-        ],
+        "trainer": [each.loss_fn_outputs[0]["logprobs"].tolist()[-SAMPLED:] for each in scored],
     }
     again = sampler.sample(prompt, num_samples=2, sampling_params=params).result()
     out["seeded_again"] = [list(each.tokens) for each in again.sequences] == sequences
@@ -166,9 +164,7 @@ def main() -> None:
         "step_after": refused(lambda: client.optim_step(adam)),
         "step_again": refused(lambda: client.optim_step(adam)),
         "target": refused(
-            lambda: client.forward_backward(
-                [datum(weights=[1.0, 2.0])], "cross_entropy"
-            )
+            lambda: client.forward_backward([datum(weights=[1.0, 2.0])], "cross_entropy")
         ),
         "path": refused(lambda: client.load_state("tinker://nobody/weights/x")),
         "deleted": refused(lambda: service.create_training_client_from_state(saved)),

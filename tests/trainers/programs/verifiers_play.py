@@ -3,9 +3,6 @@
 import asyncio
 import json
 import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 import lockstep
 from lockstep.integrations.verifiers import VerifiersEnvironment
