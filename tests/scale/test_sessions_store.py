@@ -146,9 +146,8 @@ async def test_a_turn_takes_two_statements(
     queries: list[str] = []
     for sessions in (one, two):
         pool = sessions._store._database._pool  # type: ignore[attr-defined]
-        for holder in pool._holders:
-            if holder._con is not None:
-                holder._con.add_query_logger(lambda record: queries.append(record.query))
+        for connection in pool._idle:
+            connection.add_query_logger(lambda record: queries.append(record.query))
     for turn in range(4, 10):
         queries.clear()
         await say(await (one, two)[turn % 2].open("a", renderer), renderer, messages, f"{turn}")

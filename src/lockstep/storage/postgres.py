@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from lockstep.storage.listener import Listener
@@ -16,6 +14,7 @@ try:
     import asyncpg
 
     from lockstep.storage.migrate import migrate, migrations
+    from lockstep.storage.pool import ConnectionPool, PooledConnection
 except ModuleNotFoundError as error:
     if error.name != "asyncpg":
         raise
@@ -94,7 +93,7 @@ class PostgresDatabase:
         self._url = DatabaseUrl.parse(url)
         self._pool_size = pool_size
         self._statement_seconds, self._connect_seconds = statement_seconds, connect_seconds
-        self._pool: asyncpg.Pool | None = None
+        self._pool: ConnectionPool | None = None
         self._listeners: list[Listener] = []
 
     @property
@@ -112,18 +111,13 @@ class PostgresDatabase:
         Raises BadRequest for what is wrong with the URL, the password, the database or a newer
         schema, and Unavailable when the server cannot be reached.
         """
+        self._pool = ConnectionPool(self._connect, self._pool_size, self._connect_seconds)
         try:
-            self._pool = await asyncpg.create_pool(
-                self._url.dsn,
-                min_size=1,
-                max_size=self._pool_size,
-                reset=_reset,
-                init=_durable,
-                command_timeout=self._statement_seconds,
-                **self._settings(),
-            )
-            async with self._pool.acquire() as connection:
+            connection = await self._pool.acquire()
+            try:
                 await migrate(connection, self.schema, migrations())
+            finally:
+                self._pool.release(connection, None)
         except CONFIGURATION as error:
             await self.close()
             raise BadRequest(
@@ -143,30 +137,16 @@ class PostgresDatabase:
             await listener.close()
         self._listeners.clear()
         pool, self._pool = self._pool, None
-        if pool is None:
-            return
-        try:
-            await asyncio.wait_for(pool.close(), self._connect_seconds)
-        except TimeoutError:
-            pool.terminate()
+        if pool is not None:
+            await pool.close(self._connect_seconds)
 
-    @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Any]:
-        """A connection of the pool, an asyncpg.Connection; without a transaction.
+    def connection(self) -> PooledConnection:
+        """`async with`: a connection of the pool, an asyncpg.Connection; without a transaction.
 
         Raises Unavailable for a server that is away, that does not answer in time, or that cannot
         do its work. Violated constraints come as asyncpg raises them.
         """
-        if self._pool is None:
-            raise Unavailable(f"the store at {self.shown} is not open", retry_after=RETRY_AFTER)
-        try:
-            async with self._pool.acquire(timeout=self._connect_seconds) as connection:
-                yield connection
-        except (asyncpg.PostgresError, asyncpg.InterfaceError, OSError) as error:
-            away = self._away(error)
-            if away is None:
-                raise
-            raise away from error
+        return PooledConnection(self._pool, self._away)
 
     async def listen(self, channel: str, callback: Callable[[str], None]) -> Listener:
         """Calls `callback` with the payload of each notification of the channel, until closed.
@@ -190,20 +170,23 @@ class PostgresDatabase:
         return f"{self.schema}_{channel}"
 
     async def _connect(self) -> asyncpg.Connection:
-        return await asyncpg.connect(
-            self._url.dsn, command_timeout=self._statement_seconds, **self._settings()
-        )
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "timeout": self._connect_seconds,
-            "server_settings": {
+        connection = await asyncpg.connect(
+            self._url.dsn,
+            command_timeout=self._statement_seconds,
+            timeout=self._connect_seconds,
+            server_settings={
                 "application_name": "lockstep",
                 "search_path": self.schema,
                 # Longer than the client's own time-out: this one is for clients that have gone.
                 "statement_timeout": str(int(self._statement_seconds * 2000)),
             },
-        }
+        )
+        # What was answered must survive a crash of the server, whatever its own default is.
+        await connection.execute(
+            "SELECT set_config('synchronous_commit', 'on', false) "
+            "WHERE current_setting('synchronous_commit') = 'off'"
+        )
+        return connection
 
     def _away(self, error: BaseException) -> LockstepError | None:
         """The error for the caller when the server could not do its work; None for any other."""
@@ -218,17 +201,3 @@ class PostgresDatabase:
         else:
             return None
         return Unavailable(message, retry_after=RETRY_AFTER)
-
-
-async def _durable(connection: asyncpg.Connection) -> None:
-    """What was answered must survive a crash of the server, whatever its own default is."""
-    await connection.execute(
-        "SELECT set_config('synchronous_commit', 'on', false) "
-        "WHERE current_setting('synchronous_commit') = 'off'"
-    )
-
-
-async def _reset(connection: asyncpg.Connection) -> None:
-    """Saves the round trip of asyncpg's own reset: nobody here leaves settings on a connection."""
-    if connection.is_in_transaction():
-        await connection.reset()
