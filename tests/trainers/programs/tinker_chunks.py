@@ -23,7 +23,9 @@ def main() -> None:
     for name in ("pieces", "whole"):
         client = service.create_lora_training_client("tiny", rank=4, seed=3)
         if name == "whole":
-            client.holder._client_config.fwdbwd_max_chunk_len = 10_000
+            holder = client.holder
+            config = holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 10_000})
+            holder._client_config = config
         call = client.forward_backward(data, "cross_entropy")
         norm = client.optim_step(types.AdamParams(learning_rate=1e-2)).result().metrics["grad_norm"]
         rows = [each["logprobs"].tolist() for each in call.result().loss_fn_outputs]

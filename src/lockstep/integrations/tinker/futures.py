@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from time import monotonic
@@ -83,6 +84,8 @@ class Futures:
         self._all: dict[str, Pending] = {}
         self._ended: dict[str, _Ended] = {}
         self._news = asyncio.Condition()
+        self._polls: set[asyncio.Timeout] = set()
+        self._ending = False
 
     def open(self, label: str = "") -> Pending:
         """A new request; those of one label can be waited for together."""
@@ -136,7 +139,7 @@ class Futures:
         """Its result, or None when it has none after so many seconds. Raises Gone."""
         pending = self.find(request_id)
         try:
-            async with asyncio.timeout(seconds):
+            async with self._poll(seconds):
                 await pending.done.wait()
         except TimeoutError:
             return None
@@ -151,7 +154,7 @@ class Futures:
         ended = self._ended.setdefault(label, _Ended())
         ended.trim(cursor)
         try:
-            async with asyncio.timeout(seconds), self._news:
+            async with self._poll(seconds), self._news:
                 await self._news.wait_for(lambda: bool(ended.pending))
         except TimeoutError:
             pass
@@ -169,6 +172,23 @@ class Futures:
             pending = self._all.get(request_id)
             if pending is not None and pending.done.is_set():
                 pending.fetched_at = pending.fetched_at or monotonic()
+
+    @asynccontextmanager
+    async def _poll(self, seconds: float) -> AsyncIterator[None]:
+        """Raises TimeoutError after so many seconds, or when the server ends."""
+        limit = asyncio.timeout(0 if self._ending else seconds)
+        self._polls.add(limit)
+        try:
+            async with limit:
+                yield
+        finally:
+            self._polls.discard(limit)
+
+    def end_polls(self) -> None:
+        """Has everybody who waits come back later: the server ends."""
+        self._ending = True
+        for limit in self._polls:
+            limit.reschedule(0)
 
     async def close(self) -> None:
         """Stops all work that is under way."""

@@ -160,3 +160,4 @@ async def serve_tinker(
             async with serving([endpoint], drain_seconds=options.drain_seconds):
                 on_ready(Ready(url_of(sock, options.tls), service.base.names[0], plan, workers))
                 await stop.wait()
+                service.futures.end_polls()
