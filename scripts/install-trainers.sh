@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Installs trainers that people already have into environments of their own, beside Lockstep as it
-# stands here: TRL and verifiers into .venv-trl. Does nothing where that was done already.
+# stands here: TRL and verifiers into .venv-trl; the SDK and the recipes of Tinker, which need an
+# older transformers and only a URL of Lockstep's, into .venv-tinker. Does nothing where that was
+# done already.
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 python="${PYTHON:-python3}"
@@ -23,3 +25,12 @@ install() {
 }
 
 install .venv-trl scripts/trl-constraints.txt --editable '.[trl,verifiers]' 'trl==1.16.0' 'verifiers==0.4.0'
+
+tinker="scripts/tinker-requirements.txt"
+if ! cmp -s "$tinker" .venv-tinker/.ready; then
+    rm -f .venv-tinker/.ready
+    [ -x .venv-tinker/bin/python ] || "$python" -m venv .venv-tinker
+    .venv-tinker/bin/python -m pip install --quiet --disable-pip-version-check --requirement "$tinker"
+    .venv-tinker/bin/python -c 'import tinker, tinker_cookbook'
+    cp "$tinker" .venv-tinker/.ready
+fi
