@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -52,15 +52,15 @@ def collector() -> Iterator[str]:
         server.server_close()
 
 
-def traced(place: Place, owner: str, url: str, **environ: str) -> Server:
+def traced(place: Place, owner: str, *, url: str, environ: Mapping[str, str]) -> Server:
     return lockstep(place, owner, "--trace", OTEL_EXPORTER_OTLP_ENDPOINT=url, **environ)
 
 
 def rows(rounds: int) -> list[Row]:
     measured: list[Row] = []
     with collector() as url:
-        CONTESTANTS[ON] = Contestant(partial(traced, url=url), "vllm")
-        CONTESTANTS[SAMPLED] = Contestant(partial(traced, url=url, **FEW), "vllm")
+        CONTESTANTS[ON] = Contestant(partial(traced, url=url, environ={}), "vllm")
+        CONTESTANTS[SAMPLED] = Contestant(partial(traced, url=url, environ=FEW), "vllm")
         with bench((OFF, ON, SAMPLED), MEASURED) as started:
             for name in MEASURED:
                 costs = started.costs(name, rounds)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
+from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -156,3 +157,18 @@ async def test_a_collector_that_hangs_never_slows_or_fails_a_request() -> None:
         assert code == 0
         assert sorted(took)[-2] < 1.0, "an export has 10 s to time out"
         assert time.monotonic() - began < 15
+
+
+async def test_a_trace_that_is_not_sampled_has_no_spans_below_it_either(
+    exported: InMemorySpanExporter,
+) -> None:
+    async def call(worker: Worker) -> dict[str, str]:
+        assert tracing.active is not None
+        return tracing.active.headers()
+
+    left_out = trace.NonRecordingSpan(trace.SpanContext(7, 9, is_remote=True))
+    async with fleet(1) as (pool, _):
+        with trace.use_span(left_out):
+            sent = await pool.run(Affinity(session="a conversation"), call)
+    assert exported.get_finished_spans() == ()
+    assert sent["traceparent"].endswith("-00"), "the worker is told so"

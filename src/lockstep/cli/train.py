@@ -72,8 +72,7 @@ def train(
         options = run.env.options if env == run.env.name else {}
         run = replace(run, env=replace(run.env, name=env, options=options))
     if track:
-        check_sinks(tuple(track))
-        run = replace(run, sinks=(*run.sinks, *track))
+        run = replace(run, sinks=(*run.sinks, *check_sinks(track)))
     trainer = Trainer(run, resume=resume)
     with Progress("Training", run.loop.steps, shown=not as_json) as progress:
 

@@ -152,6 +152,8 @@ class Tracer:
         spans = contexts.get_value(REQUEST)
         if not isinstance(spans, RequestSpans) or spans.turn is not None:
             return
+        if not spans.span.is_recording():
+            return  # not sampled: what is below it would not be either
         attributes = _names(operation, model)
         if session is not None:
             attributes["lockstep.session"] = session
@@ -164,8 +166,11 @@ class Tracer:
         """The time as spans have it."""
         return time_ns()
 
-    def routed(self, since: int, worker: str, url: str, tried: int) -> EngineCall:
-        """Notes that a worker was chosen, after a wait since then, and begins the call of it."""
+    def routed(self, since: int, worker: str, url: str, tried: int) -> EngineCall | None:
+        """Notes that a worker was chosen, after a wait since then, and begins the call of it; None
+        in a trace that is not sampled."""
+        if _is_left_out(trace.get_current_span()):
+            return None
         attributes: Attributes = {"lockstep.worker": worker, "lockstep.attempt": tried + 1}
         route = self._tracer.start_span("route", attributes=attributes, start_time=since)
         route.end()
@@ -196,7 +201,7 @@ class Tracer:
         if not completions:
             return
         versions = dict.fromkeys(span.version for one in completions for span in one.versions)
-        attributes = {
+        attributes: dict[str, Any] = {
             "gen_ai.usage.input_tokens": len(completions[0].prompt_ids),
             "gen_ai.usage.output_tokens": sum(len(one.token_ids) for one in completions),
             "gen_ai.response.finish_reasons": [one.finish for one in completions],
@@ -209,7 +214,10 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, attributes: Attributes | None = None) -> Iterator[Span]:
-        """A span of the block, whose error is its own."""
+        """A span of the block, whose error is its own; none in a trace that is not sampled."""
+        if _is_left_out(current := trace.get_current_span()):
+            yield current
+            return
         with self._tracer.start_as_current_span(
             name, attributes=attributes, record_exception=False, set_status_on_exception=False
         ) as span:
@@ -237,6 +245,11 @@ def mark_failed(span: Span, error: BaseException | None, otherwise: str = "faile
         kind = why = type(error).__name__
     span.set_attribute("error.type", kind)
     span.set_status(Status(StatusCode.ERROR, why))
+
+
+def _is_left_out(span: Span) -> bool:
+    """Whether it belongs to a trace that is not sampled; where there is none, one may begin."""
+    return not span.is_recording() and span.get_span_context().is_valid
 
 
 def _names(operation: str, model: str) -> dict[str, Any]:

@@ -6,19 +6,21 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast, get_args
 
 from lockstep.tokens.errors import BadRequest
+from lockstep.train.config import SinkName
 from lockstep.train.records.metrics import Evaluation, StepMetrics
 
 log = logging.getLogger(__name__)
 OnFailure = Callable[[str, str], None]
 PROJECT = "lockstep"
+NAMES: tuple[SinkName, ...] = get_args(SinkName)
 
 
 class Sink(Protocol):
@@ -99,11 +101,12 @@ def _report(name: str, error: Exception, on_failure: OnFailure) -> None:
     on_failure(name, why)
 
 
-def check_sinks(names: tuple[str, ...]) -> None:
-    """Raises BadRequest for a sink that is not known, or whose package is not installed."""
+def check_sinks(names: Iterable[str]) -> tuple[SinkName, ...]:
+    """The names. Raises BadRequest for one that is not known, or whose package is not installed."""
+    checked = []
     for name in names:
-        if name != "jsonl" and name not in SINKS:
-            known = ", ".join(["jsonl", *SINKS])
+        if name not in NAMES:
+            known = ", ".join(NAMES)
             raise BadRequest(f"sink is {name!r}: expected one of {known}", param="sinks")
         for module in MODULES.get(name, ()):
             try:
@@ -114,6 +117,8 @@ def check_sinks(names: tuple[str, ...]) -> None:
                     "leave it out",
                     param="sinks",
                 ) from None
+        checked.append(cast(SinkName, name))
+    return tuple(checked)
 
 
 def numbers(metrics: StepMetrics) -> dict[str, float]:
