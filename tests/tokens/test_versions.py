@@ -65,3 +65,37 @@ def test_answers_under_an_agreed_label_are_taken_whatever_it_holds(version: str)
     for label in ("1.0", "other", joined("other", "x", "1"), "before"):
         with pytest.raises(Unavailable, match="the fleet accepted"):
             accepted.check_spans([VersionSpan(label, 0, 1)], since, "w0")
+
+
+async def test_a_gateway_that_follows_looks_before_it_refuses_a_version_that_it_does_not_know() -> (
+    None
+):
+    accepted = AcceptedVersions()
+    accepted.follow(["v1"])
+    agreed = ["v1"]
+    looks = 0
+
+    async def read_anew() -> None:
+        nonlocal looks
+        looks += 1
+        accepted.follow(agreed)
+
+    accepted.read_anew = read_anew
+    since = accepted.mark()
+    await accepted.learn([VersionSpan("v1", 0, 1)], since)
+    assert looks == 0
+    for label, known in (("v2", False), ("v2", True)):
+        if known:
+            agreed.append("v2")
+        await accepted.learn([VersionSpan(label, 0, 1)], since)
+        if known:
+            accepted.check_spans([VersionSpan(label, 0, 1)], since, "w0")
+        else:
+            with pytest.raises(Unavailable):
+                accepted.check_spans([VersionSpan(label, 0, 1)], since, "w0")
+    assert looks == 2
+    accepted.follow(["v1", "v2"])  # nothing new
+    accepted.follow(["v1", "v2", "v1"])  # back to an earlier one
+    accepted.check_spans([VersionSpan("v1", 0, 1)], accepted.mark(), "w0")
+    with pytest.raises(Unavailable):
+        accepted.check_spans([VersionSpan("v2", 0, 1)], accepted.mark(), "w0")

@@ -1,0 +1,1 @@
+"""A seeded campaign of kills against gateways, leader, store and workers, under load."""
