@@ -423,7 +423,7 @@ class Fleet:
             check_label(version, "version")
 
         async def work(operation: Operation) -> None:
-            real = resolve(path, self._roots)
+            real = resolve(path, self._roots, "lora_path")
             await check_not_base(self.pool, name)
             spec = await load_everywhere(
                 self._serving(), name, real, version, before=self.desired.adapters.get(name),

@@ -28,6 +28,7 @@ from lockstep.gateway.openapi.control import CONTROL_ROUTE_DOCS
 from lockstep.gateway.openapi.document import TOKEN, OpenApiRoutes
 from lockstep.gateway.responses.route import ResponsesRoutes
 from lockstep.gateway.routes.completions import CompletionsRoutes
+from lockstep.gateway.routes.engine_metrics import EngineMetricsRoutes
 from lockstep.gateway.routes.fleet import FleetRoutes
 from lockstep.gateway.routes.generate import GenerateRoutes
 from lockstep.gateway.routes.own_session import OwnSessionRoutes
@@ -159,6 +160,7 @@ def control_app(
         routes=[
             *FleetRoutes(context, fleet, token).routes,
             *SessionRoutes(context).routes,
+            *EngineMetricsRoutes(context).routes,
             *OpenApiRoutes(CONTROL_ROUTE_DOCS, "Lockstep control plane", TOKEN).routes,
         ],
         middleware=[

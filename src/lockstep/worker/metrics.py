@@ -22,6 +22,8 @@ GAUGES = {
     "running": "Sequences in the batch.",
     "waiting": "Sequences in the queue.",
     "prefix_blocks": "Blocks in the prefix cache.",
+    "slots": "Sequences that the KV cache holds at once.",
+    "slot_tokens": "Tokens that each of them may have.",
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -21,7 +23,7 @@ from lockstep.http.body import read_json
 from lockstep.http.handlers import json_response
 from lockstep.protocol.control import fleet as wire
 from lockstep.protocol.json.strict import decode
-from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
+from lockstep.tokens.errors import BadRequest, CheckpointError, NotFound, Unavailable
 from lockstep.tokens.operation import Operation
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -152,9 +154,16 @@ class FleetRoutes:
 
     async def load_adapter(self, http: Request) -> Response:
         body = await self._body(http, wire.LoadAdapter)
-        operation = await self._fleet.load_adapter(
-            body.lora_name, body.lora_path, version=body.version, key=_key(http)
-        )
+        try:
+            operation = await self._fleet.load_adapter(
+                body.lora_name, body.lora_path, version=body.version, key=_key(http)
+            )
+        except CheckpointError as error:
+            if not await asyncio.to_thread(os.path.lexists, body.lora_path):
+                # Trainers write an adapter and name it at once: on another host it may not be
+                # there yet, and they ask again after a 404.
+                raise NotFound(error.message, param="lora_path") from None
+            raise
         self._context.models.forget()
         return _response(operation, lora_name=body.lora_name)
 

@@ -1,0 +1,122 @@
+"""GET /v1/rl/metrics: the load of every engine under vLLM's names, for schedulers that read those.
+
+prime-rl sizes its number of rollouts by the KV capacity, the queues and the preemptions of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lockstep.fleet.worker import Worker
+from lockstep.gateway.context import GatewayContext
+from lockstep.tokens.errors import LockstepError
+
+SECONDS = 2.0
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+COUNTERS = (
+    "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total",
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "request_success_total",
+)  # fmt: skip
+INFO = "cache_config_info"
+SIZES = ("block_size", "num_gpu_blocks")
+"""Labels of INFO from which the tokens follow that an engine can hold."""
+OWN = {
+    "running": "num_requests_running",
+    "waiting": "num_requests_waiting",
+    "prompt_tokens_total": "prompt_tokens_total",
+    "generated_tokens_total": "generation_tokens_total",
+    "prefix_query_tokens_total": "prefix_cache_queries_total",
+    "prefix_hit_tokens_total": "prefix_cache_hits_total",
+}
+"""Metrics of our own workers, and what vLLM calls the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """One value of one engine; `labels` beside the engine's name."""
+
+    name: str
+    engine: str
+    value: float
+    labels: tuple[tuple[str, str], ...] = ()
+
+    def line(self) -> str:
+        pairs = [("engine", self.engine), *self.labels]
+        shown = ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs)
+        return f"vllm:{self.name}{{{shown}}} {self.value}"
+
+
+class EngineMetricsRoutes:
+    """Asks every worker when it is asked itself: nothing is counted twice, or kept."""
+
+    def __init__(self, context: GatewayContext) -> None:
+        self._pool = context.pool
+        self.routes = [Route("/v1/rl/metrics", self.scrape)]
+
+    async def scrape(self, _: Request) -> Response:
+        serving = [worker for worker in self._pool.workers if worker.serves]
+        found = await asyncio.gather(*(_of_worker(worker) for worker in serving))
+        samples = [sample for each in found for sample in each]
+        # Requests that wait here are at no engine yet, and would be nobody's.
+        samples.append(EngineSample("num_requests_waiting", "gateway", self._pool.waiting))
+        return Response(_exposition(samples), media_type="text/plain; version=0.0.4")
+
+
+async def _of_worker(worker: Worker) -> list[EngineSample]:
+    """What a worker tells of its engines; its requests from here where it tells nothing."""
+    try:
+        body = await worker.client.get("/metrics", timeout=SECONDS)
+        samples = list(read_samples(bytes(body).decode(), worker.id))
+    except (LockstepError, ValueError):
+        samples = []
+    return samples or [EngineSample("num_requests_running", worker.id, worker.in_flight)]
+
+
+def read_samples(text: str, worker: str) -> Iterator[EngineSample]:
+    """The samples in a worker's metrics, of vLLM's kind or of our own. Raises ValueError."""
+    own: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            kind, _, name = sample.name.partition(":")
+            if kind == "vllm" and name in (*GAUGES, *COUNTERS, INFO):
+                yield _of_vllm(name, sample.value, sample.labels, worker)
+            elif sample.name.startswith("lockstep_worker_"):
+                own[sample.name.removeprefix("lockstep_worker_")] = sample.value
+    for name, value in own.items():
+        if name in OWN:
+            yield EngineSample(OWN[name], worker, value)
+    if own.get("slots"):
+        slots, tokens = int(own["slots"]), int(own["slot_tokens"])
+        sizes = zip(SIZES, (str(tokens), str(slots)), strict=True)
+        yield EngineSample(INFO, worker, 1.0, tuple(sizes))
+        yield EngineSample("kv_cache_usage_perc", worker, own.get("running", 0.0) / slots)
+        # A sequence keeps its slot to the end.
+        yield EngineSample("num_preemptions_total", worker, 0.0)
+
+
+def _of_vllm(name: str, value: float, labels: Mapping[str, str], worker: str) -> EngineSample:
+    engine = labels.get("engine", "0")
+    kept = tuple((label, labels[label]) for label in SIZES if name == INFO and label in labels)
+    return EngineSample(name, worker if engine == "0" else f"{worker}/{engine}", value, kept)
+
+
+def _exposition(samples: Iterable[EngineSample]) -> str:
+    by_name: dict[str, list[str]] = {}
+    for sample in samples:
+        by_name.setdefault(sample.name, []).append(sample.line())
+    lines = []
+    for name, of_name in by_name.items():
+        kind = "counter" if name in COUNTERS else "gauge"
+        lines += [f"# TYPE vllm:{name.removesuffix('_total')} {kind}", *of_name]
+    return "\n".join([*lines, ""])
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

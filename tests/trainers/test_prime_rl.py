@@ -1,0 +1,157 @@
+"""What prime-rl's pool, weight watcher and scheduler ask of inference, over real sockets.
+
+prime-rl is no package that could be installed here. These are the calls of its client, its metrics
+collector and its adapter sync, with its retries: 5xx and faults for weights, 404 and 500 for
+adapters, anything else ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+from peft import LoraConfig, get_peft_model
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import lockstep
+from lockstep.models import bundled
+from tests.processes import TOKEN, ServeProcess
+
+TINY = Path(bundled("tiny") or "")
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("outputs")
+
+
+@pytest.fixture(scope="module")
+def served(outputs: Path) -> Iterator[ServeProcess]:
+    process = ServeProcess(
+        "--sessions", "memory", "--workers", "2", "--checkpoint-root", str(outputs)
+    )
+    yield process
+    process.stop()
+
+
+@pytest_asyncio.fixture
+async def admin(served: ServeProcess) -> AsyncIterator[httpx.AsyncClient]:
+    """Its admin client: one base URL, one key for everything, no timeout of its own."""
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    base = f"{served.admin_url}/v1/rl"
+    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=120) as client:
+        yield client
+
+
+def broadcast(outputs: Path, step: int, scale: float) -> Path:
+    """Weights as its filesystem broadcast leaves them: no config, no probe, then STABLE."""
+    directory = outputs / "broadcasts" / f"step_{step}"
+    directory.mkdir(parents=True)
+    weights = {
+        name: tensor * scale for name, tensor in load_file(TINY / "model.safetensors").items()
+    }
+    save_file(weights, directory / "model.safetensors")
+    (directory / "STABLE").touch()
+    return directory
+
+
+async def update(admin: httpx.AsyncClient, directory: Path) -> None:
+    pause = await admin.post("/pause", params={"mode": "keep", "clear_cache": "false"})
+    assert pause.status_code == 200, pause.text
+    (directory / "NCCL_READY").touch()
+    body = {"weight_dir": directory.as_posix(), "version_uid": None}
+    changed = await admin.post("/update_weights", json=body)
+    assert changed.status_code == 200, changed.text
+    assert (await admin.post("/resume")).status_code == 200
+
+
+async def test_the_pool_is_ready_and_has_the_model(admin: httpx.AsyncClient) -> None:
+    assert (await admin.get("/health")).status_code == 200
+    models = (await admin.get("/v1/models")).json()["data"]
+    assert "tiny" in [model["id"] for model in models]
+
+
+async def test_weights_come_by_the_filesystem_while_rollouts_go_on(
+    served: ServeProcess, admin: httpx.AsyncClient, outputs: Path
+) -> None:
+    async with lockstep.connect(served.url) as policy:
+
+        async def roll() -> set[str]:
+            (turn,) = await policy.generate("Reverse: 40213", temperature=1.0, max_tokens=16)
+            return {span.version for span in turn.versions}
+
+        directory = broadcast(outputs, 1, 1.01)
+        during = asyncio.gather(*(roll() for _ in range(16)))
+        await update(admin, directory)
+        await during
+        assert await roll() == {"step_1"}
+        # Sent again, as after a lost answer: nothing is loaded a second time.
+        await update(admin, directory)
+        assert await roll() == {"step_1"}
+
+
+async def test_the_scheduler_sees_every_engine_under_the_names_it_reads(
+    served: ServeProcess, admin: httpx.AsyncClient
+) -> None:
+    async with lockstep.connect(served.url) as policy:
+        await policy.map(["Reverse: 40213"] * 8, max_tokens=16)
+    response = await admin.get("/metrics")
+    assert response.status_code == 200
+    engines: dict[str, dict[str, float]] = {}
+    capacity: dict[str, int] = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            engine = sample.labels["engine"]
+            engines.setdefault(engine, {})[sample.name] = sample.value
+            if sample.name == "vllm:cache_config_info":
+                sizes = sample.labels["num_gpu_blocks"], sample.labels["block_size"]
+                capacity[engine] = int(sizes[0]) * int(sizes[1])
+    workers = set(engines) - {"gateway"}
+    assert len(workers) == 2
+    assert all(capacity[worker] > 1000 for worker in workers)
+    for worker in workers:
+        found = engines[worker]
+        assert found["vllm:num_preemptions_total"] == 0
+        assert 0.0 <= found["vllm:kv_cache_usage_perc"] <= 1.0
+        assert found["vllm:num_requests_waiting"] == 0
+        assert "vllm:prefix_cache_queries_total" in found
+    assert sum(engines[worker]["vllm:generation_tokens_total"] for worker in workers) > 8
+    assert engines["gateway"]["vllm:num_requests_waiting"] == 0
+
+
+async def test_an_adapter_that_is_not_there_yet_is_asked_for_again(
+    served: ServeProcess, admin: httpx.AsyncClient, outputs: Path
+) -> None:
+    body = {"lora_name": "policy", "lora_path": str(outputs / "broadcasts" / "step_2")}
+    missing = await admin.post("/load_lora_adapter", json=body)
+    assert missing.status_code == 404, missing.text
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(body["lora_path"])
+    (Path(body["lora_path"]) / "STABLE").touch()
+    loaded = await admin.post("/load_lora_adapter", json=body)
+    assert loaded.status_code == 200, loaded.text
+    cards = {card["id"]: card for card in (await admin.get("/v1/models")).json()["data"]}
+    assert cards["policy"]["parent"] == "tiny"
+    async with lockstep.connect(served.url, "policy", tokenizer="tiny") as policy:
+        (turn,) = await policy.generate("Reverse: 40213", max_tokens=16)
+    assert "policy" in turn.versions[0].version
+    await admin.post("/v1/unload_lora_adapter", json={"lora_name": "policy"})
+
+
+async def test_a_broadcast_over_nccl_is_refused_with_the_setting_that_helps(
+    admin: httpx.AsyncClient,
+) -> None:
+    body = {"host": "127.0.0.1", "port": 1, "rank_offset": 0, "inference_world_size": 2,
+            "timeout": 1, "quantize_in_weight_transfer": False}  # fmt: skip
+    refused = await admin.post("/init_broadcaster", json=body)
+    assert refused.status_code >= 400
+    assert (await admin.get("/ready")).status_code in (200, 503)
