@@ -85,6 +85,12 @@ MODES: dict[str, tuple[str, str]] = {
     "F72": ("control reaches another worker than discovery meant, as an address is only good on its own host", "a worker that advertises such an address is refused, and one is believed only when it says that it is the one; the reason is in output and state"),
     "F73": ("a worker that lost its lease ends as if its command had been wrong, and no supervisor starts it again", "exit code 75; supervisors wait for what it needs and start it again, and it is proved before it serves"),
     "F70": ("a trainer on another CPU type than the workers believes itself exact", "how both compute is compared before the first step"),
+    "F80": ("a training call that is sent again, or chunks that arrive out of order, count twice or in the wrong order", "calls of a model run by their number, each once, whatever arrives when"),
+    "F81": ("part of a batch is refused, and the step after it learns from the rest", "a refused chunk leaves no gradient, and the step that counts on it is refused too"),
+    "F82": ("a sampler changes, or is gone, because later ones need its place", "samplers never change: the least used one waits on disk and is loaded and proved again"),
+    "F83": ("a trainer that was restarted goes on from old weights as if nothing had happened", "its clients are told what is lost, and from which saved state to go on"),
+    "F90": ("a collector of traces that hangs or is down slows or fails requests", "spans wait in a bounded queue for a thread of their own and are dropped; the end waits three seconds"),
+    "F91": ("a tracker that fails in mid-run ends it, or its metrics are lost", "told once, then left out; the run goes on and its directory has every line"),
 }  # fmt: skip
 
 
