@@ -2,7 +2,7 @@
 
 A block of `console` or `python` is run. A comment on the line above it says otherwise:
 
-    <!-- needs: vllm -->            run with the engines' suite (also dynamo)
+    <!-- needs: vllm -->            run with the engines' suite (also dynamo), or the trainers' (tinker)
     <!-- not run: the reason -->    shown only
 """
 

@@ -29,7 +29,7 @@ from tests.docs.blocks import ROOT, Block
 
 PORTS = (8000, 8001, 8100, 8101, 9000, 9001)
 PORT = re.compile(rf"(?<=[:= ])({'|'.join(map(str, PORTS))})\b")
-SERVER = re.compile(r"^(?:\S+=\S+ )*(?:\S*/)?lockstep (serve|gateway|worker|dynamo up)\b")
+SERVER = re.compile(r"^(?:\S+=\S+ )*(?:\S*/)?lockstep (serve|gateway|worker|tinker|dynamo up)\b")
 WATCH = re.compile(r"^lockstep .*--watch\b")
 READY = ("Ready:", '"event": "ready"', '"event":"ready"', "Ctrl-C")
 STEPS = re.compile(r"\bfor step in range\(1, \d+\)")

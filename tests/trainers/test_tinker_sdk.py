@@ -32,7 +32,7 @@ def walk(server: TinkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Any
 
 
 def test_the_model_is_told_under_its_name_with_its_tokenizer(walk: Any) -> None:
-    assert walk["models"] == [["tiny", 4096]]
+    assert walk["models"] == [["tiny", 4096], [walk["base_model"], 4096]]
     assert walk["info"] == ["tiny", True, 8]
     assert len(walk["tokens"]) > 3
     assert Path(walk["base_model"]).is_dir()

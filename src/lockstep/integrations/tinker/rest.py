@@ -66,7 +66,7 @@ class RestRoutes:
                 "trainable": True,
                 "sampleable": True,
             }
-            for name in base.names
+            for name in base.all_names
         ]
         return json_response({"supported_models": models})
 

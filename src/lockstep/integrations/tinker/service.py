@@ -52,16 +52,20 @@ EPHEMERAL_AGE = timedelta(days=2)
 class BaseModel:
     """The model that is trained and sampled: its names, where it is, and how long its context is.
 
-    The first name is the one that the server tells; a client may also say its directory.
+    Its directory is one of its names, too: a recipe on this machine loads the tokenizer by it.
     """
 
     names: tuple[str, ...]
     directory: Path
     max_tokens: int
 
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return (*self.names, str(self.directory))
+
     def check(self, name: str | None) -> None:
         """Raises BadRequest for the name of another model."""
-        if name not in (*self.names, str(self.directory)):
+        if name not in self.all_names:
             raise BadRequest(
                 f"base_model is {name!r}: this server has {', '.join(self.names)}",
                 param="base_model",
