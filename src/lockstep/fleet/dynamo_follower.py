@@ -86,9 +86,8 @@ class _Follower:
         tried again when discovery tells something new about it."""
         ready = {worker.id: worker for worker in change.now if worker.ready}
         refused = {one.id: one.error or "it is not ready" for one in change.now if not one.ready}
-        for name in set(self._fleet.refused) - set(refused):
-            if name not in ready or ready[name] in change.came:
-                del self._fleet.refused[name]
+        for name in set(self._fleet.refused) - set(refused) - set(ready):
+            del self._fleet.refused[name]
         for name, reason in refused.items():
             self._refuse(name, reason)
         for name, known in list(self._joined.items()):
@@ -108,6 +107,7 @@ class _Follower:
             await admin.close()
         else:
             self._joined[worker.id] = worker
+            self._fleet.refused.pop(worker.id, None)
 
     def _refuse(self, name: str, reason: str) -> None:
         """Says once why a worker is not in the fleet; the state goes on to say it."""

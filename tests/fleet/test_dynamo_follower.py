@@ -1,0 +1,63 @@
+"""Workers that a Dynamo deployment lists and that cannot join: everybody is told why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lockstep.backends.dynamo.discovery import DiscoveredWorker, WorkerChange
+from lockstep.backends.dynamo.frontend_probe import FrontendProbeAdmin
+from lockstep.fleet.dynamo_follower import _Follower
+from lockstep.fleet.fleet import Fleet
+from lockstep.fleet.routing.pool import Pool
+from lockstep.fleet.state_view import fleet_state
+
+SICK = DiscoveredWorker(
+    "7", "http://127.0.0.1:9", "http://127.0.0.1:9", backend="dynamo", ready=False, error="why"
+)
+
+
+def listing(*workers: DiscoveredWorker) -> WorkerChange:
+    return WorkerChange(frozenset(workers), frozenset(workers), frozenset())
+
+
+@pytest.mark.failure_mode("F72")
+async def test_a_worker_that_is_refused_is_told_once_and_shown_until_it_joins_or_goes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pool = Pool()
+    async with pool, Fleet(pool) as fleet:
+        follower = _Follower(fleet, None, {"transport": "dynamo"})
+        for _ in range(2):
+            await follower.apply(listing(SICK))
+        assert (await fleet_state(fleet))["refused"] == [{"id": "7", "reason": "why"}]
+        assert caplog.text.count("worker 7 is refused: why") == 1
+
+        await follower.apply(listing(replace(SICK, ready=True, error=None)))
+        assert (await fleet_state(fleet))["refused"] == []
+        assert [worker.id for worker in fleet.workers] == ["7"]
+
+        await follower.apply(listing(SICK))
+        assert fleet.refused == {"7": "why"}
+        assert fleet.workers == []
+        await follower.apply(listing())
+        assert fleet.refused == {}
+
+
+async def test_a_worker_that_could_not_join_is_refused_and_tried_again_with_the_next_change() -> (
+    None
+):
+    pool = Pool()
+    async with pool, Fleet(pool) as fleet:
+        follower = _Follower(fleet, None, {"transport": "dynamo"})
+        worker = replace(SICK, ready=True, error=None)
+        await fleet.add(
+            "http://127.0.0.1:9", FrontendProbeAdmin(worker), worker_id="7", transport="dynamo"
+        )
+        await follower.apply(listing(worker))
+        assert "7" in fleet.refused
+        await fleet.remove("7", drain_seconds=0)
+        await follower.apply(WorkerChange(frozenset({worker}), frozenset(), frozenset()))
+        assert fleet.refused == {}
+        assert [one.id for one in fleet.workers] == ["7"]
