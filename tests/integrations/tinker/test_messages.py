@@ -96,12 +96,8 @@ def test_only_the_last_prompt_tokens_are_scored_when_that_was_asked() -> None:
 
 @pytest.mark.parametrize("cut", [1, 7, 20, 40, 60, 100])
 def test_a_message_that_was_cut_short_is_refused(cut: int) -> None:
-    with pytest.raises(BadRequest, match="message|bytes|shape"):
-        request = ForwardBackwardRequest.decode(REQUESTS["cross_entropy"][:-cut])
-        for datum in request.data:
-            for name, tensor in datum.inputs.items():
-                tensor.array(name)
-        assert not request.data
+    with pytest.raises(BadRequest, match="the body is not a"):
+        ForwardBackwardRequest.decode(REQUESTS["cross_entropy"][:-cut])
 
 
 def test_model_and_seq_of_a_spoilt_request_are_still_known() -> None:

@@ -1,0 +1,145 @@
+"""Calls of a model: in the order of their numbers, each once, and none that waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lockstep.integrations.tinker.futures import Futures, Result
+from lockstep.integrations.tinker.order import Sequencer, Work
+from lockstep.tokens.errors import BadRequest, Conflict, Gone
+
+SOON = 5.0
+
+
+class Calls:
+    """Records which calls were done, in which order."""
+
+    def __init__(self, gap_seconds: float = 60.0) -> None:
+        self.done: list[int] = []
+        self.futures = Futures()
+        self.order = Sequencer(self.futures, gap_seconds=gap_seconds)
+
+    def work(self, seq: int, error: Exception | None = None) -> Work:
+        async def work() -> Result:
+            await asyncio.sleep(0)
+            if error is not None:
+                raise error
+            self.done.append(seq)
+            return Result.of({"seq": seq})
+
+        return work
+
+    def send(self, seq: int, contents: bytes = b"", error: Exception | None = None) -> str:
+        return self.order.submit(seq, contents, self.work(seq, error)).request_id
+
+    async def result(self, request_id: str) -> Result:
+        result = await self.futures.wait(request_id, SOON)
+        assert result is not None
+        return result
+
+
+@pytest.mark.failure_mode("F80")
+async def test_calls_run_by_their_number_and_not_by_their_arrival() -> None:
+    calls = Calls()
+    ids = {seq: calls.send(seq) for seq in (3, 2, 5, 4)}
+    await asyncio.sleep(0.05)
+    assert calls.done == []
+    ids[1] = calls.send(1)
+    for seq, request_id in ids.items():
+        assert (await calls.result(request_id)).body == b'{"seq":%d}' % seq
+    assert calls.done == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.failure_mode("F80")
+async def test_a_call_that_comes_again_is_the_same_call_before_and_after_it_is_done() -> None:
+    calls = Calls()
+    first = calls.send(2, b"same")
+    assert calls.send(2, b"same") == first
+    await calls.result(calls.send(1))
+    await calls.result(first)
+    assert calls.send(2, b"same") == first
+    assert (await calls.result(first)).body == b'{"seq":2}'
+    assert calls.done == [1, 2]
+
+
+async def test_a_number_with_other_contents_is_refused() -> None:
+    calls = Calls()
+    await calls.result(calls.send(1, b"one"))
+    with pytest.raises(Conflict, match="seq_id 1 was used for another call"):
+        calls.send(1, b"two")
+
+
+async def test_a_call_that_fails_does_not_hold_the_next() -> None:
+    calls = Calls()
+    failed = calls.send(1, error=BadRequest("no good"))
+    await calls.result(calls.send(2))
+    result = await calls.result(failed)
+    assert result.failed
+    assert result.body == b'{"error":"no good","category":"user"}'
+
+
+async def test_a_call_that_was_refused_unread_is_over() -> None:
+    calls = Calls()
+    waiting = calls.send(2)
+    calls.order.consume(1, calls.work(-1))
+    await calls.result(waiting)
+    assert calls.done == [-1, 2]
+
+
+async def test_calls_behind_one_that_never_comes_are_refused_in_the_end() -> None:
+    calls = Calls(gap_seconds=0.05)
+    behind = [calls.send(seq) for seq in (2, 3)]
+    for request_id in behind:
+        result = await calls.result(request_id)
+        assert result.failed
+        assert b"seq_id 1 never came" in result.body
+    with pytest.raises(Conflict, match="was not waited for"):
+        calls.send(1)
+    await calls.result(calls.send(4))
+    assert calls.done == [4]
+
+
+async def test_results_are_there_when_asked_for_again_and_gone_ones_say_why() -> None:
+    calls = Calls()
+    request_id = calls.send(1)
+    assert await calls.result(request_id) == await calls.result(request_id)
+    with pytest.raises(Gone, match="the server was restarted since"):
+        await calls.futures.wait("0123-7", SOON)
+    own = request_id.partition("-")[0]
+    with pytest.raises(Gone, match="its result was dropped"):
+        await calls.futures.wait(f"{own}-999", SOON)
+
+
+async def test_one_poll_tells_of_all_that_ended_since_the_last() -> None:
+    futures = Futures()
+
+    async def work() -> Result:
+        return Result.of({})
+
+    async def never() -> Result:
+        await asyncio.sleep(60)
+        return Result.of({})
+
+    first, slow = futures.start(work, "s/0"), futures.start(never, "s/0")
+    futures.start(work, "other/0")
+    ended, cursor = await futures.wait_any("s/0", 0, SOON)
+    assert (ended, cursor) == ([first], 1)
+    futures.cancel(slow.request_id)
+    ended, cursor = await futures.wait_any("s/0", cursor, SOON)
+    assert (ended, cursor) == ([slow], 2)
+    assert slow.result is not None
+    assert slow.result.failed
+    assert await futures.wait_any("s/0", cursor, 0.01) == ([], 2)
+
+
+async def test_those_who_wait_are_sent_home_when_the_server_ends() -> None:
+    futures = Futures()
+    pending = futures.open("s/0")
+    waits = asyncio.gather(futures.wait(pending.request_id, 60), futures.wait_any("s/0", 0, 60))
+    await asyncio.sleep(0.01)
+    futures.end_polls()
+    async with asyncio.timeout(SOON):
+        assert await waits == [None, ([], 0)]
+        assert await futures.wait(pending.request_id, 60) is None
