@@ -58,11 +58,13 @@ class GatewayOptions:
     """How a gateway listens and what it stores. A port of 0 is chosen by the system.
 
     `tls` is for both ports; clients of the admin port need a certificate where it has a `ca`.
-    `origins` are the sites whose pages may call it.
+    `origins` are the sites whose pages may call it. With `share_port`, other gateways may listen on
+    the data port as well.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    share_port: bool = False
     admin_host: str = "127.0.0.1"
     admin_port: int = 8001
     admin_token: str = ""
@@ -186,7 +188,9 @@ async def serve_gateway(
     options.check()
     async with AsyncExitStack() as stack:
         sockets = stack.enter_context(ExitStack())
-        data_socket = sockets.enter_context(listen(options.host, options.port))
+        data_socket = sockets.enter_context(
+            listen(options.host, options.port, share=options.share_port)
+        )
         admin_socket = sockets.enter_context(listen(options.admin_host, options.admin_port))
         sessions = await stack.enter_async_context(
             Sessions(

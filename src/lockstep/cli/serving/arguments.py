@@ -96,6 +96,21 @@ class GatewayArguments:
     ] = None
     host: Annotated[str, _listen_option(help="Address to listen on for requests.")] = "127.0.0.1"
     port: Annotated[int, _listen_option(help="Port for requests; 0: any free port.")] = 8000
+    gateways: Annotated[
+        int,
+        _listen_option(
+            help="Number of gateway processes on the port, for many cores; more than one need "
+            "--store."
+        ),
+    ] = 1
+    share_port: Annotated[
+        bool,
+        _listen_option(
+            "--share-port",
+            help="Let other gateways of this user listen on the same port: each takes some of the "
+            "connections.",
+        ),
+    ] = False
     admin_port: Annotated[
         int,
         _listen_option(help="Port of the admin routes; 0: any free port."),
@@ -207,6 +222,7 @@ class GatewayArguments:
         return GatewayOptions(
             host=self.host,
             port=self.port,
+            share_port=self.share_port or self.gateways > 1,
             admin_host=self.admin_host,
             admin_port=self.admin_port,
             tls=TlsFiles.of_listener(self.tls_cert, self.tls_key, self.tls_client_ca),

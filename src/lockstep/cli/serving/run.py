@@ -17,6 +17,7 @@ from rich.status import Status
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.prime_rl import prime_rl_key, prime_rl_toml
 from lockstep.cli.serving.shared_store import SharedStore, advertised, shared_store
+from lockstep.cli.serving.siblings import SiblingGateways
 from lockstep.cli.serving.sources import WorkerRows, WorkerSource
 from lockstep.cli.serving.state_dir import GatewayState, in_memory, open_state
 from lockstep.fleet.control.desired import MEMORY
@@ -55,8 +56,9 @@ class GatewayProcess:
             # Before anything is started; with a store, its keys must be known first.
             self.arguments.options(self.settings, MEMORY).check()
         self.arguments.budgets()
+        siblings = SiblingGateways(self.arguments, self.settings)
         stop, ready = stop_event(), asyncio.Event()
-        serving = asyncio.create_task(self._serve(ready, stop))
+        serving = asyncio.create_task(self._serve(ready, stop, siblings))
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -65,12 +67,18 @@ class GatewayProcess:
         with suppress(asyncio.CancelledError):
             await serving
 
-    async def _serve(self, ready: asyncio.Event, stop: asyncio.Event) -> None:
+    async def _serve(
+        self, ready: asyncio.Event, stop: asyncio.Event, siblings: SiblingGateways
+    ) -> None:
         async with shared_store(self.arguments, self.settings) as shared:
-            await self._serve_on(shared, ready, stop)
+            await self._serve_on(shared, ready, stop, siblings)
 
     async def _serve_on(
-        self, shared: SharedStore | None, ready: asyncio.Event, stop: asyncio.Event
+        self,
+        shared: SharedStore | None,
+        ready: asyncio.Event,
+        stop: asyncio.Event,
+        siblings: SiblingGateways,
     ) -> None:
         from lockstep.dashboard.app import Dashboard
         from lockstep.fleet.control.store import LocalStore
@@ -113,6 +121,7 @@ class GatewayProcess:
                     def on_ready(url: str, admin_url: str) -> None:
                         if shared is not None:
                             shared.leadership.announce(advertised(arguments, admin_url))
+                        siblings.start(url, token, stop)
                         ready.set()
                         status.stop()
                         entry = RunningGateway(
@@ -132,13 +141,16 @@ class GatewayProcess:
                             run_dir=arguments.run_dir,
                         )  # fmt: skip
 
-                    await serve_gateway(
-                        fleet=fleet,
-                        options=options,
-                        on_ready=on_ready,
-                        stop=stop,
-                        dashboard=dashboard,
-                    )
+                    try:
+                        await serve_gateway(
+                            fleet=fleet,
+                            options=options,
+                            on_ready=on_ready,
+                            stop=stop,
+                            dashboard=dashboard,
+                        )
+                    finally:
+                        await siblings.ended(stop)
             except Unavailable as error:
                 raise _with_hint(error, state) if not ready.is_set() else error from None
 

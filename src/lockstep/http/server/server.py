@@ -80,12 +80,15 @@ def admin_token(chosen: str | None) -> Iterator[tuple[str, str | None]]:
             os.unlink(path)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises BadRequest when the address cannot be had."""
+def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
+    """A bound socket; with `share`, other processes of the same user may bind the same port, and
+    each takes some of the connections. Raises BadRequest when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        if share:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
     except OSError as error:
         sock.close()

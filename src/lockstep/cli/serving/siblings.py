@@ -1,0 +1,119 @@
+"""Further gateway processes of this machine, which listen on the same port as the first."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from lockstep.cli.serving.arguments import GatewayArguments
+from lockstep.launch.supervisor import Child, Command, Supervisor
+from lockstep.settings import ADMIN_TOKEN, ADMIN_TOKEN_FILE, STORE, Settings
+from lockstep.tokens.errors import BadRequest
+
+log = logging.getLogger(__name__)
+OF_THE_FIRST = frozenset(
+    ("port", "admin_port", "advertise", "state_dir", "sessions", "store", "fresh", "run_dir",
+     "prime_rl", "as_json", "gateways", "share_port")
+)  # fmt: skip
+"""Options that the other gateways are not given, or given otherwise."""
+
+
+class SiblingGateways:
+    """The gateways beside the first one of `--gateways N`; each is started again when it ends.
+
+    Raises BadRequest for several gateways without a store that they can share.
+    """
+
+    def __init__(self, arguments: GatewayArguments, settings: Settings) -> None:
+        self._arguments, self._count = arguments, arguments.gateways - 1
+        self._store = arguments.store or settings.store
+        self._task: asyncio.Task[None] | None = None
+        if arguments.gateways < 1:
+            raise BadRequest(
+                f"--gateways is {arguments.gateways}: expected at least 1", param="gateways"
+            )
+        if self._count and self._store is None:
+            raise BadRequest(
+                f"--gateways {arguments.gateways} needs a store that gateways can share: give "
+                "--store postgresql://..., as a file of sessions is one gateway's alone",
+                param="gateways",
+            )
+
+    def start(self, url: str, token: str, stop: asyncio.Event) -> None:
+        """Starts them on the port of that URL, once the first gateway serves there. When `stop` is
+        set they drain, as the first one does."""
+        if self._count:
+            self._task = asyncio.create_task(self._run(url, token, stop))
+
+    async def ended(self, stop: asyncio.Event) -> None:
+        """Returns when none of them runs any more; ends them now, unless they drain already."""
+        if self._task is not None:
+            if not stop.is_set():
+                self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self, url: str, token: str, stop: asyncio.Event) -> None:
+        names = [f"gateway {number + 2}" for number in range(self._count)]
+        port = urlsplit(url).port
+
+        def command(child: Child) -> Command:
+            return Command(self._command_line(port or 0, child.system_url), self._environ(token))
+
+        drain = self._arguments.drain_seconds
+        async with Supervisor(names, command, drain_seconds=drain) as children:
+            for child in children.children:
+                child.ready.add_done_callback(_say)
+            await stop.wait()
+
+    def _command_line(self, port: int, admin_url: str) -> tuple[str, ...]:
+        admin_port = admin_url.rpartition(":")[2]
+        advertise: tuple[str, ...] = ()
+        if (given := self._arguments.advertise) is not None:
+            parts = urlsplit(given)
+            host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+            advertise = ("--advertise", f"{parts.scheme}://{host}:{admin_port}")
+        # -P: files in the directory of the gateway must not be taken for modules.
+        return (
+            sys.executable, "-P", "-m", "lockstep.cli.parent_death", str(os.getpid()), "gateway",
+            "--json", "--share-port", "--port", str(port), "--admin-port", admin_port,
+            *advertise, *self._passed_on(),
+        )  # fmt: skip
+
+    def _passed_on(self) -> Iterator[str]:
+        """The options that are not at their default, as they are written."""
+        for field in fields(self._arguments):
+            value = getattr(self._arguments, field.name)
+            default = None if field.default is MISSING else field.default
+            if field.name in OF_THE_FIRST or value == default:
+                continue
+            option = f"--{field.name.replace('_', '-')}"
+            if value is True:
+                yield option
+                continue
+            for each in value if isinstance(value, list) else [value]:
+                yield from (option, str(each.absolute()) if isinstance(each, Path) else str(each))
+
+    def _environ(self, token: str) -> dict[str, str]:
+        """The URL of the store is in the environment: others can read a command line."""
+        environ = {**os.environ, ADMIN_TOKEN: token, STORE: self._store or ""}
+        environ.pop(ADMIN_TOKEN_FILE, None)
+        return environ
+
+
+def _say(ready: asyncio.Future[dict[str, Any]]) -> None:
+    """Logs a gateway that serves, or why it does not."""
+    if ready.cancelled():
+        return
+    if (error := ready.exception()) is not None:
+        log.error("one gateway less serves: %s", error)
+    else:
+        log.info("one more gateway serves, admin port at %s", ready.result().get("admin_url"))
