@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale lint format docs bench chaos soak clean
+.PHONY: demo test test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard screenshots lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,7 +18,7 @@ demo: $(VENV)/.ready
 PYTEST := $(BIN)/pytest -n 2 --dist loadscope
 
 test: $(VENV)/.ready
-	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/trainers --ignore tests/sinks --ignore tests/scale --ignore tests/cpus --ignore tests/docs --ignore tests/engine/cuda
+	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/trainers --ignore tests/sinks --ignore tests/scale --ignore tests/browser --ignore tests/cpus --ignore tests/docs --ignore tests/engine/cuda
 
 # The kernels for GPUs, in Triton's interpreter, which is slow.
 test-kernels: $(VENV)/.ready
@@ -73,6 +73,17 @@ test-scale: $(VENV)/.ready
 test-trainers: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-trainers.sh
 	$(BIN)/pytest tests/trainers
+
+# The dashboard and the report in Debian's Chromium, before a live fleet; a page stays open for SECONDS.
+test-dashboard: SECONDS ?= 60
+test-dashboard: $(VENV)/.ready
+	PYTHON=$(PYTHON) scripts/install-dashboard.sh
+	LOCKSTEP_TEST_OPEN_SECONDS=$(SECONDS) $(BIN)/pytest tests/browser --timeout $$(($(SECONDS) * 2 + 180))
+
+# The pictures of docs/dashboard.md, of a live fleet.
+screenshots: $(VENV)/.ready
+	PYTHON=$(PYTHON) scripts/install-dashboard.sh
+	$(BIN)/python -m tests.browser.screenshots
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .

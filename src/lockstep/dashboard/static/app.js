@@ -21,7 +21,7 @@ async function send(body) {
 }
 
 function leave(message = "") {
-  loggedIn = false; stream?.close(); stream = null; view?.close(); view = null; viewName = "";
+  loggedIn = false; stream?.close(); stream = null; view?.close?.(); view = null; viewName = "";
   $("logout").hidden = true; live("", "");
   const input = make("input", { type: "password", name: "token", placeholder: "admin token", autocomplete: "current-password", "aria-label": "Admin token", required: true });
   const wrong = make("p", { class: "wrong", role: "alert" }, message);

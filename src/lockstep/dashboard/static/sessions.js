@@ -28,7 +28,7 @@ export class SessionsView {
   tick() { if (!this.page) this.table.tick(); }
 
   get search() { return this.page ? null : this.table.search; }
-  focusSearch() { if (this.page) location.hash = "#/sessions"; setTimeout(() => this.search?.focus(), 40); }
+  focusSearch() { if (!this.page) { this.search.focus(); return; } location.hash = "#/sessions"; setTimeout(() => this.search?.focus(), 60); }
   key(event, typing) {
     if (event.key === "Escape" && this.page) location.hash = "#/sessions";
     else if (!this.page) this.table.key(event, typing);

@@ -51,7 +51,7 @@ export class TokenView {
     this.stream.onclick = event => { const node = event.target.closest("[data-at]"); if (node) this.choose(+node.dataset.at); };
     this.stream.onkeydown = event => this.key(event);
     this.seen = new IntersectionObserver(entries => {
-      for (const entry of entries) entry.isIntersecting ? this.render(entry.target) : this.clear(entry.target);
+      for (const entry of entries) { entry.target.near = entry.isIntersecting; entry.isIntersecting ? this.render(entry.target) : this.clear(entry.target); }
     }, { root: this.stream, rootMargin: "800px 0px" });
   }
 
@@ -112,7 +112,8 @@ export class TokenView {
     block.loading = true;
     const source = this.source, tokens = await this.tokens(block.start, block.end);
     block.loading = false;
-    if (source !== this.source && !this.blocks.includes(block)) return;
+    // Who scrolls fast has left it behind by now.
+    if (!block.near || source !== this.source && !this.blocks.includes(block)) return;
     const body = make("div", { class: "toks" }, ...tokens.map((token, i) => this.node(token, block.start + i)));
     block.replaceChildren(make("span", { class: "who" }, block.label), body);
     block.style.minHeight = "";
@@ -164,7 +165,7 @@ export class TokenView {
     if (source !== this.source || !token) return;
     for (const node of this.stream.querySelectorAll(".on")) node.classList.remove("on");
     const block = this.blocks.find(each => each.start <= this.chosen && this.chosen < each.end);
-    if (follow && block && !block.firstChild) { block.scrollIntoView({ block: "center" }); await this.render(block); }
+    if (follow && block && !block.firstChild) { block.scrollIntoView({ block: "center" }); block.near = true; await this.render(block); }
     const node = this.stream.querySelector(`[data-at="${this.chosen}"]`);
     if (node) { node.classList.add("on"); if (follow) node.scrollIntoView({ block: "nearest" }); }
     this.tell(token);

@@ -1,0 +1,1 @@
+"""The dashboard and the report in a real browser."""

@@ -1,0 +1,1 @@
+"""The routes, logins and event stream of the dashboard, without a browser."""
