@@ -86,6 +86,13 @@ def test_a_worker_that_others_cannot_reach_is_refused_unless_that_was_meant() ->
     check_advertised(dynamo_env.complete({}), chosen=False)
 
 
+async def test_a_server_that_refuses_or_has_no_address_is_named() -> None:
+    with pytest.raises(
+        Unavailable, match=r"\(127\.0\.0\.1:9: Connection refused; nobody\.invalid:1: "
+    ):
+        await check_reachable(network("etcd://127.0.0.1:9,nobody.invalid:1"))
+
+
 async def test_etcd_is_there_when_one_of_those_listed_is_healthy() -> None:
     async with serving(lambda _: HEALTHY) as server:
         environ = network(f"etcd://127.0.0.1:9,127.0.0.1:{server.url.rpartition(':')[2]}")

@@ -71,6 +71,7 @@ class LocalDynamo:
             )
         alone = network is not None and with_frontend and count == 0
         self._model = model
+        self._count = count
         self._python = str(python)
         self._arguments = tuple(arguments)
         self._drain_seconds = drain_seconds
@@ -123,7 +124,9 @@ class LocalDynamo:
                 given = {**os.environ, **self._network}
                 given.pop(dynamo_env.SYSTEM_PORT, None)  # each worker has one of its own
                 self._environ = dynamo_env.complete(given)
-                dynamo_env.check_advertised(self._environ, chosen=dynamo_env.SYSTEM_HOST in given)
+                if self._count:
+                    chosen = dynamo_env.SYSTEM_HOST in given
+                    dynamo_env.check_advertised(self._environ, chosen=chosen)
                 await check_reachable(self._environ)
             self._environ.pop("LOCKSTEP_API_KEYS", None)
             # Left in turn: the workers end their requests while the frontend still runs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from urllib.parse import urlsplit
 
@@ -58,17 +59,17 @@ async def _one_of(
         except LockstepError as error:
             problem = error.message
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
         problems.append(f"{parts.hostname}:{parts.port}: {problem}")
     raise Unavailable(
         f"{name} cannot be reached from this host ({'; '.join(problems)}): start it, or correct "
-        f"its address"
+        "its address"
     )
 
 
 async def _etcd(url: str) -> None:
+    await _connect(url)
     if url.startswith("https://"):  # its certificates are Dynamo's matter
-        await _connect(url)
         return
     client = HttpClient(url, retries=0)
     try:
