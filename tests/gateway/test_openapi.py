@@ -109,7 +109,11 @@ def test_every_route_of_the_data_plane_is_described(document: dict[str, Any]) ->
 def test_every_route_of_the_control_plane_is_described() -> None:
     app = pytest.importorskip("lockstep.gateway.app")
     context: Any = type("Nothing", (), {"pool": None, "models": None, "sessions": None})()
-    routes = [*app.FleetRoutes(context, None).routes, *app.SessionRoutes(context).routes]
+    routes = [
+        *app.FleetRoutes(context, None).routes,
+        *app.SessionRoutes(context).routes,
+        *app.EngineMetricsRoutes(context).routes,
+    ]
     served = {
         (method, re.sub(r":\w+}", "}", route.path))
         for route in routes

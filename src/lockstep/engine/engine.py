@@ -295,7 +295,7 @@ class Engine:
             "prefix_hit_tokens": core.prefixes.hits,
             "prefix_query_tokens": core.prefixes.queries,
             "prefix_blocks": len(core.prefixes),
-            "slots": core.cache.slots,
+            "slots": core.scheduler.slots,
             "slot_tokens": core.max_len,
             "version": core.served.weights.version,
             "staged": self.staged_version,
