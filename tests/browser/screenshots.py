@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/dashboard.md: a live fleet with agents, an update and a lost worker."""
+"""Makes the pictures of docs/dashboard.md: a live fleet, agents, updates and a lost worker."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.train.demo.test_report import write_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 TASKS = ("Reverse: 40213", "What is 417 + 86?", "Reverse: 99812", "What is 12 * 12?")
+KINDS = ("swe", "math", "web")
 HARNESSES = ("opencode/1.18.33", "codex_cli_rs/0.166.0", "OpenAI/Python 3.0.0")
 
 
@@ -31,7 +32,8 @@ def play(live: Live, number: int, stop: threading.Event) -> None:
         headers = {"user-agent": HARNESSES[(number + at) % len(HARNESSES)]}
         for turn in range(2 + (number + at) % 4):
             body = {"model": "tiny", "messages": messages, "max_tokens": 32}
-            path = f"/sessions/{('swe', 'math', 'web')[number % 3]}-{number}{at:03d}/v1/chat/completions"
+            name = f"{KINDS[number % 3]}-{number}{at:03d}"
+            path = f"/sessions/{name}/v1/chat/completions"
             response = live.data.post(path, json=body, headers=headers)
             if response.is_error:
                 break

@@ -49,7 +49,7 @@ export class FleetView {
       this.lanes.replaceChildren(make("div", { class: "empty" }, "No worker has joined."));
       return;
     }
-    if (!this.rows.size) this.lanes.replaceChildren(make("div", { class: "lane head" }, ...["Worker", "Now at the right", "Version", "In flight", "Tokens/s", "Last proof"].map(text => make("span", { class: text === "In flight" ? "num" : "" }, text))));
+    if (!this.rows.size) this.lanes.replaceChildren(make("div", { class: "lane head" }, ...["Worker", "The last minutes", "Version", "In flight", "Tokens/s", "Last proof"].map(text => make("span", { class: text === "In flight" ? "num" : "" }, text))));
     for (const [id, row] of this.rows) if (!state.workers.has(id)) { row.root.remove(); this.rows.delete(id); }
     for (const [id, worker] of state.workers) {
       let row = this.rows.get(id);
@@ -75,7 +75,7 @@ export class FleetView {
     row.rate.replaceChildren(sparkline(history.workers.get(worker.id)?.rate ?? [], state.at, SPAN, "blue", 60, 22), make("span", { class: "num" }, count(worker.rate)));
     row.proof.replaceChildren(...proof(worker.evidence, worker.judged));
     const why = worker.state === "serving" ? "" : worker.reason ?? "";
-    text(row.reason, why && worker.next_try !== null ? `${why} · tried again in ${worker.next_try} s` : why);
+    text(row.reason, why && worker.next_try !== null ? `${why} · tried again ${worker.next_try > 0 ? `in ${worker.next_try} s` : "now"}` : why);
     row.reason.className = `reason${worker.state === "down" || worker.state === "quarantined" ? "" : " wait"}`; row.reason.hidden = !why;
     row.strip.replaceChildren(strip(worker.id)); row.strip.title = `the last ${seconds(shown(state.at))}`;
   }

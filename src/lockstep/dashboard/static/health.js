@@ -26,6 +26,7 @@ export class HealthView {
       tile("Queue", count(state.fleet?.waiting ?? 0), `${count(state.fleet?.in_flight ?? 0)} in flight`),
       tile("Loop delay", loop === null ? "–" : seconds(loop), health.loop_worst === null ? "" : `99 %; worst ${seconds(health.loop_worst)}`, sparkline(history.loop, state.at, SPAN, "amber"), late ? "amber" : ""),
       tile("CPU", `${Math.round(health.cpu * 100)} %`, `of one core; ${count(health.tasks)} tasks`),
+      tile("Sessions", count(health.store.live), `${bytes(health.store.bytes)} stored, ${count(health.store.turns)} turns since the start`),
       tile("Memory", bytes(health.memory), `${health.viewers} page${health.viewers === 1 ? "" : "s"} open`, sparkline(history.memory, state.at, SPAN, "green")));
     const head = (...names) => make("tr", {}, ...names.map(([name, kind]) => make("th", { class: kind, scope: "col" }, name)));
     this.routes.replaceChildren(head(["Route"], ["Requests/s", "num"], ["Errors/s", "num"], ["Median", "num wide"], ["95 %", "num"], ["Since the start", "num wide"]),
@@ -34,9 +35,9 @@ export class HealthView {
     this.slow.replaceChildren(health.slow.length ? make("table", { class: "rows" }, head(["Worker"], ["Session"], ["Behind", "num"], ["For", "num"]),
       ...health.slow.map(row => make("tr", {}, make("td", {}, row.worker), make("td", {}, row.session ? make("a", { href: `#/sessions/${encodeURIComponent(row.session)}` }, row.session) : "–"), make("td", { class: "num" }, String(row.behind)), make("td", { class: "num" }, seconds(row.seconds)))))
       : make("div", { class: "empty" }, "No request has been at a worker for more than 2 s."));
-    const size = name => name.endsWith("bytes") ? bytes : count;
+    const size = name => name.endsWith("bytes") ? bytes : count, names = { live: "sessions kept", bytes: "bytes kept", hot: "sessions in memory", hot_bytes: "bytes in memory", turns: "turns stored", opened: "sessions begun", loaded: "sessions read back", unwritten: "turns not stored" };
     this.store.replaceChildren(...Object.entries(health.store).filter(([name, value]) => value || ["live", "turns", "bytes", "unwritten"].includes(name))
-      .map(([name, value]) => make("tr", {}, make("td", {}, name.replace(/_/g, " ")), make("td", { class: "num" }, size(name)(value)))));
+      .map(([name, value]) => make("tr", {}, make("td", {}, names[name] ?? name.replace("_", ": ").replace(/_/g, " ")), make("td", { class: "num" }, size(name)(value)))));
   }
   close() {}
 }

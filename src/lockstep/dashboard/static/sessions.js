@@ -175,7 +175,7 @@ class SessionPage {
         const [roles, sampled, mask, versions, turns] = [page.authors, page.sampled, page.mask, page.versions, page.turns].map(spread);
         return page.ids.map((id, i) => ({ id, text: page.texts[i], role: roles[i], own: sampled[i], mask: mask[i], version: versions[i], turn: turns[i], logprob: page.logprobs[i] }));
       },
-      facts: token => [["worker", workers.get(token.turn) ?? "–"], ["reward", show(info.reward)], ["advantage", show(info.advantage)]],
+      facts: token => [["worker", workers.get(token.turn) ?? "–"], ["reward", show(info.reward)]],
     };
   }
 

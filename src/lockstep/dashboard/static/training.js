@@ -42,7 +42,7 @@ export class TrainingView {
 
   build() {
     this.frame = true; this.follows = true;
-    this.title = make("h1"); this.facts = make("ul", { class: "facts" }); this.tiles = make("section", { class: "tiles" });
+    this.title = make("h1"); this.facts = make("ul", { class: "facts" }); this.tiles = make("section", { class: "tiles five" });
     this.charts = make("section", { class: "charts" }); this.lanes = make("section", { class: "card chart" }); this.table = make("table");
     this.events = make("ol", { class: "events" });
     this.tokens = new TokenView();
