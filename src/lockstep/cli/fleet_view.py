@@ -35,6 +35,7 @@ def fleet_view(state: dict[str, Any], *, details: bool = False) -> RenderableTyp
     last = [_operation(each) for each in state["operations"][:LAST_OPERATIONS]]
     return Group(
         Text(_summary(state), style="bold"),
+        *(Text(line) for line in _leadership(state)),
         one_line_table(("worker", "state", "version", "in flight", "why"), rows),
         Text("last: " + ("; ".join(last) or "nothing yet"), style="dim"),
         *(Text(line) for line in (_details(state) if details else ())),
@@ -49,6 +50,25 @@ def _summary(state: dict[str, Any]) -> str:
         f"version {state['version']}{adapters}: {state['serving']} of "
         f"{len(state['workers'])} serving{paused}{running}"
     )
+
+
+def _leadership(state: dict[str, Any]) -> list[str]:
+    """Who leads, where this gateway is not alone; and that it was superseded, where it was."""
+    lines = []
+    if state.get("role", "alone") != "alone":
+        leader = state["leader"] or "nobody yet"
+        does = "leads the fleet" if state["role"] == "leader" else f"follows {leader}"
+        alive = ", ".join(each["address"] for each in state["gateways"])
+        count = len(state["gateways"])
+        lines.append(
+            f"this gateway {does} (generation {state['generation']}); {count} gateways: {alive}"
+        )
+    if state.get("superseded"):
+        lines.append(
+            "another gateway commands the workers: this one changes nothing any more; stop one of "
+            "them, or give both the same --store"
+        )
+    return lines
 
 
 def _details(state: dict[str, Any]) -> list[str]:
