@@ -6,7 +6,7 @@ import os
 import shlex
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -55,7 +55,10 @@ def tinker(
         bool, typer.Option("--json", help="Print one JSON line when ready, and nothing else.")
     ] = False,
     device: Annotated[str, _engine_option(help="cpu or cuda, for training and sampling.")] = "cpu",
-    dtype: Annotated[str, _engine_option(help="Data type of the base weights.")] = "float32",
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        _engine_option(help="Data type of the base weights."),
+    ] = "float32",
     threads: Annotated[int, _engine_option(help="Threads that training computes with.")] = 1,
     workers: Annotated[int, _engine_option(help="Number of processes that sample.")] = 1,
     worker_args: Annotated[

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.integrations.tinker.futures import Futures, Result
 from lockstep.integrations.tinker.order import Sequencer, Work
-from lockstep.tokens.errors import BadRequest, Conflict, Gone
+from lockstep.tokens.errors import BadRequest, Gone
 
 SOON = 5.0
 
@@ -67,7 +67,7 @@ async def test_a_call_that_comes_again_is_the_same_call_before_and_after_it_is_d
 async def test_a_number_with_other_contents_is_refused() -> None:
     calls = Calls()
     await calls.result(calls.send(1, b"one"))
-    with pytest.raises(Conflict, match="seq_id 1 was used for another call"):
+    with pytest.raises(BadRequest, match="seq_id 1 was used for another call"):
         calls.send(1, b"two")
 
 
@@ -95,7 +95,7 @@ async def test_calls_behind_one_that_never_comes_are_refused_in_the_end() -> Non
         result = await calls.result(request_id)
         assert result.failed
         assert b"seq_id 1 never came" in result.body
-    with pytest.raises(Conflict, match="was not waited for"):
+    with pytest.raises(BadRequest, match="was not waited for"):
         calls.send(1)
     await calls.result(calls.send(4))
     assert calls.done == [4]

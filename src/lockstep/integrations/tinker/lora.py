@@ -71,9 +71,8 @@ class LoraTensors:
                 -bound, bound, generator=source
             )
             b = torch.zeros(module.out_features, settings.rank)
-            self.pairs[name] = tuple(  # type: ignore[assignment]
-                each.to(model.device).requires_grad_() for each in (a, b)
-            )
+            first, second = (each.to(model.device).requires_grad_() for each in (a, b))
+            self.pairs[name] = first, second
 
     @property
     def scaling(self) -> float:
@@ -170,7 +169,7 @@ class LoraModel:
                 "train_attn, train_mlp and train_unembed are all false: nothing would be trained",
                 param="lora_config",
             )
-        if settings.train_mlp and getattr(self._text, "num_experts", 0):
+        if settings.train_mlp and getattr(self._text, "num_experts", None):
             raise BadRequest(
                 "lora_config.train_mlp is true, but adapters of experts are not served here: "
                 "create the model with train_mlp=False",

@@ -42,8 +42,8 @@ class Loss:
                     param=f"loss_fn_config.{key}",
                 )
         chosen: dict[str, float] = {}
-        for key, default in self.config.items():
-            value = config.get(key, default)
+        given: dict[str, float | str | None] = {**self.config, **config}
+        for key, value in given.items():
             if not isinstance(value, float | int):
                 raise BadRequest(
                     f"{name} needs the number loss_fn_config.{key}", param=f"loss_fn_config.{key}"

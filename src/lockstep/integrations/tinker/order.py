@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from lockstep.integrations.tinker.futures import Futures, Pending, Result
-from lockstep.tokens.errors import Conflict
+from lockstep.tokens.errors import BadRequest, Conflict
 
 log = logging.getLogger(__name__)
 GAP_SECONDS = 330.0
@@ -41,17 +41,18 @@ class Sequencer:
     def submit(self, seq_id: int, digest: bytes, work: Work) -> Pending:
         """The request of this call, which is new unless it came before.
 
-        Raises Conflict for a seq_id that was used for another call, or given up.
+        Raises BadRequest for a seq_id that was used for another call, or given up: clients send
+        what met a conflict again, for minutes.
         """
         known = self._calls.get(seq_id)
         if known is not None:
             if known.digest != digest:
-                raise Conflict(
+                raise BadRequest(
                     f"seq_id {seq_id} was used for another call of this model", param="seq_id"
                 )
             return known.pending
         if seq_id < self._next:
-            raise Conflict(
+            raise BadRequest(
                 f"seq_id {seq_id} comes after seq_id {self._next - 1} of this model was done, and "
                 "was not waited for",
                 param="seq_id",

@@ -9,6 +9,7 @@ from lockstep.tokens.errors import BadRequest
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 MOST_BITS = 64
+MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class MessageReader:
@@ -46,11 +47,11 @@ class MessageReader:
         while shift < MOST_BITS:
             if self._at >= len(self._body):
                 raise self._bad("it ends within a number")
-            byte = self._body[self._at]
+            byte: int = self._body[self._at]
             self._at += 1
             value |= (byte & 0x7F) << shift
             if byte < 0x80:
-                return value & (2**MOST_BITS - 1)
+                return value & MASK
             shift += 7
         raise self._bad("a number has more than 64 bits")
 
@@ -77,7 +78,7 @@ def as_int(value: int | bytes, field: str) -> int:
     """The number of a field, with its sign. Raises BadRequest for bytes."""
     if not isinstance(value, int):
         raise BadRequest(f"{field} is bytes: expected a number", param=field)
-    return value - 2**MOST_BITS if value >= 2 ** (MOST_BITS - 1) else value
+    return value - (MASK + 1) if value > MASK >> 1 else value
 
 
 def as_text(value: int | bytes, field: str) -> str:
@@ -106,7 +107,7 @@ def as_ints(value: int | bytes, field: str) -> list[int]:
 
 def write_varint(number: int) -> bytes:
     """A number as protobuf writes it."""
-    number &= 2**MOST_BITS - 1
+    number &= MASK
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)

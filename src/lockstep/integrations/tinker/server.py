@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from starlette.applications import Starlette
@@ -50,7 +50,7 @@ class TinkerOptions:
     insecure: bool = False
     tls: TlsFiles | None = None
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     threads: int = 1
     slots: int = 32
     max_rank: int = 64

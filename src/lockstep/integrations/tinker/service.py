@@ -36,7 +36,7 @@ from lockstep.integrations.tinker.store import (
     now,
 )
 from lockstep.integrations.tinker.trainer import TrainingModel
-from lockstep.tokens.errors import BadRequest, Busy, Conflict, Gone, NotFound, UnsupportedField
+from lockstep.tokens.errors import BadRequest, Busy, Gone, NotFound, UnsupportedField
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -134,7 +134,8 @@ class TinkerService:
     def create_model(self, request: types.CreateModel) -> tuple[str, Pending]:
         """The id of a new model, and the request that makes it. Asked again, it is the same one.
 
-        Raises Gone for an unknown session, Conflict when the id was used for another model.
+        Raises Gone for an unknown session, BadRequest when the id was used for another model, and
+        NotFound when that was in an earlier process.
         """
         self.check_session(request.session_id)
         model_id = f"{request.session_id}:train:{request.model_seq_id}"
@@ -142,10 +143,10 @@ class TinkerService:
         if model_id in self._created:
             known, pending = self._created[model_id]
             if known != digest:
-                raise Conflict(f"model {model_id!r} was created with other settings")
+                raise BadRequest(f"model {model_id!r} was created with other settings")
             return model_id, pending
         if any(run.model_id == model_id for run in self.store.runs()):
-            raise Conflict(self._lost(model_id))
+            raise NotFound(self._lost(model_id))
 
         async def work() -> Result:
             await self._create(model_id, request)
@@ -203,7 +204,7 @@ class TinkerService:
     # Calls of a model, in order
 
     def forward_backward(self, request: ForwardBackwardRequest) -> Pending:
-        """Raises NotFound, or Conflict for a seq_id that was used for another call."""
+        """Raises NotFound, or BadRequest for a seq_id that was used for another call."""
         live = self.live(request.model_id)
 
         def compute() -> Result:
@@ -301,7 +302,9 @@ class TinkerService:
             )
 
         compute = ephemeral if request.path is None else named
-        return live.calls.submit(request.seq_id, _digest(request), lambda: self._trained(compute))
+        # A call that is sent again asks for a sampler of another number: it gets the first one.
+        same = msgspec.structs.replace(request, sampling_session_seq_id=None)
+        return live.calls.submit(request.seq_id, _digest(same), lambda: self._trained(compute))
 
     def _record(
         self,
@@ -329,7 +332,7 @@ class TinkerService:
     def create_sampling_session(self, request: types.CreateSamplingSession) -> SamplerRecord:
         """A sampler of the base model or of a checkpoint; asked again, it is the same one.
 
-        Raises Gone, NotFound or BadRequest for what is not there, Conflict for an id that is taken.
+        Raises Gone, NotFound or BadRequest for what is not there, or an id that is taken.
         """
         self.check_session(request.session_id)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
@@ -352,13 +355,13 @@ class TinkerService:
             self.store.put_sampler(sampler)
             return sampler
         if known.model_path != sampler.model_path or known.directory != sampler.directory:
-            raise Conflict(f"sampling session {sampler_id!r} has other weights")
+            raise BadRequest(f"sampling session {sampler_id!r} has other weights")
         return known
 
     def sample(self, request: types.SampleCall) -> Pending:
         """A sample under way; asked again, it is the same one.
 
-        Raises NotFound, Conflict for a seq_id that was used for another sample, and Busy when too
+        Raises NotFound, BadRequest for a seq_id that was used for another sample, and Busy when too
         many are under way.
         """
         sampler_id, seq_id = request.sampling_session_id, request.seq_id
@@ -372,7 +375,7 @@ class TinkerService:
         if (sampler_id, seq_id) in self._samples:
             known, pending = self._samples[sampler_id, seq_id]
             if known != digest:
-                raise Conflict(
+                raise BadRequest(
                     f"seq_id {seq_id} was used for another sample of this sampler", param="seq_id"
                 )
             return pending

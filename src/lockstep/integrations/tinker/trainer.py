@@ -108,7 +108,7 @@ class TrainingModel:
                 if not bool(torch.isfinite(summed)):
                     raise BadRequest(f"the loss is {float(summed)}: are the inputs finite?")
                 if learns and summed.requires_grad:
-                    summed.backward()  # type: ignore[no-untyped-call]
+                    summed.backward()
                 total += float(summed.detach())
                 logprobs += [own.detach().cpu().float().numpy() for own in chosen]
         return ForwardResult(logprobs, {"loss:sum": total})

@@ -21,7 +21,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 B = TypeVar("B", bound=Body)
 
 
-class CreateSession(Body):
+class CreateSession(Body, frozen=True):
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
@@ -29,7 +29,7 @@ class CreateSession(Body):
     display_name: str | None = None
 
 
-class SessionId(Body):
+class SessionId(Body, frozen=True):
     session_id: str
 
 
@@ -45,7 +45,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "adamw"
 
 
-class CreateModel(Body):
+class CreateModel(Body, frozen=True):
     session_id: str
     model_seq_id: int
     base_model: str
@@ -54,7 +54,7 @@ class CreateModel(Body):
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
-class ModelId(Body):
+class ModelId(Body, frozen=True):
     model_id: str
 
 
@@ -80,14 +80,14 @@ class AdamParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 )
 
 
-class OptimStep(Body):
+class OptimStep(Body, frozen=True):
     model_id: str
     seq_id: int
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveWeights(Body):
+class SaveWeights(Body, frozen=True):
     model_id: str
     seq_id: int
     path: str | None = None
@@ -96,7 +96,7 @@ class SaveWeights(Body):
     user_metadata: dict[str, str] | None = None
 
 
-class SaveWeightsForSampler(Body):
+class SaveWeightsForSampler(Body, frozen=True):
     model_id: str
     seq_id: int
     path: str | None = None
@@ -105,7 +105,7 @@ class SaveWeightsForSampler(Body):
     user_metadata: dict[str, str] | None = None
 
 
-class LoadWeights(Body):
+class LoadWeights(Body, frozen=True):
     path: str
     optimizer: bool
     model_id: str | None = None
@@ -118,7 +118,7 @@ class LoadWeights(Body):
     weights_access_token: str | None = None
 
 
-class CreateSamplingSession(Body):
+class CreateSamplingSession(Body, frozen=True):
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
@@ -143,7 +143,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_p: float = 1.0
 
 
-class SampleCall(Body):
+class SampleCall(Body, frozen=True):
     prompt: Prompt
     sampling_params: SamplingParams
     num_samples: int = 1
@@ -206,7 +206,7 @@ class SampleCall(Body):
         )
 
 
-class RetrieveFuture(Body):
+class RetrieveFuture(Body, frozen=True):
     request_id: str
     allow_metadata_only: bool = False
 
@@ -217,22 +217,22 @@ class FuturesTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     type: Literal["sampling_session"] = "sampling_session"
 
 
-class RetrieveFutures(Body):
+class RetrieveFutures(Body, frozen=True):
     target: FuturesTarget
     prev_cursor: int = 0
     timeout: float | None = None
     retrieved_request_ids: list[str] = []
 
 
-class SamplingSessionId(Body):
+class SamplingSessionId(Body, frozen=True):
     sampling_session_id: str
 
 
-class TinkerPath(Body):
+class TinkerPath(Body, frozen=True):
     tinker_path: str
 
 
-class Ttl(Body):
+class Ttl(Body, frozen=True):
     ttl_seconds: int | None = None
 
 
