@@ -19,6 +19,8 @@ from lockstep.tokens.grammar import Grammar
 from lockstep.worker.dynamo.chunks import chunks_of, collected
 from lockstep.worker.dynamo.request import decimal, read_request
 from lockstep.worker.dynamo.routes import engine_routes
+from lockstep.worker.dynamo.worker import run_dynamo_worker
+from lockstep.worker.serve import WorkerOptions
 from lockstep.worker.system import SystemPlane
 from tests.worker.adapters import write_adapter
 
@@ -255,3 +257,8 @@ def test_one_machine_needs_no_settings_and_others_are_left_alone(tmp_path: Path)
     cluster = dynamo_env.complete({"DYN_DISCOVERY_BACKEND": "etcd", "DYN_SYSTEM_HOST": "0.0.0.0"})
     assert "DYN_TCP_RPC_HOST" not in cluster
     assert cluster["DYN_SYSTEM_HOST"] == "0.0.0.0"
+
+
+def test_a_system_port_that_dynamo_cannot_read_is_refused() -> None:
+    with pytest.raises(BadRequest, match="none above 32767"):
+        run_dynamo_worker(WorkerOptions(model="tiny", system_port=40_000))

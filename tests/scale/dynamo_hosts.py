@@ -196,6 +196,10 @@ class Watched:
         state = await self.fleet.state()
         return {one["id"]: one["version"] for one in state["workers"] if one["state"] == "serving"}
 
+    async def version(self) -> str:
+        """What the fleet is to serve."""
+        return str((await self.fleet.state())["version"])
+
     async def refused(self) -> dict[str, str]:
         return {one["id"]: one["reason"] for one in (await self.fleet.state())["refused"]}
 

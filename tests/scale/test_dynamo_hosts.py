@@ -1,14 +1,16 @@
 """Dynamo on a real etcd, on two hosts: what dies, is cut off or is lost, and what comes back.
 
-The tests share one deployment and run in order: each leaves two workers that serve.
+The tests share one deployment, and each leaves two workers that serve.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -33,9 +35,9 @@ from tests.scale.dynamo_hosts import (
     load,
     needs_servers,
 )
-from tests.scale.two_hosts import Hosts, two_hosts
+from tests.scale.two_hosts import Host, Hosts, two_hosts
 
-pytestmark = needs_servers
+pytestmark = [needs_servers, pytest.mark.timeout(300)]
 TINY = bundled("tiny") or Path()
 
 
@@ -112,7 +114,7 @@ async def test_a_worker_killed_there_costs_no_request_and_its_successor_is_prove
         await asyncio.sleep(1)
     figure("requests", dict(requests.statuses))
     assert set(requests.statuses) == {200}
-    assert set((await fleet.serving()).values()) == {"step-1"}
+    assert set((await fleet.serving()).values()) == {await fleet.version()}
     assert "ended with code -9" in workers.output
 
 
@@ -135,7 +137,7 @@ async def test_a_second_frontend_needs_to_know_nothing_of_the_first(
                 except UnknownModel:  # it lists a model before its chat route knows it
                     await asyncio.sleep(0.1)
         assert completion.worker == name
-        assert [span.version for span in completion.versions] == ["step-1"]
+        assert [span.version for span in completion.versions] == [await fleet.version()]
     second.stop()
 
 
@@ -151,22 +153,54 @@ async def test_a_worker_that_advertises_loopback_is_refused_and_everybody_is_tol
 
     # Told to, it starts: all but etcd might be on its host. The gateway knows better, though it
     # reaches its frontend on loopback, too.
-    stubborn = dynamo.start(
-        hosts.there, "dynamo", "up", "tiny", "--workers", "1", "--no-frontend", "--json",
-        "--python", str(PYTHON), *dynamo.network, DYN_SYSTEM_HOST="127.0.0.1",
-    ).until_ready()  # fmt: skip
+    port = low_port()
+    stubborn = loopback_worker(dynamo, hosts.there, "--system-port", port)
     name = stubborn.ready["workers"][0]["instance_id"]
-    async with asyncio.timeout(30):
-        while name not in (refused := await fleet.refused()):
-            await asyncio.sleep(0.1)
-    assert "http://127.0.0.1:" in refused[name]
-    assert "cannot be reached from here" in refused[name]
-    assert f"worker {name} is refused: its system_url http://127.0.0.1:" in gateway.output
+    reason = await refusal(fleet, name)
+    assert "its system_url http://127.0.0.1:" in reason
+    assert "cannot be reached from here" in reason
+    assert f"worker {name} is refused: {reason}" in gateway.output
     assert name not in await fleet.serving()
-    stubborn.stop()
+
+    # The same address is a worker here, which joins; the other is still not taken for it.
+    neighbour = loopback_worker(dynamo, hosts.here, "--system-port", port)
+    own = neighbour.ready["workers"][0]["instance_id"]
+    await fleet.until_serving(3)
+    assert own in await fleet.serving()
+    assert f"is worker {own} here, not it" in await refusal(fleet, name)
+    for started in (stubborn, neighbour):
+        started.stop()
+    await fleet.until_serving(2, own, name)
     async with asyncio.timeout(30):
         while await fleet.refused():
             await asyncio.sleep(0.1)
+
+
+def low_port() -> str:
+    """A free port that Dynamo takes for its system server: one below 32768."""
+    for port in range(20_000 + os.getpid() % 10_000, 32_000):
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return str(port)
+    raise RuntimeError("no port is free")
+
+
+def loopback_worker(dynamo: DynamoHosts, host: Host, *arguments: str) -> Started:
+    """A worker that advertises loopback, as it was told to."""
+    return dynamo.start(
+        host, "dynamo", "up", "tiny", "--workers", "1", "--no-frontend", "--json",
+        "--python", str(PYTHON), *dynamo.network, "--worker-args", " ".join(arguments),
+        DYN_SYSTEM_HOST="127.0.0.1",
+    ).until_ready()  # fmt: skip
+
+
+async def refusal(fleet: Watched, name: str) -> str:
+    """Why a worker is refused, once it is; the reason settles within a look or two."""
+    async with asyncio.timeout(30):
+        while name not in await fleet.refused():
+            await asyncio.sleep(0.1)
+    await asyncio.sleep(3)
+    return (await fleet.refused())[name]
 
 
 @pytest.mark.failure_mode("F35")
@@ -226,7 +260,7 @@ async def test_without_etcd_workers_end_with_a_code_to_be_restarted_and_come_bac
             await asyncio.sleep(0.1)
     dynamo.etcd.start()
     figure("serves after etcd is back", await fleet.until_serving(2, *before))
-    assert set((await fleet.serving()).values()) == {"step-1"}
+    assert set((await fleet.serving()).values()) == {await fleet.version()}
     async with load(gateway.ready["url"]) as requests:
         await asyncio.sleep(1)
     assert set(requests.statuses) == {200}

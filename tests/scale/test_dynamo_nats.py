@@ -24,7 +24,7 @@ from tests.scale.dynamo_hosts import (
 )
 from tests.scale.two_hosts import two_hosts
 
-pytestmark = needs_servers
+pytestmark = [needs_servers, pytest.mark.timeout(300)]
 TINY = bundled("tiny") or Path()
 PASSWORD = "hunter2-of-etcd-and-nats"
 

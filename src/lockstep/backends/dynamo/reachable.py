@@ -59,7 +59,8 @@ async def _one_of(
         except LockstepError as error:
             problem = error.message
         except OSError as error:
-            problem = os.strerror(error.errno) if (error.errno or 0) > 0 else str(error)
+            number = error.errno or 0
+            problem = os.strerror(number) if number > 0 else str(error)
         problems.append(f"{parts.hostname}:{parts.port}: {problem}")
     raise Unavailable(
         f"{name} cannot be reached from this host ({'; '.join(problems)}): start it, or correct "

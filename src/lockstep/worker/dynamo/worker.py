@@ -26,6 +26,8 @@ from lockstep.worker.system import SystemPlane
 log = logging.getLogger(__name__)
 COMPONENT = "backend"
 BLOCK = 16
+HIGHEST_PORT = 32767
+"""Dynamo reads DYN_SYSTEM_PORT as a number of 16 bits with a sign."""
 READY_SECONDS = 60.0
 GENERATE_ROUTE = "vllm_inference_v1_generate"
 """A worker that sets this lets the frontend serve POST /inference/v1/generate from it."""
@@ -46,6 +48,12 @@ def run_dynamo_worker(options: WorkerOptions) -> None:
     environ = dynamo_env.complete(os.environ)
     if options.system_port or dynamo_env.SYSTEM_PORT not in environ:
         environ[dynamo_env.SYSTEM_PORT] = str(options.system_port)
+    if int(environ[dynamo_env.SYSTEM_PORT]) > HIGHEST_PORT:
+        raise BadRequest(
+            f"the system port is {environ[dynamo_env.SYSTEM_PORT]}: Dynamo takes none above "
+            f"{HIGHEST_PORT} there; 0 is any free port",
+            param="system_port",
+        )
     os.environ.update(environ)  # Dynamo's runtime reads it there, in this process
     try:
         import dynamo.llm
@@ -67,11 +75,14 @@ async def _serve(options: WorkerOptions) -> None:
 
     name = options.served_name or Path(options.model).name
     root = bundled(options.model) or Path(options.model)
-    runtime = DistributedRuntime(
-        asyncio.get_running_loop(),
-        os.environ[dynamo_env.DISCOVERY],
-        os.environ.get(dynamo_env.REQUEST_PLANE, "tcp"),
-    )
+    try:
+        runtime = DistributedRuntime(
+            asyncio.get_running_loop(),
+            os.environ[dynamo_env.DISCOVERY],
+            os.environ.get(dynamo_env.REQUEST_PLANE, "tcp"),
+        )
+    except Exception as error:  # of no class of its own; refused credentials end here, too
+        raise EngineFailure(f"Dynamo's runtime did not start: {error}") from None
     place = f"{os.environ.get(dynamo_env.NAMESPACE, 'dynamo')}.{COMPONENT}"
     generate, rl = runtime.endpoint(f"{place}.generate"), runtime.endpoint(f"{place}.rl")
     # The id that the frontend knows this worker by, so that completions name it alike.
