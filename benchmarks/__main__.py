@@ -27,6 +27,7 @@ SECTIONS = {
     "gateway": ("Gateway: CPU per request", "gateway.bench"),
     "tracing": ("Gateway: CPU per request with tracing", "tracing"),
     "sessions": ("Gateway: memory of sessions", "sessions.bench"),
+    "scale": ("Gateways on a shared store", "scale"),
     "tokenizing": ("Gateway: /tokenize", "tokenizing"),
     "client": ("Client", "client"),
     "engine": ("Embedded engine on one core", "engine.bench"),

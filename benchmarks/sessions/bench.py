@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,22 +179,23 @@ async def hold(port: int, sessions: range) -> None:
     async def some() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
         for session in waiting:
-            await lead(reader, writer, session)
+            await lead([(reader, writer)], session)
         writer.close()
 
     await asyncio.gather(*(some() for _ in range(min(AT_ONCE, len(sessions)))))
 
 
 async def lead(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: int
+    connections: Sequence[tuple[asyncio.StreamReader, asyncio.StreamWriter]], session: int
 ) -> list[dict[str, str]]:
-    """One conversation; each turn sends the whole history."""
+    """One conversation, its turns on the connections in turn; each sends the whole history."""
     draw = random.Random(session)
     messages: list[dict[str, str]] = []
     for turn in range(TURNS):
         words = " ".join(draw.choices(WORDS, k=QUESTION))
         messages.append({"role": "user", "content": f"{session}.{turn}: {words}"})
         body = json.dumps({"model": MODEL, "messages": messages}).encode()
+        reader, writer = connections[turn % len(connections)]
         writer.write(http_request(f"/sessions/s{session}/v1/chat/completions", body))
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])

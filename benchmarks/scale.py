@@ -1,0 +1,138 @@
+"""What a shared store costs: a turn over PostgreSQL beside SQLite, and two gateways beside one.
+
+Real gateways before one upstream that responds at once, the same conversations for each, in turns.
+CPU time of the gateways is measured, not the clock: clients, upstream and PostgreSQL share the
+cores here. Gateways with cores of their own do as many turns a second as their CPU time allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from pathlib import Path
+
+from tests.scale.postgres_server import postgres_server
+
+from benchmarks import measure, table
+from benchmarks.conversation import find_model
+from benchmarks.gateway.contestants import CORES, ready_line, running
+from benchmarks.sessions.bench import TOKEN, TURNS, hold, lead, lockstep, upstream_url
+from benchmarks.table import Row
+
+SESSIONS = 24
+"""Conversations of a round."""
+ROUNDS = 5
+GATEWAYS = 2
+
+
+def rows() -> list[Row]:
+    tokenizer = str(find_model())
+    names = count()
+    with ExitStack() as stack:
+        home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        upstream = stack.enter_context(upstream_url(tokenizer))
+        database = stack.enter_context(postgres_server())
+        url = f"{database.url}?schema=one"
+        file = stack.enter_context(lockstep(home, upstream, tokenizer))
+        one = [stack.enter_context(on_store(url, upstream, tokenizer))]
+        pair_url = f"{database.url}?schema=pair"
+        pair = [
+            stack.enter_context(on_store(pair_url, upstream, tokenizer)) for _ in range(GATEWAYS)
+        ]
+
+        def each(
+            gateways: Sequence[tuple[int, int]], *, wander: bool = False
+        ) -> Callable[[], float]:
+            """Microseconds of CPU that the gateways take for a turn."""
+
+            def measured() -> float:
+                first = next(names) * SESSIONS
+                before = sum(measure.cpu_seconds(pid) for _, pid in gateways)
+                asyncio.run(_held([port for port, _ in gateways], first, wander))
+                spent = sum(measure.cpu_seconds(pid) for _, pid in gateways) - before
+                return spent / (SESSIONS * TURNS) * 1e6
+
+            return measured
+
+        seen = measure.in_turns(
+            {
+                "sqlite": each([(file.port, file.pid)]),
+                "one": each(one),
+                "two": each(pair),
+                "wandering": each(pair, wander=True),
+            },
+            ROUNDS,
+        )
+    return [
+        Row(
+            what="CPU of a gateway for a turn of a session, in PostgreSQL",
+            against="lockstep, sessions in SQLite",
+            ours=seen["one"],
+            theirs=seen["sqlite"],
+            unit="µs",
+            at_most=1.6,
+            note="two statements a turn; turns of 160 tokens, up to 20 before them",
+        ),
+        Row(
+            what="turns a second that two gateways on one store have the CPU time for",
+            against="one gateway on one core",
+            ours=GATEWAYS / seen["two"] * 1e6,
+            theirs=1 / seen["one"] * 1e6,
+            unit="turns/s",
+            at_least=1.7,
+            note="from CPU time, each conversation at one gateway; clients, upstream and "
+            "PostgreSQL not counted",
+        ),
+        Row(
+            what="the same, every turn at another gateway than the one before",
+            against="one gateway on one core",
+            ours=GATEWAYS / seen["wandering"] * 1e6,
+            theirs=1 / seen["one"] * 1e6,
+            unit="turns/s",
+            note="the other's turn is read from the store",
+        ),
+    ]
+
+
+async def _held(ports: list[int], first: int, wander: bool) -> None:
+    """Leads the conversations from number `first` on, at one port each or at all in turn."""
+    if not wander:
+        share = SESSIONS // len(ports)
+        ranges = [range(first + at * share, first + (at + 1) * share) for at in range(len(ports))]
+        await asyncio.gather(*(hold(port, each) for port, each in zip(ports, ranges, strict=True)))
+        return
+    waiting = iter(range(first, first + SESSIONS))
+
+    async def some() -> None:
+        connections = [
+            await asyncio.open_connection("127.0.0.1", port, limit=1 << 24) for port in ports
+        ]
+        for session in waiting:
+            await lead(connections, session)
+        for _, writer in connections:
+            writer.close()
+
+    await asyncio.gather(*(some() for _ in range(8)))
+
+
+@contextmanager
+def on_store(url: str, upstream: str, tokenizer: str) -> Iterator[tuple[int, int]]:
+    """Port and process of a gateway whose sessions are in the store."""
+    command = [
+        sys.executable, "-m", "lockstep", "gateway", "--worker", upstream, "--tokenizer", tokenizer,
+        "--port", "0", "--admin-port", "0", "--json",
+    ]  # fmt: skip
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("LOCKSTEP_", "PG"))}
+    environ |= {"LOCKSTEP_ADMIN_TOKEN": TOKEN, "LOCKSTEP_STORE": url}
+    with running(command, set(CORES), env=environ, stdout=subprocess.PIPE) as process:
+        yield int(ready_line(process)["url"].rpartition(":")[2]), process.pid
+
+
+if __name__ == "__main__":
+    table.main(rows, __doc__)
