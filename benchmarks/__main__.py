@@ -26,6 +26,7 @@ SECTIONS = {
     "http": ("HTTP server and client", "http.bench"),
     "gateway": ("Gateway: CPU per request", "gateway.bench"),
     "tracing": ("Gateway: CPU per request with tracing", "tracing"),
+    "agents": ("Gateway: a turn of a long agent session, by dialect", "agents"),
     "sessions": ("Gateway: memory of sessions", "sessions.bench"),
     "scale": ("Gateways on a shared store", "scale"),
     "tokenizing": ("Gateway: /tokenize", "tokenizing"),

@@ -16,6 +16,7 @@ def rules() -> list[Rule]:
         {"when": {"last": "breaks once"}, "say": "Half", "error": {"after_tokens": 2}, "times": 1},
         {"when": {"last": "Thanks"}, "say": "You are welcome."},
         *_helper(),
+        *_child("task", "general"),
         {"when": {"last": "CONTEXT CHECKPOINT COMPACTION"}, "say": "the summary so far"},
         {"when": {"prompt": "the summary so far", "turn": 0}, "say": "Done after the summary."},
         *_turns("bash", [SUBMIT], "command", end=f"echo {SUBMIT}"),
@@ -38,6 +39,16 @@ def _helper() -> list[Rule]:
         {"when": {**main, "turn": 0}, "calls": [spawn]},
         {"when": {**main, "last": '"agent_id":"([^"]+)"'}, "calls": [wait]},
         {"when": {**main, "last": "child report"}, "say": "Done with the helper."},
+    ]
+
+
+def _child(tool: str, kind: str) -> list[Rule]:
+    """opencode has a child look at the file and ends with what it found."""
+    main = {"prompt": ["with a child", f'"name": "{tool}"']}
+    arguments = {"description": "inspect", "prompt": "Report the bug.", "subagent_type": kind}
+    return [
+        {"when": {**main, "turn": 0}, "calls": [{"name": tool, "arguments": arguments}]},
+        {"when": {**main, "last": "child report"}, "say": "Done with the child."},
     ]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from lockstep.tokens import Sample
 from tests.agents.programs import INSTALLED, Ended, Sandbox
 from tests.agents.script import rules
 from tests.gateway.dialects import DialectServer, dialect_server, scripted_worker
@@ -53,6 +54,11 @@ async def sandbox(tmp_path: Path) -> Sandbox:
     return await Sandbox.make(tmp_path)
 
 
+def lineage(samples: list[Sample]) -> dict[int, tuple[str, int | None]]:
+    """Kind and parent of each branch, by the turn with which it begins."""
+    return {sample.branch: (sample.kind, sample.parent) for sample in samples}
+
+
 async def play(sandbox: Sandbox, program: str, url: str, task: str = TASK) -> Ended:
     if program == "codex":
         return await sandbox.codex(url, task)
@@ -77,7 +83,7 @@ async def test_a_task_of_three_tool_turns_is_one_exact_sample(
     assert (sandbox.work / "out.txt").read_text() == "hello\n"
     assert server.breaks(program) == {}
     samples = await server.samples(program)
-    main = max(samples, key=lambda sample: sum(sample.sampled_mask))
+    main = next(sample for sample in samples if sample.kind == "main")
     said = server.renderer.decode(
         [token for token, sampled in zip(main.token_ids, main.sampled_mask, strict=True) if sampled]
     )
@@ -85,7 +91,8 @@ async def test_a_task_of_three_tool_turns_is_one_exact_sample(
     for part in ("echo hello > out.txt", "cat out.txt", "ls", "pwd", "Step 0.", "Step 2."):
         assert part in said
     assert said.count("<|im_end|>") == 4
-    assert len(samples) <= 2, "the main line, and perhaps a title"
+    # Beside the main line there is a title at most, and that is a side call of it.
+    assert lineage(samples[1:]) in ({}, {0: ("auxiliary", main.branch)})
 
 
 async def test_the_sdk_of_anthropic_gets_every_event_it_needs(
@@ -108,6 +115,7 @@ async def test_codex_goes_on_where_it_was_when_it_is_resumed(
     (await sandbox.codex(url, "resume", "--last", "Thanks")).check()
     assert server.breaks("resumed") == {}
     (sample,) = await server.samples("resumed")
+    assert (sample.kind, sample.parent, sample.harness) == ("main", None, "codex")
     assert "You are welcome." in server.renderer.decode(sample.token_ids)
 
 
@@ -120,6 +128,8 @@ async def test_an_error_of_the_server_is_tried_again_and_leaves_no_trace(
     (await play(sandbox, program, url, "It fails once. " + TASK)).check()
     assert server.breaks(session) == {}
     assert (sandbox.work / "out.txt").read_text() == "hello\n"
+    # What failed on the server was never a turn: there is nothing of it to train or to leave out.
+    assert {sample.kind for sample in await server.samples(session)} <= {"main", "auxiliary"}
 
 
 async def test_a_stream_that_breaks_is_tried_again_and_leaves_no_trace(
@@ -129,6 +139,7 @@ async def test_a_stream_that_breaks_is_tried_again_and_leaves_no_trace(
     (await sandbox.codex(url, "It breaks once. " + TASK)).check()
     assert server.breaks("broken") == {}
     (sample,) = await server.samples("broken")
+    assert (sample.kind, sample.aborts) == ("main", 0)
     assert "Half" not in server.renderer.decode(sample.token_ids)
 
 
@@ -144,6 +155,9 @@ async def test_a_fork_of_codex_shares_the_turns_of_its_parent(
     samples = await server.samples("forked")
     assert len(samples) == 2
     assert samples[1].trained_in, "what both share is trained in the first"
+    assert lineage(samples) == {0: ("main", None), 4: ("fork", 0)}
+    assert samples[1].evidence
+    assert [sample.depth for sample in samples] == [0, 1]
 
 
 async def test_a_sub_agent_of_codex_is_a_branch_beside_the_main_line(
@@ -159,6 +173,9 @@ async def test_a_sub_agent_of_codex_is_a_branch_beside_the_main_line(
     (main,) = [text for text in said if "Done with the helper." in text]
     assert child != main
     assert not any(sample.trained_in for sample in samples)
+    assert sorted(lineage(samples).values()) == [("main", None), ("subagent", 0)]
+    (evidence,) = [sample.evidence for sample in samples if sample.kind == "subagent"]
+    assert "x-codex-parent-thread-id" in evidence
 
 
 async def test_a_compaction_of_codex_begins_a_new_branch(
@@ -171,4 +188,31 @@ async def test_a_compaction_of_codex_begins_a_new_branch(
     samples = await server.samples("compacted")
     said = [server.renderer.decode(sample.token_ids) for sample in samples]
     # The turns before, the request for a summary, and what goes on from it.
-    assert [text.count("the summary so far") for text in said] == [0, 1, 1]
+    kinds = {
+        sample.kind: text.count("the summary so far")
+        for sample, text in zip(samples, said, strict=True)
+    }
+    assert kinds == {"main": 0, "auxiliary": 1, "compaction": 1}
+    (after,) = [sample for sample in samples if sample.kind == "compaction"]
+    assert (after.parent, after.depth) == (0, 1)
+    assert "x-codex-window-id" in after.evidence
+
+
+@pytest.mark.parametrize("program", ["opencode-chat", "opencode-messages"])
+async def test_a_child_is_a_branch_of_the_one_that_started_it(
+    server: DialectServer, sandbox: Sandbox, program: str
+) -> None:
+    session = f"child-{program}"
+    ended = await play(
+        sandbox, program, f"{server.url}/sessions/{session}", "Find the bug with a child."
+    )
+    assert "Done with the child." in ended.check().output
+    assert server.breaks(session) == {}
+    samples = await server.samples(session)
+    main = next(sample for sample in samples if sample.kind == "main")
+    (child,) = [sample for sample in samples if sample.kind == "subagent"]
+    assert (child.parent, child.depth) == (main.branch, main.depth + 1)
+    assert "child report: add subtracts<|im_end|>" in server.renderer.decode(child.token_ids)
+    assert "x-parent-session-id" in child.evidence
+    others = {sample.kind for sample in samples} - {"main", "subagent"}
+    assert others <= {"auxiliary"}

@@ -84,6 +84,15 @@ async def test_an_edited_history_is_refused_or_forked(policy: lockstep.Policy) -
     assert (turn.bridged, turn.cause) == (False, "edited_history")
     assert [sample.breaks for sample in fork.samples()] == [(), ("edited_history",)]
     assert fork.break_counts == {"edited_history": 1}
+    # What a branch is and how much it counts can be chosen, as with sessions of a gateway.
+    (main,) = fork.samples(kinds=["main"])
+    assert (main.kind, main.breaks) == ("main", ())
+    assert sum(sample.weight for sample in fork.samples(weights="session")) == pytest.approx(1.0)
+    assert [sample.trained_in != () for sample in fork.samples(dedupe=False)] == [False, False]
+    for bad in ({"kinds": ["mains"]}, {"weights": "tokens"}):
+        for chat in (fork, policy.chat()):
+            with pytest.raises(errors.BadRequest):
+                chat.samples(**bad)
 
 
 async def test_a_turn_that_fails_leaves_the_conversation_as_it_was(

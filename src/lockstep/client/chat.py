@@ -17,6 +17,7 @@ from lockstep.ledger.breaks import CLIENT_BREAKS, check_breaks
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
+from lockstep.tokens.lineage import check_kinds, check_weights
 
 
 class Chat:
@@ -142,14 +143,27 @@ class Chat:
             raise Conflict("there is nothing to learn from yet: send a message first")
         return self.ledger.sample(self._last[1], train_aborted=train_aborted)
 
-    def samples(self, *, train_aborted: bool = False, dedupe: bool = True) -> list[Sample]:
+    def samples(
+        self,
+        *,
+        train_aborted: bool = False,
+        dedupe: bool = True,
+        kinds: Iterable[str] | None = None,
+        weights: str | None = None,
+    ) -> list[Sample]:
         """The samples of every branch; more than one only with breaks="fork".
 
-        With `dedupe` a token is trained in one of them only; see Ledger.samples.
+        With `dedupe` a token is trained in one of them only; `kinds` leaves out branches of other
+        kinds, `weights` sets how much samples count; see Ledger.samples. Raises BadRequest for
+        kinds and weights that there are not.
         """
         if self._ledger is None:
+            check_kinds(kinds)
+            check_weights(weights)
             return []
-        return self._ledger.samples(train_aborted=train_aborted, dedupe=dedupe)
+        return self._ledger.samples(
+            train_aborted=train_aborted, dedupe=dedupe, kinds=kinds, weights=weights
+        )
 
     async def _turn(self, new: list[Any], options: dict[str, Any]) -> Turn:
         merged = self._options.with_(**options)
