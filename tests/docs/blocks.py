@@ -2,7 +2,8 @@
 
 A block of `console` or `python` is run. A comment on the line above it says otherwise:
 
-    <!-- needs: vllm -->            run with the engines' suite (also dynamo), or the trainers' (tinker)
+    <!-- needs: vllm -->            run with the engines' suite (also dynamo), or with the
+                                    trainers' (tinker, trl, verifiers)
     <!-- not run: the reason -->    shown only
 """
 

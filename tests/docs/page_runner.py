@@ -40,6 +40,7 @@ RUN_ELSEWHERE = {
 SHORTER = {
     "examples/reverse.toml": {"steps = 30": "steps = 1", "groups = 16": "groups = 2",
                               "prompts = 64": "prompts = 2"},
+    "examples/verifiers/run.toml": {"steps = 5": "steps = 1", "groups = 4": "groups = 1"},
 }  # fmt: skip
 LINKED = ("scripts", ".venv-vllm", ".venv-dynamo")
 COMMAND_SECONDS = 120.0

@@ -7,7 +7,7 @@ from tests.docs.page_runner import RUN_ELSEWHERE
 
 MOST_NOT_RUN = 9
 GPU = "needs a GPU"  # never there when tests run
-ENGINES = ("vllm", "dynamo", "tinker")
+ENGINES = ("vllm", "dynamo", "tinker", "trl", "verifiers", "postgres")
 
 
 def test_commands_that_other_tests_run_are_run_there() -> None:
