@@ -152,10 +152,12 @@ def control_app(
     token: str,
     *,
     hosts: Iterable[str] | None = None,
+    metrics: GatewayMetrics | None = None,
     dashboard: ASGIApp | None = None,
 ) -> Starlette:
     """The control plane: routes of the admin port, every one behind the admin token.
 
+    `metrics` are here too, as gateways that share a data port are told apart by their admin ports.
     `dashboard` serves /dashboard, and lets in whom it knows by its own cookie.
     """
     return Starlette(
@@ -163,6 +165,7 @@ def control_app(
             *FleetRoutes(context, fleet, token).routes,
             *SessionRoutes(context).routes,
             *EngineMetricsRoutes(context).routes,
+            *(() if metrics is None else metrics.routes),
             *OpenApiRoutes(CONTROL_ROUTE_DOCS, "Lockstep control plane", TOKEN).routes,
         ],
         middleware=[
@@ -210,6 +213,7 @@ async def serve_gateway(
             fleet,
             options.admin_token,
             hosts=admin_hosts,
+            metrics=metrics,
             dashboard=None if dashboard is None else dashboard(context, metrics),
         )
         tls = options.tls
