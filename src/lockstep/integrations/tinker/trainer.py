@@ -166,16 +166,19 @@ class TrainingModel:
         rows = [item.tokens + [0] * (width - len(item.tokens)) for item in batch]
         ids = torch.tensor(rows, device=self._model.device)
         logits = model(input_ids=ids, use_cache=False).logits
-        results: list[Tensor] = []
+        # Padded and taken at once: a slice of the logits would cost a gradient of their size each.
+        depth = max(item.targets.shape[1] if item.targets.ndim == 2 else 1 for item in batch)
+        targets = ids.new_zeros((*ids.shape, depth))
         for row, item in enumerate(batch):
-            own = logits[row, : len(item.tokens)]
-            if item.targets.ndim == 1:
-                results.append(exact.chosen_logprobs(own, item.targets))
-            else:
-                columns = item.targets.unbind(1)
-                parts = [exact.chosen_logprobs(own, column) for column in columns]
-                results.append(torch.stack(parts, dim=1))
-        return results
+            own = item.targets if item.targets.ndim == 2 else item.targets[:, None]
+            targets[row, : own.shape[0], : own.shape[1]] = own
+        chosen = _chosen(logits, targets)
+        return [
+            chosen[row, : len(item.tokens), : item.targets.shape[1]]
+            if item.targets.ndim == 2
+            else chosen[row, : len(item.tokens), 0]
+            for row, item in enumerate(batch)
+        ]
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         """Applies the gradients that have added up, and clears them; returns metrics.
@@ -243,6 +246,15 @@ class TrainingModel:
         self._optimizer.zero_grad(set_to_none=True)
         self._failed = None
         self.steps = steps
+
+
+def _chosen(logits: Tensor, targets: Tensor) -> Tensor:
+    """The logprob of each of the targets (batch, tokens, depth), by the engine's own sums."""
+    if logits.is_cuda:
+        columns = targets.unbind(-1)
+        parts = [exact.chosen_logprobs(logits, column) for column in columns]
+        return torch.stack(parts, dim=-1)
+    return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets)
 
 
 def _batches(items: Sequence[_Item]) -> list[list[_Item]]:
