@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
@@ -15,11 +15,17 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from lockstep import tracing
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.worker import Worker
-from lockstep.tokens.errors import BadRequest, Unavailable
+from lockstep.http.handlers import EventStream
+from lockstep.http.server.server import listen, serving, url_of
+from lockstep.tokens.errors import BadRequest, EngineFailure, Unavailable
 from lockstep.tracing.export import END_SECONDS, open_provider, shut_down
 from lockstep.tracing.log_records import TraceFormatter
 from lockstep.tracing.tracer import Tracer
@@ -172,3 +178,25 @@ async def test_a_trace_that_is_not_sampled_has_no_spans_below_it_either(
             sent = await pool.run(Affinity(session="a conversation"), call)
     assert exported.get_finished_spans() == ()
     assert sent["traceparent"].endswith("-00"), "the worker is told so"
+
+
+async def test_a_stream_that_breaks_off_after_its_status_is_an_error(
+    exported: InMemorySpanExporter,
+) -> None:
+    async def events() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        raise EngineFailure("the engine broke")
+
+    async def stream(_: Request) -> Response:
+        return EventStream(events())
+
+    app = Starlette(routes=[Route("/stream", stream)])
+    with listen("127.0.0.1", 0) as sock:
+        async with serving([(app, sock)]), aiohttp.ClientSession() as session:
+            async with session.get(f"{url_of(sock)}/stream") as response:
+                assert response.status == 200
+                await response.read()
+    (span,) = exported.get_finished_spans()
+    assert attribute(span, "http.response.status_code") == 200
+    assert attribute(span, "error.type") == "engine_failure"
+    assert span.status.description == "the engine broke"
