@@ -27,6 +27,7 @@ SECTIONS = {
     "gateway": ("Gateway: CPU per request", "gateway.bench"),
     "tracing": ("Gateway: CPU per request with tracing", "tracing"),
     "agents": ("Gateway: a turn of a long agent session, by dialect", "agents"),
+    "dashboard": ("Gateway: CPU of the dashboard", "dashboard"),
     "sessions": ("Gateway: memory of sessions", "sessions.bench"),
     "scale": ("Gateways on a shared store", "scale"),
     "tokenizing": ("Gateway: /tokenize", "tokenizing"),

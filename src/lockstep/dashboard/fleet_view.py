@@ -21,6 +21,8 @@ SHOWN_OPERATIONS = 40
 RATE_SECONDS = 5.0
 """Over how long tokens a second are counted: responses bring many tokens at once."""
 SLOW_SECONDS, MOST_SLOW = 2.0, 12
+STORE_SECONDS = 1.0
+"""How often the store is asked for operations while none is under way here."""
 
 
 class FleetView:
@@ -29,7 +31,8 @@ class FleetView:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._counts: dict[str, deque[tuple[float, int]]] = {}
-        self._ended: dict[str, OperationRow] = {}
+        self._stored: dict[str, OperationRow] = {}
+        self._read_at, self._were_running = -STORE_SECONDS, False
 
     def workers(self) -> dict[str, WorkerRow]:
         """Every worker by its id."""
@@ -41,17 +44,20 @@ class FleetView:
 
     async def operations(self) -> dict[str, OperationRow]:
         """The last operations and those under way, by id."""
-        rows: dict[str, OperationRow] = {}
-        operations = self._fleet.operations
+        running = self._fleet.operations.running
+        if running or self._were_running or monotonic() - self._read_at >= STORE_SECONDS:
+            await self._read_operations()
+        self._were_running = bool(running)
+        return self._stored | {each.id: operation_row(each) for each in running}
+
+    async def _read_operations(self) -> None:
         try:
-            latest = await operations.latest(SHOWN_OPERATIONS)
+            latest = await self._fleet.operations.latest(SHOWN_OPERATIONS)
         except Unavailable:  # of a store that is away: those that were seen are shown
-            return self._ended
-        for each in (*operations.running, *latest):
-            if each.id not in rows:
-                rows[each.id] = self._ended.get(each.id) or operation_row(each)
-        self._ended = {key: row for key, row in rows.items() if row.ended is not None}
-        return rows
+            return
+        self._read_at = monotonic()
+        known = {key: row for key, row in self._stored.items() if row.ended is not None}
+        self._stored = {each.id: known.get(each.id) or operation_row(each) for each in latest}
 
     def totals(self, rows: dict[str, WorkerRow], model: str | None) -> FleetTotals:
         """The fleet as one, given its workers."""
