@@ -32,6 +32,11 @@ class DroppingProxy:
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         started.set()
         self._loop.run_forever()
+        server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0.05))
+        self._loop.close()
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

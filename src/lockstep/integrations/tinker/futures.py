@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from time import monotonic
+from time import monotonic, time
 from typing import Any
 
 import msgspec
@@ -66,8 +66,8 @@ class Pending:
 class _Ended:
     """What ended under one label, from number `first` on."""
 
+    first: int
     pending: list[Pending] = field(default_factory=list)
-    first: int = 0
 
     def trim(self, cursor: int) -> None:
         seen = min(max(cursor - self.first, 0), len(self.pending))
@@ -83,6 +83,8 @@ class Futures:
         self._count = 0
         self._all: dict[str, Pending] = {}
         self._ended: dict[str, _Ended] = {}
+        # Above every cursor of earlier processes: none of theirs must pass for one of these.
+        self._first = int(time() * 1000)
         self._news = asyncio.Condition()
         self._polls: set[asyncio.Timeout] = set()
         self._ending = False
@@ -121,7 +123,7 @@ class Futures:
         pending.result, pending.ended_at = result, monotonic()
         pending.done.set()
         if pending.label:
-            self._ended.setdefault(pending.label, _Ended()).pending.append(pending)
+            self._under(pending.label).pending.append(pending)
             async with self._news:
                 self._news.notify_all()
 
@@ -151,7 +153,7 @@ class Futures:
 
         What came before `cursor` was seen, and is forgotten.
         """
-        ended = self._ended.setdefault(label, _Ended())
+        ended = self._under(label)
         ended.trim(cursor)
         try:
             async with self._poll(seconds), self._news:
@@ -159,6 +161,9 @@ class Futures:
         except TimeoutError:
             pass
         return list(ended.pending), ended.first + len(ended.pending)
+
+    def _under(self, label: str) -> _Ended:
+        return self._ended.setdefault(label, _Ended(self._first))
 
     def cancel(self, request_id: str) -> None:
         """Stops the work on a request. Raises Gone."""
