@@ -48,7 +48,7 @@ def main() -> None:
         model=model,
         args=AsyncGRPOConfig(
             output_dir="runs/async", max_steps=options.steps, use_cpu=True, bf16=False,
-            dtype="float32", gradient_checkpointing=False, token_budget=2048, num_generations=8,
+            dtype="float32", gradient_checkpointing=False, token_budget=512, num_generations=8,
             max_staleness=2, learning_rate=1e-4, logging_steps=1, report_to=[], save_strategy="no",
         ),
         train_dataset=Dataset.from_list(rows),

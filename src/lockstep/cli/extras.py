@@ -7,6 +7,7 @@ from importlib.util import find_spec
 EXTRAS = {
     "engine": ("torch", "safetensors"),
     "train": ("peft",),
+    "trl": ("trl", "datasets"),
     "verifiers": ("verifiers",),
     "otel": ("opentelemetry",),
     "export": ("pyarrow",),
