@@ -12,7 +12,14 @@ from time import perf_counter
 
 from lockstep import tracing
 from lockstep.fleet.worker import Worker
-from lockstep.tokens.errors import BadRequest, DeadlineExceeded, EngineFailure, LockstepError
+from lockstep.tokens.errors import (
+    BadRequest,
+    DeadlineExceeded,
+    EngineFailure,
+    LockstepError,
+    Superseded,
+    Unavailable,
+)
 from lockstep.tokens.operation import Operation, WorkerResult
 
 log = logging.getLogger(__name__)
@@ -158,3 +165,37 @@ def quarantine_failed(
         result = operation.workers[worker.id]
         result.status, result.error = "quarantined", reason
         quarantine(worker, reason)
+
+
+async def everywhere(
+    phase: str,
+    workers: list[Worker],
+    call: Callable[[Worker], Awaitable[None]],
+    seconds: float,
+    operation: Operation,
+    quarantine: Quarantine,
+    *,
+    undo: Callable[[Worker], Awaitable[None]] | None = None,
+    undo_seconds: float = 10.0,
+) -> None:
+    """Workers on which it fails are quarantined. When all fail alike it is not they that are to
+    blame: with an `undo` only those are quarantined on which that fails too.
+
+    Raises Unavailable when it failed on all, and Superseded when they obey another gateway.
+    """
+    succeeded, failed = await each(phase, workers, call, seconds, operation)
+    first = next(iter(failed.values()), None)
+    count = len(failed)
+    if undo is not None and not succeeded:
+        undone, failed = await each("undo", failed, undo, undo_seconds, operation)
+        for worker in undone:
+            operation.workers[worker.id].status = "rolled_back"
+    quarantine_failed(failed, f"{phase} failed", operation, quarantine)
+    if first is not None and not succeeded:
+        if isinstance(first, Superseded):
+            raise first
+        raise Unavailable(f"{phase} failed on all {count} workers: {first.message}")
+
+
+async def nothing(_: Worker) -> None:
+    """Undoes what changes nothing unless it succeeds."""

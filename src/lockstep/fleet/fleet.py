@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import time
 from typing import Any, Literal
@@ -15,11 +15,11 @@ import msgspec
 from lockstep.backends.admin import Admin, Broadcaster, Fenced, PauseMode, Source, WorkerView
 from lockstep.checkpoint.validate import resolve
 from lockstep.fleet.control.desired import Desired, Reference
-from lockstep.fleet.control.leadership import AlwaysLeader, Leadership, LeadershipView
+from lockstep.fleet.control.leadership import AlwaysLeader, Leadership
 from lockstep.fleet.control.lease import Lease
 from lockstep.fleet.control.operations import Operations
 from lockstep.fleet.control.store import ControlStore, LocalStore
-from lockstep.fleet.fan_out import PhaseBudgets, each, quarantine_failed
+from lockstep.fleet.fan_out import PhaseBudgets, everywhere, nothing
 from lockstep.fleet.replica import Replica
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.update.adapters import (
@@ -137,18 +137,6 @@ class Fleet:
         for worker in self.workers:
             self.pool.hold(worker, False)
 
-    def leadership_view(self) -> LeadershipView:
-        """Who leads. A gateway that was elected and still takes the workers over follows."""
-        view = self.leadership.view()
-        return view if self.leads else msgspec.structs.replace(view, role="follower")
-
-    def check_leads(self) -> None:
-        """Raises Unavailable that names the leader when this gateway does not lead."""
-        if not self.leads:
-            view = self.leadership_view()
-            where = f"{view.leader} does" if view.leader else "none is known yet"
-            raise Unavailable(f"this gateway does not lead the fleet, {where}", retry_after=1.0)
-
     # Workers
 
     async def add(
@@ -160,7 +148,7 @@ class Fleet:
         cannot be an id.
         """
         name = check_worker_id(worker_id or url.partition("://")[2].rstrip("/"))
-        if (known := self.replica.claim(name, url)) is not None:
+        if (known := self.replica.membership.claim(name, url)) is not None:
             await admin.close()
             return known
         return await self.take_in(url, admin, name, **options)
@@ -360,9 +348,10 @@ class Fleet:
                 )
             )
             try:
-                await self._everywhere(
+                await everywhere(
                     "pause", workers, lambda worker: worker.control.pause(mode),
-                    self._budget.pause, operation, undo=lambda worker: worker.control.resume(),
+                    self._budget.pause, operation, self.quarantine,
+                    undo=lambda worker: worker.control.resume(), undo_seconds=self._budget.resume,
                 )  # fmt: skip
             except LockstepError:
                 await self._decide(before)  # or those that return would be paused for nobody
@@ -394,18 +383,18 @@ class Fleet:
             operation.warnings.append(f"the end of the pause was not recorded: {error.message}")
         workers = [worker for worker in self.workers if worker.serves]
         if workers:
-            await self._everywhere(
+            await everywhere(
                 "resume", workers, lambda worker: worker.control.resume(),
-                self._budget.resume, operation,
+                self._budget.resume, operation, self.quarantine,
             )  # fmt: skip
 
     async def flush(self, *, key: str | None = None) -> Operation:
         """Forgets cached prefixes on every worker."""
 
         async def work(operation: Operation) -> None:
-            await self._everywhere(
+            await everywhere(
                 "flush", self._serving(), lambda worker: worker.control.flush(),
-                self._budget.resume, operation, undo=_nothing,
+                self._budget.resume, operation, self.quarantine, undo=nothing,
             )  # fmt: skip
 
         return await self.operations.run("flush_cache", {}, work, key=key)
@@ -480,7 +469,9 @@ class Fleet:
                 how = Broadcaster(host, port, rank, size, group, backend, seconds)
                 await worker.control.join_group(how)
 
-            await self._everywhere("join", workers, call, seconds + 10, operation, undo=_nothing)
+            await everywhere(
+                "join", workers, call, seconds + 10, operation, self.quarantine, undo=nothing
+            )
 
         request = {"host": host, "port": str(port), "group": group}
         return await self.operations.run("init_broadcaster", request, work, key=key)
@@ -493,31 +484,6 @@ class Fleet:
         if not workers:
             raise Unavailable(f"none of {len(self.workers)} workers is serving")
         return workers
-
-    async def _everywhere(
-        self,
-        phase: str,
-        workers: list[Worker],
-        call: Callable[[Worker], Awaitable[None]],
-        seconds: float,
-        operation: Operation,
-        *,
-        undo: Callable[[Worker], Awaitable[None]] | None = None,
-    ) -> None:
-        """Workers on which it fails are quarantined. When all fail alike it is not they that are to
-        blame: with an `undo` only those are quarantined on which that fails too."""
-        succeeded, failed = await each(phase, workers, call, seconds, operation)
-        first = next(iter(failed.values()), None)
-        count = len(failed)
-        if undo is not None and not succeeded:
-            undone, failed = await each("undo", failed, undo, self._budget.resume, operation)
-            for worker in undone:
-                operation.workers[worker.id].status = "rolled_back"
-        quarantine_failed(failed, f"{phase} failed", operation, self.quarantine)
-        if first is not None and not succeeded:
-            if isinstance(first, Superseded):
-                raise first
-            raise Unavailable(f"{phase} failed on all {count} workers: {first.message}")
 
     async def _decide(self, desired: Desired) -> None:
         await self._store.save(desired)
@@ -533,7 +499,3 @@ class Fleet:
             await self._resume(operation)
 
         await self.operations.run("end_of_lease", {}, work, unrecorded=True)
-
-
-async def _nothing(_: Worker) -> None:
-    """Undoes what changes nothing unless it succeeds."""

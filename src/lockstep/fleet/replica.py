@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from time import monotonic
+from typing import TYPE_CHECKING, Any
 
-from lockstep.backends.registry import BackendName, open_admin
+import msgspec
+
 from lockstep.fleet.control.desired import Desired
-from lockstep.fleet.control.leadership import Leadership
+from lockstep.fleet.control.leadership import Leadership, LeadershipView
 from lockstep.fleet.control.store import ControlStore, FleetSnapshot, WorkerRecord
+from lockstep.fleet.membership import Membership
 from lockstep.fleet.worker import Worker
-from lockstep.tokens.errors import LockstepError, NotFound, Superseded, Unavailable
+from lockstep.tokens.errors import LockstepError, Superseded, Unavailable
 
 if TYPE_CHECKING:
     from lockstep.fleet.fleet import Fleet
@@ -26,9 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 """How often the store is looked at although nothing was heard from it."""
-LEAVE_SECONDS = 5.0
-UNADDABLE = ("dynamo",)
-"""Backends whose workers every gateway finds by itself: their routes are told by discovery."""
+TAKE_OVER_SECONDS = 10.0
+CARRIED_SECONDS = 30.0
+"""How long a new leader waits for the workers that the one before it knew to be found."""
 
 
 class Replica:
@@ -38,18 +41,17 @@ class Replica:
         self, fleet: Fleet, store: ControlStore, leadership: Leadership, token: str | None
     ) -> None:
         self._fleet, self._store, self._leadership = fleet, store, leadership
-        self._token = token
+        self.membership = Membership(fleet, leadership, token)
         self._led = 0
         self._known: dict[str, WorkerRecord] = {}
         self._published: tuple[WorkerRecord, ...] | None = None
         self._revision = -1
-        self._joined: set[str] = set()
-        self._tokens: dict[str, str] = {}
+        self._carried: dict[str, WorkerRecord] = {}
+        self._carried_until = 0.0
         self._news = asyncio.Event()
         self._reading = asyncio.Lock()
         # What is published was true before an agreement is false after it.
         self._writing = asyncio.Lock()
-        self._joining: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -70,24 +72,8 @@ class Replica:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
-        for task in list(self._joining.values()):
-            task.cancel()
-        await asyncio.gather(*self._joining.values(), return_exceptions=True)
+        await self.membership.close()
         await self._leadership.stop()
-
-    def keep_token(self, worker_id: str, token: str) -> None:
-        """That worker has an admin token of its own, which later leaders need."""
-        self._tokens[worker_id] = token
-
-    def claim(self, worker_id: str, url: str) -> Worker | None:
-        """The worker of that id and URL if it came from the store: who adds it now has found it
-        too, and keeps it when the store forgets it."""
-        joined = worker_id in self._joined
-        for worker in self._fleet.pool.workers if joined else ():
-            if (worker.id, worker.url) == (worker_id, url.rstrip("/")):
-                self._joined.discard(worker_id)
-                return worker
-        return None
 
     def records(
         self, proved: Sequence[Worker] | None = None, version: str | None = None
@@ -98,6 +84,19 @@ class Replica:
         """
         if not self._leadership.shared:
             return None
+        self._found()
+        return [*self._carried.values(), *self._own_records(proved, version)]
+
+    def _found(self) -> None:
+        """Those that were found are this leader's own now, and go when they are removed."""
+        if monotonic() > self._carried_until:
+            self._carried = {}
+        for worker in self._fleet.pool.workers:
+            self._carried.pop(worker.id, None)
+
+    def _own_records(
+        self, proved: Sequence[Worker] | None, version: str | None
+    ) -> list[WorkerRecord]:
         return [
             self._record(
                 worker,
@@ -126,6 +125,25 @@ class Replica:
         async with self._writing:
             await self._store.save(desired, self.records(proved, desired.version))
 
+    def view(self) -> LeadershipView:
+        """Who leads. A gateway that was elected and still takes the workers over follows."""
+        view = self._leadership.view()
+        return view if self._fleet.leads else msgspec.structs.replace(view, role="follower")
+
+    async def leads_soon(self) -> bool:
+        """Whether it leads, once it has taken the workers over if it was just elected."""
+        deadline = monotonic() + TAKE_OVER_SECONDS
+        while self._leadership.leads and not self._fleet.leads and monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return self._fleet.leads
+
+    def check_leads(self) -> None:
+        """Raises Unavailable that names the leader when this gateway does not lead."""
+        if not self._fleet.leads:
+            leader = self.view().leader
+            where = f"{leader} does" if leader else "none is known yet"
+            raise Unavailable(f"this gateway does not lead the fleet, {where}", retry_after=1.0)
+
     async def read(self) -> None:
         """Follows what the leader has decided by now. Raises Unavailable when the store is away."""
         async with self._reading:
@@ -142,7 +160,7 @@ class Replica:
             worker.reason,
             worker.control.url,
             worker.control.name,
-            self._tokens.get(worker.id),
+            self.membership.tokens.get(worker.id),
             worker.options.get("transport"),
             worker.options.get("logprob_mode"),
         )
@@ -180,13 +198,19 @@ class Replica:
         if generation and not self._led:
             await self._lead(generation)
         if self._led:
+            self.membership.take_in(self._carried)
             await self._publish()
         elif not fleet.leads:
             await self.read()
-            self._follow_membership()
+            self.membership.follow(self._known)
 
     async def _lead(self, generation: int) -> None:
-        async with self._reading:  # the last news as a follower come first, or never
+        async with self._reading:
+            # What the leader before it knew, it must know too before it writes down who is there.
+            await self._follow(await self._store.snapshot())
+            self._carried = dict(self._known)
+            self._carried_until = monotonic() + CARRIED_SECONDS
+            self._found()
             await self._fleet.lead(generation)
         self._led, self._published = generation, None
         log.info("this gateway leads the fleet as generation %d", generation)
@@ -224,51 +248,6 @@ class Replica:
                 worker.version = snapshot.desired.version
             elif why is None and not worker.leaving:
                 pool.check(worker.id)
-
-    def _follow_membership(self) -> None:
-        """Takes in the workers that only the leader knew, and lets those of them go that left."""
-        present = {worker.id for worker in self._fleet.pool.workers}
-        for name in self._joined - set(self._known):
-            self._in_background(name, self._leave(name))
-        for record in self._known.values():
-            if record.id not in present and record.backend not in UNADDABLE:
-                self._in_background(record.id, self._join(record))
-
-    def _in_background(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Runs it, unless something is under way with that worker already."""
-        if name in self._joining:
-            work.close()
-            return
-        task = asyncio.create_task(work, name=f"membership of {name}")
-        self._joining[name] = task
-        task.add_done_callback(lambda _: self._joining.pop(name, None))
-
-    async def _leave(self, name: str) -> None:
-        with suppress(NotFound):
-            await self._fleet.remove(name, drain_seconds=LEAVE_SECONDS)
-        self._joined.discard(name)
-
-    async def _join(self, record: WorkerRecord) -> None:
-        options: dict[str, Any] = {"transport": record.transport}
-        if record.logprob_mode is not None:
-            options["logprob_mode"] = record.logprob_mode
-        token = record.admin_token or self._token
-        self._joined.add(record.id)
-        try:
-            admin = await open_admin(
-                record.admin_url or record.url, token, cast("BackendName", record.backend or "auto")
-            )
-            try:
-                await self._fleet.take_in(record.url, admin, record.id, **options)
-            except BaseException:
-                await admin.close()
-                raise
-        except LockstepError as error:
-            self._joined.discard(record.id)
-            log.warning("worker %s of the leader cannot be used: %s", record.id, error.message)
-            return
-        if record.admin_token is not None:
-            self._tokens[record.id] = record.admin_token
 
     def _why_not(self, worker: Worker, record: WorkerRecord | None) -> str | None:
         """Why a follower sends nothing to a worker; None when it may."""

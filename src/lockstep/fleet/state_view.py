@@ -19,7 +19,7 @@ async def fleet_state(fleet: Fleet) -> dict[str, Any]:
     desired = fleet.desired
     return {
         "ready": bool(serving) and desired.paused is None,
-        **msgspec.to_builtins(fleet.leadership_view()),
+        **msgspec.to_builtins(fleet.replica.view()),
         "superseded": fleet.operations.superseded,
         "version": desired.version,
         "applied": sorted({str(worker["version"]) for worker in serving}),

@@ -162,12 +162,14 @@ class PostgresLeadership:
         """Renews the lease or takes it, and reads who leads and who is alive."""
         asked = monotonic()
         async with self._database.connection() as connection:
-            generation = await connection.fetchval(
-                HOLD, self.holder, self._address, self._lease, self._stored + 1
-            )
             await connection.execute(SEEN, self.holder, self._address)
-            who = await connection.fetchrow(WHO)
             alive = await connection.fetch(ALIVE, SEEN_SECONDS)
+            generation = None
+            if self._competes(alive):
+                generation = await connection.fetchval(
+                    HOLD, self.holder, self._address, self._lease, self._stored + 1
+                )
+            who = await connection.fetchrow(WHO)
             if generation is not None and generation != self._held:
                 await connection.execute(
                     "DELETE FROM gateways WHERE seen < clock_timestamp() - interval '1 hour'"
@@ -186,7 +188,15 @@ class PostgresLeadership:
         if before != (self._held, self._generation, self._leader):
             self._changed()
 
+    def _competes(self, alive: list[Any]) -> bool:
+        """Whether it would lead: one that still starts knows no workers, and leaves it to those
+        that serve."""
+        ready = bool(self._address) or self._held > 0
+        return ready or all(row["id"] == self.holder for row in alive)
+
     def _read(self, who: Any, alive: list[Any]) -> None:
+        if who is None:
+            return
         self._generation = who["generation"]
         self._leader = who["address"] or None if not who["ended"] else None
         self._gateways = tuple(

@@ -34,7 +34,7 @@ class ForwardToLeader:
 
     def __call__(self, handler: Handler) -> Handler:
         async def at_leader(http: Request) -> Response:
-            if self._fleet.leads:
+            if self._fleet.leads or await self._fleet.replica.leads_soon():
                 return await handler(http)
             return await self._forward(http)
 
@@ -43,7 +43,7 @@ class ForwardToLeader:
     async def _forward(self, http: Request) -> Response:
         leader = self._fleet.leadership.view().leader
         if leader is None or FORWARDED in http.headers:
-            self._fleet.check_leads()
+            self._fleet.replica.check_leads()
         client = await self._open(leader or "")
         headers = {name: http.headers[name] for name in PASSED_ON if name in http.headers}
         path = quote(http.url.path, safe="/:@") + (f"?{http.url.query}" if http.url.query else "")
