@@ -104,7 +104,12 @@ class Sandbox:
             OPENCODE_DISABLE_AUTOUPDATE="1",
         )
 
-    async def qwen(self, url: str, kind: str, task: str) -> Ended:
+    async def qwen(self, url: str, kind: str, task: str, window: int | None = None) -> Ended:
+        if window is not None:
+            settings = self.home / ".qwen" / "settings.json"
+            settings.parent.mkdir()
+            model = {"generationConfig": {"contextWindowSize": window}}
+            settings.write_text(json.dumps({"model": model}))
         command = [str(NODE / ".bin" / "qwen"), "--yolo", "--auth-type", kind, "-m", "tiny"]
         return await self.run(
             [*command, "-o", "stream-json", task],

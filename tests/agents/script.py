@@ -17,6 +17,9 @@ def rules() -> list[Rule]:
         {"when": {"last": "Thanks"}, "say": "You are welcome."},
         *_helper(),
         *_child("task", "general"),
+        *_child("agent", "general-purpose"),
+        {"when": {"last": "<analysis>"}, "say": "<state_snapshot>so far</state_snapshot>"},
+        {"when": {"prompt": "<state_snapshot>so far"}, "say": "Done after the summary."},
         {"when": {"last": "CONTEXT CHECKPOINT COMPACTION"}, "say": "the summary so far"},
         {"when": {"prompt": "the summary so far", "turn": 0}, "say": "Done after the summary."},
         *_turns("bash", [SUBMIT], "command", end=f"echo {SUBMIT}"),
@@ -43,7 +46,7 @@ def _helper() -> list[Rule]:
 
 
 def _child(tool: str, kind: str) -> list[Rule]:
-    """opencode has a child look at the file and ends with what it found."""
+    """opencode and Qwen Code have a child look at the file and end with what it found."""
     main = {"prompt": ["with a child", f'"name": "{tool}"']}
     arguments = {"description": "inspect", "prompt": "Report the bug.", "subagent_type": kind}
     return [

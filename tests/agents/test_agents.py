@@ -35,6 +35,8 @@ MINI = {
 AGENTS = ("agents-chat", "agents-responses", "agents-streamed", "agents-previous")
 PYTHON = str(INSTALLED / "bin" / "python")
 HERE = Path(__file__).parent
+WINDOW = 75_000
+"""A context window that Qwen Code's first prompts nearly fill, in tokens of the bundled model."""
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +200,7 @@ async def test_a_compaction_of_codex_begins_a_new_branch(
     assert "x-codex-window-id" in after.evidence
 
 
-@pytest.mark.parametrize("program", ["opencode-chat", "opencode-messages"])
+@pytest.mark.parametrize("program", ["opencode-chat", "opencode-messages", "qwen-chat"])
 async def test_a_child_is_a_branch_of_the_one_that_started_it(
     server: DialectServer, sandbox: Sandbox, program: str
 ) -> None:
@@ -213,6 +215,23 @@ async def test_a_child_is_a_branch_of_the_one_that_started_it(
     (child,) = [sample for sample in samples if sample.kind == "subagent"]
     assert (child.parent, child.depth) == (main.branch, main.depth + 1)
     assert "child report: add subtracts<|im_end|>" in server.renderer.decode(child.token_ids)
-    assert "x-parent-session-id" in child.evidence
+    # opencode says whose child it is; with Qwen Code it is seen by the call that made it.
+    seen = "x-parent-session-id" if program.startswith("opencode") else "its task is in call"
+    assert seen in child.evidence
     others = {sample.kind for sample in samples} - {"main", "subagent"}
     assert others <= {"auxiliary"}
+
+
+async def test_a_compaction_of_qwen_code_begins_a_new_branch(
+    server: DialectServer, sandbox: Sandbox
+) -> None:
+    url = f"{server.url}/sessions/compacted-qwen"
+    ended = await sandbox.qwen(url, "openai", TASK, window=WINDOW)
+    assert "Done after the summary." in ended.check().output
+    found = {sample.kind: sample for sample in await server.samples("compacted-qwen")}
+    assert set(found) == {"main", "auxiliary", "compaction"}
+    assert found["compaction"].parent == found["main"].branch
+    assert "it follows the summary" in found["compaction"].evidence
+    assert found["main"].breaks == ()
+    said = server.renderer.decode(found["compaction"].token_ids)
+    assert "Done after the summary." in said

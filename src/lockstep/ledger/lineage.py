@@ -227,7 +227,8 @@ class _Lineage:
         asked = next((m.content for m in reversed(node.new_messages) if m.role == "user"), "")
         for earlier in reversed(self._nodes[max(0, node.index - RECENT) : node.index]):
             line = self._of[earlier.index]
-            if line.last is not earlier or not line.works:
+            # Not only the last turn of its branch: an agent may go on while its child works.
+            if not line.works:
                 continue
             for call in earlier.reply.tool_calls:
                 for task in _texts(call.arguments):

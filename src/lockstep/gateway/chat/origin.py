@@ -23,6 +23,10 @@ SUMMARY_WORDS: dict[str, tuple[tuple[str, Side], ...]] = {
     ),
 }
 """How the last message of a side call begins."""
+SUMMARY_ENDS: dict[str, tuple[tuple[str, Side], ...]] = {
+    "qwen-code": (("block. Then, produce the <state_snapshot> XML.", "compaction"),),
+}
+"""How it ends, where the instructions come first: behind the history of the main line."""
 SYSTEM_WORDS: dict[str, tuple[tuple[str, Side], ...]] = {
     "opencode": (("You are a context summar", "compaction"), ("You are a title ", "other")),
 }
@@ -97,6 +101,9 @@ def _side(harness: str, messages: Any) -> tuple[Side, str]:
         for start, side in words.get(harness, ()):
             if _last_text(messages[at]).startswith(start):
                 return side, f"it begins with {start.strip()!r}"
+    for end, side in SUMMARY_ENDS.get(harness, ()):
+        if _last_text(messages[-1]).rstrip().endswith(end):
+            return side, f"it ends with {end!r}"
     return "", ""
 
 
