@@ -53,7 +53,7 @@ class OperationRow(msgspec.Struct, frozen=True):
 
 
 class FleetTotals(msgspec.Struct, frozen=True):
-    """The fleet as one."""
+    """The fleet as one. `role` is that of this gateway among those that share the fleet."""
 
     model: str | None
     version: str | None
@@ -64,6 +64,9 @@ class FleetTotals(msgspec.Struct, frozen=True):
     waiting: int
     rate: float
     adapters: dict[str, str]
+    role: str
+    leader: str | None
+    gateways: int
 
 
 class RouteRow(msgspec.Struct, frozen=True):

@@ -61,7 +61,7 @@ class FleetView:
 
     def totals(self, rows: dict[str, WorkerRow], model: str | None) -> FleetTotals:
         """The fleet as one, given its workers."""
-        fleet = self._fleet
+        fleet, leadership = self._fleet, self._fleet.leadership.view()
         return FleetTotals(
             model=model,
             version=fleet.desired.version,
@@ -72,6 +72,9 @@ class FleetView:
             waiting=fleet.pool.waiting,
             rate=round(sum(row.rate for row in rows.values()), 1),
             adapters={name: spec.label for name, spec in fleet.desired.adapters.items()},
+            role=leadership.role,
+            leader=leadership.leader,
+            gateways=len(leadership.gateways),
         )
 
     def slow(self) -> list[SlowRequest]:

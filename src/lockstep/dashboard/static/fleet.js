@@ -32,7 +32,7 @@ export class FleetView {
     if (!fleet) return;
     const adapters = Object.entries(fleet.adapters).map(([name, label]) => `adapter ${name} ${label}`);
     this.head.replaceChildren(make("h1", {}, `${fleet.model ?? "No model"} at `, make("span", { id: "version" }, fleet.version ?? "–")),
-      make("ul", { class: "facts" }, ...[`${fleet.serving} of ${fleet.workers} workers serve`, ...(fleet.paused ? [`paused (${fleet.paused})`] : []), ...adapters].map(text => make("li", {}, text))));
+      make("ul", { class: "facts" }, ...[`${fleet.serving} of ${fleet.workers} workers serve`, ...(fleet.paused ? [`paused (${fleet.paused})`] : []), ...(fleet.role === "alone" ? [] : [`this gateway is ${fleet.role} of ${fleet.gateways}${fleet.leader ? `, ${fleet.leader} leads` : ""}`]), ...adapters].map(text => make("li", {}, text))));
     const behind = new Map();
     for (const row of state.workers.values()) for (const [versions, requests] of Object.entries(row.behind)) behind.set(+versions, (behind.get(+versions) || 0) + requests);
     const worst = Math.max(0, ...behind.keys()), stale = [...behind].filter(([versions]) => versions > 0).reduce((sum, [, requests]) => sum + requests, 0);

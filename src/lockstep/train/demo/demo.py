@@ -20,7 +20,7 @@ from rich.console import Console
 
 from lockstep.client.policy import connect
 from lockstep.fleet.remote import RemoteFleet
-from lockstep.run_record import Row, Run, Summary
+from lockstep.run_record import EVENTS, Row, Run, Summary
 from lockstep.settings import PREFIX
 from lockstep.tokens.errors import EngineFailure
 from lockstep.tokens.versions import VersionLabel
@@ -36,7 +36,7 @@ from lockstep.train.demo.report_page import write_report
 from lockstep.train.demo.view import RunView
 from lockstep.train.loop import Trainer
 from lockstep.train.records.metrics import StepMetrics
-from lockstep.train.records.run_dir import EVENTS, RunDirectory
+from lockstep.train.records.run_dir import RunDirectory
 from lockstep.train.retry import PASSING
 
 Task = Literal["calc", "reverse", "guess"]
