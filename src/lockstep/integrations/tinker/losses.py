@@ -43,12 +43,12 @@ class Loss:
                 )
         chosen: dict[str, float] = {}
         given: dict[str, float | str | None] = {**self.config, **config}
-        for key, value in given.items():
-            if not isinstance(value, float | int):
+        for key, number in given.items():
+            if not isinstance(number, float | int):
                 raise BadRequest(
                     f"{name} needs the number loss_fn_config.{key}", param=f"loss_fn_config.{key}"
                 )
-            chosen[key] = float(value)
+            chosen[key] = float(number)
         return chosen
 
 

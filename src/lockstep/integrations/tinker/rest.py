@@ -143,7 +143,7 @@ class RestRoutes:
         )
 
     async def _finish(self, request: Request) -> Response:
-        session = self._service.check_session(request.path_params["session"])
+        session = self._service.store.live_session(request.path_params["session"])
         try:
             body = msgspec.json.decode(await body_of(request))
             reason = str(body["reason"]["type"])
@@ -153,7 +153,7 @@ class RestRoutes:
         return Response(status_code=204)
 
     async def _sampler(self, request: Request) -> Response:
-        sampler = self._service.samplers.find(request.path_params["sampler"])
+        sampler = self._service.sampling.samplers.find(request.path_params["sampler"])
         # The client loads its tokenizer by this name; a bundled model has none on any hub.
         base = str(self._service.base.directory)
         return json_response(

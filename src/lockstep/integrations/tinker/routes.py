@@ -76,7 +76,9 @@ class TinkerRoutes:
         return json_response({"session_id": record.session_id, "type": "create_session"})
 
     async def _heartbeat(self, request: Request) -> Response:
-        self._service.check_session(types.read(types.SessionId, await body_of(request)).session_id)
+        self._service.store.live_session(
+            types.read(types.SessionId, await body_of(request)).session_id
+        )
         return json_response({"type": "session_heartbeat"})
 
     async def _telemetry(self, request: Request) -> Response:
@@ -152,18 +154,18 @@ class TinkerRoutes:
 
     async def _create_sampling_session(self, request: Request) -> Response:
         body = types.read(types.CreateSamplingSession, await body_of(request))
-        sampler = self._service.create_sampling_session(body)
+        sampler = self._service.sampling.create_sampling_session(body)
         return json_response({"sampling_session_id": sampler.sampler_id})
 
     async def _sample(self, request: Request) -> Response:
         body = types.read(types.SampleCall, await body_of(request))
-        pending = self._service.sample(body)
+        pending = self._service.sampling.sample(body)
         ids = [f"{pending.request_id}:{index}" for index in range(body.num_samples)]
         return json_response({"request_id": pending.request_id, "sample_sequence_ids": ids})
 
     async def _join(self, request: Request) -> Response:
         sampler_id = types.read(types.SamplingSessionId, await body_of(request)).sampling_session_id
-        self._service.samplers.find(sampler_id)
+        self._service.sampling.samplers.find(sampler_id)
         # Not counted up: after a restart the same number would stand for two clones.
         counter = 1 + secrets.randbelow(2**30)
         return json_response({"type": "join_sampling_session", "client_counter": counter})

@@ -26,7 +26,8 @@ from lockstep.integrations.tinker.lora import LoraModel
 from lockstep.integrations.tinker.rest import RestRoutes
 from lockstep.integrations.tinker.routes import TinkerRoutes
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.service import BaseModel, TinkerService
+from lockstep.integrations.tinker.sampling import BaseModel
+from lockstep.integrations.tinker.service import TinkerService
 from lockstep.integrations.tinker.store import Store
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest

@@ -1,4 +1,4 @@
-"""What the routes stand on: sessions, models with their calls in order, samplers, and samples."""
+"""Training, as routes ask for it: sessions, and models whose calls run in their order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -19,13 +18,10 @@ import msgspec
 from lockstep.integrations.tinker import types
 from lockstep.integrations.tinker.futures import PROTOBUF, Futures, Pending, Result
 from lockstep.integrations.tinker.lora import LoraModel, LoraSettings
-from lockstep.integrations.tinker.messages import (
-    ForwardBackwardRequest,
-    encode_forward_backward,
-    encode_samples,
-)
+from lockstep.integrations.tinker.messages import ForwardBackwardRequest, encode_forward_backward
 from lockstep.integrations.tinker.order import Sequencer
 from lockstep.integrations.tinker.samplers import Samplers
+from lockstep.integrations.tinker.sampling import BaseModel, SamplingService, digest_of
 from lockstep.integrations.tinker.store import (
     CheckpointRecord,
     Kind,
@@ -36,40 +32,11 @@ from lockstep.integrations.tinker.store import (
     now,
 )
 from lockstep.integrations.tinker.trainer import TrainingModel
-from lockstep.tokens.errors import BadRequest, Busy, Gone, NotFound, UnsupportedField
+from lockstep.tokens.errors import BadRequest, NotFound, UnsupportedField
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-MOST_SAMPLES = 5000
-"""Samples under way at once; beyond them clients are told to slow down."""
-CLONE = 10**9
-"""Clones of a sampler count their calls from multiples of this."""
-KEPT_SAMPLES = 200_000
 EPHEMERAL_AGE = timedelta(days=2)
-
-
-@dataclass(frozen=True, slots=True)
-class BaseModel:
-    """The model that is trained and sampled: its names, where it is, and how long its context is.
-
-    Its directory is one of its names, too: a recipe on this machine loads the tokenizer by it.
-    """
-
-    names: tuple[str, ...]
-    directory: Path
-    max_tokens: int
-
-    @property
-    def all_names(self) -> tuple[str, ...]:
-        return (*self.names, str(self.directory))
-
-    def check(self, name: str | None) -> None:
-        """Raises BadRequest for the name of another model."""
-        if name not in self.all_names:
-            raise BadRequest(
-                f"base_model is {name!r}: this server has {', '.join(self.names)}",
-                param="base_model",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +49,16 @@ class LiveModel:
 
 
 class TinkerService:
-    """The state of one server. All methods are called from one event loop."""
+    """The state of one server; `sampling` is the other half. Used from one event loop."""
 
     def __init__(self, base: BaseModel, model: LoraModel, store: Store, samplers: Samplers) -> None:
         self.base = base
         self.store = store
-        self.samplers = samplers
         self.futures = Futures()
+        self.sampling = SamplingService(base, store, samplers, self.futures)
         self._model = model
         self._models: dict[str, LiveModel] = {}
         self._created: dict[str, tuple[bytes, Pending]] = {}
-        self._samples: dict[tuple[str, int], tuple[bytes, Pending]] = {}
-        self._sampling = 0
         # One thread: products of one adapter at a time, and calls of all models in fair turns.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-trainer")
         store.sweep(EPHEMERAL_AGE)
@@ -122,13 +87,6 @@ class TinkerService:
         self.store.put_session(record)
         return record
 
-    def check_session(self, session_id: str) -> SessionRecord:
-        """Raises Gone for a session that this server never had: its client stops calling."""
-        try:
-            return self.store.session(session_id)
-        except NotFound as error:
-            raise Gone(error.message, param="session_id") from None
-
     # Models
 
     def create_model(self, request: types.CreateModel) -> tuple[str, Pending]:
@@ -137,9 +95,9 @@ class TinkerService:
         Raises Gone for an unknown session, BadRequest when the id was used for another model, and
         NotFound when that was in an earlier process.
         """
-        self.check_session(request.session_id)
+        self.store.live_session(request.session_id)
         model_id = f"{request.session_id}:train:{request.model_seq_id}"
-        digest = _digest(request)
+        digest = digest_of(request)
         if model_id in self._created:
             known, pending = self._created[model_id]
             if known != digest:
@@ -240,7 +198,7 @@ class TinkerService:
                 )
             return Result.of({"metrics": live.training.optim_step(request.adam_params)})
 
-        return live.calls.submit(request.seq_id, _digest(request), lambda: self._trained(compute))
+        return live.calls.submit(request.seq_id, digest_of(request), lambda: self._trained(compute))
 
     def save_weights(self, request: types.SaveWeights) -> Pending:
         """Raises as `forward_backward`."""
@@ -252,7 +210,7 @@ class TinkerService:
                 live.training.save(directory)
             return Result.of({"path": record.path, "type": "save_weights"})
 
-        return live.calls.submit(request.seq_id, _digest(request), lambda: self._trained(compute))
+        return live.calls.submit(request.seq_id, digest_of(request), lambda: self._trained(compute))
 
     def load_weights(self, request: types.LoadWeights) -> Pending:
         """Raises as `forward_backward`, and BadRequest where no model is named."""
@@ -269,7 +227,7 @@ class TinkerService:
                 {"path": request.path, "model_id": live.run.model_id, "type": "load_weights"}
             )
 
-        return live.calls.submit(request.seq_id, _digest(request), lambda: self._trained(compute))
+        return live.calls.submit(request.seq_id, digest_of(request), lambda: self._trained(compute))
 
     def save_weights_for_sampler(self, request: types.SaveWeightsForSampler) -> Pending:
         """Raises as `forward_backward`."""
@@ -304,7 +262,7 @@ class TinkerService:
         compute = ephemeral if request.path is None else named
         # A call that is sent again asks for a sampler of another number: it gets the first one.
         same = msgspec.structs.replace(request, sampling_session_seq_id=None)
-        return live.calls.submit(request.seq_id, _digest(same), lambda: self._trained(compute))
+        return live.calls.submit(request.seq_id, digest_of(same), lambda: self._trained(compute))
 
     def _record(
         self,
@@ -326,85 +284,3 @@ class TinkerService:
             expires=None if seconds is None else now() + timedelta(seconds=seconds),
             user_metadata=request.user_metadata,
         )
-
-    # Sampling
-
-    def create_sampling_session(self, request: types.CreateSamplingSession) -> SamplerRecord:
-        """A sampler of the base model or of a checkpoint; asked again, it is the same one.
-
-        Raises Gone, NotFound or BadRequest for what is not there, or an id that is taken.
-        """
-        self.check_session(request.session_id)
-        sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
-        directory: Path | None = None
-        base = request.base_model
-        if request.model_path is not None:
-            record, directory = self.store.checkpoint(request.model_path)
-            base = base or self.store.run(record.model_id).base_model
-        self.base.check(base)
-        sampler = SamplerRecord(
-            sampler_id=sampler_id,
-            base_model=str(base),
-            created=now(),
-            model_path=request.model_path,
-            directory=None if directory is None else str(directory),
-        )
-        try:
-            known = self.samplers.find(sampler_id)
-        except NotFound:
-            self.store.put_sampler(sampler)
-            return sampler
-        if known.model_path != sampler.model_path or known.directory != sampler.directory:
-            raise BadRequest(f"sampling session {sampler_id!r} has other weights")
-        return known
-
-    def sample(self, request: types.SampleCall) -> Pending:
-        """A sample under way; asked again, it is the same one.
-
-        Raises NotFound, BadRequest for a seq_id that was used for another sample, and Busy when too
-        many are under way.
-        """
-        sampler_id, seq_id = request.sampling_session_id, request.seq_id
-        if sampler_id is None or seq_id is None:
-            raise BadRequest(
-                "sampling_session_id or seq_id is missing: create a sampling session first",
-                param="sampling_session_id",
-            )
-        self.samplers.find(sampler_id)
-        digest = _digest(request)
-        if (sampler_id, seq_id) in self._samples:
-            known, pending = self._samples[sampler_id, seq_id]
-            if known != digest:
-                raise BadRequest(
-                    f"seq_id {seq_id} was used for another sample of this sampler", param="seq_id"
-                )
-            return pending
-        if self._sampling >= MOST_SAMPLES:
-            raise Busy(f"{self._sampling} samples are under way: send this one later")
-
-        async def work() -> Result:
-            self._sampling += 1
-            try:
-                completions = await self.samplers.sample(
-                    sampler_id, request.prompt_ids(), request.sampling()
-                )
-            finally:
-                self._sampling -= 1
-            body = encode_samples(
-                completions,
-                prompt_logprobs=bool(request.prompt_logprobs),
-                last_n=request.prompt_logprobs_last_n,
-                prompt_k=request.topk_prompt_logprobs,
-                sample_k=request.topk_sample_logprobs,
-            )
-            return Result(body, PROTOBUF)
-
-        pending = self.futures.start(work, f"{sampler_id}/{seq_id // CLONE}")
-        self._samples[sampler_id, seq_id] = digest, pending
-        while len(self._samples) > KEPT_SAMPLES:
-            del self._samples[next(iter(self._samples))]
-        return pending
-
-
-def _digest(request: msgspec.Struct) -> bytes:
-    return sha256(msgspec.json.encode(request)).digest()

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from lockstep.tokens.errors import BadRequest, Conflict, NotFound
+from lockstep.tokens.errors import BadRequest, Conflict, Gone, NotFound
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: dict[str, str] = {"weights": "training", "sampler_weights": "sampler"}
@@ -99,6 +99,13 @@ class Store:
             self.root / "sessions" / f"{_file(session_id)}.json", SessionRecord,
             f"session {session_id!r}",
         )  # fmt: skip
+
+    def live_session(self, session_id: str) -> SessionRecord:
+        """Raises Gone for a session that this server never had: its client stops calling."""
+        try:
+            return self.session(session_id)
+        except NotFound as error:
+            raise Gone(error.message, param="session_id") from None
 
     def sessions(self) -> list[SessionRecord]:
         """All of them, the youngest first."""

@@ -41,7 +41,7 @@ class ForwardResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class _Sequence:
     """One datum, checked: tokens, targets (N,) or (N, K), and the other inputs of the loss."""
 
     tokens: list[int]
@@ -113,7 +113,7 @@ class TrainingModel:
                 logprobs += [own.detach().cpu().float().numpy() for own in chosen]
         return ForwardResult(logprobs, {"loss:sum": total})
 
-    def _item(self, datum: Datum, loss: Loss, name: str, field: str) -> _Item:
+    def _item(self, datum: Datum, loss: Loss, name: str, field: str) -> _Sequence:
         """Raises BadRequest that names what does not fit."""
         tokens = list(datum.tokens)
         if not 1 <= len(tokens) <= self._max_tokens:
@@ -157,9 +157,9 @@ class TrainingModel:
             key: torch.from_numpy(array.astype(np.float32)).to(device)
             for key, array in arrays.items()
         }
-        return _Item(tokens, torch.from_numpy(targets.astype(np.int64)).to(device), inputs)
+        return _Sequence(tokens, torch.from_numpy(targets.astype(np.int64)).to(device), inputs)
 
-    def _logprobs(self, model: Any, batch: Sequence[_Item]) -> list[Tensor]:
+    def _logprobs(self, model: Any, batch: Sequence[_Sequence]) -> list[Tensor]:
         """The logprob of every target of these datums, computed as the engine does."""
         multiple = self._model.row_multiple(self.tensors.settings.rank)
         width = round_up(max(len(item.tokens) for item in batch), multiple)
@@ -257,9 +257,9 @@ def _chosen(logits: Tensor, targets: Tensor) -> Tensor:
     return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets)
 
 
-def _batches(items: Sequence[_Item]) -> list[list[_Item]]:
+def _batches(items: Sequence[_Sequence]) -> list[list[_Sequence]]:
     """The items in their order, as many at once as one forward pass takes."""
-    batches: list[list[_Item]] = [[]]
+    batches: list[list[_Sequence]] = [[]]
     for at, item in enumerate(items):
         longest = max([len(item.tokens), *(len(each.tokens) for each in batches[-1])])
         full = longest * (len(batches[-1]) + 1) > MICRO_TOKENS or at % MICRO_DATUMS == 0

@@ -134,7 +134,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     chunks: list[Chunk]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SampleParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_tokens: int | None = None
     seed: int | None = None
     stop: list[int | str] | str | None = None
@@ -145,7 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 class SampleCall(Body, frozen=True):
     prompt: Prompt
-    sampling_params: SamplingParams
+    sampling_params: SampleParams
     num_samples: int = 1
     sampling_session_id: str | None = None
     seq_id: int | None = None

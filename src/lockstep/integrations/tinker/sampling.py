@@ -1,0 +1,140 @@
+"""Sampling, as routes ask for it: sampling sessions, and samples that are made once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from lockstep.integrations.tinker import types
+from lockstep.integrations.tinker.futures import PROTOBUF, Futures, Pending, Result
+from lockstep.integrations.tinker.messages import encode_samples
+from lockstep.integrations.tinker.samplers import Samplers
+from lockstep.integrations.tinker.store import SamplerRecord, Store, now
+from lockstep.tokens.errors import BadRequest, Busy, NotFound
+
+MOST_SAMPLES = 5000
+"""Samples under way at once; beyond them clients are told to slow down."""
+CLONE = 10**9
+"""Clones of a sampler count their calls from multiples of this."""
+KEPT_SAMPLES = 200_000
+"""How many samples are known when they are sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """The model that is trained and sampled: its names, where it is, and how long its context is.
+
+    Its directory is one of its names, too: a recipe on this machine loads the tokenizer by it.
+    """
+
+    names: tuple[str, ...]
+    directory: Path
+    max_tokens: int
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return (*self.names, str(self.directory))
+
+    def check(self, name: str | None) -> None:
+        """Raises BadRequest for the name of another model."""
+        if name not in self.all_names:
+            raise BadRequest(
+                f"base_model is {name!r}: this server has {', '.join(self.names)}",
+                param="base_model",
+            )
+
+
+class SamplingService:
+    """The sampling sessions of one server. Used from one event loop."""
+
+    def __init__(self, base: BaseModel, store: Store, samplers: Samplers, futures: Futures) -> None:
+        self.samplers = samplers
+        self._base = base
+        self._store = store
+        self._futures = futures
+        self._samples: dict[tuple[str, int], tuple[bytes, Pending]] = {}
+        self._sampling = 0
+
+    def create_sampling_session(self, request: types.CreateSamplingSession) -> SamplerRecord:
+        """A sampler of the base model or of a checkpoint; asked again, it is the same one.
+
+        Raises Gone, NotFound or BadRequest for what is not there, or an id that is taken.
+        """
+        self._store.live_session(request.session_id)
+        sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+        directory: Path | None = None
+        base = request.base_model
+        if request.model_path is not None:
+            record, directory = self._store.checkpoint(request.model_path)
+            base = base or self._store.run(record.model_id).base_model
+        self._base.check(base)
+        sampler = SamplerRecord(
+            sampler_id=sampler_id,
+            base_model=str(base),
+            created=now(),
+            model_path=request.model_path,
+            directory=None if directory is None else str(directory),
+        )
+        try:
+            known = self.samplers.find(sampler_id)
+        except NotFound:
+            self._store.put_sampler(sampler)
+            return sampler
+        if known.model_path != sampler.model_path or known.directory != sampler.directory:
+            raise BadRequest(f"sampling session {sampler_id!r} has other weights")
+        return known
+
+    def sample(self, request: types.SampleCall) -> Pending:
+        """A sample under way; asked again, it is the same one.
+
+        Raises NotFound, BadRequest for a seq_id that was used for another sample, and Busy when too
+        many are under way.
+        """
+        sampler_id, seq_id = request.sampling_session_id, request.seq_id
+        if sampler_id is None or seq_id is None:
+            raise BadRequest(
+                "sampling_session_id or seq_id is missing: create a sampling session first",
+                param="sampling_session_id",
+            )
+        self.samplers.find(sampler_id)
+        digest = digest_of(request)
+        if (sampler_id, seq_id) in self._samples:
+            known, pending = self._samples[sampler_id, seq_id]
+            if known != digest:
+                raise BadRequest(
+                    f"seq_id {seq_id} was used for another sample of this sampler", param="seq_id"
+                )
+            return pending
+        if self._sampling >= MOST_SAMPLES:
+            raise Busy(f"{self._sampling} samples are under way: send this one later")
+
+        async def work() -> Result:
+            self._sampling += 1
+            try:
+                completions = await self.samplers.sample(
+                    sampler_id, request.prompt_ids(), request.sampling()
+                )
+            finally:
+                self._sampling -= 1
+            body = encode_samples(
+                completions,
+                prompt_logprobs=bool(request.prompt_logprobs),
+                last_n=request.prompt_logprobs_last_n,
+                prompt_k=request.topk_prompt_logprobs,
+                sample_k=request.topk_sample_logprobs,
+            )
+            return Result(body, PROTOBUF)
+
+        pending = self._futures.start(work, f"{sampler_id}/{seq_id // CLONE}")
+        self._samples[sampler_id, seq_id] = digest, pending
+        while len(self._samples) > KEPT_SAMPLES:
+            del self._samples[next(iter(self._samples))]
+        return pending
+
+
+def digest_of(request: msgspec.Struct) -> bytes:
+    """What tells a request that is sent again from another one."""
+    return sha256(msgspec.json.encode(request)).digest()
