@@ -63,11 +63,13 @@ test-agents: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-agents.sh
 	$(BIN)/pytest tests/agents
 
-# Several gateways on real PostgreSQL, Dynamo on real etcd and NATS, from an environment of their own.
+# Several gateways on real PostgreSQL, Dynamo on real etcd and NATS, from an environment of their own;
+# with a campaign of kills for SECONDS.
+test-scale: SECONDS ?= 120
 test-scale: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-scale.sh
 	PYTHON=$(PYTHON) scripts/install-dynamo.sh
-	$(BIN)/pytest tests/scale
+	CAMPAIGN_SECONDS=$(SECONDS) $(BIN)/pytest tests/scale
 
 # Trainers that people already have, on a gateway, in environments of their own.
 test-trainers: $(VENV)/.ready
