@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, cast, get_args
+from typing import Any, Protocol, get_args
 
 from lockstep.tokens.errors import BadRequest
 from lockstep.train.config import SinkName
@@ -103,7 +103,7 @@ def _report(name: str, error: Exception, on_failure: OnFailure) -> None:
 
 def check_sinks(names: Iterable[str]) -> tuple[SinkName, ...]:
     """The names. Raises BadRequest for one that is not known, or whose package is not installed."""
-    checked = []
+    checked: list[SinkName] = []
     for name in names:
         if name not in NAMES:
             known = ", ".join(NAMES)
@@ -117,7 +117,7 @@ def check_sinks(names: Iterable[str]) -> tuple[SinkName, ...]:
                     "leave it out",
                     param="sinks",
                 ) from None
-        checked.append(cast(SinkName, name))
+        checked.append(name)
     return tuple(checked)
 
 
