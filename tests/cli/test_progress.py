@@ -92,7 +92,7 @@ def test_an_export_shows_it_on_a_terminal_only(tmp_path: Path) -> None:
     assert (piped.stdout, piped.stderr) == (stored.read_bytes(), b"")
 
 
-def test_loading_and_updating_show_it_on_a_terminal(tmp_path: Path) -> None:
+def test_an_update_shows_it_on_a_terminal_unless_json_is_wanted() -> None:
     served = ServeProcess("--sessions", "memory", "--worker-args", "--max-model-len 256")
     try:
         command = [sys.executable, "-m", "lockstep", "update-weights", "tiny", "--url",
