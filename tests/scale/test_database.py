@@ -156,3 +156,68 @@ def test_the_schema_comes_from_the_url() -> None:
     named = DatabaseUrl.parse("postgres://u:p@h:5/d?sslmode=require&schema=blue")
     assert (named.schema, named.shown) == ("blue", "h:5")
     assert named.dsn == "postgres://u:p@h:5/d?sslmode=require"
+
+
+async def test_a_statement_that_was_cancelled_leaves_no_connection_that_still_runs_it(
+    store_url: str,
+) -> None:
+    database = PostgresDatabase(store_url, pool_size=1)
+    await database.open()
+
+    async def sleep() -> None:
+        async with database.connection() as connection:
+            await connection.execute("SELECT pg_sleep(30)")
+
+    sleeping = asyncio.create_task(sleep())
+    await asyncio.sleep(0.1)
+    sleeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sleeping
+    async with asyncio.timeout(3), database.connection() as connection:
+        assert await connection.fetchval("SELECT 1") == 1
+    await database.close()
+
+
+async def test_connections_that_the_server_ended_are_replaced(store_url: str) -> None:
+    database = PostgresDatabase(store_url, pool_size=2)
+    await database.open()
+    async with database.connection() as one, database.connection() as two:
+        ids = [await each.fetchval("SELECT pg_backend_pid()") for each in (one, two)]
+    async with database.connection() as connection:
+        mine = await connection.fetchval("SELECT pg_backend_pid()")
+        (other,) = set(ids) - {mine}
+        await connection.execute("SELECT pg_terminate_backend($1)", other)
+    await asyncio.sleep(0.1)
+    async with database.connection() as one, database.connection() as two:
+        assert other not in [await each.fetchval("SELECT pg_backend_pid()") for each in (one, two)]
+    await database.close()
+
+
+async def test_who_waits_for_a_connection_gets_it_in_turn(store_url: str) -> None:
+    database = PostgresDatabase(store_url, pool_size=2)
+    await database.open()
+    done: list[int] = []
+
+    async def work(number: int) -> None:
+        async with database.connection() as connection:
+            await connection.execute("SELECT pg_sleep(0.002)")
+            done.append(number)
+
+    await asyncio.gather(*(work(number) for number in range(40)))
+    assert sorted(done) == list(range(40))
+    async with database.connection() as connection:
+        count = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'lockstep'"
+        assert await connection.fetchval(count) >= 1
+    await database.close()
+
+
+async def test_a_transaction_that_was_left_open_is_not_handed_on(store_url: str) -> None:
+    database = PostgresDatabase(store_url, pool_size=1)
+    await database.open()
+    async with database.connection() as connection:
+        await connection.execute("BEGIN")
+        await connection.execute("INSERT INTO facts (name) VALUES ('half')")
+    async with database.connection() as connection:
+        assert not connection.is_in_transaction()
+        assert await connection.fetchval("SELECT count(*) FROM facts WHERE name = 'half'") == 0
+    await database.close()

@@ -392,3 +392,67 @@ FIELDS = (
     "id", "name", "tokenizer", "created", "used", "active", "turns", "bytes", "read_turns",
     "terms", "breaks",
 )  # fmt: skip
+
+
+async def test_a_turn_that_another_request_reads_before_its_own_write_returns_is_there_once(
+    opened: Opener, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = await opened()
+    messages = await talk(sessions, "a", renderer, 1)
+    append = PostgresSessionStore.append
+
+    async def read_meanwhile(self: Any, entry: Any, new: Any) -> bool:
+        done = await append(self, entry, new)
+        await sessions.open("a", renderer)
+        return done
+
+    session = await sessions.open("a", renderer)
+    with monkeypatch.context() as patch:
+        patch.setattr(PostgresSessionStore, "append", read_meanwhile)
+        await say(session, renderer, [*messages, MORE], "once")
+    cached = sessions.cache.find("a")
+    assert cached is not None
+    assert [node.reply.content for node in cached.ledger.nodes].count("once") == 1
+    assert len(cached.ledger.roots) == 1
+
+
+async def test_a_gateway_that_held_a_deleted_session_forgets_its_turns(
+    opened: Opener, renderer: Renderer
+) -> None:
+    one, two = await opened(), await opened()
+    await talk(one, "a", renderer, 2)
+    await two.delete("a")
+    messages: list[Any] = [ASK]
+    await say(await two.open("a", renderer), renderer, messages, "fresh")
+    plan = await (await one.open("a", renderer)).plan([*messages, MORE])
+    assert plan.parent is not None
+    assert (plan.parent.index, plan.parent.reply.content) == (0, "fresh")
+
+
+async def test_a_request_that_joins_the_loading_of_another_knows_later_turns(
+    opened: Opener, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await opened(), await opened()
+    messages = await talk(one, "a", renderer, 1)
+    load, read, go_on = PostgresSessionStore.load, asyncio.Event(), asyncio.Event()
+
+    async def slow(self: Any, *what: Any) -> Any:
+        loaded = await load(self, *what)
+        if self is two._store and not read.is_set():
+            read.set()
+            await go_on.wait()
+        return loaded
+
+    monkeypatch.setattr(PostgresSessionStore, "load", slow)
+    first = asyncio.create_task(two.open("a", renderer))
+    await read.wait()
+    messages.append(MORE)
+    await say(await one.open("a", renderer), renderer, messages, "later")
+    second = asyncio.create_task(two.open("a", renderer))
+    await asyncio.sleep(0)
+    go_on.set()
+    await first
+    plan = await (await second).plan([*messages, MORE])
+    assert plan.cause is None
+    assert plan.parent is not None
+    assert plan.parent.reply.content == "later"
