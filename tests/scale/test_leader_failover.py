@@ -167,7 +167,7 @@ PHASES: list[tuple[str, Literal["hook", "hook before"], set[str]]] = [
 ]
 
 
-@pytest.mark.failure_mode("F61")
+@pytest.mark.failure_mode("F74")
 @pytest.mark.parametrize(("method", "when", "expected"), PHASES)
 async def test_an_update_whose_leader_was_killed_is_finished_or_undone_and_no_request_is_lost(
     workers: Workers,

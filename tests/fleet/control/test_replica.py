@@ -70,7 +70,7 @@ class Untouchable:
         raise AssertionError(f"a follower called {name}")
 
 
-@pytest.mark.failure_mode("F61")
+@pytest.mark.failure_mode("F75")
 async def test_a_follower_routes_only_to_what_the_leader_says_is_proved_and_commands_nobody() -> (
     None
 ):
