@@ -35,6 +35,7 @@ SECTIONS = {
     "engine": ("Embedded engine on one core", "engine.bench"),
     "exactness": ("Embedded engine: exact beside close", "engine.exactness"),
     "update": ("Weight updates", "update.bench"),
+    "trainers": ("A step of a trainer", "trainers"),
     "demo": ("The demo, end to end", "demo"),
 }
 """The heading of each section and the module that measures it."""

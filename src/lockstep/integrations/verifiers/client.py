@@ -31,7 +31,7 @@ EVERYWHERE = "LOCKSTEP_VERIFIERS"
 TOKENS = "X-Lockstep-Tokens"
 
 
-class LockstepClient(EvalClient):
+class LockstepClient(EvalClient):  # type: ignore[misc]  # verifiers is not there when checked
     """Passes native requests on to a gateway, in the session of their trace.
 
     The trace gets the ids that were sampled, their logprobs, and under info["lockstep"] the

@@ -107,7 +107,7 @@ class VerifiersEnvironment:
             yield
         finally:
             self._players -= 1
-            if not self._players:
+            if not self._players and self._serving is not None:
                 self._down.set()
                 await asyncio.gather(self._serving, return_exceptions=True)
 
