@@ -53,7 +53,7 @@ async def fleet_of(server: Vllm) -> AsyncIterator[tuple[Fleet, VllmAdmin]]:
         yield fleet, admin
 
 
-def evidence(fleet: Fleet) -> Any:
+async def evidence(fleet: Fleet) -> Any:
     record = (await fleet.operations.latest(1))[0].workers["v0"].evidence
     assert record is not None
     return record
@@ -62,7 +62,7 @@ def evidence(fleet: Fleet) -> Any:
 async def check_right(server: Vllm) -> None:
     async with fleet_of(server) as (fleet, admin):
         await fleet.update_weights(str(after_a_step(server, 0.03)), version="right")
-        record = evidence(fleet)
+        record = await evidence(fleet)
         print(f"right weights: {record}")
         assert (record.decided_by, record.digest) == ("scores", "match")
         assert (await admin.contents()).dtype == "float32"
@@ -74,7 +74,7 @@ async def check_caught(server: Vllm, fault: Fault) -> None:
         await server.rpc("faulty_tensors", fault=fault, old=str(server.a / WEIGHTS))
         with pytest.raises(LockstepError, match="its logprobs are off by"):
             await fleet.update_weights(str(step), version=fault.replace(" ", "-"))
-        record = evidence(fleet)
+        record = await evidence(fleet)
         print(f"{fault}: {record}")
         assert (record.decided_by, record.digest) == ("scores", "match")
         assert fleet.desired.version == "first"
@@ -107,7 +107,7 @@ async def test_a_server_that_read_other_weights_is_caught_by_its_digest(dense: V
             LockstepError, match="read other contents than the checkpoint has, in '"
         ):
             await fleet.update_weights(str(step), version="elsewhere")
-        assert evidence(fleet).digest == "mismatch"
+        assert (await evidence(fleet)).digest == "mismatch"
 
 
 @pytest.mark.failure_mode("F48")

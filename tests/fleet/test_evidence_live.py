@@ -108,7 +108,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     worker.stop(9)
 
 
-def evidence(fleet: Fleet) -> Any:
+async def evidence(fleet: Fleet) -> Any:
     decision = (await fleet.operations.latest(1))[0].workers["w0"].evidence
     assert decision is not None
     return decision
@@ -118,13 +118,16 @@ def evidence(fleet: Fleet) -> Any:
 async def test_the_right_weights_are_proved_without_a_number_from_the_user(rig: Rig) -> None:
     async with rig.fleet() as (fleet, _):
         operation = await fleet.update_weights(str(rig.next), version="next")
-        decision = evidence(fleet)
+        decision = await evidence(fleet)
         assert (decision.decided_by, decision.digest) == ("scores", "match")
         assert decision.max_difference <= decision.bound
         assert operation.workers["w0"].evidence == decision
         # And back: a checkpoint without a probe is proved by the workers' own scores.
         await fleet.update_weights(str(rig.first), version="back")
-        assert (evidence(fleet).decided_by, evidence(fleet).digest) == ("majority", "match")
+        assert ((await evidence(fleet)).decided_by, (await evidence(fleet)).digest) == (
+            "majority",
+            "match",
+        )
 
 
 @pytest.mark.failure_mode("F49")
@@ -135,7 +138,7 @@ async def test_a_tiny_step_is_proved_by_what_the_worker_read(rig: Rig) -> None:
             await fleet.update_weights(str(rig.tiny), version="tiny")
         admin.reads = None
         await fleet.update_weights(str(rig.tiny), version="tiny")
-        decision = evidence(fleet)
+        decision = await evidence(fleet)
         assert decision.digest == "match"
         assert decision.decided_by in ("scores", "digest")
 
@@ -149,7 +152,10 @@ async def test_a_worker_that_read_other_weights_is_caught(rig: Rig, fault: Fault
             LockstepError, match="read other contents than the checkpoint has, in '"
         ):
             await fleet.update_weights(str(rig.next), version="next")
-        assert (evidence(fleet).decided_by, evidence(fleet).digest) == ("digest", "mismatch")
+        assert ((await evidence(fleet)).decided_by, (await evidence(fleet)).digest) == (
+            "digest",
+            "mismatch",
+        )
         assert fleet.desired.version == FIRST
 
 
@@ -162,7 +168,7 @@ async def test_a_worker_that_computes_with_other_weights_than_it_read_is_caught(
         admin.reads, admin.claims = rig.wrong(fault), Checkpoint.validate(rig.next).digest
         with pytest.raises(LockstepError, match="its logprobs are off by"):
             await fleet.update_weights(str(rig.next), version="next")
-        assert evidence(fleet).decided_by == "scores"
+        assert (await evidence(fleet)).decided_by == "scores"
         assert fleet.desired.version == FIRST
 
 
