@@ -93,6 +93,7 @@ MODES: dict[str, tuple[str, str]] = {
     "F83": ("a trainer that was restarted goes on from old weights as if nothing had happened", "its clients are told what is lost, and from which saved state to go on"),
     "F90": ("a collector of traces that hangs or is down slows or fails requests", "spans wait in a bounded queue for a thread of their own and are dropped; the end waits three seconds"),
     "F91": ("a tracker that fails in mid-run ends it, or its metrics are lost", "told once, then left out; the run goes on and its directory has every line"),
+    "F92": ("turns of one session that meet several gateways overwrite each other, or are taken for an edited history", "every gateway reads the turns it does not know before it plans; a turn is stored only behind the head it was made on, and else behind the newer ones"),
 }  # fmt: skip
 
 

@@ -75,6 +75,7 @@ async def test_a_user_who_may_not_create_a_schema_is_told_so(postgres: PostgresS
     [
         ("mysql://x/y", "is no URL of PostgreSQL"),
         ("postgresql://u:secret@[x/y", "is no URL of PostgreSQL"),
+        ("postgresql://u:secret/half@h/y", "is no URL of PostgreSQL"),
         ("postgresql://u:secret@h/y?schema=No-Way", "schema 'No-Way' of the store"),
     ],
 )
@@ -156,6 +157,9 @@ def test_the_schema_comes_from_the_url() -> None:
     named = DatabaseUrl.parse("postgres://u:p@h:5/d?sslmode=require&schema=blue")
     assert (named.schema, named.shown) == ("blue", "h:5")
     assert named.dsn == "postgres://u:p@h:5/d?sslmode=require"
+    several = DatabaseUrl.parse("postgresql://u:p@one:5432,two:5432/d?target_session_attrs=primary")
+    assert several.shown == "one:5432,two:5432"
+    assert DatabaseUrl.parse("postgresql:///d").shown == "the host of PGHOST"
 
 
 async def test_a_statement_that_was_cancelled_leaves_no_connection_that_still_runs_it(

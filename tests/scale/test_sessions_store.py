@@ -50,7 +50,7 @@ def reply(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-@pytest.mark.failure_mode("F62")
+@pytest.mark.failure_mode("F92")
 async def test_a_session_that_alternates_between_gateways_has_no_break_and_the_samples_of_one(
     opened: Opener, renderer: Renderer
 ) -> None:
@@ -73,7 +73,7 @@ async def test_a_session_that_alternates_between_gateways_has_no_break_and_the_s
         assert (await sessions.info("a")).turns == 8
 
 
-@pytest.mark.failure_mode("F62")
+@pytest.mark.failure_mode("F92")
 async def test_writers_of_one_session_at_once_lose_nothing(
     opened: Opener, renderer: Renderer
 ) -> None:
@@ -155,7 +155,7 @@ async def test_a_turn_takes_two_statements(
         assert len(queries) == 2, queries
 
 
-@pytest.mark.failure_mode("F62")
+@pytest.mark.failure_mode("F92")
 async def test_a_session_deleted_at_one_gateway_takes_no_more_turns_at_another(
     opened: Opener, renderer: Renderer
 ) -> None:

@@ -51,11 +51,11 @@ class DatabaseUrl(NamedTuple):
         """
         try:
             parts = urlsplit(url)
-            host = parts.hostname or "the host of PGHOST"
-            shown = f"{host}:{parts.port}" if parts.port else host
         except ValueError:
-            parts, shown = urlsplit(""), ""
-        if parts.scheme not in SCHEMES:
+            parts = urlsplit("")
+        _, at, hosts = parts.netloc.rpartition("@")
+        # Without the @ in its place, what stands there may be half a password.
+        if parts.scheme not in SCHEMES or ("@" in url and not at):
             raise BadRequest(
                 "the store is no URL of PostgreSQL: expected "
                 "postgresql://user@host:5432/database?schema=lockstep",
@@ -71,7 +71,7 @@ class DatabaseUrl(NamedTuple):
                 param="store",
             )
         rest = urlencode([each for each in query if each[0] not in ("schema", "search_path")])
-        return cls(urlunsplit(parts._replace(query=rest)), schema, shown)
+        return cls(urlunsplit(parts._replace(query=rest)), schema, hosts or "the host of PGHOST")
 
 
 class PostgresDatabase:

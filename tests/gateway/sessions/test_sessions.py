@@ -671,3 +671,22 @@ async def test_a_finished_session_takes_no_more_turns_and_its_reward_stands_on_i
         (sample,) = await sessions.samples("a")
         assert sample == replace(before, reward=-1.5)
         assert Sample.from_json(sample.to_json()) == sample
+
+
+async def test_a_turn_that_was_sampled_while_its_session_was_finished_is_not_stored(
+    renderer: Renderer,
+) -> None:
+    async with Sessions() as sessions:
+        messages = await talk(sessions, "a", renderer, 1)
+        session = await sessions.open("a", renderer)
+        plan = await session.plan([*messages, MORE])
+        await sessions.keys.finish("a", 1.0)
+        with pytest.raises(Conflict, match="finished meanwhile"):
+            await session.commit(plan, [(completion(renderer, plan, "x"), messages[1])])
+        assert (await sessions.info("a")).turns == 1
+
+
+async def test_turns_of_many_sessions_at_once_are_all_counted(renderer: Renderer) -> None:
+    async with Sessions() as sessions:
+        await asyncio.gather(*(talk(sessions, f"s{at}", renderer, 3) for at in range(8)))
+        assert sessions.stats()["turns"] == 24

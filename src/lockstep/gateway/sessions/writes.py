@@ -53,7 +53,8 @@ class SessionWrites:
         if cached.writing is None:
             # A task of its own: a client that goes away does not undo a turn that is being written.
             cached.writing = self._start(self._write_all(cached))
-        self._counts.turns += await stored
+        count = await stored  # not in one line with +=, which reads before it waits
+        self._counts.turns += count
         if cached.entry.terms is not None:
             with suppress(Unavailable):  # the turn is stored; the next call notes it
                 await self._keys.note_used_up(cached.entry)
