@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from lockstep.dashboard.events import Health, RunMark
+from lockstep.dashboard.events import GatewayHealth, RunMark
 from lockstep.dashboard.feed import MOST_VIEWERS, Feed, Parts
 from lockstep.dashboard.fleet_view import FleetView
 from lockstep.dashboard.health_view import HealthView
@@ -87,7 +87,7 @@ class Dashboard:
         self._fleet, self._health = FleetView(fleet), HealthView(metrics.registry)
         self._sessions = SessionViews(context)
         self._feed = Feed(self._parts, stop)
-        self._last_health: tuple[float, Health] | None = None
+        self._last_health: tuple[float, GatewayHealth] | None = None
         data = "/dashboard/data"
         self._app = Starlette(
             routes=[
@@ -219,7 +219,7 @@ class Dashboard:
             "run": self._run_mark(),
         }
 
-    def _health_now(self) -> Health:
+    def _health_now(self) -> GatewayHealth:
         now = monotonic()
         if self._last_health is None or now - self._last_health[0] >= HEALTH_SECONDS:
             stats = self._context.sessions.stats()

@@ -20,7 +20,7 @@ from lockstep.tokens.errors import BadTokenId
 PAGE_TOKENS = 4096
 
 
-class Segment(msgspec.Struct, frozen=True):
+class MessageSpan(msgspec.Struct, frozen=True):
     """A message of the branch: who wrote tokens [start, end), and in which turn."""
 
     author: str
@@ -60,7 +60,7 @@ class BranchTokens:
     versions: list[str | None]
     turns: list[int]
     logprobs: list[float | None]
-    segments: list[Segment]
+    segments: list[MessageSpan]
 
     @classmethod
     def of(cls, nodes: Sequence[Node], branch: Branch, renderer: Renderer | None) -> BranchTokens:
@@ -135,7 +135,7 @@ def _mask(nodes: Sequence[Node], branch: Branch, total: int) -> list[bool]:
 
 def _segments(
     texts: Sequence[str], written: Sequence[str], turns: Sequence[int]
-) -> Iterator[Segment]:
+) -> Iterator[MessageSpan]:
     for author, start, end in messages(texts, written):
         # What was sampled is of the turn in which it ends, whose prompt opened the message.
-        yield Segment(author, turns[end - 1], start, end)
+        yield MessageSpan(author, turns[end - 1], start, end)

@@ -89,7 +89,7 @@ class SlowRequest(msgspec.Struct, frozen=True):
     behind: int
 
 
-class Health(msgspec.Struct, frozen=True):
+class GatewayHealth(msgspec.Struct, frozen=True):
     """How the gateway itself is."""
 
     rate: float

@@ -10,7 +10,7 @@ from time import monotonic, process_time
 
 from prometheus_client import CollectorRegistry
 
-from lockstep.dashboard.events import Health, RouteRow, SlowRequest
+from lockstep.dashboard.events import GatewayHealth, RouteRow, SlowRequest
 
 WINDOW_SECONDS = 10.0
 REQUESTS = "lockstep_gateway_requests_total"
@@ -51,7 +51,9 @@ class HealthView:
         self._registry = registry
         self._looks: deque[_Look] = deque()
 
-    def read(self, slow: list[SlowRequest], store: Mapping[str, int], viewers: int) -> Health:
+    def read(
+        self, slow: list[SlowRequest], store: Mapping[str, int], viewers: int
+    ) -> GatewayHealth:
         """How it is now. The first look has no rates."""
         now = _Look(self._registry)
         self._looks.append(now)
@@ -63,7 +65,7 @@ class HealthView:
         routes = [row for row in routes if row.total]
         new = [_grown(now.seconds[name], before.seconds.get(name, {})) for name in now.seconds]
         loop = _grown(now.loop, before.loop)
-        return Health(
+        return GatewayHealth(
             rate=round(sum(row.rate for row in routes), 1),
             errors=round(sum(row.errors for row in routes), 2),
             p50=quantile(_summed(new), 0.5),
