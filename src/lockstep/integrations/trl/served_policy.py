@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
@@ -59,13 +60,16 @@ class ServedPolicy:
         self._connecting = {"api_key": api_key, "tokenizer": tokenizer}
         self._mode = update_mode
         self._count = 0
+        self._written: list[Path] = []
+        self._run_directory: Path | None = None
+        self._publisher: Publisher | None = None
         self._thread: LoopThread | None = None
 
     # Opening and closing
 
     def open(self, *, tokenizer: Any = None, publishes: bool = True) -> None:
         """Connects, once. `tokenizer` stands in where none was given; one that only samples need
-        not publish. Raises Unavailable without a gateway, BadRequest without its admin token."""
+        not be able to publish. Raises Unavailable without a gateway, BadRequest without its admin token."""
         if self._thread is not None:
             return
         self._thread, self._stack = LoopThread(), AsyncExitStack()
@@ -108,6 +112,8 @@ class ServedPolicy:
 
     def publish(self, save: Save) -> Published:
         """Has the fleet serve what `save` writes, proved. Raises what `Publisher.publish` does."""
+        if self._publisher is None:
+            raise Conflict("this policy is not connected to a control plane: call open() first")
         step = self._count
         directory = self._new_directory(step)
         save(directory, f"step-{step}")
@@ -120,12 +126,14 @@ class ServedPolicy:
 
     def _new_directory(self, step: int) -> Path:
         """A directory of its own for each run: a killed run's checkpoints are not in the way."""
-        if not step and not hasattr(self, "_written"):
-            self._written: list[Path] = []
-            self._run = 0
-            while (self.checkpoints / f"run-{self._run}").exists():
-                self._run += 1
-        directory = self.checkpoints / f"run-{self._run}" / f"step-{step}"
+        if self._run_directory is None:
+            numbers = itertools.count()
+            self._run_directory = next(
+                path
+                for number in numbers
+                if not (path := self.checkpoints / f"run-{number}").exists()
+            )
+        directory = self._run_directory / f"step-{step}"
         if directory not in self._written:
             self._written.append(directory)
         return directory
@@ -180,7 +188,7 @@ class ServedPolicy:
 
     async def _restore(self, error: LockstepError) -> None:
         """Before another try: a fleet that lost the weights of this run gets them back."""
-        if isinstance(error, VersionUnavailable) and hasattr(self, "_publisher"):
+        if isinstance(error, VersionUnavailable) and self._publisher is not None:
             await self._publisher.ensure()
 
     async def facts(self) -> Mapping[str, Any]:

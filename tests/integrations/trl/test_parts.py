@@ -1,0 +1,160 @@
+"""The parts that stand between TRL and a fleet, without TRL: rows, versions, weights, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lockstep.integrations.trl import rollout_worker
+from lockstep.integrations.trl.cpu import varlen_attention
+from lockstep.integrations.trl.generation import LockstepGeneration, sample_row
+from lockstep.integrations.trl.rollout_worker import LockstepRolloutWorker
+from lockstep.integrations.trl.served_policy import ServedPolicy, check_mode
+from lockstep.integrations.trl.weight_transfer import LockstepWeightTransfer
+from lockstep.models import bundled
+from lockstep.tokens import Sample, VersionSpan
+from lockstep.tokens.errors import BadRequest, BadVersions, CheckpointError, Conflict, RolloutFailed
+
+
+def sample(mask: str, *versions: VersionSpan) -> Sample:
+    """A sample whose tokens are 0, 1, 2 and so on; "x" marks those that were sampled."""
+    sampled = [mark == "x" for mark in mask]
+    return Sample(
+        token_ids=list(range(len(mask))),
+        sampled_mask=sampled,
+        logprobs=[-0.5 if each else 0.0 for each in sampled],
+        versions=versions,
+    )
+
+
+def test_a_row_begins_with_the_first_sampled_token_and_masks_what_was_said_to_it() -> None:
+    row = sample_row(sample("..xx.x", VersionSpan("a", 2, 4), VersionSpan("b", 5, 6)))
+    assert row["prompt_ids"] == [0, 1]
+    assert row["completion_ids"] == [2, 3, 4, 5]
+    assert row["env_mask"] == [1, 1, 0, 1]
+    assert row["logprobs"] == [-0.5, -0.5, 0.0, -0.5]
+    with pytest.raises(RolloutFailed, match="without a sampled token"):
+        sample_row(sample("..."))
+
+
+def a_worker(policy: Any) -> LockstepRolloutWorker:
+    return LockstepRolloutWorker(policy, [{"prompt": "Hi"}], lambda **_: [0.0])
+
+
+async def test_a_row_is_as_old_as_its_oldest_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = SimpleNamespace(published=None)
+    worker = a_worker(policy)
+    for number, label in enumerate(("one", "two", "three"), start=1):
+        policy.published = SimpleNamespace(label=label)
+        worker.update_model_version(number)
+    mixed = sample(".xxx", VersionSpan("three", 1, 2), VersionSpan("two", 2, 4))
+    assert await worker._version(mixed) == 2
+    # Tokens of an update that the trainer has not heard of yet wait until it has.
+    later = asyncio.create_task(worker._version(sample(".x", VersionSpan("four", 1, 2))))
+    await asyncio.sleep(0.05)
+    assert not later.done()
+    policy.published = SimpleNamespace(label="four")
+    worker.update_model_version(4)
+    assert await later == 4
+    monkeypatch.setattr(rollout_worker, "LABEL_SECONDS", 0.05)
+    with pytest.raises(BadVersions, match="one ServedPolicy"):
+        await worker._version(sample(".x", VersionSpan("a stranger's", 1, 2)))
+
+
+def test_a_worker_that_died_or_makes_nothing_is_an_error() -> None:
+    worker = a_worker(SimpleNamespace(published=None))
+    worker.check_health(60.0)
+    with pytest.raises(Conflict, match="no rollout was made"):
+        worker.check_health(-1.0)
+    worker._failed = RolloutFailed("the environment raised")
+    with pytest.raises(RolloutFailed, match="the environment raised"):
+        worker.check_health(60.0)
+
+
+async def test_a_reward_function_must_score_every_completion() -> None:
+    worker = LockstepRolloutWorker(
+        SimpleNamespace(published=None),  # type: ignore[arg-type]
+        [{"prompt": "Hi"}],
+        [lambda prompts, completions, **_: [1.0] * len(completions), lambda **_: [None, 2.0]],
+    )
+    said = [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]
+    assert await worker._score({"prompt": "Hi"}, said) == [1.0, 3.0]
+    with pytest.raises(BadRequest, match="gave 2 values for 1 completions"):
+        await worker._score({"prompt": "Hi"}, said[:1])
+
+
+class Recorded:
+    """A policy that keeps what was published."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def open(self) -> None:
+        pass
+
+    def publish(self, save: Any) -> None:
+        save(self.directory, "step-0")
+
+
+def weights(left_out: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    model = AutoModelForCausalLM.from_pretrained(bundled("tiny"), dtype=torch.float32)
+    for name, tensor in model.named_parameters():
+        if name != left_out:
+            yield name, tensor.detach() * 1.01
+
+
+def test_a_tensor_that_does_not_come_is_found_before_it_is_served(tmp_path: Path) -> None:
+    policy: Any = Recorded(tmp_path / "step-0")
+    transfer = LockstepWeightTransfer(policy, str(bundled("tiny")))
+    transfer.init_weight_transfer()
+    sent = weights(left_out="model.norm.weight")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight did not come"):
+        transfer.send_weights(sent)
+    assert next(sent, None) is None, "the iterator must be taken to its end"
+    with pytest.raises(CheckpointError, match=r"does not have model\.strange"):
+        transfer.send_weights(iter([*weights(), ("model.strange", torch.zeros(2))]))
+    assert not policy.directory.exists()
+    transfer.send_weights(weights())
+    assert (policy.directory / "STABLE").exists()
+    assert (policy.directory / "probe.safetensors").exists()
+
+
+def test_raw_logprobs_at_another_temperature_are_refused() -> None:
+    check_mode("raw", 1.0)
+    check_mode("processed", 0.7)
+    with pytest.raises(Conflict, match="processed"):
+        check_mode("raw", 0.7)
+
+
+def test_a_trainer_whose_weights_are_sharded_is_refused() -> None:
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(distributed_type="DistributedType.FSDP"))
+    with pytest.raises(BadRequest, match="DDP"):
+        LockstepGeneration().attach(trainer)
+
+
+def test_calls_before_a_connection_say_so(tmp_path: Path) -> None:
+    with pytest.raises(Conflict, match="not connected"):
+        ServedPolicy(checkpoints=tmp_path).publish(lambda *_: None)
+
+
+def test_attention_on_a_cpu_sees_each_segment_after_its_path() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(4, heads, 8) for heads in (4, 2, 2))
+    # Two sequences: three queries on three keys, and one query that goes on from two keys.
+    path = torch.tensor([0, 1, 2, 0, 1, 3])
+    starts = torch.tensor([0, 3, 4]), torch.tensor([0, 3, 6])
+    out = varlen_attention(query, key[path], value[path], *starts, 3, 3)
+    chain = [0, 1, 3]
+    alone = varlen_attention(
+        query[chain], key[chain], value[chain], torch.tensor([0, 3]), torch.tensor([0, 3]), 3, 3
+    )
+    torch.testing.assert_close(out[3], alone[2])
+    with pytest.raises(ValueError, match="GPU kernel"):
+        varlen_attention(query, key, value, *starts, 3, 3, window_size=(4, 0))
