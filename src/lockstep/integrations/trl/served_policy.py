@@ -68,8 +68,8 @@ class ServedPolicy:
     # Opening and closing
 
     def open(self, *, tokenizer: Any = None, publishes: bool = True) -> None:
-        """Connects, once. `tokenizer` stands in where none was given; one that only samples need
-        not be able to publish. Raises Unavailable without a gateway, BadRequest without its admin token."""
+        """Connects, once. `tokenizer` stands in where none was given. Raises Unavailable without a
+        gateway, and where it `publishes` BadRequest without its admin token."""
         if self._thread is not None:
             return
         self._thread, self._stack = LoopThread(), AsyncExitStack()
@@ -115,10 +115,10 @@ class ServedPolicy:
         if self._publisher is None:
             raise Conflict("this policy is not connected to a control plane: call open() first")
         step = self._count
+        self._count += 1  # also when this fails: another try writes another directory
         directory = self._new_directory(step)
         save(directory, f"step-{step}")
         self.published = self.run(self._publisher.publish(directory, step))
-        self._count += 1
         for old in self._written[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
         del self._written[:-KEPT]
