@@ -127,6 +127,8 @@ class LoraModel:
     def __init__(self, model: Any, *, is_exact: bool, max_rank: int) -> None:
         """`model` was made exact before, where it is to be so."""
         self.model = model.requires_grad_(False)
+        self.workers_agree = True
+        """Whether those who serve the adapters compute as this model does."""
         self.max_rank = max_rank
         self._exact = is_exact
         self._text = model.config.get_text_config()
@@ -153,9 +155,10 @@ class LoraModel:
         return row_multiple(products_of(self._text).with_lora(rank)) or MULTIPLES[-1]
 
     def is_exact_at(self, rank: int) -> bool:
-        """Whether logprobs under an adapter of that rank equal the engine's bit for bit."""
-        lora = products_of(self._text).with_lora(rank)
-        return self._exact and self.device.type == "cpu" and bool(row_multiple(lora))
+        """Whether workers have the same logprobs under an adapter of that rank bit for bit."""
+        if not self._exact or not self.workers_agree or self.device.type != "cpu":
+            return False
+        return bool(row_multiple(products_of(self._text).with_lora(rank)))
 
     def check(self, settings: LoraSettings) -> None:
         """Raises BadRequest for what cannot be trained here, or not be served afterwards."""

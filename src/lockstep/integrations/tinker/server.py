@@ -154,11 +154,13 @@ async def serve_tinker(
     options.check()
     model, plan = await asyncio.to_thread(load_trainer, options)
     with listen(options.host, options.port) as sock:
+        cards = await fleet.pool.models()
+        workers = next(card.numerics for card in cards if card.parent is None)
         async with tinker_service(options, fleet, model) as service:
-            cards = await fleet.pool.models()
-            workers = next(card.numerics for card in cards if card.parent is None)
+            ready = Ready(url_of(sock, options.tls), service.base.names[0], plan, workers)
+            model.workers_agree = not ready.note
             endpoint = Endpoint(tinker_app(service, options), sock, options.tls)
             async with serving([endpoint], drain_seconds=options.drain_seconds):
-                on_ready(Ready(url_of(sock, options.tls), service.base.names[0], plan, workers))
+                on_ready(ready)
                 await stop.wait()
                 service.futures.end_polls()
