@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.integrations.tinker.protobuf import write_bytes, write_int
 from tests.trainers.dropping_proxy import DroppingProxy
-from tests.trainers.tinker_server import PROGRAMS, PYTHON, TinkerProcess
+from tests.trainers.tinker_server import KEY, PROGRAMS, PYTHON, TinkerProcess
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -137,6 +138,54 @@ def test_chunks_out_of_order_are_one_call(server: TinkerProcess, tmp_path: Path)
     results = server.program(tmp_path, "tinker_chunks")
     assert results["pieces"] == results["whole"]
     assert len(results["whole"]["first"]) == 2500
+
+
+def call(server: TinkerProcess, route: str, body: Any, kind: str = "json") -> tuple[int, Any]:
+    """Status and body of a call without the SDK, which would refuse to send it."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"x-api-key": KEY, "content-type": f"application/{kind}"}
+    request = urllib.request.Request(f"{server.url}/api/v1/{route}", raw, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, json.loads(response.read() or b"null")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+@pytest.mark.failure_mode("F81")
+def test_calls_that_cannot_be_read_are_over_and_spoil_the_step_they_belong_to(
+    server: TinkerProcess,
+) -> None:
+    def done(answer: tuple[int, Any]) -> Any:
+        assert answer[0] == 200, answer
+        return call(server, "retrieve_future", {"request_id": answer[1]["request_id"]})[1]
+
+    session = call(server, "create_session", {"tags": [], "sdk_version": "0.36.0"})[1]["session_id"]
+    model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny"}
+    model_id = done(call(server, "create_model", model | {"lora_config": {"rank": 4}}))["model_id"]
+    spoilt = write_bytes(1, model_id) + write_int(2, 1) + write_bytes(3, b"\xff")
+    status, answer = call(server, "forward_backward", spoilt, "x-protobuf")
+    assert status == 400
+    assert "is not a Datum message" in answer["error"]["message"]
+    step = {"model_id": model_id, "adam_params": {"learning_rate": 1e-3}}
+    refused = done(call(server, "optim_step", step | {"seq_id": 2}))
+    assert "seq_id 1 had failed" in refused["error"]
+    status, answer = call(server, "optim_step", step | {"seq_id": 3, "momentum": 1})
+    assert status == 400
+    assert "momentum" in answer["error"]["message"]
+    assert "metrics" in done(call(server, "optim_step", step | {"seq_id": 4}))
+    status, _ = call(server, "no_such_route", {})
+    assert status == 404
+
+
+def test_workers_that_compute_closely_are_told_and_their_samplers_proved(tmp_path: Path) -> None:
+    server = TinkerProcess(tmp_path / "state", "--worker-args", "--arithmetic close")
+    try:
+        assert server.ready["exact"] is False
+        assert server.ready["note"]
+        assert len(server.program(tmp_path, "tinker_steps")["logprobs"]) == 10
+    finally:
+        server.stop()
 
 
 @pytest.mark.failure_mode("F82")
