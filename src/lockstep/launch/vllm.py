@@ -1,6 +1,6 @@
 """vLLM servers as child processes, each inside a small process that announces when it is ready.
 
-`python -m lockstep.launch.vllm PARENT PYTHON MODEL PORT [vLLM options]` runs one server,
+`python -m lockstep.launch.vllm PARENT PYTHON MODEL [HOST:]PORT [vLLM options]` runs one server,
 unpatched, with the flags and environment that Lockstep needs, and ends with it or with PARENT.
 """
 
@@ -60,12 +60,13 @@ def command(
 ) -> list[str]:
     """How the server is started. Options in `arguments` come last, and so beat the defaults."""
     path = bundled(model) or Path(model)
+    host, _, number = port.rpartition(":")
     # By itself vLLM takes float32 weights for bfloat16, in which it dies on CPUs that list AMX
     # under a hypervisor that forbids it.
     cpu_flags = ("--enforce-eager", "--dtype", "float32") if cpu else ()  # see TORCHDYNAMO_DISABLE
     return [
         python, "-m", "vllm.entrypoints.openai.api_server",
-        "--host", "127.0.0.1", "--port", port,
+        "--host", host or "127.0.0.1", "--port", number,
         "--model", str(path.resolve() if path.is_dir() else model),
         "--served-model-name", path.name if path.is_dir() else model,
         "--enable-scale-out",
@@ -109,7 +110,7 @@ class VllmServer:
         log: IO[str] | None = None,
     ) -> None:
         check_arguments(arguments)
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{port if ':' in port else f'127.0.0.1:{port}'}"
         cpu = is_for_cpu(python)
         self.process = subprocess.Popen(
             command(python, model, port, arguments, cpu=cpu),

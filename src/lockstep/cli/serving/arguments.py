@@ -240,8 +240,8 @@ class GatewayArguments:
             drain_seconds=self.drain_seconds,
         )
 
-    def pool(self) -> Pool:
-        """The pool of workers, with these limits."""
+    def pool(self, settings: Settings) -> Pool:
+        """The pool of workers, with these limits; workers that join get the key of the settings."""
         from lockstep.fleet.routing.pool import Pool
 
         return Pool(
@@ -249,6 +249,7 @@ class GatewayArguments:
             queue_limit=self.queue_limit,
             queue_seconds=self.queue_seconds,
             health_seconds=self.health_seconds,
+            worker_api_key=settings.worker_api_key,
         )
 
     def budgets(self) -> PhaseBudgets:

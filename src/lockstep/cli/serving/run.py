@@ -28,6 +28,7 @@ from lockstep.tokens.errors import LockstepError, Unavailable
 from lockstep.tracing import traced
 
 if TYPE_CHECKING:
+    from lockstep.fleet.fleet import Fleet
     from lockstep.gateway.app import GatewayOptions
     from lockstep.gateway.context import GatewayContext
     from lockstep.gateway.metrics import GatewayMetrics
@@ -100,7 +101,7 @@ class GatewayProcess:
             token_file = written or _text(settings.admin_token_file)
             roots = arguments.checkpoint_root or ()
             fleet = Fleet(
-                arguments.pool(),
+                arguments.pool(settings),
                 LocalStore(state.store) if shared is None else shared.control,
                 leadership=None if shared is None else shared.leadership,
                 token=token,
@@ -116,7 +117,7 @@ class GatewayProcess:
             )
             try:
                 async with source.joined(fleet, token, status.update) as workers:
-                    name = (await fleet.pool.models())[0].id
+                    name = await _model_name(fleet, arguments.tokenizer)
 
                     def on_ready(url: str, admin_url: str) -> None:
                         if shared is not None:
@@ -153,6 +154,16 @@ class GatewayProcess:
                         await siblings.ended(stop)
             except Unavailable as error:
                 raise _with_hint(error, state) if not ready.is_set() else error from None
+
+
+async def _model_name(fleet: Fleet, tokenizer: str | None) -> str:
+    """The name of the model that is served; before the first worker, that of its tokenizer."""
+    try:
+        return (await fleet.pool.models())[0].id
+    except Unavailable:
+        if tokenizer is None:
+            raise
+        return Path(tokenizer).name
 
 
 def _print_ready_json(gateway: RunningGateway, workers: WorkerRows, state: GatewayState) -> None:

@@ -139,6 +139,24 @@ class RunningWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class JoiningWorkers:
+    """Workers that register themselves at the admin port, once the gateway listens there."""
+
+    model: str
+    starts_workers = False
+
+    async def identity(self) -> ModelIdentity:
+        """The identity of the files that the tokenizer is of."""
+        return ModelIdentity.of_files(self.model)
+
+    @asynccontextmanager
+    async def joined(self, fleet: Fleet, _: str, __: ShowStatus) -> AsyncIterator[WorkerRows]:
+        """The fleet runs while the block runs; at first it has no workers."""
+        async with fleet.pool, fleet:
+            yield []
+
+
+@dataclass(frozen=True, slots=True)
 class StoredWorkers:
     """The workers that other gateways on the same store took in."""
 

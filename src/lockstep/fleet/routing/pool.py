@@ -60,7 +60,9 @@ class Pool:
         probe_seconds: float = 1.0,
         health_seconds: float = HEALTH_SECONDS,
         attempts: int = 4,
+        worker_api_key: str | None = None,
     ) -> None:
+        """`worker_api_key` is for workers that are added without a key of their own."""
         if attempts < 1:
             raise BadRequest(f"attempts is {attempts}: expected at least 1", param="attempts")
         self._rendezvous: RendezvousHash[Worker] = RendezvousHash(load_factor)
@@ -68,6 +70,7 @@ class Pool:
         self._health = HealthMonitor(self._rendezvous, probe_seconds, health_seconds)
         self._admission = AdmissionLimiter(max_in_flight, queue_limit, queue_seconds)
         self._attempts = attempts
+        self._worker_api_key = worker_api_key
         self._retry_after = probe_seconds
 
     async def __aenter__(self) -> Pool:
@@ -109,6 +112,7 @@ class Pool:
         `admin` serves once it passed the gate. Raises Conflict when the id exists, BadRequest for
         what is no URL.
         """
+        api_key = api_key or self._worker_api_key
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadRequest(f"worker url is {url!r}: expected http://HOST:PORT", param="url")

@@ -98,6 +98,8 @@ CONTROL_ROUTE_DOCS: tuple[RouteDoc, ...] = (
     _view("/v1/rl/ready", None, Readiness, "200 when the fleet serves, else 503."),
     _view("/v1/rl/weight_version", None, WeightVersion, "The version that the fleet agreed on."),
     _view("/v1/rl/workers", None, WorkerList, "Every worker: state, version, why it is out."),
+    _view("/v1/rl/workers/{worker}/ready", None, Readiness,
+          "200 while a worker is proved and gets traffic, else 503."),
     _view("/v1/rl/operations/{operation}", None, Operation, "One operation, by its id."),
     _view("/v1/rl/metrics", None, None, "The load of every engine, under vLLM's names."),
     _view("/v1/rl/v1/models", None, ServedModels, "The models that workers serve now."),

@@ -50,6 +50,7 @@ class FleetRoutes:
             Route(f"{base}/weight_version", self.weight_version),
             Route(f"{base}/workers", self.workers, methods=["GET"]),
             Route(f"{base}/workers", led(self.add_worker), methods=["POST"]),
+            Route(f"{base}/workers/{{worker:path}}/ready", self.worker_ready, methods=["GET"]),
             Route(f"{base}/workers/{{worker:path}}", led(self.remove_worker), methods=["DELETE"]),
             Route(f"{base}/operations/{{operation}}", self.operation),
             Route(f"{base}/pause", led(self.pause), methods=["POST"]),
@@ -194,13 +195,23 @@ class FleetRoutes:
             body.admin_url or body.url, token=body.admin_token, backend=body.backend
         )
         try:
-            worker = await self._fleet.add(body.url, admin, worker_id=body.id)
+            worker = await self._fleet.add(
+                body.url, admin, worker_id=body.id, logprob_mode=body.logprob_mode
+            )
         except BaseException:
             await admin.close()
             raise
         if body.admin_token is not None:
             self._fleet.replica.membership.keep_token(worker.id, body.admin_token)
         return json_response({"status": "ok", "id": worker.id, "state": worker.state}, 201)
+
+    async def worker_ready(self, http: Request) -> Response:
+        """200 while the worker is proved and gets traffic: the readiness of its pod."""
+        worker = self._fleet.worker(http.path_params["worker"])
+        if worker.state != "serving":
+            why = f": {worker.reason}" if worker.reason else ""
+            raise Unavailable(f"worker {worker.id!r} is {worker.state}{why}")
+        return json_response({"ready": True, "version": worker.version})
 
     async def remove_worker(self, http: Request) -> Response:
         """Removes a worker, after its requests have ended or the time is up."""

@@ -69,10 +69,14 @@ class InitBroadcaster(_Body):
 
 
 class AddWorker(_Body):
-    """`admin_url` is the worker's system port; without it the worker only gets traffic."""
+    """`admin_url` is the worker's system port; by default its admin routes are at `url`.
+
+    `logprob_mode` is for servers that do not tell how they compute logprobs, such as vLLM.
+    """
 
     url: str
     admin_url: str | None = None
     admin_token: str | None = None
     backend: Literal["auto", "lockstep", "vllm", "prime-rl", "dynamo"] = "auto"
     id: str | None = None
+    logprob_mode: Literal["processed", "raw"] | None = None

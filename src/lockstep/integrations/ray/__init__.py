@@ -1,0 +1,7 @@
+"""A fleet whose workers are Ray actors, on any nodes of a Ray cluster."""
+
+from __future__ import annotations
+
+from lockstep.integrations.ray.fleet import RayFleet
+
+__all__ = ["RayFleet"]

@@ -1,0 +1,196 @@
+"""A fleet of workers on a Ray cluster, which join a gateway by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from lockstep.backends.admin import PauseMode
+from lockstep.fleet.remote import RemoteFleet
+from lockstep.integrations.ray.node_process import EngineName, NodeCommand
+from lockstep.integrations.ray.object_checkpoint import ObjectCheckpoint, remove_others
+from lockstep.integrations.ray.worker_actor import CheckpointHolder, FleetPlace, WorkerActor
+from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
+from lockstep.tokens.operation import Operation
+
+START_SECONDS = 600.0
+POLL_SECONDS = 0.2
+
+
+class RayFleet:
+    """Workers as Ray actors: Ray places them and starts them again, they join the gateway.
+
+    `gateway` is the admin URL of a gateway, or several of one store; start it with
+    `--workers-join`. `token` is its admin token, and that of the workers. Every node needs
+    Lockstep, and `python` names there the interpreter with the engine, where that is not Ray's.
+
+    Checkpoints are read from a path that all nodes and the gateway share; or, with `weights_dir`,
+    they travel through Ray's object store to that directory of each node and of this machine,
+    which must be the gateway's. `api_key` is the workers' own, LOCKSTEP_WORKER_API_KEY of the
+    gateway: off loopback the embedded engine demands one. `actor_options` are Ray's own, such as
+    num_gpus or resources. The fleet ends with the process that made it.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        workers: int,
+        *,
+        gateway: str | Sequence[str],
+        token: str,
+        engine: EngineName = "lockstep",
+        arguments: Sequence[str] = (),
+        python: str | None = None,
+        api_key: str | None = None,
+        insecure: bool = False,
+        weights_dir: str | Path | None = None,
+        name: str = "ray",
+        max_restarts: int = -1,
+        actor_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Starts nothing yet. Raises BadRequest for no worker, or no gateway."""
+        if workers < 1:
+            raise BadRequest(f"workers is {workers}: expected at least 1", param="workers")
+        gateways = (gateway,) if isinstance(gateway, str) else tuple(gateway)
+        if not gateways:
+            raise BadRequest("gateway is empty: expected the URL of an admin port", param="gateway")
+        self._weights_dir = None if weights_dir is None else Path(weights_dir).absolute()
+        own = tuple(arguments)
+        if self._weights_dir is not None and engine == "lockstep":
+            own = ("--checkpoint-root", str(self._weights_dir), *own)
+        self._command = NodeCommand(
+            model=model, engine=engine, arguments=own, python=python, api_key=api_key,
+            insecure=insecure,
+        )  # fmt: skip
+        weights = None if self._weights_dir is None else str(self._weights_dir)
+        self._place = FleetPlace(gateways=gateways, token=token, weights_dir=weights)
+        self._names = tuple(f"{name}-{number}" for number in range(workers))
+        self._options = {"max_restarts": max_restarts, "max_task_retries": -1,
+                         "scheduling_strategy": "SPREAD", "num_cpus": 1,
+                         **(actor_options or {})}  # fmt: skip
+        self._holder: Any = None
+        self._actors: dict[str, Any] = {}
+
+    def __enter__(self) -> RayFleet:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, seconds: float = START_SECONDS) -> None:
+        """Returns when every worker runs; `wait_serving` says when they have joined.
+
+        Raises what Ray raises when one cannot be started or placed in that time.
+        """
+        here = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=True
+        )  # beside the owner of the objects that it holds
+        holder = f"lockstep-checkpoints-{uuid4().hex}"
+        self._holder = (
+            ray.remote(CheckpointHolder)
+            .options(name=holder, num_cpus=0, scheduling_strategy=here)
+            .remote()
+        )
+        actor = ray.remote(WorkerActor)
+        try:
+            for name in self._names:
+                self._actors[name] = actor.options(**self._options).remote(
+                    name, self._command, self._place, holder
+                )
+            self.views(seconds)
+        except BaseException:
+            self._kill()
+            raise
+
+    def stop(self) -> None:
+        """Every worker leaves the gateway and ends, after the requests that it has."""
+        leaving = [actor.stop.remote() for actor in self._actors.values()]
+        try:
+            ray.wait(leaving, num_returns=len(leaving), timeout=START_SECONDS)
+        finally:
+            self._kill()
+
+    def views(self, seconds: float = START_SECONDS) -> list[dict[str, Any]]:
+        """One row for each worker: id, URLs, processes and Ray's node; waits for those that Ray
+        starts again."""
+        rows: list[dict[str, Any]] = ray.get(
+            [actor.view.remote() for actor in self._actors.values()], timeout=seconds
+        )
+        return rows
+
+    async def wait_serving(self, seconds: float = START_SECONDS) -> None:
+        """Returns when the gateway has proved every worker. Raises Unavailable after so long."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                states = await self._states()
+                missing = [name for name in self._names if states.get(name) != "serving"]
+            except LockstepError as error:
+                missing = [error.message]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise Unavailable(f"not serving after {seconds:g} s: {', '.join(missing)}")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def update_weights(
+        self, weight_dir: str | Path, version: str | None = None, *, mode: PauseMode = "keep"
+    ) -> Operation:
+        """The verified update of all workers, as `RemoteFleet.update_weights`.
+
+        With `weights_dir` the checkpoint is first written to every node, digests checked, and
+        those that the gateway did not accept, or no longer, are deleted there. `version` is by
+        default the name of `weight_dir`. Raises CheckpointError, or what the update raises.
+        """
+        directory = Path.cwd() / weight_dir
+        if self._weights_dir is None:
+            async with self._control() as control:
+                return await control.update_weights(directory, version, mode=mode)
+        place = await asyncio.to_thread(self._publish, directory)
+        async with self._control() as control:
+            try:
+                return await control.update_weights(place, version or directory.name, mode=mode)
+            finally:
+                # What the gateway holds, not what this call saw: the response may have been lost.
+                with suppress(LockstepError):
+                    accepted = (await control.state())["checkpoint"]
+                    kept = None if accepted is None else Path(accepted).name
+                    await asyncio.to_thread(self._keep_only, kept)
+
+    # Parts
+
+    def _control(self) -> RemoteFleet:
+        return RemoteFleet(self._place.gateways[0], token=self._place.token)
+
+    async def _states(self) -> dict[str, str]:
+        async with self._control() as control:
+            return {row["id"]: row["state"] for row in await control.workers()}
+
+    def _publish(self, directory: Path) -> Path:
+        """Puts the checkpoint where every worker, and one that starts meanwhile, finds it."""
+        if self._weights_dir is None:
+            raise BadRequest("there is no weights_dir", param="weights_dir")
+        checkpoint = ObjectCheckpoint.put(directory)
+        ray.get(self._holder.add.remote(checkpoint))
+        ray.get([actor.fetch.remote(checkpoint) for actor in self._actors.values()])
+        return checkpoint.write(self._weights_dir)
+
+    def _keep_only(self, name: str | None) -> None:
+        ray.get(self._holder.keep_only.remote(name))
+        ray.get([actor.keep_only.remote(name) for actor in self._actors.values()])
+        if self._weights_dir is not None:
+            remove_others(self._weights_dir, name)
+
+    def _kill(self) -> None:
+        for actor in (*self._actors.values(), self._holder):
+            ray.kill(actor, no_restart=True)
+        self._actors = {}

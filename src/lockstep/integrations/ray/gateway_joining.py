@@ -1,0 +1,89 @@
+"""Keeps a worker registered at a gateway, from the worker's side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from contextlib import suppress
+
+from lockstep.fleet.remote import RemoteFleet
+from lockstep.integrations.ray.node_process import VLLM_LOGPROBS, NodeCommand, NodeProcess
+from lockstep.tokens.errors import LockstepError, Unavailable
+
+log = logging.getLogger(__name__)
+RETRY_SECONDS = 0.5
+LOOK_SECONDS = 30.0
+"""Between two looks at whether the gateway still knows the worker: it may have lost its state."""
+
+
+class GatewayJoining:
+    """Registers a worker at the first of `gateways` that responds, again and again if need be.
+
+    Not a part of the actor: one with async methods would be run on an event loop by Ray.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        process: NodeProcess,
+        command: NodeCommand,
+        gateways: tuple[str, ...],
+        token: str,
+        stopping: threading.Event,
+    ) -> None:
+        self._id, self._process, self._command = worker_id, process, command
+        self._gateways, self._token, self._stopping = gateways, token, stopping
+
+    def run(self) -> None:
+        """Returns when `stopping` is set."""
+        asyncio.run(self._keep_joined())
+
+    def leave(self) -> None:
+        """The gateway gives it nothing new; returns when its requests have ended."""
+        asyncio.run(self._leave())
+
+    async def _keep_joined(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                await self._join()
+                seconds = LOOK_SECONDS
+            except LockstepError as error:
+                log.warning("worker %s has not joined: %s", self._id, error.message)
+                seconds = RETRY_SECONDS
+            await asyncio.to_thread(self._stopping.wait, seconds)
+
+    async def _join(self) -> None:
+        """Registers at the first gateway that responds, in place of an earlier life."""
+        failed: LockstepError = Unavailable("there is no gateway")
+        for url in self._gateways:
+            try:
+                async with RemoteFleet(url, token=self._token) as fleet:
+                    return await self._join_at(fleet)
+            except LockstepError as error:
+                failed = error
+        raise failed
+
+    async def _join_at(self, fleet: RemoteFleet) -> None:
+        earlier = [row for row in await fleet.workers() if row["id"] == self._id]
+        if earlier and earlier[0]["url"] == self._process.url:
+            return
+        if earlier:
+            await fleet.drain(self._id, drain_seconds=0)
+        if self._command.engine == "vllm":
+            await fleet.add_worker(
+                self._process.url, id=self._id, backend="vllm", logprob_mode=VLLM_LOGPROBS,
+                admin_token=self._command.api_key,
+            )  # fmt: skip
+        else:
+            await fleet.add_worker(
+                self._process.url, id=self._id, backend="lockstep",
+                admin_url=self._process.admin_url, admin_token=self._token,
+            )  # fmt: skip
+
+    async def _leave(self) -> None:
+        for url in self._gateways:
+            with suppress(LockstepError):  # one that is away has no traffic for it either
+                async with RemoteFleet(url, token=self._token) as fleet:
+                    await fleet.drain(self._id)
+                    return
