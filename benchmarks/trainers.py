@@ -72,7 +72,7 @@ def on_gateway(*arguments: str) -> dict[str, Any]:
 
 
 def seconds(runs: list[dict[str, Any]]) -> float:
-    return median(step for each in runs for step in each["wall"][WARM:])
+    return float(median(step for each in runs for step in each["wall"][WARM:]))
 
 
 def told(ours: list[dict[str, Any]], alone: list[dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ import pytest
 from lockstep.fleet.remote import RemoteFleet
 from tests.processes import TOKEN, ServeProcess
 
+pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("LOCKSTEP_TEST_TRL") or ROOT / ".venv-trl" / "bin" / "python")
 PROGRAMS = Path(__file__).parent / "programs"
@@ -37,7 +38,7 @@ def run(
                "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # fmt: skip
     output.mkdir(exist_ok=True)
     result = subprocess.run(
-        command, cwd=output, env=environ, capture_output=True, text=True, timeout=160
+        command, cwd=output, env=environ, capture_output=True, text=True, timeout=380
     )
     assert result.returncode == 0, f"{program}: {result.stdout[-2000:]}{result.stderr[-6000:]}"
     record: dict[str, Any] = json.loads(result.stdout.strip().splitlines()[-1])

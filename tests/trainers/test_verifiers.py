@@ -15,6 +15,7 @@ from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens import Sample
 from tests.processes import TOKEN, ServeProcess
 
+pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("LOCKSTEP_TEST_TRL") or ROOT / ".venv-trl" / "bin" / "python")
 PROGRAMS, EXAMPLE = Path(__file__).parent / "programs", ROOT / "examples" / "verifiers"
@@ -27,7 +28,7 @@ def run(*command: str, home: Path) -> str:
     environ = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_PROXY": "127.0.0.1",
                "LOCKSTEP_ADMIN_TOKEN": TOKEN, "PYTHONPATH": f"{EXAMPLE}:{given}"}  # fmt: skip
     result = subprocess.run(
-        [str(PYTHON), *command], cwd=home, env=environ, capture_output=True, text=True, timeout=150
+        [str(PYTHON), *command], cwd=home, env=environ, capture_output=True, text=True, timeout=380
     )
     assert result.returncode == 0, f"{command}: {result.stdout[-2000:]}{result.stderr[-6000:]}"
     return result.stdout
