@@ -43,9 +43,10 @@ class AcceptedVersions:
 
     async def confirm(self, completions: Iterable[Completion], since: int, worker: str) -> None:
         """`check`, after a look at what the leader has accepted meanwhile where that is needed."""
-        completions = list(completions)
-        for completion in completions:
-            await self.learn(completion.versions, since)
+        if self.read_anew is not None:
+            completions = list(completions)
+            for completion in completions:
+                await self.learn(completion.versions, since)
         self.check(completions, since, worker)
 
     async def learn(self, spans: Sequence[VersionSpan], since: int) -> None:
