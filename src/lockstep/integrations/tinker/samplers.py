@@ -35,9 +35,9 @@ class Samplers:
         self._store = store
         self._base = base
         self._slots = slots
-        self._loaded: OrderedDict[str, int] = OrderedDict()
-        self._loading: dict[str, asyncio.Lock] = {}
-        self._freed = asyncio.Condition()
+        self._users: OrderedDict[str, int] = OrderedDict()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._freed = asyncio.Event()
         self._records: dict[str, SamplerRecord] = {}
 
     def find(self, sampler_id: str) -> SamplerRecord:
@@ -88,41 +88,71 @@ class Samplers:
             return
         directory = Path(record.directory)
         name = _adapter_name(directory)
-        async with self._loading.setdefault(name, asyncio.Lock()):
-            if name not in self._loaded:
-                await self._load(name, directory)
-            self._loaded[name] += 1
-            self._loaded.move_to_end(name)
+        taking = asyncio.create_task(self._take(name, directory))
+        try:
+            # To its end, also when the sample is cancelled: half a load is in nobody's books.
+            await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            taking.add_done_callback(lambda task: self._give_if_taken(name, task))
+            raise
         try:
             yield name
         finally:
-            self._loaded[name] -= 1
-            async with self._freed:
-                self._freed.notify_all()
+            self._give(name)
+
+    async def _take(self, name: str, directory: Path) -> None:
+        """Loads an adapter unless it is loaded, and counts one more user of it."""
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            if name not in self._users:
+                await self._load(name, directory)
+            self._users[name] += 1
+            self._users.move_to_end(name)
+
+    def _give(self, name: str) -> None:
+        self._users[name] -= 1
+        self._freed.set()
+
+    def _give_if_taken(self, name: str, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._give(name)
 
     async def _load(self, name: str, directory: Path) -> None:
-        async with self._freed:
-            # The place is taken before the fleet is asked: two loads must not count on the same.
-            await self._freed.wait_for(lambda: len(self._loaded) < self._slots or self._idle())
-            oldest = None if len(self._loaded) < self._slots else self._idle()
-            if oldest is not None:
-                del self._loaded[oldest]
-            self._loaded[name] = 1
+        while len(self._users) >= self._slots and self._idle() is None:
+            self._freed.clear()
+            await self._freed.wait()
+        oldest = self._idle() if len(self._users) >= self._slots else None
+        # The place is taken before the fleet is asked: two loads must not count on the same.
+        self._users[name] = 1
         try:
             if oldest is not None:
-                await self._fleet.unload_adapter(oldest)
-                self._loading.pop(oldest, None)
+                await self._unload(oldest)
             await self._fleet.load_adapter(name, str(directory))
-            self._loaded[name] = 0
+            self._users[name] = 0
         except BaseException:
-            del self._loaded[name]
-            async with self._freed:
-                self._freed.notify_all()
+            del self._users[name]
+            self._freed.set()
             raise
 
+    async def _unload(self, name: str) -> None:
+        """Makes room; whoever wants this adapter meanwhile waits, and loads it again."""
+        async with self._locks[name]:
+            del self._users[name]
+            try:
+                await self._fleet.unload_adapter(name)
+            except BaseException:
+                self._users[name] = 0
+                raise
+
     def _idle(self) -> str | None:
-        """The sampler that was used least recently and is not in use."""
-        return next((name for name, users in self._loaded.items() if not users), None)
+        """The sampler that was used least recently, is not in use, and about to be by nobody."""
+        return next(
+            (
+                name
+                for name, users in self._users.items()
+                if not users and not self._locks[name].locked()
+            ),
+            None,
+        )
 
 
 def _adapter_name(directory: Path) -> str:

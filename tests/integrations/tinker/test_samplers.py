@@ -1,0 +1,126 @@
+"""Samplers in fewer slots than there are of them: none is lost, and no slot is counted twice."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from lockstep.fleet.fleet import Fleet
+from lockstep.integrations.tinker.samplers import Samplers
+from lockstep.integrations.tinker.store import SamplerRecord, Store, now
+from lockstep.tokens import Completion, Sampling, VersionSpan
+from lockstep.tokens.completion import Finish
+from lockstep.tokens.errors import Busy, Conflict, NotFound, RolloutFailed, UnknownModel
+
+SLOTS = 3
+
+
+class FewSlots:
+    """A fleet that refuses what a real one refuses: too many adapters, two changes of one name."""
+
+    def __init__(self, finish: Finish = "stop") -> None:
+        self.loaded: set[str] = set()
+        self.changing: set[str] = set()
+        self.loads = 0
+        self.finish = finish
+        self.pool = self
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self._change(name)
+        if len(self.loaded) >= SLOTS:
+            raise Busy("too many adapters")
+        self.loaded.add(name)
+        self.loads += 1
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._change(name)
+        self.loaded.remove(name)
+
+    async def _change(self, name: str) -> None:
+        if name in self.changing:
+            raise Conflict("another operation on this adapter is under way")
+        self.changing.add(name)
+        await asyncio.sleep(random.random() / 500)
+        self.changing.remove(name)
+
+    async def run(self, affinity: Any, call: Any) -> Any:
+        return await call(self)
+
+    async def generate(self, request: Any) -> list[Completion]:
+        for _ in range(2):
+            if request.model != "tiny" and request.model not in self.loaded:
+                raise UnknownModel(f"{request.model} is not loaded")
+            await asyncio.sleep(random.random() / 500)
+        return [
+            Completion(
+                token_ids=[1], logprobs=[-1.0], prompt_ids=[1], finish=self.finish,
+                versions=(VersionSpan("v", 0, 1),), adapter=request.model,
+            )
+        ]  # fmt: skip
+
+
+def made(tmp_path: Path, fleet: FewSlots) -> Samplers:
+    store = Store(tmp_path)
+    for number in range(12):
+        with store.writing_ephemeral(f"s{number}") as directory:
+            (directory / "adapter_model.safetensors").write_bytes(b"")
+        where = str(store.ephemeral(f"s{number}"))
+        store.put_sampler(
+            SamplerRecord(
+                sampler_id=f"s{number}", base_model="tiny", created=now(), directory=where
+            )
+        )
+    return Samplers(cast("Fleet", fleet), store, "tiny", SLOTS)
+
+
+@pytest.mark.failure_mode("F82")
+async def test_every_sampler_answers_whatever_else_is_asked_for_and_cancelled(
+    tmp_path: Path,
+) -> None:
+    fleet = FewSlots()
+    samplers = made(tmp_path, fleet)
+    chosen = random.Random(1)
+    for _ in range(3):
+        tasks = [
+            asyncio.create_task(samplers.sample(f"s{chosen.randrange(12)}", [1], Sampling()))
+            for _ in range(100)
+        ]
+        for task in tasks[::5]:
+            await asyncio.sleep(0.0005)
+            task.cancel()
+        async with asyncio.timeout(30):
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [each for each in results if isinstance(each, Exception)] == []
+    assert fleet.loads > 12
+    again = await samplers.sample("s0", [1], Sampling())
+    assert again[0].adapter in fleet.loaded
+
+
+async def test_a_sampler_in_use_keeps_its_place(tmp_path: Path) -> None:
+    fleet = FewSlots()
+    samplers = made(tmp_path, fleet)
+    first = await samplers.sample("s0", [1], Sampling())
+    for _ in range(4):
+        for number in (1, 2):
+            await samplers.sample(f"s{number}", [1], Sampling())
+        await samplers.sample("s0", [1], Sampling())
+    assert fleet.loads == 3
+    assert first[0].adapter in fleet.loaded
+
+
+@pytest.mark.failure_mode("F12")
+async def test_an_aborted_sample_is_an_error(tmp_path: Path) -> None:
+    samplers = made(tmp_path, FewSlots(finish="abort"))
+    with pytest.raises(RolloutFailed, match="was aborted after 1 tokens"):
+        await samplers.sample("s0", [1], Sampling())
+
+
+async def test_weights_that_were_deleted_are_told(tmp_path: Path) -> None:
+    samplers = made(tmp_path, FewSlots())
+    (Path(samplers.find("s3").directory or "") / "adapter_model.safetensors").unlink()
+    with pytest.raises(NotFound, match="were deleted"):
+        await samplers.sample("s3", [1], Sampling())
