@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,6 +34,7 @@ from lockstep.engine.numerics.block_shapes import (
     shared_products_hold,
     why_unfit,
 )
+from lockstep.engine.numerics.packing import PackedRow, pack
 from lockstep.engine.numerics.plan import make_reproducible, plan, why_not_portable
 from lockstep.engine.numerics.segments import key_ranges, segment_attention, segment_mask
 from lockstep.tokens.errors import BadRequest, NotExact
@@ -255,6 +257,8 @@ def _batch(model: Any, sequences: list[list[int]], temperature: float) -> list[T
     if not all(sequences):
         at = next(at for at, ids in enumerate(sequences) if not ids)
         raise BadRequest(f"token_ids[{at}] is empty", param=f"token_ids[{at}]")
+    if packs(model):
+        return _packed(model, sequences, temperature)
     width = max(map(len, sequences))
     if model.device.type == "cpu":
         width = round_up(width, row_multiple_of(model))
@@ -263,6 +267,21 @@ def _batch(model: Any, sequences: list[list[int]], temperature: float) -> list[T
     logits = model(input_ids=ids, use_cache=False).logits
     chosen = chosen_logprobs(logits[:, :-1], ids[:, 1:], temperature)
     return [chosen[row, : len(sequence) - 1] for row, sequence in enumerate(sequences)]
+
+
+def packs(model: Any) -> bool:
+    """Whether the model can be called with `packing.pack`: prepared, and on a CPU."""
+    prepared = model.config.get_text_config()._attn_implementation == NAME
+    return bool(prepared and model.device.type == "cpu")
+
+
+def _packed(model: Any, sequences: list[list[int]], temperature: float) -> list[Tensor]:
+    row = pack(sequences)
+    logits = model(**row.arguments()).logits[0]
+    # The last token of a sequence has no next one in it: its row is left out.
+    kept = torch.from_numpy(np.concatenate([tokens[:-1] for tokens in row.tokens_of]))
+    chosen = chosen_logprobs(logits[kept], row.ids_T[kept + 1], temperature)
+    return list(chosen.split([len(ids) - 1 for ids in sequences]))
 
 
 def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -289,15 +308,19 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
+    packed_row: PackedRow | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention for transformers' AttentionInterface, over the ranges of `segment_mask`.
+    """Causal attention for transformers' AttentionInterface, over the ranges of `segment_mask`, or
+    over what `packing.pack` has put into one row.
 
     Raises NotExact under torch.compile, which computes with other bits.
     """
     if torch.compiler.is_compiling():
         raise NotExact("torch.compile gives other bits: call the prepared model without it")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packed_row is not None:
+        return packed_row.attention(query, key, value, scale), None
     ranges = attention_mask
     if ranges is not None and ranges.dim() == 4:  # the caller's own mask, which no one has read
         ranges = key_ranges(ranges)

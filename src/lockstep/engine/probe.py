@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 CANDIDATES, CANDIDATE_TOKENS = 64, 64
 GPU_TOKENS = 2048
 """Tokens, with padding, whose logits a GPU holds at once: 2 GB with a vocabulary of 150,000."""
+PACKED_TOKENS = 1024
+"""The same for a CPU that packs sequences: counted with padding, of which it has none."""
 Scored = tuple[tuple[int, ...], tuple[float, ...]]
 """A sequence, and the logprob of each of its tokens after the first."""
 _last_scores: weakref.WeakKeyDictionary[Any, tuple[Scored, ...]] = weakref.WeakKeyDictionary()
@@ -207,9 +209,11 @@ def _previous(
 
 
 def _score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
-    """One sequence at a time on a CPU, where that is as fast; on a GPU as many as memory allows for
-    the logits of a large vocabulary."""
+    """One sequence at a time on a CPU that would pad them; else as many as memory allows for the
+    logits of a large vocabulary."""
     budget = 1 if model.device.type == "cpu" else GPU_TOKENS
+    if exact.packs(model):
+        budget = PACKED_TOKENS
     batches: list[list[list[int]]] = []
     for ids in sequences:
         last = batches[-1] if batches else None

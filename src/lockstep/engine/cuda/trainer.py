@@ -188,7 +188,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
     """Attention of queries that follow each other, the first of row r at positions[r, 0].
 
-    As `segments._attend` has it, on a GPU. Rows of fewer queries are padded at the end.
+    As `segments.attend` has it, on a GPU. Rows of fewer queries are padded at the end.
     """
     starts = positions[:, 0].tolist()
     if len(starts) == 1:

@@ -78,7 +78,7 @@ def segment_attention(
     if ranges is None:
         offset = key.shape[2] - queries
         positions = torch.arange(offset, offset + queries, device=query.device)
-        out = _attend(query, key, value, positions[None], scale)
+        out = attend(query, key, value, positions[None], scale)
         return out.transpose(1, 2).contiguous()
     first, last = ranges.unbind(-1)
     sees = last >= first
@@ -106,12 +106,12 @@ def segment_attention(
         part.transpose(1, 2)[row[:, None], at].transpose(1, 2)
         for part, at in ((query, of_query), (key, of_key), (value, of_key))
     )
-    out = _attend(q, k, v, positions, scale).transpose(1, 2)
+    out = attend(q, k, v, positions, scale).transpose(1, 2)
     whole = query.new_zeros(batch, queries, heads, dim)
     return whole.index_put((where_row, where_query), out[index, place])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
     """Each query over the keys up to its position: positions (batch, queries), or (1, queries) for
     every row. Returns the shape of q."""
     if q.is_cuda:

@@ -38,19 +38,22 @@ class ExpertReplay:
         return len(self._routers)
 
     @contextmanager
-    def of(self, samples: Sequence[Sample], width: int, device: torch.device) -> Iterator[None]:
-        """Replays the experts of these samples, padded to `width` tokens, within the block."""
+    def of(
+        self, samples: Sequence[Sample], width: int | None, device: torch.device
+    ) -> Iterator[None]:
+        """Replays the experts of these samples within the block: of samples that are padded to
+        `width` tokens, or that follow each other without padding where it is None."""
         self._recorded = self._stack(samples, width).to(device)
         try:
             yield
         finally:
             self._recorded = None
 
-    def _stack(self, samples: Sequence[Sample], width: int) -> Tensor:
-        """(layers, samples * width, top_k), UNKNOWN where nothing was recorded."""
+    def _stack(self, samples: Sequence[Sample], width: int | None) -> Tensor:
+        """(layers, all tokens, top_k), UNKNOWN where nothing was recorded."""
         top_k = int(self._routers[0].top_k)
-        ids_BTLK = np.full((len(samples), width, self.layers, top_k), UNKNOWN, dtype=np.int64)
-        for row, sample in enumerate(samples):
+        rows = []
+        for sample in samples:
             if sample.experts is None:
                 raise BadExperts(
                     "a sample came without routed experts: set rollout.experts to true, or "
@@ -62,10 +65,11 @@ class ExpertReplay:
                     f"routed experts are {ids.shape[1:]} per token, but the trainer's model has "
                     f"{self.layers} routers of {top_k}"
                 )
+            row_TLK = np.full((width or len(sample.token_ids), *ids.shape[1:]), UNKNOWN, np.int64)
             start = sample.experts.start
-            ids_BTLK[row, start : start + len(ids)] = ids
-        flat = torch.from_numpy(ids_BTLK).flatten(0, 1)
-        return flat.transpose(0, 1).contiguous()
+            row_TLK[start : start + len(ids)] = ids
+            rows.append(row_TLK)
+        return torch.from_numpy(np.concatenate(rows)).transpose(0, 1).contiguous()
 
     def _hook(self, column: int) -> Any:
         def replace(router: Any, _: Any, output: Any) -> Any:

@@ -6,7 +6,7 @@ and the logprobs of equal weights are equal bit for bit.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,10 @@ from torch import Tensor
 
 from lockstep.engine import exact
 from lockstep.engine.config import EngineOptions, ModelConfig
-from lockstep.engine.model.arithmetic import round_up
 from lockstep.engine.numerics import plan as numerics
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.numerics.block_shapes import row_multiple
 from lockstep.engine.probe import remember, save_adapter, save_checkpoint
-from lockstep.engine.processing import process_spans
 from lockstep.engine.text.grammars import Grammars
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
@@ -32,6 +30,7 @@ from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import TrainBatch, TrainItem
 from lockstep.train.learning.distill import distill_loss, reverse_kl
 from lockstep.train.learning.expert_replay import ExpertReplay
+from lockstep.train.learning.forward import ForwardPass, Ints, sampled_at
 from lockstep.train.learning.loss import Ratio, Tally, masks, policy_loss
 
 
@@ -64,10 +63,10 @@ class Learner:
             trained, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay
         )
         self._trained = trained
-        self._replay = ExpertReplay(self.model) if _is_moe(self.model) else None
+        replay = ExpertReplay(self.model) if _is_moe(self.model) else None
         directory = _model_directory(config)
         vocab = self.model.config.get_text_config().vocab_size
-        self._grammars = Grammars.of(directory, vocab)
+        self._forward = ForwardPass(self.model, config, Grammars.of(directory, vocab), replay)
         # The fleet serves these weights before the first step: with their logprobs in the first
         # probe it measures how closely each worker follows, and tells new weights from old.
         remember(self.model)
@@ -119,19 +118,17 @@ class Learner:
             group["lr"] = lr
         self._optimizer.zero_grad(set_to_none=True)
         tally, loss_sum = Tally(), 0.0
-        logprobs: list[list[float]] = [[] for _ in batch.items]
-        # By length, so that a micro-batch has little padding.
-        lengths = [len(item.sample.token_ids) for item in batch.items]
-        by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
-        size = self._config.learner.micro_batch
-        for start in range(0, len(by_length), size):
-            chosen = by_length[start : start + size]
+        logprobs = [[0.0] * len(item.sample.token_ids) for item in batch.items]
+        for chosen in self._forward.passes(batch.items):
             items = [batch.items[at] for at in chosen]
-            loss, trainer_BT = self._micro(items, tally)
+            tokens = [sampled_at(item) for item in items]
+            loss, trainer_N = self._learn(items, tokens, tally)
             (loss / total).backward()
             loss_sum += float(loss.detach())
-            for row, at in enumerate(chosen):
-                logprobs[at] = [0.0, *trainer_BT[row, : lengths[at] - 1].tolist()]
+            values = iter(trainer_N.tolist())
+            for at, drawn in zip(chosen, tokens, strict=True):
+                for token in drawn:
+                    logprobs[at][token] = next(values)
         norm = torch.nn.utils.clip_grad_norm_(self._trained, self._config.learner.max_grad_norm)
         if not bool(torch.isfinite(norm)):
             raise Conflict(f"the gradient of step {number} is {float(norm)}: nothing was learnt")
@@ -139,80 +136,38 @@ class Learner:
         metrics = {**tally.means(), "loss": loss_sum / total, "grad_norm": float(norm), "lr": lr}
         return StepOutcome(metrics, logprobs)
 
-    def _micro(self, items: list[TrainItem], tally: Tally) -> tuple[Tensor, Tensor]:
-        """The summed loss of some items, and the trainer's logprobs of their tokens."""
-        longest = max(len(item.sample.token_ids) for item in items)
-        width = round_up(longest, exact.row_multiple_of(self.model))
+    def _learn(
+        self, items: list[TrainItem], tokens: list[Ints], tally: Tally
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss of some items, and the trainer's logprobs of their sampled tokens."""
         device = self.model.device
-        ids_BT = _padded([item.sample.token_ids for item in items], width, np.int64, device)
-        engine_BT = _padded([item.sample.logprobs for item in items], width, np.float32, device)
-        learn_BT = _padded([item.learn_T for item in items], width, np.bool_, device)
-        # Logits at a position are of the next token: all that follows is about tokens 1 to T.
-        engine_BT, learn_BT = engine_BT[:, 1:], learn_BT[:, 1:]
-        trainer_BT, entropy_BT = self._forward(items, ids_BT)
+
+        def flat(rows: Iterable[Any], dtype: Any) -> Tensor:
+            parts = [np.asarray(row, dtype)[at] for row, at in zip(rows, tokens, strict=True)]
+            return torch.from_numpy(np.concatenate(parts)).to(device)
+
+        engine_N = flat((item.sample.logprobs for item in items), np.float32)
+        learn_N = flat((item.learn_T for item in items), np.bool_)
+        trainer_N, entropy_N = self._forward.logprobs(items, tokens)
         # A token that these weights would not draw under its options has no ratio to learn from.
-        drawable_BT = trainer_BT > -torch.inf
-        learn_BT = learn_BT & drawable_BT
-        trainer_BT = torch.where(drawable_BT, trainer_BT, engine_BT)
-        ratio = Ratio.of(trainer_BT, engine_BT)
+        drawable_N = trainer_N > -torch.inf
+        learn_N = learn_N & drawable_N
+        trainer_N = torch.where(drawable_N, trainer_N, engine_N)
+        ratio = Ratio.of(trainer_N, engine_N)
         config = self._config.loss
-        more = {"entropy": entropy_BT}
+        more = {"entropy": entropy_N}
         if config.kind == "distill":
-            rows = [item.teacher or [] for item in items]
-            teacher_BT = _padded(rows, width, np.float32, device)[:, 1:]
-            loss, masked, advantage_BT = distill_loss(
-                ratio, trainer_BT, teacher_BT, learn_BT, config
-            )
-            more["ref_kl"] = reverse_kl(trainer_BT, teacher_BT)
+            teacher_N = flat((item.teacher or [] for item in items), np.float32)
+            loss, masked, advantage_N = distill_loss(ratio, trainer_N, teacher_N, learn_N, config)
+            more["ref_kl"] = reverse_kl(trainer_N, teacher_N)
         else:
-            advantage = torch.tensor([item.advantage for item in items], device=device)
-            advantage_BT = advantage[:, None].expand_as(trainer_BT)
-            masked = masks(ratio, advantage_BT, config)
-            loss = policy_loss(ratio, masked, advantage_BT, learn_BT, config)
-        tally.add(ratio, masked, advantage_BT, learn_BT, **more)
-        return loss, trainer_BT.detach()
-
-    def _forward(self, items: list[TrainItem], ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Logprobs of tokens 1 to T given those before, and the entropy where they were drawn."""
-        replays = self._replay is not None and self._config.learner.replay_experts
-        context = (
-            self._replay.of([item.sample for item in items], ids_BT.shape[1], ids_BT.device)
-            if replays and self._replay is not None
-            else nullcontext()
-        )
-        with context:
-            own_BTV = self.model(input_ids=ids_BT, use_cache=False).logits
-        processed = self._config.rollout.logprobs == "processed"
-        logits_BTV = own_BTV.float()
-        if processed:
-            logits_BTV = self._processed(logits_BTV, items)
-        logprobs_BTV = torch.log_softmax(logits_BTV[:, :-1], dim=-1)
-        if own_BTV.is_cuda and not any(item.sample.shaping for item in items):
-            temperature = self._config.rollout.temperature if processed else 1.0
-            chosen_BT = exact.chosen_logprobs(own_BTV[:, :-1], ids_BT[:, 1:], temperature)
-        else:
-            chosen_BT = logprobs_BTV.gather(-1, ids_BT[:, 1:, None]).squeeze(-1)
-        with torch.no_grad():
-            seen_BTV = logprobs_BTV.masked_fill(logprobs_BTV == -torch.inf, 0.0)
-            entropy_BT = -(logprobs_BTV.exp() * seen_BTV).sum(-1)
-        return chosen_BT, entropy_BT
-
-    def _processed(self, logits_BTV: Tensor, items: list[TrainItem]) -> Tensor:
-        """The logits as they were when the tokens were drawn: tempered, truncated, penalized."""
-        temperature = self._config.rollout.temperature
-        if not any(item.sample.shaping for item in items):
-            return logits_BTV if temperature == 1.0 else logits_BTV / temperature
-        rows = [
-            process_spans(
-                row_TV,
-                item.sample.token_ids,
-                item.sample.shaping,
-                temperature,
-                grammars=self._grammars,
-            )
-            for row_TV, item in zip(logits_BTV, items, strict=True)
-        ]
-        return torch.stack(rows)
+            counts = torch.tensor([len(at) for at in tokens])
+            each = torch.tensor([item.advantage for item in items])
+            advantage_N = each.repeat_interleave(counts).to(device)
+            masked = masks(ratio, advantage_N, config)
+            loss = policy_loss(ratio, masked, advantage_N, learn_N, config)
+        tally.add(ratio, masked, advantage_N, learn_N, **more)
+        return loss, trainer_N.detach()
 
     def _rate(self, number: int) -> float:
         learner = self._config.learner
@@ -277,13 +232,6 @@ def _model_directory(config: TrainConfig) -> Path:
             f"model is {config.model!r}: expected a bundled name or a directory", param="model"
         )
     return directory
-
-
-def _padded(rows: list[Any], width: int, dtype: Any, device: torch.device) -> Tensor:
-    out = np.zeros((len(rows), width), dtype=dtype)
-    for at, row in enumerate(rows):
-        out[at, : len(row)] = row
-    return torch.from_numpy(out).to(device)
 
 
 def _is_moe(model: Any) -> bool:

@@ -1,0 +1,133 @@
+"""Sequences packed into one row without padding, the beginnings that they share only once.
+
+What a token computes depends on the tokens before it alone, and bits do not depend on what stands
+beside: so a prompt that eight answers follow is computed once, and each answer attends to it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lockstep.engine.numerics.segments import attend
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens of the row that follow each other, and the keys that they see: those of the shared
+    beginning, then their own."""
+
+    shared: Ints
+    own: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRuns:
+    """Runs of about one size: queries (S, Q) and keys (S, K) in the row, positions (S, Q)."""
+
+    queries_SQ: Tensor
+    keys_SK: Tensor
+    positions_SQ: Tensor
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention of the runs, (S * Q, heads, dim); query, key and value are (T, heads, dim)."""
+        q, k, v = (
+            part.index_select(0, at.flatten()).view(*at.shape, *part.shape[1:]).transpose(1, 2)
+            for part, at in ((query, self.queries_SQ), (key, self.keys_SK), (value, self.keys_SK))
+        )
+        return attend(q, k, v, self.positions_SQ, scale).transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """One row of tokens; `tokens_of[i]` says where in it the tokens of sequence i are."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    tokens_of: tuple[Ints, ...]
+    runs: tuple[PackedRuns, ...]
+    place_T: Tensor
+    """Where each token of the row is in the runs, one after the other."""
+
+    def arguments(self) -> dict[str, Tensor | PackedRow | bool]:
+        """What a model that `exact.prepare` has seen is called with."""
+        return {
+            "input_ids": self.ids_T[None],
+            "position_ids": self.positions_T[None],
+            # Transformers takes a mask of four dimensions for one that is ready, and makes none.
+            "attention_mask": torch.zeros(1, 1, 1, 1),
+            "use_cache": False,
+            "packed_row": self,
+        }
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention of query (1, heads, T, dim); returns (1, T, heads, dim)."""
+        parts = [part[0].transpose(0, 1) for part in (query, key, value)]
+        out = torch.cat([runs.attend(*parts, scale) for runs in self.runs])
+        return out.index_select(0, self.place_T)[None]
+
+
+def pack(sequences: Sequence[Sequence[int]], shared: Sequence[int] | None = None) -> PackedRow:
+    """Packs sequences, of which the first `shared[i]` tokens may be computed together with those of
+    others that begin with the very same ones; without it nothing is shared."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    tokens_of: list[Ints] = []
+    runs: list[Run] = []
+    known: dict[tuple[int, ...], Ints] = {}
+    nothing = np.zeros(0, dtype=np.int64)
+
+    def add(ids: Sequence[int], after: Ints) -> Ints:
+        own = np.arange(len(tokens), len(tokens) + len(ids))
+        tokens.extend(ids)
+        positions.extend(range(len(after), len(after) + len(ids)))
+        runs.append(Run(after, own))
+        return own
+
+    for at, ids in enumerate(sequences):
+        beginning = tuple(ids[: shared[at]]) if shared is not None else ()
+        before = nothing
+        if beginning:
+            if beginning not in known:
+                known[beginning] = add(beginning, nothing)
+            before = known[beginning]
+        rest = ids[len(beginning) :]
+        own = add(rest, before) if rest else nothing
+        tokens_of.append(np.concatenate((before, own)))
+    packed, place = _runs(runs, len(tokens))
+    return PackedRow(
+        torch.tensor(tokens), torch.tensor(positions), tuple(tokens_of), packed, place
+    )  # fmt: skip
+
+
+def _runs(runs: Sequence[Run], count: int) -> tuple[tuple[PackedRuns, ...], Tensor]:
+    """The runs by size, so that short ones are not padded to the longest, and `place_T`."""
+    by_size: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    for run in runs:
+        keys = len(run.shared) + len(run.own)
+        by_size[len(run.own).bit_length(), keys.bit_length()].append(run)
+    place = np.zeros(count, dtype=np.int64)
+    packed: list[PackedRuns] = []
+    start = 0
+    for alike in by_size.values():
+        queries = max(len(run.own) for run in alike)
+        keys = max(len(run.shared) + len(run.own) for run in alike)
+        queries_SQ, positions_SQ = np.zeros((2, len(alike), queries), dtype=np.int64)
+        keys_SK = np.zeros((len(alike), keys), dtype=np.int64)
+        for row, run in enumerate(alike):
+            own, before = len(run.own), len(run.shared)
+            queries_SQ[row, :own] = run.own
+            positions_SQ[row, :own] = np.arange(before, before + own)
+            keys_SK[row, :before], keys_SK[row, before : before + own] = run.shared, run.own
+            place[run.own] = start + row * queries + np.arange(own)
+        packed.append(PackedRuns(*map(torch.from_numpy, (queries_SQ, keys_SK, positions_SQ))))
+        start += queries_SQ.size
+    return tuple(packed), torch.from_numpy(place)

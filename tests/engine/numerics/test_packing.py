@@ -1,0 +1,89 @@
+"""Sequences in one row have the bits that they have alone, and gradients that add up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.engine import exact
+from lockstep.engine.numerics.packing import pack
+from lockstep.models import bundled
+
+
+@pytest.fixture(scope="module", params=("tiny", "tiny-moe"))
+def model(request: pytest.FixtureRequest) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    made = AutoModelForCausalLM.from_pretrained(bundled(request.param), dtype=torch.float32)
+    return exact.prepare(made)
+
+
+def some(lengths: Sequence[int]) -> list[list[int]]:
+    source = random.Random(7)
+    return [[source.randrange(512) for _ in range(length)] for length in lengths]
+
+
+def groups() -> tuple[list[list[int]], list[int]]:
+    """Answers of uneven lengths behind few prompts, and where each prompt ends."""
+    prompts = some((17, 5, 70))
+    answers = some((1, 9, 40, 3, 130, 2, 12, 64))
+    chosen = [prompts[at % len(prompts)] for at in range(len(answers))]
+    return [p + a for p, a in zip(chosen, answers, strict=True)], list(map(len, chosen))
+
+
+def test_a_prompt_is_in_the_row_once_and_every_token_has_the_bits_it_has_alone(model: Any) -> None:
+    sequences, shared = groups()
+    row = pack(sequences, shared)
+    assert len(row.ids_T) == 17 + 5 + 70 + sum(map(len, sequences)) - sum(shared)
+    with torch.no_grad():
+        packed = model(**row.arguments()).logits[0]
+        for ids, tokens in zip(sequences, row.tokens_of, strict=True):
+            alone = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+            assert row.ids_T[tokens].tolist() == ids
+            assert torch.equal(packed[tokens], alone)
+
+
+def test_the_gradient_is_that_of_the_sequences_one_by_one(model: Any) -> None:
+    sequences, shared = groups()
+
+    def gradient(logprobs: Sequence[Tensor]) -> Tensor:
+        model.zero_grad()
+        torch.stack([each.sum() for each in logprobs]).sum().backward()
+        parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        return torch.cat(parts).clone()
+
+    row = pack(sequences, shared)
+    logits = model(**row.arguments()).logits[0]
+    together = gradient(
+        [
+            exact.chosen_logprobs(logits[tokens[:-1]], torch.tensor(ids[1:]))
+            for ids, tokens in zip(sequences, row.tokens_of, strict=True)
+        ]
+    )
+    alone = gradient([exact.token_logprobs(model, ids) for ids in sequences])  # type: ignore[misc]
+    assert float((together - alone).norm() / alone.norm()) < 1e-5
+
+
+def test_many_sequences_score_as_each_does(model: Any) -> None:
+    sequences = some((160, 66, 9, 1, 9, 2))
+    with torch.no_grad():
+        together = exact.token_logprobs(model, sequences)
+        assert [len(row) for row in together] == [159, 65, 8, 0, 8, 1]
+        for row, ids in zip(together, sequences, strict=True):
+            assert torch.equal(row, exact.token_logprobs(model, ids))  # type: ignore[arg-type]
+
+
+def test_sequences_that_only_begin_alike_are_not_mixed_up(model: Any) -> None:
+    (one,) = some((20,))
+    other = one[:10] + [(token + 1) % 512 for token in one[10:]]
+    row = pack([one, other], [15, 15])
+    assert len(row.ids_T) == 40
+    with torch.no_grad():
+        packed = model(**row.arguments()).logits[0]
+        alone = model(input_ids=torch.tensor([other]), use_cache=False).logits[0]
+    assert torch.equal(packed[row.tokens_of[1]], alone)
