@@ -100,6 +100,19 @@ async def test_every_sampler_answers_whatever_else_is_asked_for_and_cancelled(
     assert again[0].adapter in fleet.loaded
 
 
+async def test_a_sampler_that_is_making_room_is_loaded_again_after_that(tmp_path: Path) -> None:
+    fleet = FewSlots()
+    samplers = made(tmp_path, fleet)
+    for number in range(SLOTS):
+        await samplers.sample(f"s{number}", [1], Sampling())
+    later = asyncio.create_task(samplers.sample("s3", [1], Sampling()))
+    while not fleet.changing:
+        await asyncio.sleep(0)
+    (back,) = await samplers.sample("s0", [1], Sampling())
+    await later
+    assert back.adapter in fleet.loaded
+
+
 async def test_a_sampler_in_use_keeps_its_place(tmp_path: Path) -> None:
     fleet = FewSlots()
     samplers = made(tmp_path, fleet)

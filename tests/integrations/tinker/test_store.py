@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lockstep.integrations.tinker.store import (
@@ -52,6 +53,8 @@ def test_a_checkpoint_that_was_not_written_to_its_end_is_none(store: Store) -> N
 
     with pytest.raises(RuntimeError):
         fails()
+    (partial,) = store.root.glob("runs/*/weights/.*")
+    (partial / "record.json").write_bytes(msgspec.json.encode(checkpoint()))
     assert store.checkpoints() == []
     write(store, checkpoint())
     assert len(store.checkpoints(RUN)) == 1
