@@ -25,6 +25,7 @@ class FewSlots:
     def __init__(self, finish: Finish = "stop") -> None:
         self.loaded: set[str] = set()
         self.changing: set[str] = set()
+        self.slow: set[str | None] = set()
         self.loads = 0
         self.finish = finish
         self.pool = self
@@ -44,7 +45,7 @@ class FewSlots:
         if name in self.changing:
             raise Conflict("another operation on this adapter is under way")
         self.changing.add(name)
-        await asyncio.sleep(random.random() / 500)
+        await asyncio.sleep(0.05 if name in self.slow else random.random() / 500)
         self.changing.remove(name)
 
     async def run(self, affinity: Any, call: Any) -> Any:
@@ -104,7 +105,8 @@ async def test_a_sampler_that_is_making_room_is_loaded_again_after_that(tmp_path
     fleet = FewSlots()
     samplers = made(tmp_path, fleet)
     for number in range(SLOTS):
-        await samplers.sample(f"s{number}", [1], Sampling())
+        (one,) = await samplers.sample(f"s{number}", [1], Sampling())
+        fleet.slow |= {one.adapter} if number == 0 else set()
     later = asyncio.create_task(samplers.sample("s3", [1], Sampling()))
     while not fleet.changing:
         await asyncio.sleep(0)
