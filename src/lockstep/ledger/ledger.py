@@ -22,6 +22,7 @@ from lockstep.ledger.breaks import CLIENT_BREAKS, Breaks, check_breaks
 from lockstep.ledger.id_json_cache import IdJsonCache
 from lockstep.ledger.matching import (
     EXPLAINED,
+    UNREAD,
     Cause,
     PlannedPrompt,
     PromptPlan,
@@ -30,6 +31,7 @@ from lockstep.ledger.matching import (
     light_prompt,
     read_request,
 )
+from lockstep.ledger.read_history import ReadHistory
 from lockstep.ledger.reading_cost import is_light
 from lockstep.ledger.tree import (
     IDS,
@@ -66,6 +68,7 @@ class Ledger:
         self.nbytes = 0
         self.on_break: Callable[[tuple[bytes, Cause]], object] | None = None
         self.id_json = IdJsonCache()
+        self.read_history = ReadHistory()
         self._recorded: set[bytes] = set()
 
     def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> PromptPlan:
@@ -89,13 +92,17 @@ class Ledger:
         """`plan`, with tokenizing that takes long off the event loop; it raises the same.
 
         `renderer` and `breaks` take the place of the ledger's own for this one request. With
-        `lazy` the ids may stay JSON (LazyIds), for a caller that only forwards them.
+        `lazy` the ids may stay JSON (LazyIds), and the messages are as decoding JSON gave them,
+        for a caller that forwards both.
         """
         renderer = renderer or self.renderer
-        if is_light(messages, tools):
-            request = read_request(self.roots, messages, tools)
+        known = self.read_history.known(messages) if lazy else UNREAD
+        if is_light(messages, tools, len(known.plain)):
+            request = read_request(self.roots, messages, tools, known)
         else:
-            request = await renderer.offload(read_request, self.roots[:], messages, tools)
+            request = await renderer.offload(read_request, self.roots[:], messages, tools, known)
+        if lazy:
+            self.read_history.keep(known.json, request.messages, request.history)
         prompt = light_prompt(request, renderer)
         if prompt is None:
             # A copy: turns may be committed while the threads work, and count from the next plan.

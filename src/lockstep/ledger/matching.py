@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lockstep.ledger.read_history import ReadMessages
 from lockstep.ledger.tree import Match, Node, longest, text_size
 from lockstep.render.messages import (
     Message,
@@ -24,6 +25,7 @@ from lockstep.tokens.errors import BadRequest
 LIGHT = 2000
 """Characters up to which new messages are tokenized at once: a fraction of a millisecond."""
 
+UNREAD = ReadMessages()
 Cause = Literal["edited_history", "tools_changed", "thinking_dropped", "truncated", "no_bridge"]
 
 EXPLAINED: dict[Cause, str] = {
@@ -85,11 +87,18 @@ class PlannedPrompt:
 
 
 def read_request(
-    roots: Sequence[Node], messages: Iterable[Any], tools: Iterable[Any] | None
+    roots: Sequence[Node],
+    messages: Iterable[Any],
+    tools: Iterable[Any] | None,
+    known: ReadMessages = UNREAD,
 ) -> TurnRequest:
-    """The request to match. Raises BadRequest for messages that cannot be read, or add nothing."""
-    plain, specs = plain_messages(messages), plain_tools(tools)
-    history, key = tuple(map(canonical, plain)), canonical_tools(specs)
+    """The request to match; the first messages are `known`, and not read again.
+
+    Raises BadRequest for messages that cannot be read, or add nothing.
+    """
+    plain, specs = plain_messages(messages, known.plain), plain_tools(tools)
+    history = (*known.history, *map(canonical, plain[len(known.history) :]))
+    key = canonical_tools(specs)
     match = longest((root for root in roots if root.tools == key), history)
     if match.length == len(history):
         raise BadRequest(

@@ -47,9 +47,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
     extra: str = ""
 
 
-def plain_messages(messages: Iterable[Any]) -> list[Plain]:
-    """The messages as dicts to render. Raises BadRequest that names the message and the field."""
-    read = [_plain(message, f"messages[{at}]") for at, message in enumerate(messages)]
+def plain_messages(messages: Iterable[Any], known: Sequence[Plain] = ()) -> list[Plain]:
+    """The messages as dicts to render; the first of them are `known`, and not read again.
+
+    Raises BadRequest that names the message and the field.
+    """
+    new = itertools.islice(messages, len(known), None)
+    read = [*known, *(_plain(each, f"messages[{at}]") for at, each in enumerate(new, len(known)))]
     if not read:
         raise BadRequest("messages is empty, expected at least one message", param="messages")
     return read

@@ -24,6 +24,9 @@ from lockstep.protocol.openai.responses_request import ResponsesRequest
 from lockstep.render.messages import Plain
 from lockstep.tokens.errors import BadRequest
 
+IN_REPLY = (ReasoningItem, FunctionCallItem, CustomCallItem)
+"""Items of an assistant turn. A tuple: each use of a union would build it anew."""
+
 
 @dataclass(frozen=True, slots=True)
 class TranslatedResponses:
@@ -92,7 +95,7 @@ def _messages(request: ResponsesRequest, tools: ToolNames) -> list[Plain]:
         place = f"input[{at}]"
         if isinstance(item, AdditionalToolsItem):
             tools.add(item.tools, f"{place}.tools")
-        elif isinstance(item, ReasoningItem | FunctionCallItem | CustomCallItem) or (
+        elif isinstance(item, IN_REPLY) or (
             isinstance(item, MessageItem) and item.role == "assistant"
         ):
             reply = reply or _Reply()
@@ -128,7 +131,7 @@ def _message(item: ResponseItem, where: str) -> Plain:
     if isinstance(item, AgentMessageItem):
         text = text_of(item.content, f"{where}.content", joint="")
         return {"role": "user", "content": text}
-    if isinstance(item, FunctionCallItem | CustomCallItem | ReasoningItem | AdditionalToolsItem):
+    if isinstance(item, (*IN_REPLY, AdditionalToolsItem)):
         raise BadRequest(f"{where} cannot stand here", param=where)
     output = text_of(item.output, f"{where}.output", joint="")
     return {"role": "tool", "tool_call_id": item.call_id, "content": output}

@@ -114,7 +114,9 @@ class SessionCache:
         self._without_turns.discard(session)
         if session.name in self._recent:
             self.nbytes -= session.counted_bytes
-        session.counted_bytes = session.nbytes + session.ledger.id_json.nbytes
+        ledger = session.ledger
+        caches = ledger.id_json.nbytes + ledger.read_history.nbytes
+        session.counted_bytes = session.nbytes + caches
         self.nbytes += session.counted_bytes
         self._recent[session.name] = session
         self._recent.move_to_end(session.name)

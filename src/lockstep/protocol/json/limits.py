@@ -33,6 +33,7 @@ NESTED = (
     ("metadata", "nesting"),
 )
 """Fields whose values may be any JSON."""
+NESTING = (list, dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ def depth(value: Any, limit: int) -> int | None:
             child
             for each in level
             for child in (each.values() if isinstance(each, dict) else each)
-            if isinstance(child, list | dict)
+            if isinstance(child, NESTING)
         ]
         if not level:
             return at + 1

@@ -139,9 +139,11 @@ def _check_messages(request: ChatRequest) -> None:
     for at, message in enumerate(request.messages):
         if message.keys() == BARE and type(message["role"]) is type(message["content"]) is str:
             continue  # most messages of a long history, all of which comes with every turn
-        for key, (kinds, expected) in MESSAGE_KINDS.items():
-            value = message.get(key)
-            if value is not None and not isinstance(value, kinds):
+        for key, value in message.items():
+            if value is None or key not in MESSAGE_KINDS:
+                continue
+            kinds, expected = MESSAGE_KINDS[key]
+            if not isinstance(value, kinds):
                 raise BadRequest(
                     f"messages[{at}].{key} is a {type(value).__name__}: expected {expected}",
                     param=f"messages[{at}].{key}",

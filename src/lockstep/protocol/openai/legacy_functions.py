@@ -41,7 +41,7 @@ def _read_messages(messages: list[dict[str, Any]]) -> None:
     for at, message in enumerate(messages):
         if message.get("role") == "function":
             messages[at] = {**message, "role": "tool"}
-        elif isinstance(call := message.get("function_call"), Mapping):
+        elif isinstance(call := message.get("function_call"), dict):
             rest = {key: value for key, value in message.items() if key != "function_call"}
             messages[at] = {**rest, "tool_calls": [{"type": "function", "function": dict(call)}]}
 

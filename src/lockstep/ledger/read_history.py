@@ -1,0 +1,69 @@
+"""Keeps what the last request of a session was read into, so that a turn reads what it adds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from lockstep.render.messages import Message, Plain
+
+ENCODER = msgspec.json.Encoder()
+CHARACTERS = 1 << 20
+"""Of text up to which messages are written as JSON again: a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMessages:
+    """Messages that were read, to render and to compare. `json` is what they were read from,
+    without the closing bracket, and empty where that is not known."""
+
+    plain: tuple[Plain, ...] = ()
+    history: tuple[Message, ...] = ()
+    json: bytes = b""
+
+
+class ReadHistory:
+    """The messages of the last request of a session.
+
+    A client sends its history again with every turn, and most send it as it was. It is known by
+    its bytes and nothing less: where one differs, all of it is read and compared as ever.
+    """
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept = ReadMessages()
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._kept.json)
+
+    def known(self, messages: Iterable[Any]) -> ReadMessages:
+        """Those that these messages begin with, and the JSON of all. Messages must be as decoding
+        JSON gives them: other values may be written alike and not be the same."""
+        json = _written(messages)
+        kept = self._kept
+        # A comma or the bracket: there the last message ends in both.
+        if kept.json and json.startswith(kept.json) and json[len(kept.json)] in b",]":
+            return ReadMessages(kept.plain, kept.history, json[:-1])
+        return ReadMessages(json=json[:-1])
+
+    def keep(self, json: bytes, plain: Iterable[Plain], history: tuple[Message, ...]) -> None:
+        """Keeps messages as they were read from that JSON."""
+        self._kept = ReadMessages(tuple(plain), history, json) if json else ReadMessages()
+
+
+def _written(messages: Iterable[Any]) -> bytes:
+    """Empty for what is too much to be written here, or cannot be."""
+    if not isinstance(messages, list):
+        return b""
+    contents = [message.get("content") for message in messages if type(message) is dict]
+    if sum([len(text) for text in contents if type(text) is str]) > CHARACTERS:
+        return b""
+    try:
+        return ENCODER.encode(messages)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return b""  # nothing that can be read, or half a surrogate pair: not for this to say
