@@ -14,7 +14,7 @@ ALIVE_SECONDS = 10.0
 """How often the connection is tried: a network that swallows packets closes nothing."""
 
 
-class Listener:
+class NotificationListener:
     """Hands the notifications of one channel to a callback; see PostgresDatabase.listen."""
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
-from lockstep.storage.listener import Listener
+from lockstep.storage.listener import NotificationListener
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
 
 try:
@@ -94,7 +94,7 @@ class PostgresDatabase:
         self._pool_size = pool_size
         self._statement_seconds, self._connect_seconds = statement_seconds, connect_seconds
         self._pool: ConnectionPool | None = None
-        self._listeners: list[Listener] = []
+        self._listeners: list[NotificationListener] = []
 
     @property
     def shown(self) -> str:
@@ -148,14 +148,14 @@ class PostgresDatabase:
         """
         return PooledConnection(self._pool, self._away)
 
-    async def listen(self, channel: str, callback: Callable[[str], None]) -> Listener:
+    async def listen(self, channel: str, callback: Callable[[str], None]) -> NotificationListener:
         """Calls `callback` with the payload of each notification of the channel, until closed.
 
         After the connection was lost and made again it is called with "", as something may have
         been missed. Raises Unavailable when there is no connection at first. Notify with
         `SELECT pg_notify($1, $2)` and `channel_name(channel)`.
         """
-        listener = Listener(self._connect, self.channel_name(channel), callback)
+        listener = NotificationListener(self._connect, self.channel_name(channel), callback)
         try:
             await listener.start()
         except BaseException as error:
