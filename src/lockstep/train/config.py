@@ -86,7 +86,7 @@ class LearnerConfig:
     betas: Annotated[tuple[float, float], "Of AdamW."] = (0.9, 0.95)
     weight_decay: Annotated[float, "Of AdamW."] = 0.0
     max_grad_norm: Annotated[float, "Gradients are clipped to it."] = 1.0
-    micro_batch: Annotated[int, "Samples per forward pass."] = 32
+    micro_batch: Annotated[int, "Samples per forward pass; more while they have few tokens."] = 32
     device: Annotated[str, "cpu or cuda."] = "cpu"
     dtype: Annotated[Literal["float32", "bfloat16"], "Of the trained weights."] = "float32"
     threads: Annotated[int, "Torch threads."] = 1
