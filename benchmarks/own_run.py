@@ -56,24 +56,20 @@ def main() -> None:
         )
         trainer = Trainer(config)
         result = asyncio.run(trainer.run(mark))
-    print(
-        json.dumps(
-            {
-                "wall": [b - a for a, b in itertools.pairwise(wall)],
-                "cpu": [b - a for a, b in itertools.pairwise(cpu)],
-                "served_cpu": [b - a for a, b in itertools.pairwise(served)],
-                "reward": [step.reward for step in result.steps],
-                # Tokens of older weights differ by what was learnt since, and say nothing.
-                "mismatch": max(
-                    step.more["mismatch_max"] for step in result.steps if not step.off_policy_max
-                ) if any(not step.off_policy_max for step in result.steps) else 0.0,
-                "parts": {
-                    part: [getattr(step, f"time_{part}") for step in result.steps]
-                    for part in ("rollout", "train", "save", "update")
-                },
-            }
-        )
-    )  # fmt: skip
+    # Tokens of older weights differ by what was learnt since, which says nothing of arithmetic.
+    fresh = [step.more["mismatch_max"] for step in result.steps if not step.off_policy_max]
+    measured = {
+        "wall": [b - a for a, b in itertools.pairwise(wall)],
+        "cpu": [b - a for a, b in itertools.pairwise(cpu)],
+        "served_cpu": [b - a for a, b in itertools.pairwise(served)],
+        "reward": [step.reward for step in result.steps],
+        "mismatch": max(fresh, default=0.0),
+        "parts": {
+            part: [getattr(step, f"time_{part}") for step in result.steps]
+            for part in ("rollout", "train", "save", "update")
+        },
+    }
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

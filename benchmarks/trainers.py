@@ -1,10 +1,13 @@
-"""A step of TRL's GRPOTrainer: on a Lockstep gateway beside TRL alone, on the short reverse task.
+"""A step of a trainer on the short reverse task: TRL's GRPOTrainer on a Lockstep gateway, and
+Lockstep's own loop in both modes, beside TRL alone.
 
     python -m benchmarks.trainers
 
 128 rollouts a step (16 x 8) of about 9 tokens, the bundled model, two cores. TRL alone generates in
 its own process with transformers; on the gateway every step writes, stages, proves and swaps the
 weights of a worker process. Runs take turns, and the first steps of each are left out.
+CPU seconds are those of all processes; TRL alone is given one thread for them, as threads that wait
+for each other on a busy machine burn time.
 """
 
 from __future__ import annotations
@@ -21,17 +24,27 @@ from benchmarks.table import Row
 
 ROUNDS, STEPS, WARM = 2, 12, 3
 TOKEN = "benchmark"
+TRL, OWN = "benchmarks.trl_run", "benchmarks.own_run"
 
 
 def rows() -> list[Row]:
     alone: list[dict[str, Any]] = []
     close: list[dict[str, Any]] = []
     exact: list[dict[str, Any]] = []
+    single: list[dict[str, Any]] = []
+    in_turns: list[dict[str, Any]] = []
+    ahead: list[dict[str, Any]] = []
     for _ in range(ROUNDS):
         alone.append(run())
         close.append(on_gateway())
         exact.append(on_gateway("--exact"))
+        single.append(run(threads=1))
+        in_turns.append(on_gateway("--mode", "sync", module=OWN))
+        ahead.append(on_gateway("--mode", "async", module=OWN))
     theirs = seconds(alone)
+    # One thread is the faster way on a busy machine: TRL gets the better of its two.
+    best = min(theirs, seconds(single))
+    spent = median(step for each in single for step in each["cpu"][WARM:])
     return [
         Row(
             what="TRL on Lockstep, a step", against="TRL alone", ours=seconds(close),
@@ -41,13 +54,32 @@ def rows() -> list[Row]:
             what="TRL on Lockstep, exact, a step", against="TRL alone", ours=seconds(exact),
             theirs=theirs, unit="s", note=told(exact, alone),
         ),
+        Row(
+            what="own loop, in turns, a step", against="TRL alone", ours=seconds(in_turns),
+            theirs=best, unit="s", at_most=1.0, note=told(in_turns, single),
+        ),
+        Row(
+            what="own loop, one version ahead, a step", against="TRL alone", ours=seconds(ahead),
+            theirs=best, unit="s", at_most=0.7, note=told(ahead, single),
+        ),
+        Row(
+            what="own loop, in turns, CPU of a step", against="TRL alone, one thread",
+            ours=cpu_of_all(in_turns), theirs=spent, unit="s",
+        ),
+        Row(
+            what="own loop, one version ahead, CPU of a step", against="TRL alone, one thread",
+            ours=cpu_of_all(ahead), theirs=spent, unit="s",
+        ),
     ]  # fmt: skip
 
 
-def run(*arguments: str) -> dict[str, Any]:
-    """What a run of benchmarks/trl_run.py measured."""
-    command = [str(peers.python("trl")), "-m", "benchmarks.trl_run", "--steps", str(STEPS)]
+def run(*arguments: str, module: str = TRL, threads: int | None = None) -> dict[str, Any]:
+    """What a run of benchmarks/trl_run.py or own_run.py measured."""
+    python = str(peers.python("trl")) if module == TRL else sys.executable
+    command = [python, "-m", module, "--steps", str(STEPS)]
     environ = {**os.environ, "PYTHONPATH": str(peers.ROOT), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    if threads is not None:
+        environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     done = subprocess.run(
         [*command, *arguments], env=environ, cwd=peers.ROOT, capture_output=True, text=True
     )
@@ -57,7 +89,7 @@ def run(*arguments: str) -> dict[str, Any]:
     return measured
 
 
-def on_gateway(*arguments: str) -> dict[str, Any]:
+def on_gateway(*arguments: str, module: str = TRL) -> dict[str, Any]:
     command = [sys.executable, "-m", "lockstep", "serve", "tiny", "--json", "--port", "0",
                "--admin-port", "0", "--sessions", "memory"]  # fmt: skip
     environ = {**os.environ, "LOCKSTEP_ADMIN_TOKEN": TOKEN}
@@ -66,13 +98,24 @@ def on_gateway(*arguments: str) -> dict[str, Any]:
             line = served.stdout.readline() if served.stdout else ""
             ready = json.loads(line)
             where = ["--url", ready["url"], "--admin-url", ready["admin_url"], "--token", TOKEN]
-            return run(*where, *arguments)
+            if module == OWN:
+                where += ["--served-pid", str(served.pid)]
+            return run(*where, *arguments, module=module)
         finally:
             served.terminate()
 
 
 def seconds(runs: list[dict[str, Any]]) -> float:
     return float(median(step for each in runs for step in each["wall"][WARM:]))
+
+
+def cpu_of_all(runs: list[dict[str, Any]]) -> float:
+    """CPU seconds of a step: of the trainer, the gateway and its worker."""
+    return median(
+        own + served
+        for each in runs
+        for own, served in zip(each["cpu"][WARM:], each["served_cpu"][WARM:], strict=True)
+    )
 
 
 def told(ours: list[dict[str, Any]], alone: list[dict[str, Any]]) -> str:
