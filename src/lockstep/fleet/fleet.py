@@ -71,8 +71,7 @@ class Fleet:
         """`model_dir` is where the weights are that the workers start with, if that is known.
 
         With a `leadership` that is shared, this is one gateway of several on `store`: it changes
-        the fleet while it leads, else it follows who does. `token` is then the admin token of the
-        workers that other gateways took in.
+        the fleet while it leads, else it follows who does; `token` is the workers' admin token.
         """
         self.pool = pool
         self._store = store or LocalStore()

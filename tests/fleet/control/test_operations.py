@@ -11,7 +11,6 @@ import pytest
 
 from lockstep.backends.admin import Source
 from lockstep.fleet.control.desired import StateStore
-from lockstep.fleet.control.operations import Operations
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotFound
 from lockstep.tokens.operation import Operation
 from tests.fleet.fakes import until
