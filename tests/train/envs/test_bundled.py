@@ -129,7 +129,11 @@ def test_an_environment_is_found_by_import_path() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("chess", {}, "expected one of calc, guess, reverse, harness, verifiers:NAME, or an import path"),
+        (
+            "chess",
+            {},
+            "expected one of calc, guess, reverse, harness, verifiers:NAME, or an import path",
+        ),
         ("absent.module:Name", {}, "No module named 'absent'"),
         ("tests.train.envs.test_bundled:Absent", {}, "has no 'Absent'"),
         ("tests.train.envs.test_bundled:Scripted", {"replies": []}, "without tasks and play"),
