@@ -6,8 +6,9 @@ from tests.docs.blocks import ROOT, RUN, SHOWN, blocks, loose_commands, pages
 from tests.docs.page_runner import RUN_ELSEWHERE
 
 MOST_NOT_RUN = 9
-GPU = "needs a GPU"  # never there when tests run
-ENGINES = ("vllm", "dynamo", "tinker", "trl", "verifiers", "postgres")
+# Never there when tests run.
+ABSENT = ("needs a GPU", "needs a Ray cluster", "needs Docker", "needs Kubernetes")
+ENGINES = ("vllm", "dynamo", "tinker", "trl", "verifiers", "postgres", "ray")
 
 
 def test_commands_that_other_tests_run_are_run_there() -> None:
@@ -30,6 +31,6 @@ def test_few_blocks_are_only_shown() -> None:
         b
         for page in pages()
         for b in blocks(page)
-        if b.language in RUN and b.reason not in (None, GPU)
+        if b.language in RUN and b.reason not in (None, *ABSENT)
     ]
     assert len(shown) <= MOST_NOT_RUN, "\n".join(f"{b.place}: {b.reason}" for b in shown)

@@ -35,7 +35,8 @@ class RayFleet:
     Checkpoints are read from a path that all nodes and the gateway share; or, with `weights_dir`,
     they travel through Ray's object store to that directory of each node and of this machine,
     which must be the gateway's. `api_key` is the workers' own, LOCKSTEP_WORKER_API_KEY of the
-    gateway: off loopback the embedded engine demands one. `actor_options` are Ray's own, such as
+    gateway: off loopback the embedded engine demands one. Workers listen on the address of their
+    node, or on `host`: 127.0.0.1 for a Ray of one machine. `actor_options` are Ray's own, such as
     num_gpus or resources. The fleet ends with the process that made it.
     """
 
@@ -51,6 +52,7 @@ class RayFleet:
         python: str | None = None,
         api_key: str | None = None,
         insecure: bool = False,
+        host: str | None = None,
         weights_dir: str | Path | None = None,
         name: str = "ray",
         max_restarts: int = -1,
@@ -71,7 +73,7 @@ class RayFleet:
             insecure=insecure,
         )  # fmt: skip
         weights = None if self._weights_dir is None else str(self._weights_dir)
-        self._place = FleetPlace(gateways=gateways, token=token, weights_dir=weights)
+        self._place = FleetPlace(gateways=gateways, token=token, host=host, weights_dir=weights)
         self._names = tuple(f"{name}-{number}" for number in range(workers))
         self._options = {"max_restarts": max_restarts, "max_task_retries": -1,
                          "scheduling_strategy": "SPREAD", "num_cpus": 1,

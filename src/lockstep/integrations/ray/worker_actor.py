@@ -22,11 +22,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlace:
-    """Where workers belong: admin URLs of gateways, their token, and the directory for weights
-    that come through the object store."""
+    """Where workers belong: admin URLs of gateways, their token, the address to listen on where
+    that is not their node's, and the directory for weights that come through the object store."""
 
     gateways: tuple[str, ...]
     token: str
+    host: str | None = None
     weights_dir: str | None = None
 
 
@@ -62,7 +63,7 @@ class WorkerActor:
         if place.weights_dir is not None:
             for checkpoint in ray.get(ray.get_actor(holder).held.remote()):
                 checkpoint.write(Path(place.weights_dir))
-        host = ray.util.get_node_ip_address()
+        host = place.host or ray.util.get_node_ip_address()
         self._process = NodeProcess(command, worker_id, host, place.token)
         threading.Thread(target=self._end_with_process, daemon=True).start()
         self._joining = GatewayJoining(
