@@ -53,8 +53,8 @@ MEASURED = UnitCosts(
     probe_gateway_us=124.0,
     probe_worker_us=178.0,
 )
-"""By `scale_costs`, on a busy virtual machine of two cores of an Intel server, PostgreSQL 15: turns of
-160 tokens, with up to 20 before them."""
+"""By `scale_costs`, on a busy virtual machine with two cores of an Intel server, PostgreSQL 15:
+turns of 160 tokens, with up to 20 before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,8 @@ def shares(fleet: Fleet, costs: UnitCosts) -> list[Share]:
               "cores each", "fewer, larger gateways"),
         Share("PostgreSQL: CPU of turns", turn_cores, fleet.postgres_cores, "cores",
               "shard: one database for each group of sessions"),
+        Share("PostgreSQL: CPU in all", turn_cores + counting + notifying + idle,
+              fleet.postgres_cores, "cores", "see its parts below"),
         Share("PostgreSQL: CPU of counting sessions", counting, fleet.postgres_cores, "cores",
               "delete sessions once they are read (DELETE, or fewer --session-hours)"),
         Share("PostgreSQL: CPU of notifications and leases", notifying + idle,

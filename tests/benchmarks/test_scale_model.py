@@ -35,6 +35,7 @@ def named(fleet: Fleet, costs: UnitCosts = COSTS) -> dict[str, Share]:
         ("PostgreSQL: CPU of counting sessions", 10 * 360_000 * 0.1e-6),
         # 10 notifications for each of 36 updates an hour, to 100 gateways
         ("PostgreSQL: CPU of notifications and leases", 0.01 * 10 * 100 * 1e-5 + 0.2),
+        ("PostgreSQL: CPU in all", 0.5 + 0.36 + 0.2001),
         ("PostgreSQL: connections", 1100),
         ("PostgreSQL: write-ahead log", 5.0),
         ("PostgreSQL: disk for kept sessions", 360_000 * 10 * 4000 / 1e12),
@@ -72,4 +73,4 @@ def test_the_rate_at_which_a_part_is_full_fills_it() -> None:
 
 def test_measured_costs_are_all_there() -> None:
     assert all(getattr(MEASURED, name) > 0 for name in UnitCosts.__slots__)
-    assert table(Fleet(), MEASURED).count("\n") == 11
+    assert table(Fleet(), MEASURED).count("\n") == 12
