@@ -10,12 +10,15 @@ import asyncio
 import json
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
 from lockstep.integrations.ray import RayFleet
+from lockstep.integrations.ray.object_checkpoint import ObjectCheckpoint
 from lockstep.launch.parent_death import exit_with_parent
 
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -34,6 +37,10 @@ async def perform(fleet: RayFleet, order: dict[str, Any]) -> dict[str, Any]:
     if order["do"] == "serving":
         await fleet.wait_serving(60)
         return {}
+    if order["do"] == "damaged":
+        checkpoint = ObjectCheckpoint.put(Path(order["path"]))
+        files = tuple(replace(file, sha256="0" * 64) for file in checkpoint.files)
+        await asyncio.to_thread(replace(checkpoint, name="damaged", files=files).write, Path("."))
     operation = await fleet.update_weights(order["path"], order["version"])
     return {"workers": {one: result.status == "ok" for one, result in operation.workers.items()}}
 

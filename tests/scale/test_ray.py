@@ -32,6 +32,7 @@ class RayCluster:
         self.process = subprocess.Popen(
             [ROOT / ".venv-scale/bin/python", ROOT / "tests/scale/ray_driver.py",
              gateway.admin_url, TOKEN, sys.executable, weights],
+            cwd=home,
             env={"PATH": "/usr/bin:/bin", "HOME": str(home), "RAY_TMPDIR": str(home),
                  "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -45,13 +46,16 @@ class RayCluster:
         raise RuntimeError(f"the driver ended with code {self.process.wait()}")
 
     async def order(self, do: str, **fields: Any) -> dict[str, Any]:
+        response = await self.attempt(do, **fields)
+        assert "error" not in response, response
+        return response
+
+    async def attempt(self, do: str, **fields: Any) -> dict[str, Any]:
         if self.process.stdin is None:
             raise RuntimeError("the driver has no input")
         self.process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
         self.process.stdin.flush()
-        response = await asyncio.to_thread(self.read)
-        assert "error" not in response, response
-        return response
+        return await asyncio.to_thread(self.read)
 
     def stop(self) -> None:
         if self.process.stdin is not None:
@@ -99,8 +103,8 @@ async def test_both_nodes_serve_and_a_killed_actor_comes_back_proved(
     await cluster.order("serving")
     assert len({view["node"] for view in cluster.views}) == 2, "one worker on each node"
     served = set()
-    for _ in range(40):
-        status, body = await gateway.generate(list(SEQUENCES[0][:4]))
+    for first in range(40):
+        status, body = await gateway.generate([first + 5, *SEQUENCES[0][:4]])
         assert status == 200, body
     for view in cluster.views:
         async with aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as http:
@@ -109,6 +113,7 @@ async def test_both_nodes_serve_and_a_killed_actor_comes_back_proved(
         tokens = [line for line in lines if line.startswith("lockstep_worker_generated_tokens_t")]
         if tokens and float(tokens[0].split()[-1]) > 0:
             served.add(view["id"])
+    assert served == {"ray-0", "ray-1"}
 
     done = await cluster.order("update", path=str(reference.paths["a"]), version="a")
     assert done["workers"] == {"ray-0": True, "ray-1": True}
@@ -116,8 +121,17 @@ async def test_both_nodes_serve_and_a_killed_actor_comes_back_proved(
     kept = [path.name for path in (tmp_path / "weights").iterdir() if path.is_dir()]
     assert len(kept) == 1
     assert kept[0].startswith(reference.paths["a"].name)
-    shutil.rmtree(reference.paths["a"])  # nodes have what came through the object store
 
+    damaged = await cluster.attempt("damaged", path=str(reference.paths["b"]))
+    assert "but 000000" in damaged["error"], "what arrives is not what was put"
+    file = tmp_path / "weights" / kept[0] / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    changed = await cluster.attempt("update", path=str(reference.paths["a"]), version="again")
+    assert "CheckpointError" in changed["error"], "what lies there is not what was put"
+
+    # A node that has nothing of it gets what came through the object store.
+    shutil.rmtree(reference.paths["a"])
+    shutil.rmtree(tmp_path / "weights")
     killed = cluster.views[0]
     os.kill(killed["actor_pid"], signal.SIGKILL)
     views = (await cluster.order("views"))["views"]
@@ -137,4 +151,3 @@ async def test_both_nodes_serve_and_a_killed_actor_comes_back_proved(
         while back["pid"] in [v["pid"] for v in (await cluster.order("views"))["views"]]:
             await asyncio.sleep(0.2)
     await cluster.order("serving")
-    assert served, "none of the workers says that it served"

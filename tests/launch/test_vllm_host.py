@@ -1,0 +1,14 @@
+"""A vLLM server listens on loopback, or where it is told to."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.launch.vllm import command
+
+
+@pytest.mark.parametrize(("place", "host"), [("8000", "127.0.0.1"), ("10.0.0.7:8000", "10.0.0.7")])
+def test_the_address_is_the_one_that_was_given(place: str, host: str) -> None:
+    line = command("python", "tiny", place, (), cpu=True)
+    assert line[line.index("--host") + 1] == host
+    assert line[line.index("--port") + 1] == "8000"
