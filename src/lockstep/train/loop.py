@@ -219,7 +219,12 @@ class Trainer:
             return await self._rollouts.group(task, size, (self.config.seed, "async", number))
 
         tasks = enumerate(self._rollouts.tasks("train", first * per_step), first * per_step)
-        async with GroupQueue(tasks, play, limit=per_step * (limit + 1)) as queue:
+        queue = GroupQueue(tasks, play, limit=per_step * (limit + 1))
+
+        def play_on() -> None:
+            queue.release(per_step)
+
+        async with queue, self._steps.overlapping():
             for step in range(first + 1, self.config.loop.steps + 1):
                 begun = perf_counter()
                 groups: list[RolloutGroup] = []
@@ -228,14 +233,17 @@ class Trainer:
                     group = await queue.take()
                     if group is None:
                         raise self._tasks_ended((step - 1) * per_step + len(groups))
+                    await self._steps.settle_for([group])
                     if is_stale(group, self._steps.clock, step - 1, limit):
                         late += sum(len(rollout.samples) for rollout in group.rollouts)
                         queue.release(1)
                     else:
                         groups.append(group)
-                await self._steps.take(step, groups, begun, limit, late)
+                await self._steps.take(step, groups, begun, limit, late, on_served=play_on)
+                # Without old weights allowed, nothing can be played before the new ones are served.
+                if not limit or self._evaluates(step):
+                    await self._steps.settle()
                 await self._evaluate_after(step)
-                queue.release(per_step)
 
     def _tasks_ended(self, played: int) -> LockstepError:
         needed = self.config.loop.steps * self.config.rollout.groups
@@ -262,9 +270,11 @@ class Trainer:
         self.directory.write_run(before=asdict(before) if before else None)
         return before
 
+    def _evaluates(self, step: int) -> bool:
+        return bool(self.config.eval.every) and step % self.config.eval.every == 0
+
     async def _evaluate_after(self, step: int) -> None:
-        every, taken = self.config.eval.every, not self._steps.metrics[-1].skipped
-        if every and step % every == 0 and taken:
+        if self._evaluates(step) and not self._steps.metrics[-1].skipped:
             await self._evaluate(step)
 
     async def _evaluate(self, step: int) -> Evaluation | None:

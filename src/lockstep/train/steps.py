@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from time import perf_counter, time
 from typing import Any
 
 from lockstep.client.policy import Policy
-from lockstep.tokens.errors import Conflict, NotExact
+from lockstep.tokens.errors import Conflict, LockstepError, NotExact
 from lockstep.train.config import TrainConfig
 from lockstep.train.learning.batch import (
     Clock,
@@ -54,6 +56,8 @@ class StepRunner:
     current: Published = field(init=False)
     skipped: int = 0
     """Steps in a row that had nothing to learn from."""
+    _publishing: asyncio.Task[None] | None = None
+    _reported: float = 0.0
 
     async def take(
         self,
@@ -62,19 +66,28 @@ class StepRunner:
         begun: float,
         max_off_policy: int,
         late: int = 0,
+        on_served: Callable[[], None] | None = None,
     ) -> None:
         """One step on groups that were all played since `begun`; `late` samples were dropped.
+
+        With `on_served` it returns once the weights are saved: the fleet updates to them while the
+        next step is learnt, and `on_served` is called when it serves them, proved. The next step is
+        not saved before that.
 
         Raises Conflict when too many steps in a row had nothing to learn from, NotExact when
         exactness was demanded and did not hold, and what the fleet raises.
         """
         rollout_seconds = perf_counter() - begun
+        await self.settle_for(groups)
         if causes := failures(groups):
             self.directory.event("failed_rollouts", step=step, causes=causes)
         batch = make_batch(groups, self.clock, step - 1, self.config, max_off_policy)
         batch = replace(batch, dropped=batch.dropped + late)
         if not batch.learnt_tokens:
+            await self.settle()
             self._skip(step, batch, rollout_seconds)
+            if on_served is not None:
+                on_served()
             return
         self.skipped = 0
         batch = await self._with_teacher(batch)
@@ -82,17 +95,59 @@ class StepRunner:
         outcome = await self.in_thread(self.learner.step, batch, step)
         draft = step_metrics(step, batch, outcome, rollout_seconds, perf_counter() - at)
         self._check_mismatch(draft)
+        await self.settle()  # what is saved for resuming names every version before it
         at = perf_counter()
         await self.in_thread(self.save, step, draft)
         save_seconds = perf_counter() - at
         env, shown = self.config.env.name, self.config.rollout.samples_shown
         tokenizer = self.policy.renderer().tokenizer
         self.directory.samples(transcripts(step, env, batch, outcome.logprobs, tokenizer, shown))
-        published = await self.publish(step)
-        total = perf_counter() - begun
-        rate = batch.tokens / total
-        draft = replace(draft, time_save=save_seconds, time_step=total, tokens_per_second=rate)
-        self.report(draft, published)
+        draft = replace(draft, time_save=save_seconds)
+        if on_served is None:
+            await self._serve(draft, begun)
+        else:
+            self._publishing = asyncio.create_task(self._serve(draft, begun, on_served))
+
+    async def _serve(
+        self, draft: StepMetrics, begun: float, on_served: Callable[[], None] | None = None
+    ) -> None:
+        """Publishes the step of the draft and reports it."""
+        published = await self.publish(draft.step)
+        now = perf_counter()
+        # A step that began while the one before it was published takes what it adds.
+        total = now - max(begun, self._reported)
+        self._reported = now
+        rate = draft.tokens / total
+        self.report(replace(draft, time_step=total, tokens_per_second=rate), published)
+        if on_served is not None:
+            on_served()
+
+    async def settle(self) -> None:
+        """Returns when the fleet serves all that was taken; raises what publishing it raised."""
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            await publishing
+
+    async def settle_for(self, groups: Sequence[RolloutGroup]) -> None:
+        """Settles where a token was sampled under weights whose update is not reported yet: a
+        worker serves them before the fleet has told of it."""
+        known = self.clock.steps
+        samples = (sample for group in groups for each in group.rollouts for sample in each.samples)
+        if any(span.version not in known for sample in samples for span in sample.versions):
+            await self.settle()
+
+    @asynccontextmanager
+    async def overlapping(self) -> AsyncIterator[None]:
+        """All that is taken within the block is served after it; nothing is published any more when
+        the block raises."""
+        try:
+            yield
+            await self.settle()
+        finally:
+            if self._publishing is not None:
+                self._publishing.cancel()
+                with suppress(asyncio.CancelledError, LockstepError):  # the block's own error tells
+                    await self._publishing
 
     async def _with_teacher(self, batch: TrainBatch) -> TrainBatch:
         """The batch with the teacher's logprobs of every sample, where the run has a teacher."""

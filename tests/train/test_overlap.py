@@ -1,0 +1,117 @@
+"""In async mode a step is learnt while the update before it is proved, and nothing gets lost."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.fleet.remote import RemoteFleet
+from lockstep.tokens import Sample
+from lockstep.tokens.errors import CheckpointError
+from lockstep.tokens.operation import Operation
+from lockstep.train.learning.batch import TrainBatch
+from lockstep.train.learning.learner import Learner, StepOutcome
+from lockstep.train.steps import StepRunner
+from tests.processes import TOKEN
+from tests.train.conftest import Stack, run_config
+from tests.train.rollouts import grouped, relabelled, sampled
+
+AHEAD = {"mode": "async", "max_off_policy": 1, "steps": 3}
+
+
+class HeldFleet(RemoteFleet):
+    """Updates to the first step only when the second is being learnt."""
+
+    learning: asyncio.Event
+
+    async def update_weights(self, weight_dir: Any, version: Any = None, **more: Any) -> Operation:
+        if str(version).startswith("step-1"):
+            await asyncio.wait_for(self.learning.wait(), 60)
+        return await super().update_weights(weight_dir, version, **more)
+
+
+class RefusingFleet(RemoteFleet):
+    """Refuses the second step."""
+
+    async def update_weights(self, weight_dir: Any, version: Any = None, **more: Any) -> Operation:
+        if str(version).startswith("step-2"):
+            raise CheckpointError("these weights are refused")
+        return await super().update_weights(weight_dir, version, **more)
+
+
+async def test_the_next_step_is_learnt_while_an_update_is_under_way(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with HeldFleet(stack.process.admin_url, token=TOKEN) as fleet:
+        fleet.learning = asyncio.Event()
+        loop, learn = asyncio.get_running_loop(), Learner.step
+
+        def step(learner: Learner, batch: TrainBatch, number: int) -> StepOutcome:
+            if number == 2:
+                loop.call_soon_threadsafe(fleet.learning.set)
+            return learn(learner, batch, number)
+
+        monkeypatch.setattr(Learner, "step", step)
+        result = await stack.trainer(run_config(tmp_path / "run", loop=AHEAD), fleet=fleet).run()
+    assert [step.step for step in result.steps] == [1, 2, 3]
+    assert result.steps[0].mismatch_kl == 0.0
+    assert all(step.off_policy_max <= 1 for step in result.steps)
+    assert all(step.version.startswith(f"step-{step.step}") for step in result.steps)
+    assert result.version == result.steps[-1].version
+
+
+async def test_an_update_that_fails_beside_the_next_step_ends_the_run(
+    stack: Stack, tmp_path: Path
+) -> None:
+    async with RefusingFleet(stack.process.admin_url, token=TOKEN) as fleet:
+        with pytest.raises(CheckpointError, match="are refused"):
+            await stack.trainer(run_config(tmp_path / "run", loop=AHEAD), fleet=fleet).run()
+    assert not (tmp_path / "run/checkpoints/step-3").exists()
+
+
+@pytest.fixture(scope="module")
+def sample() -> Sample:
+    return sampled(count=1)[0]
+
+
+def runner() -> StepRunner:
+    nothing: Any = None
+    return StepRunner(
+        config=nothing, directory=nothing, learner=nothing, publisher=nothing, exactness=nothing,
+        policy=nothing, teacher=None, in_thread=nothing, on_step=None, sinks=nothing,
+    )  # fmt: skip
+
+
+async def test_tokens_of_weights_whose_update_is_not_told_yet_are_waited_for(
+    sample: Sample,
+) -> None:
+    steps = runner()
+    steps.clock.tick("step-0", 0)
+
+    async def publish() -> None:
+        await asyncio.sleep(0.01)
+        steps.clock.tick("step-1", 1)
+
+    steps._publishing = asyncio.create_task(publish())
+    await steps.settle_for(grouped([relabelled(sample, "step-0")]))
+    assert "step-1" not in steps.clock.steps
+    await steps.settle_for(grouped([relabelled(sample, "step-1")]))
+    assert steps.clock.step_of("step-1") == 1
+
+
+async def test_what_is_published_when_a_run_fails_is_given_up() -> None:
+    steps = runner()
+
+    async def fail() -> None:
+        async with steps.overlapping():
+            steps._publishing = asyncio.create_task(asyncio.sleep(60))
+            await asyncio.sleep(0)
+            raise RuntimeError("the run's own")
+
+    with pytest.raises(RuntimeError, match="the run's own"):
+        await fail()
+    assert steps._publishing is not None
+    assert steps._publishing.cancelled()
