@@ -111,11 +111,11 @@ def seconds(runs: list[dict[str, Any]]) -> float:
 
 def cpu_of_all(runs: list[dict[str, Any]]) -> float:
     """CPU seconds of a step: of the trainer, the gateway and its worker."""
-    return median(
-        own + served
-        for each in runs
-        for own, served in zip(each["cpu"][WARM:], each["served_cpu"][WARM:], strict=True)
-    )
+    spent: list[float] = []
+    for each in runs:
+        pairs = zip(each["cpu"][WARM:], each["served_cpu"][WARM:], strict=True)
+        spent += [own + served for own, served in pairs]
+    return median(spent)
 
 
 def told(ours: list[dict[str, Any]], alone: list[dict[str, Any]]) -> str:

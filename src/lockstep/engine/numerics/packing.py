@@ -70,8 +70,8 @@ class PackedRow:
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attention of query (1, heads, T, dim); returns (1, T, heads, dim)."""
-        parts = [part[0].transpose(0, 1) for part in (query, key, value)]
-        out = torch.cat([runs.attend(*parts, scale) for runs in self.runs])
+        q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+        out = torch.cat([runs.attend(q, k, v, scale) for runs in self.runs])
         return out.index_select(0, self.place_T)[None]
 
 
