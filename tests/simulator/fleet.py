@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.fleet.control.store import LocalStore
+from lockstep.fleet.fan_out import PhaseBudgets
 from lockstep.fleet.fleet import Fleet
 from tests.simulator.fault_matrix import wrong_with
 from tests.simulator.pool import SimulatedPool
