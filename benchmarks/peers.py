@@ -9,7 +9,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = {"vllm": "install-vllm.sh", "dynamo": "install-dynamo.sh", "trl": "install-trainers.sh"}
+SCRIPTS = {
+    "vllm": "install-vllm.sh",
+    "dynamo": "install-dynamo.sh",
+    "trl": "install-trainers.sh",
+    "clients": "install-clients.sh",
+}
 PACKAGES = {
     "vllm-router": ("vllm-router==0.1.16",),
     "rllm-model-gateway": ("rllm-model-gateway==0.1.0",),
