@@ -16,7 +16,7 @@ PROBES_PER_SECOND = 100.0
 CONNECTIONS = 11
 """Of one gateway to PostgreSQL: a pool of 10, and one that listens."""
 COUNT_SECONDS = 10.0
-"""Between two counts of all sessions by each gateway."""
+"""Between two counts of all sessions, which one gateway makes for all."""
 CALLS_PER_UPDATE = 8
 """Calls to each worker in a weight transaction: stage, prove, pause, commit, resume and looks."""
 
@@ -103,7 +103,7 @@ def shares(fleet: Fleet, costs: UnitCosts) -> list[Share]:
     """Every part with what it is asked for, the most used first: that one bends first."""
     probes = min(PROBES_PER_SECOND, fleet.workers)
     turn_cores = fleet.turns_per_second * costs.postgres_turn_us / 1e6
-    counting = fleet.gateways / COUNT_SECONDS * fleet.kept_sessions * costs.counted_session_us / 1e6
+    counting = fleet.kept_sessions * costs.counted_session_us / 1e6 / COUNT_SECONDS
     notifying = fleet.updates_per_hour / 3600 * 10 * fleet.gateways * costs.notify_listener_us / 1e6
     idle = fleet.gateways * costs.postgres_idle_cores_per_gateway
     calls = fleet.workers * CALLS_PER_UPDATE * fleet.updates_per_hour / 3600

@@ -31,11 +31,11 @@ def named(fleet: Fleet, costs: UnitCosts = COSTS) -> dict[str, Share]:
         # 100 gateways look at each of 1,000 workers every 10 s
         ("worker: probes of all gateways", 10 * 2e-4),
         ("PostgreSQL: CPU of turns", 0.5),
-        # every gateway counts 360,000 sessions every 10 s
-        ("PostgreSQL: CPU of counting sessions", 10 * 360_000 * 0.1e-6),
+        # one gateway counts 360,000 sessions every 10 s
+        ("PostgreSQL: CPU of counting sessions", 0.1 * 360_000 * 0.1e-6),
         # 10 notifications for each of 36 updates an hour, to 100 gateways
         ("PostgreSQL: CPU of notifications and leases", 0.01 * 10 * 100 * 1e-5 + 0.2),
-        ("PostgreSQL: CPU in all", 0.5 + 0.36 + 0.2001),
+        ("PostgreSQL: CPU in all", 0.5 + 0.0036 + 0.2001),
         ("PostgreSQL: connections", 1100),
         ("PostgreSQL: write-ahead log", 5.0),
         ("PostgreSQL: disk for kept sessions", 360_000 * 10 * 4000 / 1e12),

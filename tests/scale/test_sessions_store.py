@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.gateway.sessions.sessions import Sessions
+from lockstep.gateway.sessions.store import count, statements
 from lockstep.gateway.sessions.store import postgres as store_module
 from lockstep.gateway.sessions.store.postgres import PostgresSessionStore
 from lockstep.http.auth import key_digest
@@ -44,6 +45,16 @@ async def sessions_on(url: str, **options: Any) -> AsyncIterator[Sessions]:
             yield sessions
     finally:
         await database.close()
+
+
+def logged(gateways: list[Sessions]) -> list[str]:
+    """Every statement of their idle connections from now on."""
+    queries: list[str] = []
+    for sessions in gateways:
+        pool = sessions._store._database._pool  # type: ignore[attr-defined]
+        for connection in pool._idle:
+            connection.add_query_logger(lambda record: queries.append(record.query))
+    return queries
 
 
 def reply(text: str) -> dict[str, str]:
@@ -143,11 +154,7 @@ async def test_a_turn_takes_two_statements(
     for turn in range(4):  # the sessions are cached, and the statements prepared
         await say(await (one, two)[turn % 2].open("a", renderer), renderer, messages, f"{turn}")
         messages.append(MORE)
-    queries: list[str] = []
-    for sessions in (one, two):
-        pool = sessions._store._database._pool  # type: ignore[attr-defined]
-        for connection in pool._idle:
-            connection.add_query_logger(lambda record: queries.append(record.query))
+    queries = logged([one, two])
     for turn in range(4, 10):
         queries.clear()
         await say(await (one, two)[turn % 2].open("a", renderer), renderer, messages, f"{turn}")
@@ -315,15 +322,75 @@ async def test_gateways_share_the_secret_that_seals_thoughts(opened: Opener) -> 
     assert len(one.secret) == 32
 
 
-async def test_limits_hold_and_totals_are_counted_again(opened: Opener, renderer: Renderer) -> None:
-    one, two = await opened(max_turns=2), await opened()
+async def test_a_limit_of_turns_holds(opened: Opener, renderer: Renderer) -> None:
+    one = await opened(max_turns=2)
     messages = await talk(one, "a", renderer, 2)
     with pytest.raises(TooLarge, match="2 turns, the limit is 2"):
         await (await one.open("a", renderer)).plan([*messages, MORE])
     assert len(one) == 1
-    await two._expiry.save_clock()
-    assert two.stats()["live"] == 1
-    assert two.stats()["bytes"] == one.stats()["bytes"] > 0
+
+
+async def test_one_gateway_counts_all_sessions_and_the_others_read_its_count(
+    opened: Opener, renderer: Renderer, postgres: PostgresServer, store_url: str
+) -> None:
+    gateways = [await opened() for _ in range(2)]
+    schema = store_url.rpartition("=")[2]
+    for at, sessions in enumerate(gateways):
+        await talk(sessions, f"s{at}", renderer, 1 + at)
+    for passed in (10, -3600):  # the count is old, or the server's clock was set back
+        await postgres.execute(
+            f"UPDATE {schema}.facts SET number = number - {passed} WHERE name = 'counted'"
+        )
+        queries = logged(gateways)
+        await asyncio.gather(*(each._store.refresh_totals() for each in gateways))
+        for _ in range(2):  # who did not wait for the count reads it the next time
+            for sessions in gateways:
+                await sessions._store.refresh_totals()
+        assert queries.count(statements.COUNT_SESSIONS) == 1
+        (kept,) = await postgres.execute(f"SELECT sum(bytes) AS bytes FROM {schema}.sessions")
+        for sessions in gateways:
+            assert (len(sessions), sessions.stats()["bytes"]) == (2, kept["bytes"])
+    # Until the next count each adds its own sessions to it, and keeps them.
+    await talk(gateways[0], "own", renderer, 1)
+    for sessions in gateways:
+        await sessions._store.refresh_totals()
+    assert [len(sessions) for sessions in gateways] == [3, 2]
+    assert len(await opened()) == 2
+
+
+async def test_a_gateway_that_waited_for_the_lock_does_not_count_again(
+    opened: Opener, postgres: PostgresServer, store_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await opened(), await opened()
+    schema = store_url.rpartition("=")[2]
+    await postgres.execute(f"UPDATE {schema}.facts SET number = 0 WHERE name = 'counted'")
+    queries = logged([one, two])
+    is_the_one = count.is_the_one
+
+    async def late(*what: Any) -> bool:
+        monkeypatch.setattr(count, "is_the_one", is_the_one)
+        await two._store.refresh_totals()
+        return await is_the_one(*what)
+
+    monkeypatch.setattr(count, "is_the_one", late)
+    await one._store.refresh_totals()
+    assert queries.count(statements.COUNT_SESSIONS) == 1
+
+
+async def test_sessions_expire_where_they_cannot_be_counted(
+    opened: Opener, renderer: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = await opened(ttl_seconds=0.05)
+    await talk(sessions, "a", renderer, 1)
+    await sessions.samples("a")
+
+    async def too_many(*what: Any) -> Any:
+        raise TimeoutError
+
+    monkeypatch.setattr(store_module, "last_count", too_many)
+    async with asyncio.timeout(10):
+        while await sessions.page():
+            await asyncio.sleep(0.05)
 
 
 async def test_a_turn_that_changed_in_the_store_is_never_read_as_good(

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 TTL_SECONDS = 86400.0
 SWEEP_SECONDS = 60.0
 CLOCK_SECONDS = 10.0
-"""How often gateways of one store agree on the service clock and on the totals."""
+"""How often gateways of one store agree on the service clock and read the totals."""
 SWEPT_AT_ONCE = 200
 """Sessions deleted in one transaction at most: turns that are committed wait for it."""
 
@@ -69,6 +69,8 @@ class SessionExpiry:
                 if self._clock.now() - swept >= min(SWEEP_SECONDS, self._ttl):
                     swept = self._clock.now()
                     await self.sweep()
+                # Last, so that a count that takes too long keeps no session from its end.
+                await self._store.refresh_totals()
             except LockstepError as error:
                 log.warning(
                     "expired sessions could not be deleted, the next try is in %g s: %s",

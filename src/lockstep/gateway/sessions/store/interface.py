@@ -147,6 +147,10 @@ class SessionStore(Protocol):
         """Keeps the service clock; what it is now, which may be later."""
         ...
 
+    async def refresh_totals(self) -> None:
+        """Learns what other gateways of a shared store added to `totals`, and what is gone."""
+        ...
+
 
 async def require_session(store: SessionStore, name: str) -> SessionEntry:
     """The session of that name. Raises NotFound."""

@@ -1,7 +1,7 @@
 """Sessions in PostgreSQL, shared by any number of gateways.
 
 Nothing is kept of sessions that no request uses, so that their number costs no memory here. How
-many there are and what they hold together is counted every few seconds.
+many there are and what they hold together is counted every few seconds, by one gateway for all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 
 from lockstep.gateway.sessions.entry import SessionEntry
 from lockstep.gateway.sessions.store import statements
+from lockstep.gateway.sessions.store.count import is_the_one, last_count
 from lockstep.gateway.sessions.store.interface import (
     LoadedSession,
     NewTurns,
@@ -48,7 +49,7 @@ class PostgresSessionStore:
     def __init__(self, database: PostgresDatabase) -> None:
         self.secret = b""
         self._database = database
-        self._totals = Totals(0, 0)
+        self._totals, self._counted = Totals(0, 0), -1.0
         self._keys: OrderedDict[bytes, tuple[float, SessionEntry | None]] = OrderedDict()
 
     async def start(self) -> float:
@@ -56,7 +57,7 @@ class PostgresSessionStore:
             await connection.execute(statements.FACTS, secrets.token_bytes(32))
             facts = await connection.fetchrow(statements.READ_FACTS)
         self.secret = facts["secret"]
-        self._totals = Totals(facts["sessions"], facts["bytes"])
+        await self.refresh_totals()
         return float(facts["clock"])
 
     async def stop(self) -> None:
@@ -205,8 +206,7 @@ class PostgresSessionStore:
     ) -> list[str]:
         """Nothing, while another gateway does it."""
         async with self._database.connection() as connection, connection.transaction():
-            lock = f"lockstep:{self._database.schema}:sweep"
-            if not await connection.fetchval(statements.ONE_SWEEPER, lock):
+            if not await is_the_one(connection, self._database.schema, "sweep"):
                 return []
             rows = await connection.fetch(statements.FIND_EXPIRED, since, unread, limit)
             ids = [row["id"] for row in rows if idle(row["name"])]
@@ -215,9 +215,15 @@ class PostgresSessionStore:
 
     async def save_clock(self, seconds: float) -> float:
         async with self._database.connection() as connection:
-            row = await connection.fetchrow(statements.SAVE_CLOCK, seconds)
-        self._totals = Totals(row["sessions"], row["bytes"])
-        return float(row["clock"])
+            return float(await connection.fetchval(statements.SAVE_CLOCK, seconds))
+
+    async def refresh_totals(self) -> None:
+        """From the count that one gateway makes for all."""
+        async with self._database.connection() as connection:
+            counted, totals = await last_count(connection, self._database.schema)
+        # What this gateway added since it read this same count is in its own totals alone.
+        if counted != self._counted:
+            self._counted, self._totals = counted, totals
 
     async def _one(self, statement: str, *values: Any) -> SessionEntry | None:
         async with self._database.connection() as connection:

@@ -181,6 +181,9 @@ class SqliteSessionStore:
         await self._thread.write(functools.partial(tables.save_clock, seconds=seconds))
         return seconds
 
+    async def refresh_totals(self) -> None:
+        """Does nothing: no one else changes the file."""
+
     async def _save(self, entry: SessionEntry) -> None:
         row = tables.row_of(entry)
         write = self._thread.write(lambda db: tables.write_turns(db, row, (), ()))

@@ -82,20 +82,34 @@ EXPIRED = "active < $1 AND (read_turns >= turns OR $2)"
 FIND_EXPIRED = f"SELECT id, name FROM sessions WHERE {EXPIRED} ORDER BY active LIMIT $3"
 # Again with the condition: the session may have been used since it was found.
 EXPIRE = f"DELETE FROM sessions WHERE {EXPIRED} AND id = ANY($3::bigint[]) RETURNING name"
-ONE_SWEEPER = "SELECT pg_try_advisory_xact_lock(hashtextextended($1, 0))"
+ONE_GATEWAY = "SELECT pg_try_advisory_xact_lock(hashtextextended($1, 0))"
 
 FACTS = """
-INSERT INTO facts (name, value, number) VALUES ('secret', $1, NULL), ('clock', NULL, 0)
+INSERT INTO facts (name, value, number) VALUES ('secret', $1, NULL), ('clock', NULL, 0),
+    ('sessions', NULL, 0), ('bytes', NULL, 0), ('counted', NULL, 0)
 ON CONFLICT (name) DO NOTHING
 """
 READ_FACTS = """
 SELECT (SELECT value FROM facts WHERE name = 'secret') AS secret,
-       (SELECT number FROM facts WHERE name = 'clock') AS clock,
-       (SELECT count(*) FROM sessions) AS sessions,
-       (SELECT coalesce(sum(bytes), 0)::bigint FROM sessions) AS bytes
+       (SELECT number FROM facts WHERE name = 'clock') AS clock
 """
 SAVE_CLOCK = """
-UPDATE facts SET number = greatest(number, $1) WHERE name = 'clock' RETURNING number AS clock,
-       (SELECT count(*) FROM sessions) AS sessions,
-       (SELECT coalesce(sum(bytes), 0)::bigint FROM sessions) AS bytes
+UPDATE facts SET number = greatest(number, $1) WHERE name = 'clock' RETURNING number
+"""
+
+# A count from the future was made before the server's clock was set back: it is old as well.
+READ_TOTALS = """
+SELECT sessions, bytes, counted,
+       abs(extract(epoch FROM clock_timestamp()) - counted) >= $1::double precision AS old
+FROM (SELECT max(number) FILTER (WHERE name = 'sessions') AS sessions,
+             max(number) FILTER (WHERE name = 'bytes') AS bytes,
+             max(number) FILTER (WHERE name = 'counted') AS counted FROM facts) AS totals
+"""
+"""The last count of all sessions, and whether it is older than $1 seconds."""
+COUNT_SESSIONS = "SELECT count(*), coalesce(sum(bytes), 0)::double precision FROM sessions"
+SAVE_TOTALS = """
+UPDATE facts SET number = new.number
+FROM (VALUES ('sessions', $1::double precision), ('bytes', $2::double precision),
+             ('counted', extract(epoch FROM now())::double precision)) AS new (name, number)
+WHERE facts.name = new.name
 """
