@@ -25,6 +25,6 @@ async def test_nothing_answered_is_lost_or_mislabelled_whoever_is_killed(tmp_pat
         await campaign.run(seconds)
     print(campaign.report())
     assert campaign.wrong == []
-    assert len(campaign.harms) == 7
+    assert len(campaign.harms) == 9
     assert min(campaign.answers, campaign.turns) > 50
     assert max(campaign.failovers) < FAILOVER_SECONDS

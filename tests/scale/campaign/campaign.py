@@ -2,8 +2,9 @@
 
 Clients generate and hold conversations through gateways that they choose anew for every request.
 Meanwhile gateways, the leader (also in chosen phases of an update), the store and workers are
-killed, stopped and restarted. At the end every answer is scored again under the weights that it
-names, every answered turn must be in the samples of its session, and all agree on one version.
+killed, stopped and restarted, and links to a worker and to the store are cut for seconds. At the
+end every answer is scored again under the weights that it names, every answered turn must be in
+the samples of its session, and all agree on one version.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import random
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -21,9 +22,11 @@ from lockstep.fleet.remote import RemoteFleet
 from tests.faults.traffic import LABELS, SEQUENCES, Reference, Traffic, lost
 from tests.processes import TOKEN
 from tests.scale.campaign.deployment import Deployment
+from tests.scale.campaign.link import Cut, Link
 from tests.scale.replicas import ReplicaProcess
 
 PHASES = ("stage", "pause_generation", "commit", "resume_generation")
+CUTS: tuple[Cut, ...] = ("reset", "silent")
 LEADER_KILLS = 2
 FAILOVER_SECONDS = 5.0
 
@@ -49,6 +52,7 @@ class Campaign:
     reference: Reference
     rng: random.Random
     harms: Counter[str] = field(default_factory=Counter)
+    cuts: Counter[str] = field(default_factory=Counter)
     failovers: list[float] = field(default_factory=list)
     outcomes: Counter[int] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -66,7 +70,8 @@ class Campaign:
                 await self._leader_kill_only(traffic)
             harms: list[Callable[[], Awaitable[None]]] = [
                 self._kill_in_update, self._kill_follower, self._restart_store,
-                self._kill_worker, self._sleeping_leader, self._update,
+                self._kill_worker, self._sleeping_leader, self._update, self._cut_worker,
+                self._cut_store,
             ]  # fmt: skip
             self.rng.shuffle(harms)
             number = 0
@@ -150,6 +155,30 @@ class Campaign:
         await asyncio.sleep(4.5)
         leader.kill(signal.SIGCONT)
 
+    async def _cut_worker(self) -> None:
+        """No gateway reaches one worker for a while, in the midst of an update."""
+        await self._cut(self.rng.choice(self.deployment.worker_links))
+
+    async def _cut_store(self) -> None:
+        """The leader, or one that follows, does not reach the store, in the midst of an update."""
+        leader = await self.deployment.leader()
+        at = self.deployment.gateways.index(leader)
+        if self.rng.random() < 0.5:
+            at = (at + 1) % len(self.deployment.gateways)
+        await self._cut([self.deployment.store_links[at]])
+
+    async def _cut(self, links: Sequence[Link]) -> None:
+        update = asyncio.create_task(self._update())
+        await asyncio.sleep(self.rng.random() * 0.1)
+        how = min(CUTS, key=lambda each: self.cuts[each])  # by turns, so that no way is left out
+        self.cuts[how] += 1
+        for link in links:
+            link.cut(how)
+        await asyncio.sleep(self.rng.choice((0.5, 2.0, 5.0)))
+        for link in links:
+            link.join()
+        await update
+
     async def _update(self) -> None:
         """Asks any gateway for another version; whatever comes of it."""
         gateway: ReplicaProcess = self.rng.choice(
@@ -194,9 +223,10 @@ class Campaign:
         """What was done and found, in a few lines."""
         done = ", ".join(f"{count} x {name}" for name, count in sorted(self.harms.items()))
         ends = ", ".join(f"{count} x {status}" for status, count in sorted(self.outcomes.items()))
+        cuts = ", ".join(f"{count} x {how}" for how, count in sorted(self.cuts.items()))
         longest = max(self.failovers, default=0.0)
         return (
-            f"{done}. Updates ended {ends}. {self.answers} answers and {self.turns} turns were "
-            f"scored again, {self.refused} requests were refused. Control was away for "
-            f"{longest:.1f} s at most after the leader's death. {len(self.wrong)} violations."
+            f"{done}. Links were cut {cuts}. Updates ended {ends}. {self.answers} answers and "
+            f"{self.turns} turns were scored again, {self.refused} requests were refused. Control "
+            f"was away for {longest:.1f} s at most after the leader's death. {len(self.wrong)} violations."
         )

@@ -6,11 +6,13 @@ import asyncio
 import socket
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from time import monotonic
 from typing import Any
 
 from tests.fleet.fault_injector import Injector
 from tests.processes import WorkerProcess
+from tests.scale.campaign.link import Link
 from tests.scale.postgres_server import PostgresServer, postgres_server
 from tests.scale.replicas import ReplicaProcess, leader_of
 
@@ -25,24 +27,31 @@ HEAL_SECONDS = 40.0
 
 @dataclass
 class Deployment:
-    """`gateways` gateways on one PostgreSQL, in front of `workers` workers behind injectors."""
+    """Gateways on one PostgreSQL, each over a link of its own, in front of workers behind injectors
+    and links that the gateways share."""
 
     gateway_count: int = 3
     worker_count: int = 4
     gateways: list[ReplicaProcess] = field(default_factory=list)
     workers: list[WorkerProcess] = field(default_factory=list)
     injectors: list[Injector] = field(default_factory=list)
+    worker_links: list[tuple[Link, Link]] = field(default_factory=list)
+    store_links: list[Link] = field(default_factory=list)
 
     async def __aenter__(self) -> Deployment:
         self._stack = AsyncExitStack()
         self.store: PostgresServer = self._stack.enter_context(postgres_server())
         self._url = self.store.schema_url()
+        self.store_links = [await self._link(self.store.port) for _ in range(self.gateway_count)]
         self._ports = [(_free_port(), _free_port()) for _ in range(self.gateway_count)]
         self.workers = [
             await asyncio.to_thread(WorkerProcess, *WORKER) for _ in range(self.worker_count)
         ]
         for worker in self.workers:
-            self.injectors.append(await self._stack.enter_async_context(Injector(worker)))
+            injector = await self._stack.enter_async_context(Injector(worker))
+            self.injectors.append(injector)
+            data, system = (_port(url) for url in (injector.url, injector.system_url))
+            self.worker_links.append((await self._link(data), await self._link(system)))
         self.gateways = [self._gateway(index) for index in range(self.gateway_count)]
         for gateway in self.gateways:
             await asyncio.to_thread(lambda gateway=gateway: gateway.ready)
@@ -54,14 +63,17 @@ class Deployment:
             process.process.wait(10)
         await self._stack.aclose()
 
+    async def _link(self, target: int) -> Link:
+        return await self._stack.enter_async_context(Link(target))
+
     def _gateway(self, index: int) -> ReplicaProcess:
-        named = [
-            part for one in self.injectors for part in ("--worker", f"{one.url},{one.system_url}")
-        ]
-        data, admin = map(str, self._ports[index])
-        return ReplicaProcess(
-            *named, *GATEWAY, "--port", data, "--admin-port", admin, store=self._url
+        urls = (
+            ",".join(f"http://127.0.0.1:{each.port}" for each in pair) for pair in self.worker_links
         )
+        named = [part for each in urls for part in ("--worker", each)]
+        data, admin = map(str, self._ports[index])
+        store = self._url.replace(f":{self.store.port}/", f":{self.store_links[index].port}/")
+        return ReplicaProcess(*named, *GATEWAY, "--port", data, "--admin-port", admin, store=store)
 
     def urls(self) -> list[str]:
         """The data ports of the gateways that are meant to serve."""
@@ -75,14 +87,16 @@ class Deployment:
         return leader
 
     async def mend(self) -> None:
-        """Starts again what is dead."""
+        """Joins what is cut, and starts again what is dead."""
+        for link in (*chain.from_iterable(self.worker_links), *self.store_links):
+            link.join()
         for injector in self.injectors:
             injector.heal()
         for index, worker in enumerate(self.workers):
             if worker.process.poll() is not None:
-                ports = [url.rpartition(":")[2] for url in (worker.url, worker.system_url)]
+                data, system = (str(_port(url)) for url in (worker.url, worker.system_url))
                 self.workers[index] = await asyncio.to_thread(
-                    WorkerProcess, *WORKER, "--port", ports[0], "--system-port", ports[1]
+                    WorkerProcess, *WORKER, "--port", data, "--system-port", system
                 )
                 self.injectors[index].worker = self.workers[index]
         started = []
@@ -112,6 +126,10 @@ class Deployment:
             for state in states
         ]  # fmt: skip
         raise TimeoutError(f"no agreement after {HEAL_SECONDS:g} s: {shown}")
+
+
+def _port(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 def _free_port() -> int:
