@@ -53,9 +53,10 @@ test-clients: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-clients.sh
 	$(BIN)/pytest tests/clients
 
-# Trackers that a run logs to and readers of exports, in an environment of their own.
+# Trackers that a run logs to, readers of exports, and Arize Phoenix for traces, in environments of their own.
 test-sinks: $(VENV)/.ready
 	scripts/install-sinks.sh
+	scripts/install-phoenix.sh
 	$(BIN)/pytest tests/sinks
 
 # Real coding agents against a gateway and a scripted worker, in an environment of their own.

@@ -156,7 +156,7 @@ class Tracer:
             return  # not sampled: what is below it would not be either
         attributes = _names(operation, model)
         if session is not None:
-            attributes["lockstep.session"] = session
+            attributes |= {"lockstep.session": session, "gen_ai.conversation.id": session}
             spans.span.set_attribute("lockstep.session", session)
         spans.turn = self._tracer.start_span(f"{operation} {model}", attributes=attributes)
         # To the end of the request's task: all that follows in it is part of the turn.
