@@ -228,5 +228,6 @@ class Campaign:
         return (
             f"{done}. Links were cut {cuts}. Updates ended {ends}. {self.answers} answers and "
             f"{self.turns} turns were scored again, {self.refused} requests were refused. Control "
-            f"was away for {longest:.1f} s at most after the leader's death. {len(self.wrong)} violations."
+            f"was away for {longest:.1f} s at most after the leader's death. "
+            f"{len(self.wrong)} violations."
         )

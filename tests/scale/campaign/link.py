@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from typing import Literal
 
 Cut = Literal["reset", "silent"]
+NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class Link:
@@ -44,7 +47,7 @@ class Link:
 
     def _abort(self) -> None:
         for end in self._ends:
-            end.transport.abort()
+            _reset(end)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = [writer]
@@ -61,7 +64,7 @@ class Link:
                 [asyncio.create_task(each) for each in pumps], return_when=asyncio.ALL_COMPLETED
             )
         except ConnectionError:
-            writer.transport.abort()
+            _reset(writer)
         finally:
             self._ends.difference_update(ends)
             for end in ends:
@@ -77,4 +80,11 @@ class Link:
             await self._whole.wait()
             writer.close()
         except ConnectionError:
-            writer.transport.abort()
+            _reset(writer)
+
+
+def _reset(end: asyncio.StreamWriter) -> None:
+    """Without a lingering time the system sends RST; an abort alone would be an orderly FIN."""
+    if not end.transport.is_closing():
+        end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+    end.transport.abort()
