@@ -54,8 +54,8 @@ def test_the_shape_of_json_is_exact_however_it_is_cut(value: Any, ascii: bool, s
 
 def test_what_text_quotes_is_rough_and_not_counted_in_the_end() -> None:
     raw = json.dumps(json.dumps([{"a": "b"}] * 100)).encode()
-    assert rough_values(raw, 1000) > 300
-    assert rough_values(b'{"a": ["b", {}]}', 10) == 5
+    assert rough_values(raw) > 300
+    assert rough_values(b'{"a": ["b", {}]}') == 5
     shape = JsonShape()
     shape.feed(raw)
     assert (shape.values, shape.items) == (1, 0)

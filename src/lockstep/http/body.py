@@ -14,6 +14,8 @@ from lockstep.tokens.errors import BadRequest, TooLarge
 
 T = TypeVar("T")
 JSON = "application/json"
+SIZE = "body_bytes"
+"""Where a request's state holds the size of its body."""
 SMALL_BYTES, LIGHT_BYTES = 64 << 10, 1 << 20
 LIGHT_VALUES = 8192
 """A small body, and one of fewer bytes and values, is decoded where it is: a few milliseconds."""
@@ -39,9 +41,8 @@ async def read_body(request: Request, decode: Callable[[bytes], T], limits: Requ
     """
     pieces = await read_pieces(request, limits.body_bytes)
     size = sum(map(len, pieces))
-    if size <= SMALL_BYTES or (
-        size <= LIGHT_BYTES and _rough(pieces, LIGHT_VALUES) <= LIGHT_VALUES
-    ):
+    request.scope.setdefault("state", {})[SIZE] = size
+    if size <= SMALL_BYTES or (size <= LIGHT_BYTES and _rough(pieces) <= LIGHT_VALUES):
         return _decoded(pieces, decode, limits)
     return await off_loop(True, _checked, pieces, decode, limits)
 
@@ -72,9 +73,11 @@ async def read_pieces(
     return pieces
 
 
-def is_large(body: msgspec.Struct) -> bool:
-    """Whether it takes long to go through a decoded body: then that is for a thread."""
-    return len(msgspec.json.encode(body)) > LARGE_BYTES
+def is_large(request: Request) -> bool:
+    """Whether it takes long to go through the body that `read_body` decoded, by the bytes it came
+    in: then that is for a thread."""
+    size: int = request.scope["state"][SIZE]
+    return size > LARGE_BYTES
 
 
 def _check_kind(header: str, kinds: tuple[str, ...]) -> None:
@@ -86,13 +89,13 @@ def _check_kind(header: str, kinds: tuple[str, ...]) -> None:
         )
 
 
-def _rough(pieces: list[bytes], most: int) -> int:
-    return sum(rough_values(piece, most) for piece in pieces)
+def _rough(pieces: list[bytes]) -> int:
+    return sum(map(rough_values, pieces))
 
 
 def _checked(pieces: list[bytes], decode: Callable[[bytes], T], limits: RequestLimits) -> T:
     commas = sum(piece.count(b",") for piece in pieces)
-    if commas > limits.items or _rough(pieces, limits.values) > limits.values:
+    if commas > limits.items or _rough(pieces) > limits.values:
         check_shape(pieces, limits)
     return _decoded(pieces, decode, limits)
 

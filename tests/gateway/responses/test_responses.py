@@ -195,6 +195,33 @@ async def test_a_tool_agent_stays_on_one_branch_however_it_writes_its_history(
     )
 
 
+@pytest.mark.parametrize("at", [0, 1, 3, 5])
+async def test_an_item_that_was_edited_in_mid_history_is_seen(
+    server: DialectServer, at: int
+) -> None:
+    path = "/sessions/edited" + RESPONSES
+    body = {**BODY, "tools": [READ], "store": False}
+    history = [message("user", "two files")]
+    first = await server.ok(path, {**body, "input": history})
+    _, _, one, two = first["output"]
+    history += [*first["output"], output(one, "A"), output(two, "B")]
+    history += (await server.ok(path, {**body, "input": history}))["output"]
+    again = [*history, message("user", "Thanks")]
+    assert (await server.post(path, {**body, "input": again})).headers[
+        "x-lockstep-bridged"
+    ] == "true"
+    edited = again.copy()
+    edited[at] = {
+        0: message("user", "two filez"),
+        1: {"type": "reasoning", "summary": [{"type": "summary_text", "text": "I look at none."}]},
+        3: {**one, "arguments": '{"path": "c.txt"}'},
+        5: output(one, "a"),
+    }[at]
+    response = await server.post(path, {**body, "input": edited})
+    assert response.status_code == 200, response.text
+    assert response.headers["x-lockstep-break"] == "edited_history"
+
+
 async def test_a_turn_of_responses_goes_on_in_messages(server: DialectServer) -> None:
     headers = {"x-session-id": "both"}
     body = {**BODY, "input": "two files", "tools": [READ]}

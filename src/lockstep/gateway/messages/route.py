@@ -71,7 +71,7 @@ class MessagesRoutes:
         request_id(http)
         body = await read_body(http, decode_messages, self._context.limits)
         check_tokens(http, stream=body.stream)
-        translated = await self._translated(body)
+        translated = await self._translated(http, body)
         chat = translated.chat
         if session_id(http) is None and _is_prefill(chat.messages[-1]):
             # In a session a trailing assistant message is history: a stream that was cut.
@@ -100,15 +100,15 @@ class MessagesRoutes:
         request_id(http)
         body = await read_body(http, decode_count, self._context.limits)
         await self._context.models.resolve(body.model)
-        translated = await self._translated(body)
+        translated = await self._translated(http, body)
         renderer = await self._context.models.renderer()
         check_characters(translated.chat.messages, self._context.limits)
         prompt = await prompt_of(translated.chat, renderer, None)
         return json_response(TokenCount(input_tokens=len(prompt.ids)))
 
-    async def _translated(self, body: MessagesRequest) -> TranslatedMessages:
+    async def _translated(self, http: Request, body: MessagesRequest) -> TranslatedMessages:
         renderer = await self._context.models.renderer()
-        if is_large(body):
+        if is_large(http):
             translated = await renderer.offload(translate, body)
         else:
             translated = translate(body)

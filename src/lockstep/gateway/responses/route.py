@@ -132,7 +132,7 @@ class ResponsesRoutes:
         renderer = await self._context.models.renderer()
         before = await self._before(http, body, renderer)
         work = partial(translate, body, before, inner_system=takes_inner_system(renderer))
-        translated = await renderer.offload(work) if is_large(body) else work()
+        translated = await renderer.offload(work) if is_large(http) else work()
         _set_effort(translated, body, renderer)
         check_chat(translated.chat)
         return translated

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.gateway.responses.tool_names import INPUT, ToolNames, chat_name
@@ -13,7 +13,9 @@ from lockstep.protocol.openai.responses_items import (
     AdditionalToolsItem,
     AgentMessageItem,
     CustomCallItem,
+    CustomOutputItem,
     FunctionCallItem,
+    FunctionOutputItem,
     MessageItem,
     ReasoningItem,
     ResponseItem,
@@ -23,9 +25,6 @@ from lockstep.protocol.openai.responses_items import (
 from lockstep.protocol.openai.responses_request import ResponsesRequest
 from lockstep.render.messages import Plain
 from lockstep.tokens.errors import BadRequest
-
-IN_REPLY = (ReasoningItem, FunctionCallItem, CustomCallItem)
-"""Items of an assistant turn. A tuple: each use of a union would build it anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,89 +68,93 @@ def translate(
     return TranslatedResponses(chat, tools, items, [*request.accepted(), *tools.hosted])
 
 
-@dataclass(slots=True)
-class _Reply:
-    """The items of one assistant turn, on their way to be one message."""
+class _Conversation:
+    """Messages that items are made into, in order; those of one assistant turn become one.
 
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[Plain] = field(default_factory=list)
+    A request brings its whole history again, so each item is looked at once, by its exact type:
+    to ask whether it is one of several costs more than all that is done with it.
+    """
 
-    def message(self) -> Plain:
-        reply: Plain = {"role": "assistant", "content": "\n".join(self.texts)}
-        if any(self.thoughts):
-            reply["reasoning_content"] = "\n".join(filter(None, self.thoughts))
-        if self.calls:
-            reply["tool_calls"] = self.calls
-        return reply
+    __slots__ = ("_calls", "_open", "_texts", "_thoughts", "messages")
+
+    def __init__(self) -> None:
+        self.messages: list[Plain] = []
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[Plain] = []
+        self._open = False
+
+    def take(self, item: ResponseItem, at: int) -> None:
+        """Adds an item. Raises BadRequest or UnsupportedField for one that cannot be rendered."""
+        if type(item) is ReasoningItem:
+            self._thoughts.append(_thought(item, at))
+        elif type(item) is FunctionCallItem:
+            self._calls.append(_call(item, item.arguments))
+        elif type(item) is CustomCallItem:
+            self._calls.append(_call(item, {INPUT: item.input}))
+        elif type(item) is MessageItem and item.role == "assistant":
+            text = text_of(item.content, at, "content", joint="")
+            if text.strip():
+                self._texts.append(text)
+        else:
+            self.close()
+            self.messages.append(_message(item, at))
+            return
+        self._open = True
+
+    def close(self) -> None:
+        """Makes the message of the assistant turn that the items before were of, if they were."""
+        if not self._open:
+            return
+        reply: Plain = {"role": "assistant", "content": "\n".join(self._texts)}
+        if thought := "\n".join(filter(None, self._thoughts)):
+            reply["reasoning_content"] = thought
+        if self._calls:
+            reply["tool_calls"] = self._calls
+        self.messages.append(reply)
+        self._texts, self._thoughts, self._calls, self._open = [], [], [], False
 
 
 def _messages(request: ResponsesRequest, tools: ToolNames) -> list[Plain]:
     if isinstance(request.input, str):
         return [{"role": "user", "content": request.input}] if request.input else []
-    messages: list[Plain] = []
-    reply: _Reply | None = None
+    conversation = _Conversation()
     for at, item in enumerate(read_items(request.input)):
-        place = f"input[{at}]"
-        if isinstance(item, AdditionalToolsItem):
-            tools.add(item.tools, f"{place}.tools")
-        elif isinstance(item, IN_REPLY) or (
-            isinstance(item, MessageItem) and item.role == "assistant"
-        ):
-            reply = reply or _Reply()
-            _take(reply, item, place)
+        if type(item) is AdditionalToolsItem:
+            tools.add(item.tools, f"input[{at}].tools")
         else:
-            if reply is not None:
-                messages.append(reply.message())
-                reply = None
-            messages.append(_message(item, place))
-    if reply is not None:
-        messages.append(reply.message())
-    return messages
+            conversation.take(item, at)
+    conversation.close()
+    return conversation.messages
 
 
-def _take(reply: _Reply, item: ResponseItem, where: str) -> None:
-    if isinstance(item, ReasoningItem):
-        reply.thoughts.append(_thought(item, where))
-    elif isinstance(item, MessageItem):
-        text = text_of(item.content, f"{where}.content", joint="")
-        if text.strip():
-            reply.texts.append(text)
-    elif isinstance(item, CustomCallItem):
-        arguments: Any = {INPUT: item.input}
-        reply.calls.append(_call(item.call_id, item.name, item.namespace, arguments))
-    elif isinstance(item, FunctionCallItem):
-        reply.calls.append(_call(item.call_id, item.name, item.namespace, item.arguments))
-
-
-def _message(item: ResponseItem, where: str) -> Plain:
-    if isinstance(item, MessageItem):
+def _message(item: ResponseItem, at: int) -> Plain:
+    if type(item) is FunctionOutputItem or type(item) is CustomOutputItem:
+        output = text_of(item.output, at, "output", joint="")
+        return {"role": "tool", "tool_call_id": item.call_id, "content": output}
+    if type(item) is MessageItem:
         role = "system" if item.role == "developer" else item.role
-        return {"role": role, "content": text_of(item.content, f"{where}.content")}
-    if isinstance(item, AgentMessageItem):
-        text = text_of(item.content, f"{where}.content", joint="")
-        return {"role": "user", "content": text}
-    if isinstance(item, (*IN_REPLY, AdditionalToolsItem)):
-        raise BadRequest(f"{where} cannot stand here", param=where)
-    output = text_of(item.output, f"{where}.output", joint="")
-    return {"role": "tool", "tool_call_id": item.call_id, "content": output}
+        return {"role": role, "content": text_of(item.content, at, "content")}
+    if type(item) is AgentMessageItem:
+        return {"role": "user", "content": text_of(item.content, at, "content", joint="")}
+    raise BadRequest(f"input[{at}] cannot stand here", param=f"input[{at}]")
 
 
-def _thought(item: ReasoningItem, where: str) -> str:
+def _thought(item: ReasoningItem, at: int) -> str:
     written = item.content or item.summary
-    text = text_of(written, f"{where}.summary").strip()
+    text = text_of(written, at, "summary").strip()
     if is_broken(text, item.encrypted_content or ""):
         raise BadRequest(
-            f"{where}: encrypted_content is of another reasoning than the summary: send both as "
-            "they came, or leave the item out",
-            param=f"{where}.encrypted_content",
+            f"input[{at}]: encrypted_content is of another reasoning than the summary: send both "
+            "as they came, or leave the item out",
+            param=f"input[{at}].encrypted_content",
         )
     return text
 
 
-def _call(call_id: str, name: str, namespace: str | None, arguments: Any) -> Plain:
-    function = {"name": chat_name(name, namespace), "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
+def _call(item: FunctionCallItem | CustomCallItem, arguments: Any) -> Plain:
+    function = {"name": chat_name(item.name, item.namespace), "arguments": arguments}
+    return {"id": item.call_id, "type": "function", "function": function}
 
 
 def _leading_system(instructions: str | None, items: Sequence[Plain]) -> list[Plain]:

@@ -7,16 +7,18 @@ by the content.
 
 from __future__ import annotations
 
-from base64 import urlsafe_b64encode
+from binascii import b2a_base64
 from hashlib import blake2b
 
 PREFIX = "lst1_"
+URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 def seal(text: str) -> str:
     """The seal of a text: only letters, digits, `-` and `_`."""
     digest = blake2b(text.strip().encode(errors="surrogatepass"), digest_size=18, person=b"thought")
-    return PREFIX + urlsafe_b64encode(digest.digest()).decode()
+    # As base64.urlsafe_b64encode does it, in half the time: each turn brings every seal again.
+    return PREFIX + b2a_base64(digest.digest(), newline=False).translate(URL_SAFE).decode()
 
 
 def is_broken(text: str, sealed: str) -> bool:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from lockstep.tokens.errors import BadRequest, TooLarge
 
 PIECE = 1 << 18
@@ -33,7 +35,7 @@ NESTED = (
     ("metadata", "nesting"),
 )
 """Fields whose values may be any JSON."""
-NESTING = (list, dict)
+NESTING = frozenset({list, dict})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,26 +102,25 @@ def too_deep(limit: int | None = None, param: str = "body") -> BadRequest:
 
 
 def depth(value: Any, limit: int) -> int | None:
-    """How deep lists and dicts lie within each other; None past the limit."""
+    """How deep lists and dicts, as decoded from JSON, lie in each other; None past the limit."""
     level = [value]
     for at in range(limit):
         level = [
             child
             for each in level
-            for child in (each.values() if isinstance(each, dict) else each)
-            if isinstance(child, NESTING)
+            for child in (each.values() if type(each) is dict else each)
+            if type(child) in NESTING
         ]
         if not level:
             return at + 1
     return None
 
 
-def rough_values(piece: bytes, most: int) -> int:
-    """Objects, lists and strings in JSON, told fast: what text quotes counts too, and of each kind
-    no more than `most` are counted."""
-    # Where there are few, splitting is many times as fast as counting.
-    objects, lists = len(piece.split(b"{", most)), len(piece.split(b"[", most))
-    return objects + lists + len(piece.split(b'"', 2 * most)) // 2 - 2
+def rough_values(piece: bytes) -> int:
+    """Objects, lists and strings in JSON, told fast: what text quotes counts too."""
+    read = np.frombuffer(piece, np.uint8)  # which counts five times as fast as bytes do
+    objects, lists, quotes = (np.count_nonzero(read == byte) for byte in b'{["')
+    return int(objects + lists + quotes // 2)
 
 
 class JsonShape:

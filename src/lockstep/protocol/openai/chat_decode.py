@@ -67,19 +67,23 @@ DECODER = msgspec.json.Decoder(ChatRequest)
 
 def decode_chat(body: bytes) -> ChatRequest:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
-    return check_chat(decode(DECODER, body))
+    request = decode(DECODER, body)
+    read_functions(request)
+    _check_messages(request)
+    return check_chat(request)
 
 
 def check_chat(request: ChatRequest) -> ChatRequest:
-    """The request, which may be of another dialect. Raises BadRequest or UnsupportedField."""
+    """The request, whose messages were checked, or made of another dialect's.
+
+    Raises BadRequest or UnsupportedField.
+    """
     refuse_unless_neutral(request, NEUTRAL)
-    read_functions(request)
     if request.nvext is not None:
         check_nvext(request.nvext, request.choices)
     check_request_id(request.request_id)
     _check_stream(request)
     _check_lengths_and_logprobs(request)
-    _check_messages(request)
     _check_tools(request)
     _check_prompt(request)
     _check_places(request)

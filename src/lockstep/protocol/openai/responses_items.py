@@ -13,7 +13,7 @@ from lockstep.tokens.errors import UnsupportedField
 T = TypeVar("T")
 
 
-class _Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
+class _Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", gc=False):
     id: str | None = None
     status: str | None = None
 
@@ -98,7 +98,16 @@ KINDS = (
     "additional_tools",
     "agent_message",
 )
-TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+TEXT_KEYS = {
+    "input_text": "text",
+    "output_text": "text",
+    "text": "text",
+    "summary_text": "text",
+    "reasoning_text": "text",
+    "refusal": "refusal",
+    "encrypted_content": "encrypted_content",
+}
+"""Types of parts that are text, and where each holds it."""
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -148,22 +157,23 @@ def convert(value: dict[str, Any], kind: Any, where: str) -> Any:
         raise problem from None
 
 
-def text_of(content: str | list[dict[str, Any]], where: str, joint: str = "\n") -> str:
-    """The text of a content, string or parts. Raises UnsupportedField for any other part."""
+def text_of(content: str | list[dict[str, Any]], at: int, field: str, joint: str = "\n") -> str:
+    """The text of a content, string or parts, in that field of input[at].
+
+    Raises UnsupportedField for any other part.
+    """
     if isinstance(content, str):
         return content
     texts: list[str] = []
-    for at, part in enumerate(content):
+    for part in content:
         kind = part.get("type")
-        key = {"refusal": "refusal", "encrypted_content": "encrypted_content"}.get(
-            str(kind), "text"
-        )
-        text = part.get(key)
-        if (kind not in TEXT_PARTS and key == "text") or not isinstance(text, str):
+        key = TEXT_KEYS.get(kind) if isinstance(kind, str) else None
+        text = None if key is None else part.get(key)
+        if not isinstance(text, str):
+            place = f"input[{at}].{field}[{len(texts)}]"
             raise UnsupportedField(
-                f"{where}[{at}] is a part of type {kind!r}: only text can be rendered to tokens "
-                "here",
-                param=f"{where}[{at}]",
+                f"{place} is a part of type {kind!r}: only text can be rendered to tokens here",
+                param=place,
             )
         texts.append(text)
     return joint.join(texts)
