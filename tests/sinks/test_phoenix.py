@@ -18,6 +18,8 @@ import pytest
 from tests.fleet.live_fleet import Checkpoints
 from tests.processes import GENERATE, TOKEN, ServeProcess
 
+pytestmark = pytest.mark.timeout(300)  # Phoenix takes its time to start
+
 PHOENIX = Path(".venv-phoenix/bin/phoenix").absolute()
 RUNNING = "Uvicorn running on "
 CHAT = "/v1/chat/completions"
