@@ -40,28 +40,49 @@ class Deployment:
 
     async def __aenter__(self) -> Deployment:
         self._stack = AsyncExitStack()
+        try:
+            await self._start()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _start(self) -> None:
         self.store: PostgresServer = self._stack.enter_context(postgres_server())
         self._url = self.store.schema_url()
         self.store_links = [await self._link(self.store.port) for _ in range(self.gateway_count)]
-        self._ports = [(_free_port(), _free_port()) for _ in range(self.gateway_count)]
-        self.workers = [
-            await asyncio.to_thread(WorkerProcess, *WORKER) for _ in range(self.worker_count)
-        ]
+        self._ports = [(self._port(), self._port()) for _ in range(self.gateway_count)]
+        self._worker_ports = [(self._port(), self._port()) for _ in range(self.worker_count)]
+        for index in range(self.worker_count):
+            self.workers.append(await self._worker(index))
         for worker in self.workers:
             injector = await self._stack.enter_async_context(Injector(worker))
             self.injectors.append(injector)
-            data, system = (_port(url) for url in (injector.url, injector.system_url))
-            self.worker_links.append((await self._link(data), await self._link(system)))
+            ports = [int(url.rpartition(":")[2]) for url in (injector.url, injector.system_url)]
+            self.worker_links.append((await self._link(ports[0]), await self._link(ports[1])))
         self.gateways = [self._gateway(index) for index in range(self.gateway_count)]
         for gateway in self.gateways:
             await asyncio.to_thread(lambda gateway=gateway: gateway.ready)
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         for process in (*self.gateways, *self.workers):
             process.process.kill()
             process.process.wait(10)
         await self._stack.aclose()
+
+    def _port(self) -> int:
+        """A port for a process that may die and come again: bound here for as long as it is needed,
+        so that the system gives it to no other connection, and not listened on."""
+        held = self._stack.enter_context(socket.socket())
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+    async def _worker(self, index: int) -> WorkerProcess:
+        data, system = map(str, self._worker_ports[index])
+        return await asyncio.to_thread(
+            WorkerProcess, *WORKER, "--port", data, "--system-port", system
+        )
 
     async def _link(self, target: int) -> Link:
         return await self._stack.enter_async_context(Link(target))
@@ -94,10 +115,7 @@ class Deployment:
             injector.heal()
         for index, worker in enumerate(self.workers):
             if worker.process.poll() is not None:
-                data, system = (str(_port(url)) for url in (worker.url, worker.system_url))
-                self.workers[index] = await asyncio.to_thread(
-                    WorkerProcess, *WORKER, "--port", data, "--system-port", system
-                )
+                self.workers[index] = await self._worker(index)
                 self.injectors[index].worker = self.workers[index]
         started = []
         for index, gateway in enumerate(self.gateways):
@@ -126,13 +144,3 @@ class Deployment:
             for state in states
         ]  # fmt: skip
         raise TimeoutError(f"no agreement after {HEAL_SECONDS:g} s: {shown}")
-
-
-def _port(url: str) -> int:
-    return int(url.rpartition(":")[2])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
