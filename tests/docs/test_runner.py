@@ -72,8 +72,8 @@ def test_an_answer_with_an_error_status_fails_its_command(tmp_path: Path) -> Non
 
 
 SCRIPT = """#!/bin/sh
-echo Ready: $*
 trap 'exit 0' INT
+echo Ready: $*
 while sleep 0.1; do :; done
 """
 
