@@ -11,7 +11,11 @@ def test_every_version_on_the_page_is_installed() -> None:
     page = (ROOT / "docs" / "clients.md").read_text().partition("## Errors that clients match")[0]
     pins = "\n".join(
         (ROOT / name).read_text()
-        for name in ("scripts/clients-requirements.txt", "constraints.txt")
+        for name in (
+            "scripts/clients-requirements.txt",
+            "scripts/agents-requirements.txt",
+            "constraints.txt",
+        )
     )
     rows = [line.split("|")[1:3] for line in page.splitlines() if re.match(r"\| [a-zA-Z]", line)]
     assert len(rows) > 15
