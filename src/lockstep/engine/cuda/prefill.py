@@ -112,8 +112,8 @@ class Prefiller:
         count = sum(len(segment.tokens) for segment in segments)
         table = self.table(weights, self._size(segments, count))
         table.fill(segments, self._per_block)
-        adapters = (each.adapter for each in segments for _ in each.tokens)
-        adapted = adapter_rows(adapters, table.ids.device)
+        runs = ((segment.adapter, len(segment.tokens)) for segment in segments)
+        adapted = adapter_rows(runs, table.ids.device)
         if adapted or self._model.config.moe_layers:
             self._step_with(table, weights, count, adapted)
         elif table.graph is not None and self._captured(weights):
@@ -153,7 +153,7 @@ class Prefiller:
     ) -> None:
         head(hidden, weights, out, exact=self.exact)
         product = exact_kernels.linear if self.exact else F.linear
-        for rows in adapter_rows(adapters, hidden.device):
+        for rows in adapter_rows(((adapter, 1) for adapter in adapters), hidden.device):
             rows.add_to(out, hidden, HEAD_LAYER, "head", product)
 
     def scores(

@@ -152,15 +152,20 @@ class AdapterRows:
 
 
 def adapter_rows(
-    adapters: Iterable[Adapter | None],
+    runs: Iterable[tuple[Adapter | None, int]],
     device: torch.device,
     multiple: Callable[[Adapter], int] = lambda _: 1,
 ) -> list[AdapterRows]:
-    """The rows of each adapter, of rows that have these ones; `multiple` is what to pad them to."""
+    """The rows of each adapter in a batch of runs of rows, of which each has one adapter or none.
+
+    `multiple` is what to pad the rows of an adapter to.
+    """
     rows: dict[int, tuple[Adapter, list[int]]] = {}
-    for row, adapter in enumerate(adapters):
-        if adapter is not None:
-            rows.setdefault(adapter.uid, (adapter, []))[1].append(row)
+    start = 0
+    for adapter, size in runs:
+        if adapter is not None and size:
+            rows.setdefault(adapter.uid, (adapter, []))[1].extend(range(start, start + size))
+        start += size
     return [
         AdapterRows(adapter, torch.tensor(at, device=device), multiple(adapter))
         for adapter, at in rows.values()

@@ -170,7 +170,6 @@ class Model:
         slots: list[int] = []
         decodes: list[int] = []
         prefills: list[tuple[int, Segment]] = []
-        by_adapter: dict[int, tuple[Adapter, list[int]]] = {}
         for segment, single in zip(segments, singles, strict=True):
             row, count = len(ids), len(segment.tokens)
             if single:
@@ -180,9 +179,6 @@ class Model:
             ids += segment.tokens
             positions += range(segment.start, segment.start + count)
             slots += [segment.slot] * count
-            if segment.adapter is not None:
-                rows = by_adapter.setdefault(segment.adapter.uid, (segment.adapter, []))[1]
-                rows += range(row, row + count)
         count, padding = len(ids), [0] * (-len(ids) % self.row_multiple)
         table = self._tensor([ids + padding, positions + padding, slots + padding])
         return ModelBatch(
@@ -193,9 +189,11 @@ class Model:
             decode=self._decode(decodes, positions, slots, table) if decodes else None,
             prefills=tuple(prefills),
             adapters=tuple(
-                AdapterRows(adapter, self._tensor(rows), self._adapter_row_multiple(adapter))
-                for adapter, rows in by_adapter.values()
-                if rows
+                adapter_rows(
+                    ((segment.adapter, len(segment.tokens)) for segment in segments),
+                    self.device,
+                    self._adapter_row_multiple,
+                )
             ),
         )
 
@@ -289,7 +287,8 @@ class Model:
     def _adapt_head(
         self, logits: Tensor, hidden: Tensor, adapters: Sequence[Adapter | None]
     ) -> None:
-        for rows in adapter_rows(adapters, self.device, self._adapter_row_multiple):
+        each_row = ((adapter, 1) for adapter in adapters)
+        for rows in adapter_rows(each_row, self.device, self._adapter_row_multiple):
             rows.add_to(logits, hidden, HEAD_LAYER, "head")
 
     def scores(

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TokenRun:
     """Tokens of the row that follow each other, and the keys that they see: those of the shared
     beginning, then their own."""
 
@@ -81,7 +81,7 @@ def pack(sequences: Sequence[Sequence[int]], shared: Sequence[int] | None = None
     tokens: list[int] = []
     positions: list[int] = []
     tokens_of: list[Ints] = []
-    runs: list[Run] = []
+    runs: list[TokenRun] = []
     known: dict[tuple[int, ...], Ints] = {}
     nothing = np.zeros(0, dtype=np.int64)
 
@@ -89,7 +89,7 @@ def pack(sequences: Sequence[Sequence[int]], shared: Sequence[int] | None = None
         own = np.arange(len(tokens), len(tokens) + len(ids))
         tokens.extend(ids)
         positions.extend(range(len(after), len(after) + len(ids)))
-        runs.append(Run(after, own))
+        runs.append(TokenRun(after, own))
         return own
 
     for at, ids in enumerate(sequences):
@@ -108,9 +108,9 @@ def pack(sequences: Sequence[Sequence[int]], shared: Sequence[int] | None = None
     )  # fmt: skip
 
 
-def _runs(runs: Sequence[Run], count: int) -> tuple[tuple[PackedRuns, ...], Tensor]:
+def _runs(runs: Sequence[TokenRun], count: int) -> tuple[tuple[PackedRuns, ...], Tensor]:
     """The runs by size, so that short ones are not padded to the longest, and `place_T`."""
-    by_size: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    by_size: dict[tuple[int, int], list[TokenRun]] = defaultdict(list)
     for run in runs:
         keys = len(run.shared) + len(run.own)
         by_size[len(run.own).bit_length(), keys.bit_length()].append(run)
