@@ -9,7 +9,6 @@ little traffic meanwhile, or there would be nothing new to send.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import threading
@@ -17,7 +16,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from benchmarks import table
 from benchmarks.gateway.bench import ROUNDS, Bench, bench
@@ -132,16 +130,5 @@ def rows(rounds: int) -> list[Row]:
         return measured(started, _Pages(admin_port), rounds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    options = parser.parse_args()
-    found = rows(options.rounds)
-    print(table.plain(found))
-    if options.json:
-        table.write(found, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    table.main(rows, __doc__, rounds=ROUNDS)

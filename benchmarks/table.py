@@ -98,14 +98,19 @@ def read(path: Path) -> list[Row]:
     return [Row(**fields) for fields in json.loads(path.read_text())]
 
 
-def main(section: Callable[[], list[Row]], doc: str | None) -> None:
-    """The command line of one benchmark: prints its rows, and writes them with --json."""
+def main(section: Callable[..., list[Row]], doc: str | None, *, rounds: int | None = None) -> None:
+    """The command line of one benchmark: prints its rows, and writes them with --json.
+
+    With `rounds`, which are then the default of --rounds, the section is called with so many.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds)
     options = parser.parse_args()
-    rows = section()
+    rows = section() if rounds is None else section(options.rounds)
     print(plain(rows))
     if options.json:
         write(rows, options.json)

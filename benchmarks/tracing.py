@@ -8,13 +8,11 @@ gateway's cost, as it is a thread of its process.
 
 from __future__ import annotations
 
-import argparse
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 from benchmarks import table
 from benchmarks.gateway.bench import ROUNDS, bench
@@ -88,16 +86,5 @@ def _what(name: str) -> str:
     return f"{case.prompt:,} tokens in, {case.out} out{streamed}, sessions {sessions}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="also write the rows to this file")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    options = parser.parse_args()
-    measured = rows(options.rounds)
-    print(table.plain(measured))
-    if options.json:
-        table.write(measured, options.json)
-
-
 if __name__ == "__main__":
-    main()
+    table.main(rows, __doc__, rounds=ROUNDS)

@@ -7,12 +7,33 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
 
 TOKEN = "test-admin-token"
 GENERATE = "/inference/v1/generate"
+
+
+@contextmanager
+def ready_process(*arguments: str, token: str = TOKEN, **environ: str) -> Iterator[dict[str, Any]]:
+    """The ready line of a lockstep command, which is ended with the block."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**clean, "LOCKSTEP_ADMIN_TOKEN": token, **environ},
+    )
+    try:
+        line = process.stdout.readline() if process.stdout else ""
+        assert line, f"it ended with code {process.wait()}"
+        yield json.loads(line)
+    finally:
+        process.terminate()
+        process.wait(60)
 
 
 class WorkerProcess:

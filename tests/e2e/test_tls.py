@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import ssl
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
 
+from tests.processes import ready_process
+
 TOKEN = "tls-admin-token"
 REFUSED = r"certificate required|reset|closed|EOF"
 CHAT = {"messages": [{"role": "user", "content": "Reverse: 402"}], "max_tokens": 2}
-
-
-@contextmanager
-def lockstep(*arguments: str, **environ: str) -> Iterator[dict[str, Any]]:
-    """The ready line of a process, which is ended with the block."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**clean, "LOCKSTEP_ADMIN_TOKEN": TOKEN, **environ},
-    )
-    try:
-        line = process.stdout.readline() if process.stdout else ""
-        yield json.loads(line)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+lockstep = partial(ready_process, token=TOKEN)
 
 
 def post(url: str, body: object, context: ssl.SSLContext) -> Any:
