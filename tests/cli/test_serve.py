@@ -154,6 +154,7 @@ def test_ctrl_c_while_it_starts_leaves_nothing_behind() -> None:
         listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         while not (children := listed.read_text().split()):
             assert process.poll() is None
+            time.sleep(0.001)
         process.send_signal(signal.SIGINT)
         out, errors = process.communicate(timeout=60)
         assert (process.returncode, out, errors) == (0, "", "")

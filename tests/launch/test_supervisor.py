@@ -6,9 +6,11 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from lockstep.launch.interpreter import DYNAMO, VLLM, find_python
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
@@ -44,6 +46,24 @@ async def test_a_child_is_ready_when_it_says_so_whatever_else_it_wrote_before() 
         assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("turns", range(4))
+def test_a_child_that_is_just_being_started_is_ended_too(turns: int) -> None:
+    """On the loop that a gateway runs on, which forgets a process whose start is cancelled."""
+    listed = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    others = set(listed.read_text().split())
+
+    async def stopped_after(turns: int) -> None:
+        async with Supervisor(worker_names(1), lambda _: running(READY + FOR_EVER)):
+            while set(listed.read_text().split()) == others:
+                await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    uvloop.run(stopped_after(turns))
+    assert set(listed.read_text().split()) == others
 
 
 @pytest.mark.parametrize(

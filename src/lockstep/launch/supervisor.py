@@ -187,13 +187,7 @@ class Supervisor:
         if self._before_start is not None:
             await self._before_start()
         command = self._command(child)
-        process = await asyncio.create_subprocess_exec(
-            *command.arguments,
-            stdin=DEVNULL,
-            stdout=PIPE if command.announces else DEVNULL,
-            env=command.environ,
-            start_new_session=True,  # Ctrl-C is for this process, which stops them in order
-        )
+        process = await _started(command)
         child.process, child.pid = process, process.pid
         health: asyncio.Task[None] | None = None
         try:
@@ -238,6 +232,28 @@ class Supervisor:
         else:
             child.ready.set_result(line)
             self._on_ready(child)
+
+
+async def _started(command: Command) -> Process:
+    """The process of a command. A cancelled start leaves none."""
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *command.arguments,
+            stdin=DEVNULL,
+            stdout=PIPE if command.announces else DEVNULL,
+            env=command.environ,
+            start_new_session=True,  # Ctrl-C is for this process, which stops them in order
+        )
+    )
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        # uvloop would forget a process whose start is cancelled, and let it run.
+        process = await starting
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
 
 
 async def _ready_line(process: Process) -> dict[str, Any]:
