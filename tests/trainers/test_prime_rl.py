@@ -35,7 +35,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(outputs: Path) -> Iterator[ServeProcess]:
     process = ServeProcess(
-        "--sessions", "memory", "--workers", "2", "--checkpoint-root", str(outputs)
+        "--sessions", "memory", "--workers", "2", "--checkpoint-root", str(outputs), "--single-port"
     )
     yield process
     process.stop()
@@ -145,6 +145,55 @@ async def test_an_adapter_that_is_not_there_yet_is_asked_for_again(
         (turn,) = await policy.generate("Reverse: 40213", max_tokens=16)
     assert "policy" in turn.versions[0].version
     await admin.post("/v1/unload_lora_adapter", json={"lora_name": "policy"})
+
+
+async def test_an_elastic_pool_finds_its_adapter_on_the_one_port_that_it_knows(
+    served: ServeProcess, outputs: Path
+) -> None:
+    """Its pool, by the calls: health and model of an address that DNS gave, load the adapter, look
+    at /v1/models for the step that is loaded; env workers ask the same route without a key."""
+    adapter = outputs / "broadcasts" / "step_7"
+    torch.manual_seed(2)
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["v_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(adapter)
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient(base_url=served.url, headers=headers, timeout=120) as server:
+
+        async def loaded() -> dict[str, str]:
+            listed = (await server.get("/v1/models")).json()["data"]
+            return {card["id"]: card["root"] for card in listed if card.get("parent") == "tiny"}
+
+        assert (await server.get("/health")).status_code == 200
+        assert "rollout" not in await loaded()
+        body = {"lora_name": "rollout", "lora_path": str(adapter)}
+        answer = await server.post("/load_lora_adapter", json=body)
+        assert answer.status_code == 200, answer.text
+        assert Path((await loaded())["rollout"]).name == "step_7"
+        # Every server of the pool is told; a fleet that has the adapter does nothing.
+        assert (await server.post("/load_lora_adapter", json=body)).status_code == 200
+        assert "vllm:num_requests_waiting" in (await server.get("/metrics")).text
+        for call in ("/pause", "/resume"):
+            assert (await server.post(call)).status_code == 200
+        async with httpx.AsyncClient(base_url=served.url) as env_worker:
+            listed = (await env_worker.get("/v1/models")).json()["data"]
+            assert "rollout" in [card["id"] for card in listed]
+            assert str(outputs) not in str(listed)
+        async with lockstep.connect(served.url, "rollout", tokenizer="tiny") as policy:
+            (turn,) = await policy.generate("Reverse: 40213", max_tokens=16)
+        assert "rollout" in turn.versions[0].version
+        await server.post("/v1/unload_lora_adapter", json={"lora_name": "rollout"})
+
+
+@pytest.mark.parametrize("call", ["/load_lora_adapter", "/update_weights", "/pause"])
+async def test_the_one_port_changes_nothing_without_the_admin_token(
+    served: ServeProcess, call: str
+) -> None:
+    async with httpx.AsyncClient(base_url=served.url) as stranger:
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            answer = await stranger.post(call, json={}, headers=headers)
+            assert answer.status_code == 401
+            assert "admin token" in answer.json()["error"]["message"]
 
 
 async def test_a_broadcast_over_nccl_is_an_error_and_the_fleet_serves_on(

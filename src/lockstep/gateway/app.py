@@ -39,6 +39,7 @@ from lockstep.gateway.routes.tokenize import TokenizeRoutes
 from lockstep.gateway.sessions.expiry import TTL_SECONDS
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.gateway.sessions.store.interface import SessionStore
+from lockstep.gateway.single_port import SinglePort
 from lockstep.http.auth import RequestAuth, check_admin_exposure, check_exposure, hosts_of
 from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.route_templates import RouteTemplates
@@ -48,7 +49,7 @@ from lockstep.http.server.server import Endpoint, listen, serving, url_of
 from lockstep.http.tls import TlsFiles, without_ca
 from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
 from lockstep.protocol.json.limits import RequestLimits
-from lockstep.tokens.errors import LockstepError
+from lockstep.tokens.errors import Forbidden, LockstepError
 
 DashboardFactory = Callable[[GatewayContext, GatewayMetrics], ASGIApp]
 
@@ -59,12 +60,13 @@ class GatewayOptions:
 
     `tls` is for both ports; clients of the admin port need a certificate where it has a `ca`.
     `origins` are the sites whose pages may call it. With `share_port`, other gateways may listen on
-    the data port as well.
+    the data port as well; with `single_port`, the data port takes control calls too.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     share_port: bool = False
+    single_port: bool = False
     admin_host: str = "127.0.0.1"
     admin_port: int = 8001
     admin_token: str = ""
@@ -89,6 +91,14 @@ class GatewayOptions:
         keyed = bool(self.api_keys) or self.key_file is not None or stored
         check_exposure(self.host, keyed, self.insecure)
         check_admin_exposure(self.admin_host, self.tls is not None, self.insecure)
+        if self.single_port:
+            check_admin_exposure(self.host, self.tls is not None, self.insecure)
+            if self.tls is not None and self.tls.ca is not None:
+                raise Forbidden(
+                    "--single-port would take control calls without the client certificate that "
+                    "--tls-client-ca asks for: leave out one of the two",
+                    param="single_port",
+                )
 
 
 def data_app(
@@ -217,8 +227,13 @@ async def serve_gateway(
             dashboard=None if dashboard is None else dashboard(context, metrics),
         )
         tls = options.tls
+        data: ASGIApp = data_app(context, options, metrics)
+        if options.single_port:
+            hosts = hosts_of(options.host)
+            control = control_app(context, fleet, options.admin_token, hosts=hosts)
+            data = SinglePort(data, control, options.admin_token)
         endpoints = [
-            Endpoint(data_app(context, options, metrics), data_socket, without_ca(tls)),
+            Endpoint(data, data_socket, without_ca(tls)),
             Endpoint(admin_app, admin_socket, tls),
         ]
         # Text needs a tokenizer, tokens do not: without one, chat requests say what is missing.

@@ -39,6 +39,14 @@ class GatewayArguments:
         bool,
         typer.Option("--prime-rl", help="Print the lines of prime-rl's configuration for it."),
     ] = False
+    single_port: Annotated[
+        bool,
+        typer.Option(
+            "--single-port",
+            help="Take control calls on the data port as well, at the root and with the admin "
+            "token, as prime-rl's elastic pool sends them.",
+        ),
+    ] = False
     checkpoint_root: Annotated[
         list[Path] | None,
         typer.Option(help="Directory that weights may be loaded from; may be repeated."),
@@ -223,6 +231,7 @@ class GatewayArguments:
             host=self.host,
             port=self.port,
             share_port=self.share_port or self.gateways > 1,
+            single_port=self.single_port,
             admin_host=self.admin_host,
             admin_port=self.admin_port,
             tls=TlsFiles.of_listener(self.tls_cert, self.tls_key, self.tls_client_ca),

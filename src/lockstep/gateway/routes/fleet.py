@@ -95,7 +95,17 @@ class FleetRoutes:
 
     async def models(self, _: Request) -> Response:
         cards = await self._context.models.cards(fresh=True)
-        data = [{"id": c.id, "object": "model", "parent": c.parent} for c in cards]
+        adapters = self._fleet.desired.adapters
+        data = [
+            {
+                "id": card.id,
+                "object": "model",
+                "parent": card.parent,
+                # Pools tell by it which step of an adapter is loaded.
+                "root": adapters[card.id].path if card.id in adapters else card.id,
+            }
+            for card in cards
+        ]
         return json_response({"object": "list", "data": data})
 
     async def operation(self, http: Request) -> Response:
