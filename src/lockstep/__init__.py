@@ -74,8 +74,8 @@ def connect_fleet(
     use_for_clients(TlsFiles(cert=settings.tls_cert, key=settings.tls_key, ca=settings.tls_ca))
     if token is not None:
         settings = replace(settings, admin_token=token)
-    where, found = find_control_plane(url, Path(token_file) if token_file else None, settings)
-    return RemoteFleet(where, token=token or found, timeout=timeout)
+    where, saved_token = find_control_plane(url, Path(token_file) if token_file else None, settings)
+    return RemoteFleet(where, token=token or saved_token, timeout=timeout)
 
 
 def __getattr__(name: str) -> Any:

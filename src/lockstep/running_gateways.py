@@ -66,12 +66,12 @@ def registered(gateway: RunningGateway) -> Iterator[None]:
 
 def running_gateways() -> list[RunningGateway]:
     """Those that run now, by their admin URL. Entries of gateways that have ended are removed."""
-    found = []
+    entries = []
     for path in registry_dir().glob("*.json"):
         entry = _read(path)
         if entry is not None and entry.host == socket.gethostname():
-            found.append(entry)
-    return sorted(found, key=lambda entry: entry.admin_url)
+            entries.append(entry)
+    return sorted(entries, key=lambda entry: entry.admin_url)
 
 
 def choose_gateway(url: str | None = None) -> RunningGateway | None:

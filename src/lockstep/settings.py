@@ -90,9 +90,9 @@ class Settings:
 def state_home(environ: Mapping[str, str] = os.environ) -> Path:
     """The directory of what Lockstep keeps for this user: $XDG_STATE_HOME/lockstep, by default
     ~/.local/state/lockstep. It may not exist yet."""
-    given = Path(environ.get("XDG_STATE_HOME", ""))
+    directory = Path(environ.get("XDG_STATE_HOME", ""))
     # The specification has relative paths ignored.
-    return (given if given.is_absolute() else Path.home() / ".local" / "state") / "lockstep"
+    return (directory if directory.is_absolute() else Path.home() / ".local" / "state") / "lockstep"
 
 
 def _is_kubernetes(name: str, value: str) -> bool:
@@ -129,8 +129,8 @@ def read_token(path: Path, param: str = "token_file") -> str:
     try:
         token = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise BadRequest(f"{param} {path} cannot be read: {said}", param=param) from None
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise BadRequest(f"{param} {path} cannot be read: {reason}", param=param) from None
     if not token:
         raise BadRequest(f"{param} {path} is empty: expected the admin token", param=param)
     return token

@@ -232,10 +232,10 @@ CONTROL_FAULTS = {
         "control.abort",
         "had not ended",
     ),
-    "no token needed": (Fault(token=TOKEN), "guard.token", "no token: 200"),
+    "no token needed": (Fault(token=TOKEN), "auth.token", "no token: 200"),
     "GET as good as POST": (
         Fault(as_post=True, request=lambda body: body or {}),
-        "guard.get",
+        "auth.get",
         "the server is paused",
     ),
 }

@@ -57,7 +57,7 @@ def test_a_worker_keeps_the_admin_rows_bit_for_bit(
     result = run(
         worker.url, "--json", "--mutate", "--admin", worker.system_url, "--checkpoint", checkpoint,
         "--adapter", adapters[0], "--adapter", adapters[1],
-        "--only", "control.*", "--only", "weights.*", "--only", "adapters.*", "--only", "guard.*",
+        "--only", "control.*", "--only", "weights.*", "--only", "adapters.*", "--only", "auth.*",
     )  # fmt: skip
     assert failed(result) == []
     assert set(verdicts(result).values()) == {"pass"}

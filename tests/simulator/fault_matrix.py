@@ -38,7 +38,7 @@ from tests.simulator.workers import (
 
 BUDGET = PhaseBudgets(stage=0.4, pause=0.4, commit=0.4, prove=0.4, resume=0.4)
 PHASES = {
-    "ask": ("probe", 1),
+    "baseline": ("probe", 1),
     "stage": ("stage", 1),
     "prove staged": ("probe staged", 1),
     "quiesce": ("pause", 1),

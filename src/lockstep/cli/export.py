@@ -76,13 +76,13 @@ def samples(
     if form == "parquet" and output is None:
         raise BadRequest("--format parquet needs --output, a directory", param="output")
     with Progress("Exporting samples") as progress:
-        found = progress.each(_samples(sources, kinds, connection))
+        samples = progress.each(_samples(sources, kinds, connection))
         if form == "parquet" and output is not None:
             from lockstep.export.parquet import write_parquet
 
-            count = write_parquet(found, output)
+            count = write_parquet(samples, output)
         else:
-            count = _write_lines(found, _encoder(form, tokenizer), output)
+            count = _write_lines(samples, _encoder(form, tokenizer), output)
     if output is not None:
         print_json({"samples": count, "format": form, "output": str(output)})
 
@@ -114,10 +114,12 @@ def _samples_of_session(
 
     async def fetch() -> list[ExportedSample]:
         async with RemoteFleet(url, token=token) as fleet:
-            found = await fleet.samples(session, kinds=None if kinds is None else kinds.split(","))
+            samples = await fleet.samples(
+                session, kinds=None if kinds is None else kinds.split(",")
+            )
         return [
             ExportedSample(sample=sample, source=session, index=index)
-            for index, sample in enumerate(found)
+            for index, sample in enumerate(samples)
         ]
 
     return asyncio.run(fetch())
@@ -137,11 +139,11 @@ def _encoder(form: Format, tokenizer: str | None) -> Callable[[ExportedSample], 
 
 
 def _write_lines(
-    found: Iterable[ExportedSample], encode: Callable[[ExportedSample], Any], output: Path | None
+    samples: Iterable[ExportedSample], encode: Callable[[ExportedSample], Any], output: Path | None
 ) -> int:
     count = 0
     with _opened(output) as file:
-        for exported in found:
+        for exported in samples:
             file.write(msgspec.json.encode(encode(exported)) + b"\n")
             count += 1
     return count

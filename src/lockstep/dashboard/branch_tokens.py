@@ -80,10 +80,10 @@ class BranchTokens:
                 versions[begin:end] = [span.version] * (end - begin)
         ids = branch.last.ids()
         texts = token_texts(ids, renderer)
-        written = authors(texts, sampled)
+        written_by = authors(texts, sampled)
         return cls(
-            ids, texts, written, sampled, _mask(nodes, branch, len(ids)), versions, turns, logprobs,
-            list(_segments(texts, written, turns)),
+            ids, texts, written_by, sampled, _mask(nodes, branch, len(ids)), versions, turns,
+            logprobs, list(_segments(texts, written_by, turns)),
         )  # fmt: skip
 
     def page(self, start: int, end: int) -> TokenPage:
@@ -134,8 +134,8 @@ def _mask(nodes: Sequence[Node], branch: Branch, total: int) -> list[bool]:
 
 
 def _segments(
-    texts: Sequence[str], written: Sequence[str], turns: Sequence[int]
+    texts: Sequence[str], written_by: Sequence[str], turns: Sequence[int]
 ) -> Iterator[MessageSpan]:
-    for author, start, end in messages(texts, written):
+    for author, start, end in messages(texts, written_by):
         # What was sampled is of the turn in which it ends, whose prompt opened the message.
         yield MessageSpan(author, turns[end - 1], start, end)

@@ -177,14 +177,16 @@ class SessionViews:
 
 def _session_line(info: SessionInfo, nodes: Sequence[Node], breaks: Counter[str]) -> SessionLine:
     branches = find_branches(nodes)
-    asked = next((m.content for node in nodes for m in node.new_messages if m.role == "user"), "")
+    question = next(
+        (m.content for node in nodes for m in node.new_messages if m.role == "user"), ""
+    )
     return SessionLine(
         info=info,
         harness=next((branch.harness for branch in branches if branch.harness), ""),
         kinds=dict(Counter(branch.kind for branch in branches)),
         breaks=dict(breaks),
         sampled=sum(len(node.sampled) for node in nodes),
-        prompt=_short(asked),
+        prompt=_short(question),
     )
 
 
@@ -204,7 +206,7 @@ def _tree(info: SessionInfo, nodes: Sequence[Node], breaks: Counter[str]) -> Ses
 
 
 def _turn_row(node: Node, branch: int) -> TurnRow:
-    said = node.reply.content or node.reply.reasoning or ""
+    text = node.reply.content or node.reply.reasoning or ""
     calls = ", ".join(f"{call.name}({call.arguments})" for call in node.reply.tool_calls)
     return TurnRow(
         index=node.index,
@@ -218,7 +220,7 @@ def _turn_row(node: Node, branch: int) -> TurnRow:
         versions=list(dict.fromkeys(span.version for span in node.versions)),
         breaks=list(node.breaks),
         broke=bool(node.breaks) and node.parent is None,
-        text=_short(said or calls),
+        text=_short(text or calls),
     )
 
 

@@ -30,14 +30,14 @@ class StaticFile:
 
 def read_static() -> dict[str, StaticFile]:
     """Every file by its name."""
-    found = {}
+    by_name = {}
     for file in files("lockstep.dashboard").joinpath("static").iterdir():
         kind = MEDIA_TYPES.get(file.name.rpartition(".")[2])
         if kind is not None:
             data = file.read_bytes()
             etag = f'"{blake2b(data, digest_size=8).hexdigest()}"'
-            found[file.name] = StaticFile(data, kind, etag)
-    return found
+            by_name[file.name] = StaticFile(data, kind, etag)
+    return by_name
 
 
 def shared_script() -> str:

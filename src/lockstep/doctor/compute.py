@@ -33,8 +33,8 @@ def threads() -> Check:
     """Whether torch takes more threads than this process has cores."""
     count = torch.get_num_threads()
     if count > cores():
-        found = f"torch takes {count}, but this process may use {cores()} cores"
-        return Check("threads", "note", found, f"export OMP_NUM_THREADS={cores()}")
+        finding = f"torch takes {count}, but this process may use {cores()} cores"
+        return Check("threads", "note", finding, f"export OMP_NUM_THREADS={cores()}")
     return Check("threads", "ok", f"torch takes {count} of {cores()} cores, a worker 1")
 
 
@@ -55,9 +55,9 @@ def bf16() -> Check:
     except EngineFailure as error:
         return Check("bf16", "note", error.message, "--dtype float32, which is the default")
     if limit:
-        found = f"safe with oneDNN limited to {limit}; without the limit it may crash here"
+        finding = f"safe with oneDNN limited to {limit}; without the limit it may crash here"
         way_out = f"workers set it themselves; elsewhere export ONEDNN_MAX_CPU_ISA={limit}"
-        return Check("bf16", "note", found, way_out)
+        return Check("bf16", "note", finding, way_out)
     return Check("bf16", "ok", "safe")
 
 
@@ -67,11 +67,13 @@ def cuda() -> Check:
         why = "this torch has no CUDA" if torch.version.cuda is None else "no GPU is visible"
         return Check("CUDA", "note", f"{why} (optional)", "install torch for CUDA on a GPU machine")
     names = {torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())}
-    found = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}"
+    finding = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}"
     try:
-        return Check("CUDA", "ok", f"{found}; {on_gpu()}")
+        return Check("CUDA", "ok", f"{finding}; {on_gpu()}")
     except (LockstepError, RuntimeError) as error:
-        return Check("CUDA", "note", f"{found}, but no engine runs there: {error}", "--device cpu")
+        return Check(
+            "CUDA", "note", f"{finding}, but no engine runs there: {error}", "--device cpu"
+        )
 
 
 def on_gpu() -> str:

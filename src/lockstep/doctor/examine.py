@@ -37,8 +37,8 @@ def _computing() -> Iterator[Check]:
     hypervisor forbids kills the process that tries it."""
     missing = [name for name in ("torch", "safetensors") if find_spec(name) is None]
     if missing:
-        found = f"{' and '.join(missing)} not installed: no embedded engine, training or demo"
-        yield Check("torch", "fail", found, TORCH)
+        finding = f"{' and '.join(missing)} not installed: no embedded engine, training or demo"
+        yield Check("torch", "fail", finding, TORCH)
         return
     yield from child("lockstep.doctor.compute", "torch")
 
@@ -51,8 +51,8 @@ def child(module: str, name: str) -> list[Check]:
             timeout=CHILD_SECONDS, env=os.environ, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        found = f"{module} did not end within {CHILD_SECONDS:g} s"
-        return [Check(name, "fail", found, "try it on an idle machine")]
+        finding = f"{module} did not end within {CHILD_SECONDS:g} s"
+        return [Check(name, "fail", finding, "try it on an idle machine")]
     if process.returncode:
         last = (process.stderr.strip().splitlines() or [""])[-1]
         how = (

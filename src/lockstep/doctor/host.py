@@ -25,8 +25,8 @@ LEAST_BYTES = 1 << 30
 
 def versions() -> Check:
     """Versions of Lockstep, Python and the operating system."""
-    found = f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}"
-    return Check("lockstep", "ok", found)
+    finding = f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}"
+    return Check("lockstep", "ok", finding)
 
 
 def cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
@@ -83,10 +83,10 @@ def _writable(name: str, where: Path, way_out: str) -> Check:
             free = shutil.disk_usage(there).free
     except OSError as error:
         return Check(name, "note", f"{where}: {error.strerror}", way_out)
-    found = f"{where}, {free / 2**30:.0f} GiB free"
+    finding = f"{where}, {free / 2**30:.0f} GiB free"
     if free < LEAST_BYTES:
         return Check(name, "note", f"{where}, only {free / 2**20:.0f} MiB free", way_out)
-    return Check(name, "ok", found)
+    return Check(name, "ok", finding)
 
 
 def _holder(number: int) -> str | None:

@@ -70,10 +70,10 @@ class TenantKeys:
         return known or await self._of_session(digest)
 
     async def _of_session(self, digest: bytes) -> Caller | None:
-        found = await self._sessions.keys.find(digest)
-        if found is None:
+        session = await self._sessions.keys.find(digest)
+        if session is None:
             return None
-        name, terms = found
+        name, terms = session
         return self._scopes.of_session(name, terms.key_id or "", terms.cache_salt)
 
     def _callers(self, keys: tuple[str, ...], *, alone: bool) -> dict[bytes, Caller]:

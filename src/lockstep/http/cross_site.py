@@ -20,7 +20,7 @@ OWN_SITE = (b"same-origin", b"none")
 ANY = "*"
 
 
-class CrossSiteGuard:
+class CrossSiteFilter:
     """An application in front of another. `origins` are those whose pages may call it, such as
     https://app.example; "*" takes all."""
 

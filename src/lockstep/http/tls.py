@@ -53,12 +53,12 @@ class TlsFiles:
 
     def stamp(self) -> Stamp:
         """Changes when a file does. Raises OSError when one cannot be looked at."""
-        found = []
+        stamps = []
         for path in (self.cert, self.key, self.ca):
             if path is not None:
                 stat = os.stat(path)
-                found.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
-        return tuple(found)
+                stamps.append((stat.st_mtime_ns, stat.st_size, stat.st_ino))
+        return tuple(stamps)
 
     def load_into(self, context: ssl.SSLContext) -> None:
         """Raises OSError, which ssl.SSLError is, when a file cannot be read or used."""

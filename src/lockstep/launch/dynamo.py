@@ -121,11 +121,11 @@ class LocalDynamo:
                 clean = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
                 self._environ = dynamo_env.complete(clean, store)
             else:
-                given = {**os.environ, **self._network}
-                given.pop(dynamo_env.SYSTEM_PORT, None)  # each worker has one of its own
-                self._environ = dynamo_env.complete(given)
+                environ = {**os.environ, **self._network}
+                environ.pop(dynamo_env.SYSTEM_PORT, None)  # each worker has one of its own
+                self._environ = dynamo_env.complete(environ)
                 if self._count:
-                    chosen = dynamo_env.SYSTEM_HOST in given
+                    chosen = dynamo_env.SYSTEM_HOST in environ
                     dynamo_env.check_advertised(self._environ, chosen=chosen)
                 await check_reachable(self._environ)
             self._environ.pop("LOCKSTEP_API_KEYS", None)

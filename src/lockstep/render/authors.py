@@ -16,36 +16,36 @@ def authors(strings: Sequence[str], sampled: Sequence[bool]) -> list[str]:
     Sampled tokens are the assistant's whatever the format. The rest is read from ChatML markers;
     in other formats it is the template's.
     """
-    written: list[str] = []
+    written_by: list[str] = []
     role, naming, name = TEMPLATE, False, ""
     for text, was_sampled in zip(strings, sampled, strict=True):
         if was_sampled:
-            written.append("assistant")
+            written_by.append("assistant")
             role = TEMPLATE if text == CLOSE else role
             continue
         if text == OPEN:
             role, naming, name = TEMPLATE, True, ""
-            written.append(TEMPLATE)
+            written_by.append(TEMPLATE)
         elif naming:
             # The role's name runs to the end of its line, perhaps over several tokens.
-            written.append(TEMPLATE)
+            written_by.append(TEMPLATE)
             name, naming = name + text, "\n" not in text
             role = name.strip() if name.strip() in AUTHORS else TEMPLATE
         elif text == CLOSE:
-            written.append(TEMPLATE)
+            written_by.append(TEMPLATE)
             role = TEMPLATE
         elif text in (TOOL_OPEN, TOOL_CLOSE):
-            written.append(TEMPLATE)
+            written_by.append(TEMPLATE)
             role = "tool" if text == TOOL_OPEN else "user"
         else:
-            written.append(role)
-    return written
+            written_by.append(role)
+    return written_by
 
 
-def messages(strings: Sequence[str], written: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+def messages(strings: Sequence[str], written_by: Sequence[str]) -> Iterator[tuple[str, int, int]]:
     """The author and span of each message, with the template's tokens that frame it."""
     start, author = 0, TEMPLATE
-    for at, (text, by) in enumerate(zip(strings, written, strict=True)):
+    for at, (text, by) in enumerate(zip(strings, written_by, strict=True)):
         other = by not in (TEMPLATE, author) and author != TEMPLATE
         if at > start and (other or (text == OPEN and by == TEMPLATE)):
             yield author, start, at

@@ -136,11 +136,11 @@ def not_offered(call: Call) -> Call:
 
 
 def keep_unparsed(
-    message: ParsedMessage, written: Sequence[int], decode: Callable[[Sequence[int]], str]
+    message: ParsedMessage, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> ParsedMessage:
     """The message with everything in its content that is not part of a call that parsed.
 
-    `written` are the ids that the message was parsed from. Formats' own parsers stop reading
+    `token_ids` are the ids that the message was parsed from. Formats' own parsers stop reading
     content at the first attempt of a call, and would lose what follows it.
     """
     spans = [call.span for call in message.calls if call.span is not None]
@@ -148,14 +148,14 @@ def keep_unparsed(
         failed = (call.raw for call in message.calls if not call.ok)
         return replace(message, content="\n".join(filter(None, (message.content, *failed))))
     at = min(start for start, _ in spans)
-    before = decode(written[:at])
+    before = decode(token_ids[:at])
     parts = [before[len(before.rstrip()) :]]
     for call in sorted(message.calls, key=lambda call: call.span or (0, 0)):
         start, end = call.span or (at, at)
-        parts.append(decode(written[at:start]))
-        parts.append("" if call.ok else decode(written[start:end]))
+        parts.append(decode(token_ids[at:start]))
+        parts.append("" if call.ok else decode(token_ids[start:end]))
         at = end
-    rest = "".join((*parts, decode(written[at:])))
+    rest = "".join((*parts, decode(token_ids[at:])))
     if message.tool_parse_error is None and MARKUP.fullmatch(rest):
         return message
     return replace(message, content=f"{message.content.rstrip()}{rest}")
@@ -203,6 +203,6 @@ def _call_id(
     """
     start = 0 if span is None else span[0]
     before = (start, list(token_ids[max(0, start - MARKED) : start]))
-    asked = list(prompt_ids[-MARKED:]) if prompt_ids else list(token_ids)
-    basis = repr((at, len(prompt_ids), asked, before))
+    before_turn = list(prompt_ids[-MARKED:]) if prompt_ids else list(token_ids)
+    basis = repr((at, len(prompt_ids), before_turn, before))
     return "call_" + blake2b(basis.encode(), digest_size=12).hexdigest()

@@ -144,8 +144,8 @@ def _turn(renderer: Renderer, count: int) -> str | None:
     if not whole.startswith(opened):
         return None
     ends = [decode([token]) for token in renderer.stop_token_ids]
-    found = [at for end in ends if end and (at := whole.find(end, len(opened))) >= 0]
-    return whole[len(opened) : min(found, default=len(whole))]
+    places = [at for end in ends if end and (at := whole.find(end, len(opened))) >= 0]
+    return whole[len(opened) : min(places, default=len(whole))]
 
 
 def _split(turn: str, count: int) -> list[str] | None:

@@ -159,19 +159,19 @@ class ScriptedCore(Core):
     def _speak(self, sequence: Sequence) -> None:
         """One token of a sequence, or the error that the script wants after the last."""
         speech, sampling = self._speeches[sequence], sequence.request.sampling
-        rule, said = speech.reply.rule, sequence.generated
-        if rule.error is not None and said >= rule.error.after_tokens:
+        rule, position = speech.reply.rule, sequence.generated
+        if rule.error is not None and position >= rule.error.after_tokens:
             self._fail(self.handles[sequence], rule.error.error())
             return
         scripted = speech.reply.token_ids
-        banned = sequence.end_ids if said < sampling.min_tokens else ()
-        if said < len(scripted) and scripted[said] not in banned:
-            token = scripted[said]
+        banned = sequence.end_ids if position < sampling.min_tokens else ()
+        if position < len(scripted) and scripted[position] not in banned:
+            token = scripted[position]
         else:  # the script is at its end, but the request may not end yet
-            number = uniform(sequence.seed, said)
+            number = uniform(sequence.seed, position)
             token = self._distribution.draw(speech.state, number, banned)
         if (why := _forbidden(sequence, token)) is not None:
-            error = BadRequest(f"the script says token {token} at position {said}, {why}")
+            error = BadRequest(f"the script says token {token} at position {position}, {why}")
             self._fail(self.handles[sequence], error)
             return
         sampled = self._distribution.sampled(speech.state, token, sampling.logprobs)

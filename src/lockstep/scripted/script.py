@@ -129,9 +129,9 @@ class Script:
         for at, rule in enumerate(self.rules):
             if rule.times is not None and self._taken[at] >= rule.times:
                 continue
-            found = _applies(rule.when, view)
-            if found is not None:
-                return at, _filled(rule, found)
+            groups = _applies(rule.when, view)
+            if groups is not None:
+                return at, _filled(rule, groups)
         raise BadRequest(
             f"no rule of {self.name} applies: the prompt holds {view.turn} assistant turns, and "
             f"its last message ends with {view.last[-200:]!r}"
@@ -159,24 +159,26 @@ def _applies(when: When, view: PromptView) -> dict[str, str] | None:
     return groups | {name: value or "" for name, value in match.groupdict().items()}
 
 
-def _filled(rule: Rule, found: dict[str, str]) -> Rule:
-    if not found:
+def _filled(rule: Rule, groups: dict[str, str]) -> Rule:
+    if not groups:
         return rule
     fields = {name: getattr(rule, name) for name in ("say", "think", "raw")}
     calls = msgspec.to_builtins(rule.calls)
     return msgspec.structs.replace(
-        rule, **_fill(fields, found), calls=msgspec.convert(_fill(calls, found), list[ScriptedCall])
+        rule,
+        **_fill(fields, groups),
+        calls=msgspec.convert(_fill(calls, groups), list[ScriptedCall]),
     )
 
 
-def _fill(value: Any, found: dict[str, str]) -> Any:
+def _fill(value: Any, groups: dict[str, str]) -> Any:
     """The value with every {{1}} or {{name}} replaced by what that group found."""
     if isinstance(value, str):
-        return _PLACE.sub(lambda place: found.get(place[1], place[0]), value)
+        return _PLACE.sub(lambda place: groups.get(place[1], place[0]), value)
     if isinstance(value, list):
-        return [_fill(each, found) for each in value]
+        return [_fill(each, groups) for each in value]
     if isinstance(value, dict):
-        return {key: _fill(each, found) for key, each in value.items()}
+        return {key: _fill(each, groups) for key, each in value.items()}
     return value
 
 

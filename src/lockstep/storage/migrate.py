@@ -27,10 +27,10 @@ class Migration(NamedTuple):
 
 def migrations() -> list[Migration]:
     """Every migration of this package, in order."""
-    found = (each for each in files(__package__).joinpath("migrations").iterdir())
+    entries = (each for each in files(__package__).joinpath("migrations").iterdir())
     steps = [
         Migration(int(each.name[:4]), each.name[5:-4], each.read_text())
-        for each in found
+        for each in entries
         if each.name.endswith(".sql")
     ]
     return sorted(steps)

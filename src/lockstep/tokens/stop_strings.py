@@ -34,15 +34,15 @@ class StopMatcher:
         total = sum(self._sizes)
         while self._sizes and total - self._sizes[0] >= len(text):
             total -= self._sizes.popleft()
-        found = [
+        matches = [
             (at, -len(wanted), stop)
             for stop, wanted in self._stops
             # A match must end in the new token: one that was passed over stays so.
             if (at := text.find(wanted, max(0, len(kept) - len(wanted) + 1))) >= 0
         ]
-        if not found:
+        if not matches:
             return None
-        at, _, stop = min(found)
+        at, _, stop = min(matches)
         return StopMatch(stop, self._tokens_from(len(text) - at))
 
     def _tokens_from(self, size: int) -> int:

@@ -110,7 +110,7 @@ class DataPlane:
         completions = await unless_gone(http, self.engine.generate(request))
         if tracing.active is not None:
             tracing.active.generated(completions)
-        written = await off_loop(
+        response = await off_loop(
             is_large(completions, request.sampling.logprobs),
             wire.generate_response,
             completions,
@@ -119,7 +119,7 @@ class DataPlane:
             created=int(time.time()),
             form=body.form,
         )
-        return json_response(written)
+        return json_response(response)
 
     async def _events(
         self, body: GenerateBody, request: embedded.EngineRequest

@@ -35,13 +35,13 @@ class Identities:
             return f"its system_url {system_url} cannot be reached from here: {error.message}"
         finally:
             await client.close()
-        found = {str(int(one, 16)) for one in WORKER_ID.findall(metrics)}
-        if found == {instance_id}:
+        worker_ids = {str(int(one, 16)) for one in WORKER_ID.findall(metrics)}
+        if worker_ids == {instance_id}:
             self._known.add((instance_id, system_url))
             return None
-        if not found:
+        if not worker_ids:
             return f"its system_url {system_url} does not say which worker it is (GET /metrics)"
         return (
-            f"its system_url {system_url} is worker {', '.join(sorted(found))} here, not it: start "
-            "it with --advertise and an address of its host"
+            f"its system_url {system_url} is worker {', '.join(sorted(worker_ids))} here, not it: "
+            "start it with --advertise and an address of its host"
         )

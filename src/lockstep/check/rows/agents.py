@@ -38,11 +38,11 @@ def responses_body(target: Target, *turns: str, **more: Any) -> dict[str, Any]:
     return body | more
 
 
-def said_in_message(body: dict[str, Any]) -> str:
+def text_of_message(body: dict[str, Any]) -> str:
     return "".join(block["text"] for block in body["content"] if block["type"] == "text")
 
 
-def said_in_response(body: dict[str, Any]) -> str:
+def text_of_response(body: dict[str, Any]) -> str:
     messages = [item for item in body["output"] if item["type"] == "message"]
     return "".join(part["text"] for item in messages for part in item["content"])
 
@@ -70,7 +70,7 @@ async def messages_stream(target: Target) -> str:
     require(kinds[:1] == ["message_start"] and kinds[-1:] == ["message_stop"], f"events {kinds}")
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     text = "".join(delta.get("text", "") for delta in deltas)
-    expected = said_in_message(whole.fields)
+    expected = text_of_message(whole.fields)
     require(text == expected, f"streamed {text!r}, whole {expected!r}")
     return f"{len(events)} events, {len(text)} characters, as in the whole message"
 
@@ -86,7 +86,7 @@ async def responses_stream(target: Target) -> str:
     usage = events[-1]["response"]["usage"]
     details = "input_tokens_details" in usage and "output_tokens_details" in usage
     require(details, f"usage {usage} has no details, which SDKs read")
-    text, expected = said_in_response(events[-1]["response"]), said_in_response(whole.fields)
+    text, expected = text_of_response(events[-1]["response"]), text_of_response(whole.fields)
     require(text == expected, f"streamed {text!r}, whole {expected!r}")
     return f"{len(events)} events, {len(text)} characters, as in the whole response"
 
@@ -97,8 +97,8 @@ async def previous(target: Target) -> str:
     linked = responses_body(target, MORE, previous_response_id=first.fields.get("id"))
     second = await target.post(RESPONSES, linked)
     require(second.status == 200, second.describe())
-    said = said_in_response(first.fields)
-    resent = await target.post(RESPONSES, responses_body(target, QUESTION, said, MORE))
+    text = text_of_response(first.fields)
+    resent = await target.post(RESPONSES, responses_body(target, QUESTION, text, MORE))
     counts = [reply.fields["usage"]["input_tokens"] for reply in (second, resent)]
     require(counts[0] == counts[1], f"{counts[0]} tokens of prompt by id, {counts[1]} resent")
     return f"{counts[0]} tokens of prompt, by id and resent"
@@ -108,8 +108,8 @@ async def previous(target: Target) -> str:
 async def one_session(target: Target) -> str:
     base = f"/sessions/check-{uuid4().hex}"
     first = there(await target.post(base + MESSAGES, messages_body(target, QUESTION)), MESSAGES)
-    said = said_in_message(first.fields)
-    reply = await target.post(base + RESPONSES, responses_body(target, QUESTION, said, MORE))
+    text = text_of_message(first.fields)
+    reply = await target.post(base + RESPONSES, responses_body(target, QUESTION, text, MORE))
     require(reply.status == 200, reply.describe())
     before = first.fields["usage"]
     least = before["input_tokens"] + before["output_tokens"]
@@ -121,12 +121,12 @@ async def one_session(target: Target) -> str:
 
 @GROUP.row("unknown", "a field that nobody knows is refused in both dialects", "L0")
 async def unknown(target: Target) -> str:
-    found = []
+    statuses = []
     for route, body in (
         (MESSAGES, messages_body(target, QUESTION, **UNKNOWN)),
         (RESPONSES, responses_body(target, QUESTION, **UNKNOWN)),
     ):
         reply = there(await target.post(route, body), route)
         require(reply.refused, f"{route} with an unknown field: {reply.describe()}")
-        found.append(f"{route}: {reply.status}")
-    return ", ".join(found)
+        statuses.append(f"{route}: {reply.status}")
+    return ", ".join(statuses)

@@ -7,7 +7,7 @@ from lockstep.check.outcome import require
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
-GROUP = RowGroup("guard", mutates=True)
+GROUP = RowGroup("auth", mutates=True)
 ROUTES: dict[AdminName, tuple[str, str]] = {
     "lockstep": ("/engine/pause_generation", "/engine/resume_generation"),
     "dynamo": ("/engine/pause_generation", "/engine/resume_generation"),

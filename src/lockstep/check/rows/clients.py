@@ -19,7 +19,7 @@ TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
 }
-ASK = [{"role": "user", "content": "Count from one to twenty."}]
+REQUEST = [{"role": "user", "content": "Count from one to twenty."}]
 
 
 @GROUP.row("stop", "a stop string ends the text, and no id or logprob is lost", "F66")
@@ -107,14 +107,14 @@ async def _session_samples(target: Target) -> list[dict[str, Any]] | None:
     options, name = target.options, f"check-{uuid4().hex}"
     if options.admin is None or options.token is None:
         return None
-    base, chat = target.transport.base_url, list(ASK)
+    base, chat = target.transport.base_url, list(REQUEST)
     for value in (1.0, 0.5):
         body = {"model": target.card.id, "messages": chat, "max_tokens": 4, "temperature": value}
         reply = await target.raw.send("POST", f"{base}/sessions/{name}{CHAT}", body)
         if reply.missing:
             return None
         require(reply.status == 200, f"a turn at {value}: {reply.describe()}")
-        chat += [reply.fields["choices"][0]["message"], ASK[0]]
+        chat += [reply.fields["choices"][0]["message"], REQUEST[0]]
     url = f"{options.admin.rstrip('/')}/v1/rl/sessions/{name}"
     read = await target.raw.send("GET", url, token=options.token)
     if read.missing:
@@ -131,18 +131,18 @@ async def tools(target: Target) -> str:
     if len(opening) != 1:
         raise NotApplicable("the model's tool calls do not open with one token <tool_call>")
     body = {
-        "model": target.card.id, "messages": ASK, "tools": [TOOL], "max_tokens": 3,
+        "model": target.card.id, "messages": REQUEST, "tools": [TOOL], "max_tokens": 3,
         "allowed_token_ids": opening, "ignore_eos": True,
     }  # fmt: skip
     reply = there(await target.post(CHAT, body), CHAT)
     if reply.refused:
         raise NotApplicable(f"tools cannot be called here: {reply.describe()}")
     choice = reply.fields["choices"][0]
-    message, said = choice["message"], choice.get("tool_parse_error")
-    evidence = f"content {message.get('content')!r}, tool_parse_error {said!r}"
+    message, problem = choice["message"], choice.get("tool_parse_error")
+    evidence = f"content {message.get('content')!r}, tool_parse_error {problem!r}"
     require(not message.get("tool_calls"), f"{evidence}; and it is a call")
     require(message.get("content") == "<tool_call>" * 3, f"{evidence}; it is not what was sampled")
-    require(bool(said), f"{evidence}; nobody is told")
+    require(bool(problem), f"{evidence}; nobody is told")
     return evidence
 
 

@@ -42,7 +42,7 @@ async def _new(target: Target) -> str:
     return reply.describe()
 
 
-async def answered(task: asyncio.Task[str]) -> None:
+async def require_response(task: asyncio.Task[str]) -> None:
     status = await task
     require(status == "200", f"the request that waited was answered {status} after resume")
 
@@ -112,5 +112,5 @@ async def queue(target: Target) -> str:
     for mode in modes:
         async with paused(target, mode):
             task = await queues(target)
-        await answered(task)
+        await require_response(task)
     return f"{', '.join(modes)}: a new request waited {STILL} s, and was answered after resume"

@@ -97,8 +97,8 @@ class GatewayProcess:
             )
             if shared is None:
                 _print_state(state, status.console)
-            token, written = stack.enter_context(admin_token(settings.admin_token))
-            token_file = written or _text(settings.admin_token_file)
+            token, token_path = stack.enter_context(admin_token(settings.admin_token))
+            token_file = token_path or _text(settings.admin_token_file)
             roots = arguments.checkpoint_root or ()
             fleet = Fleet(
                 arguments.pool(settings),

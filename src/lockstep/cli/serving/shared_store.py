@@ -44,10 +44,10 @@ async def shared_store(
     if url is None:
         yield None
         return
-    for name, given in (("sessions", arguments.sessions), ("state-dir", arguments.state_dir)):
-        if given is not None:
+    for name, value in (("sessions", arguments.sessions), ("state-dir", arguments.state_dir)):
+        if value is not None:
             raise BadRequest(
-                f"--{name} {given} and a store: sessions and state are in the store; leave one of "
+                f"--{name} {value} and a store: sessions and state are in the store; leave one of "
                 "them out",
                 param="store",
             )

@@ -77,8 +77,8 @@ class SiblingGateways:
     def _command_line(self, port: int, admin_url: str) -> tuple[str, ...]:
         admin_port = admin_url.rpartition(":")[2]
         advertise: tuple[str, ...] = ()
-        if (given := self._arguments.advertise) is not None:
-            parts = urlsplit(given)
+        if (address := self._arguments.advertise) is not None:
+            parts = urlsplit(address)
             host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
             advertise = ("--advertise", f"{parts.scheme}://{host}:{admin_port}")
         # -P: files in the directory of the gateway must not be taken for modules.

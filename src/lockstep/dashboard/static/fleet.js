@@ -4,8 +4,8 @@ import { ago, bytes, clock, count, digits, draw, make, seconds, swatch } from ".
 import { history, SPAN, state } from "./state.js";
 
 const TONES = { serving: "green", held: "blue", syncing: "blue", proving: "violet", joining: "blue", down: "red", quarantined: "amber", draining: "" };
-const PHASES = { ask: "violet", stage: "blue", prove: "violet", quiesce: "amber", commit: "green", resume: "soft", rollback: "red" };
-const NAMES = { ask: "score before", quiesce: "pause" };
+const PHASES = { baseline: "violet", stage: "blue", prove: "violet", quiesce: "amber", commit: "green", resume: "soft", rollback: "red" };
+const NAMES = { baseline: "score before", quiesce: "pause" };
 const MARK = 16;
 
 export class FleetView {

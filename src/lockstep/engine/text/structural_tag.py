@@ -119,10 +119,10 @@ class TagGrammar:
             return '""'
         parts: list[str] = []
         at = 0
-        for found in self._names.finditer(text) if self._names is not None else ():
-            parts += [json.dumps(text[at : found.start()])] * (found.start() > at)
-            parts.append(f"<[{self._added[found.group()]}]>")
-            at = found.end()
+        for name in self._names.finditer(text) if self._names is not None else ():
+            parts += [json.dumps(text[at : name.start()])] * (name.start() > at)
+            parts.append(f"<[{self._added[name.group()]}]>")
+            at = name.end()
         parts += [json.dumps(text[at:])] * (len(text) > at)
         return " ".join(parts)
 
@@ -136,5 +136,5 @@ class TagGrammar:
 def _regex(pattern: str) -> str:
     """A regular expression in Lark's notation: between slashes, on one line."""
     within = {"/": r"\/", "\n": r"\n"}
-    written = re.sub(r"\\.|/|\n", lambda found: within.get(found[0], found[0]), pattern)
-    return f"/{written}/" if written else '""'
+    escaped = re.sub(r"\\.|/|\n", lambda match: within.get(match[0], match[0]), pattern)
+    return f"/{escaped}/" if escaped else '""'

@@ -160,7 +160,7 @@ class PostgresLeadership:
 
     async def _look(self) -> None:
         """Renews the lease or takes it, and reads who leads and who is alive."""
-        asked = monotonic()
+        requested_at = monotonic()
         async with self._database.connection() as connection:
             await connection.execute(SEEN, self.holder, self._address)
             alive = await connection.fetch(ALIVE, SEEN_SECONDS)
@@ -183,7 +183,7 @@ class PostgresLeadership:
         else:
             if generation != self._held:
                 log.warning("this gateway leads now, as generation %d", generation)
-            self._held, self._held_until = generation, asked + self._lease - MARGIN_SECONDS
+            self._held, self._held_until = generation, requested_at + self._lease - MARGIN_SECONDS
         self._read(who, alive)
         if before != (self._held, self._generation, self._leader):
             self._changed()

@@ -147,7 +147,7 @@ async def _base_scores(
     """
     if probe is None or probe.tolerance == 0.0 or probe.previous is not None:
         return {}
-    scores, _ = await collect_scores("ask", workers, probe.sequences, None, budget, operation)
+    scores, _ = await collect_scores("baseline", workers, probe.sequences, None, budget, operation)
     return scores
 
 

@@ -77,7 +77,7 @@ class Proof:
     ) -> None:
         """Takes the scores of the live weights. Workers that have none are judged without them."""
         self._before, _ = await collect_scores(
-            "ask", workers, self._sequences, None, budget, operation
+            "baseline", workers, self._sequences, None, budget, operation
         )
 
     async def prove_staged(

@@ -50,10 +50,10 @@ async def _quarantined(workers: Sequence[Worker]) -> list[Worker]:
         if asyncio.get_running_loop().time() > deadline:
             break
         await asyncio.sleep(0.05)
-    found = await _responding(worker for worker in workers if worker.state == "quarantined")
-    for worker in found:
+    responding = await _responding(worker for worker in workers if worker.state == "quarantined")
+    for worker in responding:
         worker.version = None
-    return found
+    return responding
 
 
 async def _responding(workers: Iterable[Worker]) -> list[Worker]:
@@ -65,6 +65,6 @@ async def _responding(workers: Iterable[Worker]) -> list[Worker]:
             return False
         return True
 
-    asked = list(workers)
-    results = await asyncio.gather(*map(responds, asked))
-    return [worker for worker, well in zip(asked, results, strict=True) if well]
+    candidates = list(workers)
+    results = await asyncio.gather(*map(responds, candidates))
+    return [worker for worker, well in zip(candidates, results, strict=True) if well]

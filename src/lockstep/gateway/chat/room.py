@@ -54,9 +54,9 @@ def arguments_of(messages: Iterable[dict[str, Any]]) -> list[str]:
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function") if isinstance(call, dict) else None
-            written = function.get("arguments") if isinstance(function, dict) else None
-            if isinstance(written, str):
-                arguments.append(written)
+            text = function.get("arguments") if isinstance(function, dict) else None
+            if isinstance(text, str):
+                arguments.append(text)
     return arguments
 
 
@@ -78,8 +78,8 @@ async def check_chat_room(chat: ChatRequest, renderer: Renderer, limit: int | No
     if arguments := arguments_of(chat.messages):
         await check_room(arguments, renderer, 2 * limit, "messages")
     if chat.tools:
-        written = msgspec.json.encode(chat.tools).decode(errors="replace")
-        await check_room([written], renderer, 2 * limit, "tools")
+        text = msgspec.json.encode(chat.tools).decode(errors="replace")
+        await check_room([text], renderer, 2 * limit, "tools")
 
 
 async def check_room(

@@ -73,10 +73,10 @@ class ChatRoutes:
         worker, choices = await self._turns.run(http, turn)
         timing = turn.timing(None)
         large = is_large((each.completion for each in choices), turn.shape.top)
-        written = await off_loop(
+        body = await off_loop(
             large, wire.chat_response, turn.shape, choices, worker=worker, timing=timing
         )
-        return json_response(with_tokens(http, turn, choices[0], written))
+        return json_response(with_tokens(http, turn, choices[0], body))
 
     async def _stream(self, http: Request, turn: ChatTurn) -> Response:
         parts = await self._turns.stream(http, turn)

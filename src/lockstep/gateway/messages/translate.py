@@ -86,8 +86,8 @@ def translate(request: MessagesRequest) -> TranslatedMessages:
         if choice.disable_parallel_tool_use:
             chat.parallel_tool_calls = False
     referred = _referred(request.messages)
-    found = [spec for name, spec in tools.items() if name in deferred & referred]
-    return TranslatedMessages(chat, found, accepted, inner)
+    searched = [spec for name, spec in tools.items() if name in deferred & referred]
+    return TranslatedMessages(chat, searched, accepted, inner)
 
 
 def _chat_messages(message: InputMessage, where: str, tools: Mapping[str, Plain]) -> list[Plain]:

@@ -141,8 +141,8 @@ def _message(item: ResponseItem, at: int) -> Plain:
 
 
 def _thought(item: ReasoningItem, at: int) -> str:
-    written = item.content or item.summary
-    text = text_of(written, at, "summary").strip()
+    parts = item.content or item.summary
+    text = text_of(parts, at, "summary").strip()
     if is_broken(text, item.encrypted_content or ""):
         raise BadRequest(
             f"input[{at}]: encrypted_content is of another reasoning than the summary: send both "

@@ -156,16 +156,16 @@ class ResponseStream:
 
     def _call(self, call: Call) -> Iterator[bytes]:
         name, arguments = call.name or "", call.arguments or "{}"
-        done = self._tools.call_item(call.id, name, arguments, "completed")
-        custom = done["type"] == "custom_tool_call"
+        item = self._tools.call_item(call.id, name, arguments, "completed")
+        custom = item["type"] == "custom_tool_call"
         key = INPUT if custom else "arguments"
         prefix = "response.custom_tool_call_input" if custom else "response.function_call_arguments"
-        place = {"item_id": done["id"], "output_index": self._at}
-        added = {**done, key: "", "status": "in_progress"}
+        place = {"item_id": item["id"], "output_index": self._at}
+        added = {**item, key: "", "status": "in_progress"}
         yield self._event("response.output_item.added", output_index=self._at, item=added)
-        yield self._event(f"{prefix}.delta", **place, delta=done[key])
-        yield self._event(f"{prefix}.done", **place, **{key: done[key]}, name=done["name"])
-        yield self._done(done)
+        yield self._event(f"{prefix}.delta", **place, delta=item[key])
+        yield self._event(f"{prefix}.done", **place, **{key: item[key]}, name=item["name"])
+        yield self._done(item)
 
     def _closed(self) -> Iterator[bytes]:
         """The end of the item that is being written, if any is."""

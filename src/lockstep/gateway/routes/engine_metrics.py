@@ -62,8 +62,8 @@ class EngineMetricsRoutes:
 
     async def scrape(self, _: Request) -> Response:
         serving = [worker for worker in self._pool.workers if worker.serves]
-        found = await asyncio.gather(*(_of_worker(worker) for worker in serving))
-        samples = [sample for each in found for sample in each]
+        by_worker = await asyncio.gather(*(_of_worker(worker) for worker in serving))
+        samples = [sample for each in by_worker for sample in each]
         # Requests that wait here are at no engine yet, and would be nobody's.
         samples.append(EngineSample("num_requests_waiting", "gateway", self._pool.waiting))
         return Response(_exposition(samples), media_type="text/plain; version=0.0.4")

@@ -67,8 +67,8 @@ class TokenizeRoutes:
         else:
             check_characters(body.messages, self._context.limits)
             ids = await self._chat_ids(body, renderer)
-        written = await renderer.offload(tokenized, ids, body, renderer, model.max_model_len)
-        return json_response(written)
+        response = await renderer.offload(tokenized, ids, body, renderer, model.max_model_len)
+        return json_response(response)
 
     async def detokenize(self, http: Request) -> Response:
         request_id(http)

@@ -111,7 +111,7 @@ class SessionWrites:
                 return
             breaks, cached.unsaved_breaks[:] = cached.unsaved_breaks[:], []
             try:
-                done = await self._append(cached, made, batch, breaks)
+                appended = await self._append(cached, made, batch, breaks)
             except LockstepError as error:
                 cached.unsaved_breaks.extend(breaks)
                 if not self._store.shared or not isinstance(error, Unavailable) or failed:
@@ -120,8 +120,8 @@ class SessionWrites:
                     return
                 failed += 1
                 await asyncio.sleep(AGAIN_SECONDS)
-                done = False
-            if done or await self._moved(cached, made, batch, attempt):
+                appended = False
+            if appended or await self._moved(cached, made, batch, attempt):
                 cached.ledger.add_turns(made)
                 self._cache.touch(cached)
                 for each in batch:

@@ -28,7 +28,7 @@ except ImportError:  # there is none for Windows
 from starlette.types import ASGIApp
 
 from lockstep import tracing
-from lockstep.http.cross_site import CrossSiteGuard
+from lockstep.http.cross_site import CrossSiteFilter
 from lockstep.http.server.limits import (
     DRAIN_SECONDS,
     LIMITS,
@@ -195,7 +195,7 @@ async def serving(
     limits = replace(limits, connections=connections)
     endpoints = [Endpoint(*each) for each in apps]
     listeners = [
-        Listener(ListenerConfig(_traced(CrossSiteGuard(app, origins)), limits), tls)
+        Listener(ListenerConfig(_traced(CrossSiteFilter(app, origins)), limits), tls)
         for app, _, tls in endpoints
     ]
     started: list[Listener] = []

@@ -168,8 +168,8 @@ class LockstepGeneration:
             "logprob_mode": "processed",
             **(args.generation_kwargs or {}),
         }
-        given = {name: value for name, value in chosen.items() if value is not None}
-        return {**given, **self.policy.pinned()}
+        options = {name: value for name, value in chosen.items() if value is not None}
+        return {**options, **self.policy.pinned()}
 
     # Conversations
 

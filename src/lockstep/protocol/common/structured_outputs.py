@@ -54,30 +54,32 @@ def read_grammar(body: Any, prefix: str = "") -> Grammar | None:
     `prefix` is where the fields stand, for errors. Raises BadRequest when there are several, or
     when one makes no sense, and UnsupportedField for options that would be ignored.
     """
-    found: dict[str, Grammar] = {}
+    grammars: dict[str, Grammar] = {}
     if (outputs := body.structured_outputs) is not None:
         _refuse_options(outputs, prefix)
         for kind in KINDS:
             value = getattr(outputs, kind)
             if value is not None and value is not False:
-                found[f"{prefix}{FIELD}.{kind}"] = _grammar(kind, value, f"{prefix}{FIELD}.{kind}")
-        if not found:
+                grammars[f"{prefix}{FIELD}.{kind}"] = _grammar(
+                    kind, value, f"{prefix}{FIELD}.{kind}"
+                )
+        if not grammars:
             raise BadRequest(
                 f"{prefix}{FIELD} names no grammar: expected one of {', '.join(KINDS)}",
                 param=f"{prefix}{FIELD}",
             )
     for field, kind in GUIDED.items():
         if (value := getattr(body, field)) is not None:
-            found[f"{prefix}{field}"] = _grammar(kind, value, f"{prefix}{field}")
+            grammars[f"{prefix}{field}"] = _grammar(kind, value, f"{prefix}{field}")
     chosen = getattr(body, "response_format", None)
     if chosen is not None and (grammar := _response_format(chosen)) is not None:
-        found["response_format"] = grammar
-    if len(found) > 1:
+        grammars["response_format"] = grammar
+    if len(grammars) > 1:
         raise BadRequest(
-            f"a completion cannot be held to several grammars: {', '.join(found)}; send one",
-            param=next(iter(found)),
+            f"a completion cannot be held to several grammars: {', '.join(grammars)}; send one",
+            param=next(iter(grammars)),
         )
-    return next(iter(found.values()), None)
+    return next(iter(grammars.values()), None)
 
 
 def _refuse_options(outputs: StructuredOutputs, prefix: str) -> None:

@@ -96,10 +96,10 @@ def _kill_marked(mark: str) -> None:
     needle = f"{MARK}={mark}".encode()
     # Again until there is none: one may have started another while the others were looked at.
     for _ in range(10):
-        found = [pid for pid in _pids() if needle in _environment(pid)]
-        if not found:
+        pids = [pid for pid in _pids() if needle in _environment(pid)]
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

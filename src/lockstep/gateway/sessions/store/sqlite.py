@@ -95,14 +95,14 @@ class SqliteSessionStore:
             turns = enumerate(new.encode(), new.head)
             tables.write_turns(db, row, turns, new.breaks)
 
-        written = self._thread.write(work)
+        write = self._thread.write(work)
 
         def settled(future: asyncio.Future[None]) -> None:
             if future.exception() is not None:
                 self._index.shrink(entry, new.count, grown)
 
-        written.add_done_callback(settled)
-        await written
+        write.add_done_callback(settled)
+        await write
         return True
 
     async def add_breaks(self, entry: SessionEntry, breaks: Sequence[tuple[bytes, str]]) -> None:
