@@ -130,4 +130,11 @@ def test_json_that_breaks_the_contract_is_refused() -> None:
         Sample.from_json(line.replace(b"[0.0,-0.5,-1.5,0.0]", b"[1.0,-0.5,-1.5,0.0]"))
     with pytest.raises(Exception, match="unknown field"):
         Sample.from_json(line.replace(b'"aborts"', b'"extra":1,"aborts"'))
+    with pytest.raises(Exception, match="missing required field `logprob_mode`"):
+        Sample.from_json(line.replace(b'"logprob_mode":"raw",', b""))
     assert np.isfinite(Sample.from_json(line).logprobs).all()
+
+
+def test_a_line_from_before_a_field_came_is_read_with_its_default() -> None:
+    line = sample(kind="main").to_json()
+    assert Sample.from_json(line.replace(b',"kind":"main"', b"")).kind == "unknown"

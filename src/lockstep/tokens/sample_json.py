@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from dataclasses import MISSING, Field, fields
+from typing import Any, get_type_hints
 
 import msgspec
 
-from lockstep.tokens.completion import VersionSpan
 from lockstep.tokens.experts import RoutedExperts
-from lockstep.tokens.lineage import Kind
-from lockstep.tokens.sample import Sample, TrainedSpan
-from lockstep.tokens.sampling import LogprobMode
-from lockstep.tokens.shaping import ShapedSpan
+from lockstep.tokens.sample import Sample
 
 
 def encode(sample: Sample) -> bytes:
     """One line without a line break; `decode` gives back an equal sample."""
-    return msgspec.json.encode(SampleLine.of(sample))
+    values = {name: getattr(sample, name) for name in NAMES}
+    if (experts := sample.experts) is not None:
+        data = base64.b64encode(experts.data).decode()
+        values["experts"] = _Experts(data, experts.shape, experts.dtype, experts.start)
+    return msgspec.json.encode(values)
 
 
 def decode(line: bytes | str) -> Sample:
     """The sample of a line. Raises what `Sample` raises, and msgspec's errors for other JSON."""
-    return msgspec.json.decode(line, type=SampleLine).sample()
+    parsed = msgspec.json.decode(line, type=_SampleLine)
+    values = {name: getattr(parsed, name) for name in NAMES}
+    if (experts := values["experts"]) is not None:
+        data = base64.b64decode(experts.data)
+        values["experts"] = RoutedExperts(data, experts.shape, experts.dtype, experts.start)
+    return Sample(**values)
 
 
 class _Experts(msgspec.Struct):
@@ -32,45 +38,19 @@ class _Experts(msgspec.Struct):
     start: int
 
 
-class SampleLine(msgspec.Struct, forbid_unknown_fields=True):
-    token_ids: list[int]
-    sampled_mask: list[bool]
-    logprobs: list[float]
-    versions: tuple[VersionSpan, ...]
-    logprob_mode: LogprobMode
-    temperature: float
-    experts: _Experts | None
-    adapter: str | None
-    breaks: tuple[str, ...]
-    aborts: int
-    workers: tuple[str, ...]
-    trained_in: tuple[TrainedSpan, ...] = ()
-    split: tuple[str, ...] = ()
-    shaping: tuple[ShapedSpan, ...] = ()
-    stops: tuple[tuple[int, int], ...] = ()
-    tool_parse_errors: int = 0
-    notes: tuple[dict[str, Any], ...] = ()
-    reward: float | None = None
-    kind: Kind = "unknown"
-    branch: int = 0
-    parent: int | None = None
-    depth: int = 0
-    turn_index: int = 0
-    harness: str | None = None
-    evidence: str = ""
-    weight: float = 1.0
+NAMES = tuple(field.name for field in fields(Sample))
+ALWAYS = {"logprob_mode", "temperature", "experts", "adapter", "breaks", "aborts", "workers"}
+"""Fields that every line ever written has, although `Sample` has defaults for them: where one is
+missing, nobody knows what it was. Those that came later are read as their defaults."""
+TYPES = get_type_hints(Sample) | {"experts": _Experts | None}
 
-    @classmethod
-    def of(cls, sample: Sample) -> SampleLine:
-        fields = {name: getattr(sample, name) for name in cls.__struct_fields__}
-        if (experts := sample.experts) is not None:
-            data = base64.b64encode(experts.data).decode()
-            fields["experts"] = _Experts(data, experts.shape, experts.dtype, experts.start)
-        return cls(**fields)
 
-    def sample(self) -> Sample:
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        if (experts := self.experts) is not None:
-            data = base64.b64decode(experts.data)
-            fields["experts"] = RoutedExperts(data, experts.shape, experts.dtype, experts.start)
-        return Sample(**fields)
+def _described(field: Field[Any]) -> tuple[str, Any] | tuple[str, Any, Any]:
+    if field.default is MISSING or field.name in ALWAYS:
+        return field.name, TYPES[field.name]
+    return field.name, TYPES[field.name], field.default
+
+
+_SampleLine = msgspec.defstruct(
+    "_SampleLine", [_described(field) for field in fields(Sample)], forbid_unknown_fields=True
+)
