@@ -66,12 +66,10 @@ def connect_fleet(
     `timeout` seconds. Raises BadRequest when there is no such gateway, or no token.
     """
     from lockstep.fleet.remote import RemoteFleet
-    from lockstep.http.tls import TlsFiles, use_for_clients
     from lockstep.running_gateways import find_control_plane
     from lockstep.settings import Settings
 
     settings = Settings.read()
-    use_for_clients(TlsFiles(cert=settings.tls_cert, key=settings.tls_key, ca=settings.tls_ca))
     if token is not None:
         settings = replace(settings, admin_token=token)
     where, saved_token = find_control_plane(url, Path(token_file) if token_file else None, settings)

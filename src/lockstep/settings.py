@@ -20,6 +20,8 @@ STORE = PREFIX + "STORE"
 TRACE = PREFIX + "TRACE"
 SHORTEST_KEY = 8
 LOG_LEVELS = ("debug", "info", "warning", "error")
+SET_FOR_PROGRAMS = frozenset({PREFIX + "ROLLOUT", PREFIX + "TASK"})
+"""What `lockstep train` tells the agents and rewards that it starts, which may use Lockstep too."""
 SERVICE_NAME = re.compile(r"LOCKSTEP(_[A-Z0-9_]+)?_SERVICE_(HOST|PORT(_[A-Z0-9_]+)?)")
 SERVICE_PORT = re.compile(
     r"LOCKSTEP(_[A-Z0-9_]+)?_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?"
@@ -43,6 +45,7 @@ class Settings:
     LOCKSTEP_TLS_KEY         its key; for servers that demand one
     LOCKSTEP_LOG_LEVEL       debug, info, warning or error
     LOCKSTEP_TRACE           1: send spans to an OpenTelemetry collector, as --trace does
+    LOCKSTEP_VERIFIERS       sessions: every train client of verifiers in this process uses them
     LOCKSTEP_VLLM_PYTHON     the python of the environment that has vLLM; else .venv-vllm's
     LOCKSTEP_VLLM_SKIP_REPAIRS  repairs that vLLM's worker extension leaves out, with commas between
 
@@ -62,6 +65,7 @@ class Settings:
     tls_key: Path | None = None
     log_level: str = "warning"
     trace: bool = False
+    verifiers: str | None = None
     vllm_python: str | None = None
     vllm_skip_repairs: str = ""
 
@@ -71,7 +75,9 @@ class Settings:
         known = {PREFIX + field.name.upper(): field.name for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in environ.items():
-            if not name.startswith(PREFIX) or _is_kubernetes(name, value):
+            if not name.startswith(PREFIX) or name in SET_FOR_PROGRAMS:
+                continue
+            if _is_kubernetes(name, value):
                 continue
             if name not in known:
                 raise _unknown(name, list(known))

@@ -28,6 +28,12 @@ def test_a_name_close_to_a_known_one_is_told_which_was_meant() -> None:
     assert "did you mean" not in caught.value.message
 
 
+def test_what_a_run_tells_its_programs_and_what_chooses_a_client_of_verifiers_is_known() -> None:
+    told = {"LOCKSTEP_ROLLOUT": "mark", "LOCKSTEP_TASK": "{}"}
+    assert Settings.read(told) == Settings()
+    assert Settings.read({"LOCKSTEP_VERIFIERS": "sessions"}).verifiers == "sessions"
+
+
 KUBERNETES = {
     "LOCKSTEP_SERVICE_HOST": "10.0.171.239",
     "LOCKSTEP_SERVICE_PORT": "8000",

@@ -13,6 +13,7 @@ from time import monotonic
 import pytest
 import trustme
 
+import lockstep
 from lockstep.http import tls
 from lockstep.http.client.client import HttpClient
 from lockstep.http.server.limits import ServerLimits
@@ -63,7 +64,7 @@ def server(tmp_path: Path, authority: trustme.CA) -> Party:
 @pytest.fixture(autouse=True)
 def clients_as_they_were() -> Iterator[None]:
     yield
-    tls.use_for_clients(TlsFiles())
+    tls.use_for_clients(None)
 
 
 @asynccontextmanager
@@ -98,6 +99,29 @@ async def test_a_client_that_trusts_the_authority_is_served(server: Party) -> No
         tls.use_for_clients(TlsFiles(ca=server.files.ca))
         assert url.startswith("https://127.0.0.1:")
         assert await echoed(url) == b"hello"
+
+
+async def test_a_client_trusts_what_the_environment_names_unless_its_program_chose(
+    server: Party, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Party.made(tmp_path / "other", "other", trustme.CA())
+    async with secured(TlsFiles(cert=server.files.cert, key=server.files.key)) as url:
+        with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            await echoed(url)
+        monkeypatch.setenv("LOCKSTEP_TLS_CA", str(server.files.ca))
+        assert await echoed(url) == b"hello"
+        tls.use_for_clients(TlsFiles(ca=other.files.ca))
+        lockstep.connect_fleet(url, token="a-token")  # which must not change it back
+        with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+            await echoed(url)
+
+
+async def test_a_certificate_without_its_key_is_named(
+    server: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCKSTEP_TLS_CERT", str(server.files.cert))
+    with pytest.raises(BadRequest, match=r"the certificate \S+ and no key"):
+        await echoed("https://127.0.0.1:9")
 
 
 async def test_a_client_of_another_authority_does_not_talk(server: Party, tmp_path: Path) -> None:

@@ -30,8 +30,10 @@ class TlsFiles:
     def check(self) -> None:
         """Raises BadRequest unless certificate and key come together."""
         if (self.cert is None) != (self.key is None):
+            there, missing = ("key", "certificate") if self.cert is None else ("certificate", "key")
             raise BadRequest(
-                "a TLS certificate and its key are needed together: one of them is missing",
+                f"a TLS certificate and its key are needed together: there is the {there} "
+                f"{self.cert or self.key} and no {missing}",
                 param="tls_cert",
             )
 
@@ -120,18 +122,28 @@ def listener_certificates(files: TlsFiles) -> Certificates:
 
 def client_certificates() -> Certificates:
     """For a client; without `ca` the system's are trusted. Raises BadRequest."""
-    return Certificates(_of_clients, _client_context)
+    return Certificates(_of_clients or _from_environment(), _client_context)
 
 
-_of_clients = TlsFiles()
+_of_clients: TlsFiles | None = None
 
 
-def use_for_clients(files: TlsFiles) -> None:
+def use_for_clients(files: TlsFiles | None) -> None:
     """Has every client of this process made from now on use these files: what it trusts and who it
-    is. Raises BadRequest unless certificate and key come together."""
+    is; None for those that the environment names, as by default. Raises BadRequest unless
+    certificate and key come together."""
     global _of_clients
-    files.check()
+    if files is not None:
+        files.check()
     _of_clients = files
+
+
+def _from_environment() -> TlsFiles:
+    names = {"ca": "LOCKSTEP_TLS_CA", "cert": "LOCKSTEP_TLS_CERT", "key": "LOCKSTEP_TLS_KEY"}
+    values = {part: os.environ.get(name) for part, name in names.items()}
+    files = TlsFiles(**{part: Path(value) for part, value in values.items() if value})
+    files.check()
+    return files
 
 
 def _listener_context(files: TlsFiles) -> ssl.SSLContext:
