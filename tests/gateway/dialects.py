@@ -10,15 +10,10 @@ from typing import Any
 
 import httpx
 
-from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.app import GatewayOptions, data_app
-from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.http.server.server import listen, serving, url_of
 from lockstep.render import Renderer
 from lockstep.tokens import Sample
+from tests.gateway.data_gateway import data_gateway
 from tests.processes import WorkerProcess
 
 Event = tuple[str, Any]
@@ -88,17 +83,9 @@ def named_events(text: str) -> list[Event]:
 
 @asynccontextmanager
 async def dialect_server(worker: WorkerProcess, **options: Any) -> AsyncIterator[DialectServer]:
-    stored = options.get("sessions", "memory")
-    async with Pool() as pool, Sessions(stored) as sessions:
-        await pool.add(worker.url)
-        context = GatewayContext(
-            pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=sessions
-        )
-        app = data_app(context, GatewayOptions(**options), GatewayMetrics(context))
-        with listen("127.0.0.1", 0) as sock:
-            async with serving([(app, sock)]):
-                server = DialectServer(url_of(sock), worker, sessions)
-                try:
-                    yield server
-                finally:
-                    await server.http.aclose()
+    async with data_gateway(worker.url, **options) as (url, sessions):
+        server = DialectServer(url, worker, sessions)
+        try:
+            yield server
+        finally:
+            await server.http.aclose()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from tests.gateway.dialects import DialectServer, dialect_server, scripted_worker
+from tests.gateway.dialects import DialectServer, scripted_worker
 from tests.processes import WorkerProcess
 
 CALL = {"name": "Read", "arguments": {"path": "a.txt"}}
@@ -31,12 +30,6 @@ ASK: dict[str, Any] = {"role": "user", "content": "look"}
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     with scripted_worker(tmp_path_factory.mktemp("script"), RULES) as process:
         yield process
-
-
-@pytest_asyncio.fixture
-async def server(worker: WorkerProcess) -> AsyncIterator[DialectServer]:
-    async with dialect_server(worker) as server:
-        yield server
 
 
 async def ask(server: DialectServer, session: str) -> dict[str, Any]:

@@ -11,13 +11,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.app import GatewayOptions, data_app
-from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.gateway.models import ModelRegistry
-from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.http.server.server import listen, serving, url_of
+from tests.gateway.data_gateway import data_gateway
 from tests.processes import WorkerProcess
 
 LIMIT = 128
@@ -41,15 +35,8 @@ def worker() -> Iterator[WorkerProcess]:
 
 @pytest_asyncio.fixture
 async def gateway(worker: WorkerProcess) -> AsyncIterator[str]:
-    async with Pool() as pool, Sessions() as sessions:
-        await pool.add(worker.url)
-        context = GatewayContext(
-            pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=sessions
-        )
-        app = data_app(context, GatewayOptions(), GatewayMetrics(context))
-        with listen("127.0.0.1", 0) as sock:
-            async with serving([(app, sock)]):
-                yield url_of(sock)
+    async with data_gateway(worker.url) as (url, _):
+        yield url
 
 
 @pytest.mark.failure_mode("F52")

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from lockstep.render import Renderer
-from tests.gateway.chat.test_route import CHAT, REVERSE, SUM, TOOL, Served, chat_server, joined
+from tests.gateway.chat.chat_server import CHAT, REVERSE, SUM, TOOL, Served, joined
 from tests.processes import WorkerProcess
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
-    process = WorkerProcess("--max-model-len", "1024", "--max-num-seqs", "16")
-    yield process
-    process.stop()
-
-
-@pytest.fixture
-async def served(worker: WorkerProcess) -> AsyncIterator[Served]:
-    async with chat_server(worker.url) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def renderer() -> Renderer:
-    return Renderer.load("tiny")
 
 
 async def calling_seed(served: Served) -> int:

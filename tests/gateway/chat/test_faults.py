@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.render import Renderer
 from tests.backends import scripted
-from tests.gateway.chat.test_route import REVERSE, TOOL, Served, chat_server, joined
+from tests.gateway.chat.chat_server import REVERSE, TOOL, Served, chat_server, joined
 
 GENERATE = "/inference/v1/generate"
 Choice = dict[str, Any]

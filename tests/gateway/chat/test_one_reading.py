@@ -9,8 +9,8 @@ import pytest
 import lockstep
 from lockstep.client.turn import Turn
 from lockstep.render import Renderer
+from tests.gateway.chat.chat_server import TOOL, joined
 from tests.gateway.chat.test_faults import answering, choice
-from tests.gateway.chat.test_route import TOOL, joined
 
 ASK = [{"role": "user", "content": "What is 417 + 86?"}]
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"expression": "417 + 86"}}\n</tool_call>'

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.gateway.chat.test_route import SUM, TOOL, Served, chat_server
-from tests.processes import WorkerProcess
+from tests.gateway.chat.chat_server import SUM, TOOL, Served
 
 OTHER = {
     "type": "function",
@@ -31,19 +29,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
-    process = WorkerProcess("--max-model-len", "1024", "--max-num-seqs", "16")
-    yield process
-    process.stop()
-
-
-@pytest.fixture
-async def served(worker: WorkerProcess) -> AsyncIterator[Served]:
-    async with chat_server(worker.url) as served:
-        yield served
 
 
 async def chosen(served: Served, **body: Any) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from tests.gateway.dialects import DialectServer, dialect_server, scripted_worker
+from tests.gateway.dialects import DialectServer, scripted_worker
 from tests.processes import WorkerProcess
 
 CHAT = "/v1/chat/completions"
@@ -34,12 +33,6 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     with scripted_worker(tmp_path_factory.mktemp("script"), RULES) as process:
         yield process
-
-
-@pytest_asyncio.fixture
-async def server(worker: WorkerProcess) -> AsyncIterator[DialectServer]:
-    async with dialect_server(worker) as server:
-        yield server
 
 
 def body(text: str, **more: Any) -> dict[str, Any]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from tests.gateway.dialects import DialectServer, dialect_server, scripted_worker
+from tests.gateway.dialects import DialectServer, scripted_worker
 from tests.processes import WorkerProcess
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -23,12 +22,6 @@ PLEASE = {"x-lockstep-tokens": "1"}
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     with scripted_worker(tmp_path_factory.mktemp("script"), [{"say": "Hello."}]) as process:
         yield process
-
-
-@pytest_asyncio.fixture
-async def server(worker: WorkerProcess) -> AsyncIterator[DialectServer]:
-    async with dialect_server(worker) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -12,11 +12,6 @@ from pathlib import Path
 import httpx
 
 from lockstep.engine import Engine, EngineOptions
-from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.app import GatewayOptions, data_app
-from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.http.server.server import listen, serving, url_of
 from lockstep.models import bundled
@@ -25,6 +20,7 @@ from lockstep.scripted.script import Rule, Script, ScriptedCall, ScriptedError
 from lockstep.tokens import Sample
 from lockstep.tokens.lineage import KINDS
 from lockstep.worker.data import DataPlane
+from tests.gateway.data_gateway import data_gateway
 from tests.gateway.harness.capture import Exchange, Said, load
 from tests.gateway.harness.marks import Marks, missing_turns, sound
 
@@ -104,20 +100,14 @@ async def replaying() -> AsyncIterator[Replay]:
         "tiny", options, make_core=lambda directory, given: ScriptedCore(directory, given, script)
     )
     data = DataPlane(engine, "tiny", bundled("tiny") or Path())
-    with listen("127.0.0.1", 0) as data_socket, listen("127.0.0.1", 0) as socket:
+    with listen("127.0.0.1", 0) as data_socket:
         async with (
             engine,
             serving([(data.app, data_socket)]),
-            Pool() as pool,
-            Sessions() as sessions,
+            data_gateway(url_of(data_socket)) as (url, sessions),
         ):
-            await pool.add(url_of(data_socket))
-            models = ModelRegistry(pool.models, "tiny")
-            context = GatewayContext(pool=pool, models=models, sessions=sessions)
-            app = data_app(context, GatewayOptions(), GatewayMetrics(context))
-            async with serving([(app, socket)]):
-                replay = Replay(url_of(socket), script, engine, sessions)
-                try:
-                    yield replay
-                finally:
-                    await replay.http.aclose()
+            replay = Replay(url, script, engine, sessions)
+            try:
+                yield replay
+            finally:
+                await replay.http.aclose()

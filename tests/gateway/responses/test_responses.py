@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 
 from tests.gateway.dialects import DialectServer, Event, dialect_server, scripted_worker
 from tests.processes import WorkerProcess
@@ -58,12 +57,6 @@ BODY: dict[str, Any] = {"model": "tiny", "max_output_tokens": 200}
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     with scripted_worker(tmp_path_factory.mktemp("script"), RULES) as process:
         yield process
-
-
-@pytest_asyncio.fixture
-async def server(worker: WorkerProcess) -> AsyncIterator[DialectServer]:
-    async with dialect_server(worker) as server:
-        yield server
 
 
 def message(role: str, text: str, **more: Any) -> dict[str, Any]:

@@ -8,14 +8,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.app import GatewayOptions, data_app
-from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.gateway.models import ModelRegistry
-from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.http.server.server import listen, serving, url_of
 from lockstep.render import Renderer
+from tests.gateway.data_gateway import data_gateway
 from tests.processes import WorkerProcess
 
 ASK = [{"role": "user", "content": "Reverse: 40213"}]
@@ -30,18 +24,11 @@ def worker() -> Iterator[WorkerProcess]:
 
 @pytest_asyncio.fixture
 async def http(worker: WorkerProcess) -> AsyncIterator[httpx.AsyncClient]:
-    async with Pool() as pool, Sessions() as sessions:
-        await pool.add(worker.url)
-        context = GatewayContext(
-            pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=sessions
-        )
-        app = data_app(context, GatewayOptions(), GatewayMetrics(context))
-        with listen("127.0.0.1", 0) as sock:
-            async with (
-                serving([(app, sock)]),
-                httpx.AsyncClient(base_url=url_of(sock), timeout=60) as client,
-            ):
-                yield client
+    async with (
+        data_gateway(worker.url) as (url, _),
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        yield client
 
 
 async def test_the_server_says_what_it_is_in_vllm_s_shape(http: httpx.AsyncClient) -> None:

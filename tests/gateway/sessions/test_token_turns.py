@@ -10,14 +10,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from lockstep.fleet.routing.pool import Pool
-from lockstep.gateway.app import GatewayOptions, data_app
-from lockstep.gateway.context import GatewayContext
-from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.gateway.models import ModelRegistry
 from lockstep.gateway.sessions.sessions import Sessions
-from lockstep.http.server.server import listen, serving, url_of
 from lockstep.render import Renderer
+from tests.gateway.data_gateway import data_gateway
 from tests.processes import WorkerProcess
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
@@ -74,15 +69,8 @@ def worker() -> Iterator[WorkerProcess]:
 
 @pytest_asyncio.fixture
 async def gateway(worker: WorkerProcess) -> AsyncIterator[Gateway]:
-    async with Pool() as pool, Sessions() as sessions:
-        await pool.add(worker.url)
-        context = GatewayContext(
-            pool=pool, models=ModelRegistry(pool.models, "tiny"), sessions=sessions
-        )
-        app = data_app(context, GatewayOptions(), GatewayMetrics(context))
-        with listen("127.0.0.1", 0) as sock:
-            async with serving([(app, sock)]), aiohttp.ClientSession() as http:
-                yield Gateway(url_of(sock), sessions, http)
+    async with data_gateway(worker.url) as (url, sessions), aiohttp.ClientSession() as http:
+        yield Gateway(url, sessions, http)
 
 
 @pytest.mark.failure_mode("F56")
