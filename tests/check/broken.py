@@ -23,15 +23,16 @@ class Fault:
     """How requests, whole responses, errors and streamed events are changed; or what happens
     instead.
 
-    `swallow` names a path whose POST is answered with that body and does nothing; `token` is added
-    to requests that have none; `as_post` turns every GET into a POST; `dies` drops connections.
+    `swallow` names a path whose POST is answered with that body and does nothing, unless the body
+    is None; `token` is added to requests that have none; `as_post` turns every GET into a POST;
+    `dies` drops connections.
     """
 
     request: Change = same
     response: Change = same
     error: Change = same
     event: Change = same
-    swallow: tuple[str, Change] | None = None
+    swallow: tuple[str, Callable[[dict[str, Any]], dict[str, Any] | None]] | None = None
     token: str | None = None
     as_post: bool = False
     dies: bool = False
@@ -82,8 +83,9 @@ async def pass_on(
 ) -> web.StreamResponse:
     raw = await request.read()
     body = json.loads(raw) if raw else {}
-    if fault.swallow is not None and request.path == fault.swallow[0]:
-        return web.json_response(fault.swallow[1](body))
+    path, swallow = fault.swallow or ("", same)
+    if request.path == path and (answer := swallow(body)) is not None:
+        return web.json_response(answer)
     headers = {"content-type": "application/json"}
     if fault.token is not None:
         headers["authorization"] = f"Bearer {fault.token}"

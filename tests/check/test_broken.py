@@ -256,6 +256,26 @@ async def test_a_broken_admin_row_fails(worker: WorkerProcess, checkpoint: Path,
     assert (status, response["choices"][0]["weight_versions"][0]["version"]) == (200, "default")
 
 
+def too_late(path: str) -> Fault:
+    """The first call of `path` is as one that comes when there is nothing left to act upon."""
+    first = [{"status": "ok"}]
+    return Fault(swallow=(path, lambda _: first.pop() if first else None))
+
+
+async def test_an_abort_that_comes_too_late_is_tried_again(worker: WorkerProcess) -> None:
+    async with broken(worker.url, too_late("/inference/v1/abort_requests")) as url:
+        findings = await check(CheckOptions(url=url, transport="vllm"), "tokens.abort")
+    assert findings["tokens.abort"].verdict == "pass", findings
+
+
+@pytest.mark.parametrize("row", ["control.keep", "control.abort"])
+async def test_a_pause_that_comes_too_late_is_tried_again(worker: WorkerProcess, row: str) -> None:
+    async with broken(worker.system_url, too_late("/engine/pause_generation")) as admin:
+        options = CheckOptions(url=worker.url, admin=admin, token=TOKEN, mutate=True)
+        finding = (await check(options, row))[row]
+    assert finding.verdict == "pass", finding
+
+
 async def test_a_server_that_dies_makes_errors_not_a_crash(worker: WorkerProcess) -> None:
     async with broken(worker.url, Fault(dies=True)) as url:
         findings = await check(

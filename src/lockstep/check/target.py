@@ -71,9 +71,16 @@ class Target:
         return DIALECTS[self.transport.name]
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of generations that something happens to, in turn: a small engine may be through
+        with the first before a busy client comes to it, which says nothing yet."""
+        longest = (self.card.max_model_len or 2048) * 3 // 4
+        return tuple(min(LONG * times, longest) for times in (1, 2, 4))
+
+    @property
     def long(self) -> int:
         """How many tokens a long generation may have here."""
-        return min(LONG, (self.card.max_model_len or 2048) * 3 // 4)
+        return self.lengths[0]
 
     @property
     def admin(self) -> Admin:

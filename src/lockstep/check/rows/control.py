@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from lockstep.backends.admin import PauseMode
-from lockstep.check.inflight import in_flight
-from lockstep.check.outcome import require, require_same
+from lockstep.check.inflight import InFlight, in_flight
+from lockstep.check.outcome import Broken, require, require_same
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
@@ -16,7 +16,9 @@ GROUP = RowGroup("control", mutates=True)
 STILL = 0.6
 """Seconds for which a paused server is watched."""
 SETTLE = 0.2
-"""Seconds that tokens sampled before a pause may still be under way."""
+"""Seconds without a token after which those sampled before a pause are no longer under way."""
+ENDED = 10.0
+"""Seconds in which an aborted request must have ended."""
 
 
 @asynccontextmanager
@@ -50,20 +52,31 @@ async def require_response(task: asyncio.Task[str]) -> None:
 @GROUP.row("keep", "pause keep: frozen in mid-generation, then continued exactly", "L6 F43",
            seconds=180)  # fmt: skip
 async def keep(target: Target) -> str:
-    request = target.request(target.prompt(seed=22), max_tokens=target.long)
-    (whole,) = await target.transport.generate(request)
-    async with in_flight(target, request) as running:
-        await running.begun()
-        async with paused(target, "keep"):
-            await asyncio.sleep(SETTLE)
-            before = len(running.tokens)
-            await asyncio.sleep(STILL)
-            after = len(running.tokens)
-        completion = await running.end()
-    require(after == before, f"{after - before} tokens came in {STILL} s of a pause")
-    require(before < target.long, f"all {before} tokens had come before the pause: nothing froze")
+    for length in target.lengths:
+        request = target.request(target.prompt(seed=22), max_tokens=length)
+        (whole,) = await target.transport.generate(request)
+        async with in_flight(target, request) as running:
+            await running.begun()
+            async with paused(target, "keep"):
+                before = await _settled(running)
+                await asyncio.sleep(STILL)
+                after = len(running.tokens)
+            completion = await running.end()
+        require(after == before, f"{after - before} tokens came in {STILL} s of a pause")
+        if before < length:
+            break
+    else:
+        raise Broken(f"all {before} tokens had come before the pause: nothing froze")
     evidence = require_same(whole, completion, target.tolerance, "with and without a pause")
-    return f"frozen at {before} of {target.long} tokens; {evidence}"
+    return f"frozen at {before} of {length} tokens; {evidence}"
+
+
+async def _settled(running: InFlight) -> int:
+    """How many tokens came, once those that were under way have."""
+    count = -1
+    while count < (count := len(running.tokens)):
+        await asyncio.sleep(SETTLE)
+    return count
 
 
 @GROUP.row("wait", "pause wait: what is in flight runs to its end", "L6", seconds=180)
@@ -84,21 +97,22 @@ async def wait(target: Target) -> str:
 
 @GROUP.row("abort", "pause abort: in flight ends as abort, with its tokens", "L6 F12", seconds=180)
 async def abort(target: Target) -> str:
-    request = target.request(target.prompt(seed=24), max_tokens=target.long)
-    (whole,) = await target.transport.generate(request)
-    async with in_flight(target, request) as running:
-        seen = await running.begun()
-        async with paused(target, "abort"):
-            # Before resume: a pause that only froze the request would let it end well later.
-            await asyncio.wait((running.task,), timeout=STILL * 10)
-            ended = running.task.done()
-        require(ended, f"the request in flight had not ended {STILL * 10:g} s after pause abort")
-        completion = await running.end()
-    kept = len(completion.token_ids)
-    evidence = (
-        f"paused at {seen} of {target.long} tokens: {kept} kept, finish {completion.finish!r}"
-    )
-    require(completion.finish == "abort" and seen <= kept < target.long, evidence)
+    for length in target.lengths:
+        request = target.request(target.prompt(seed=24), max_tokens=length)
+        (whole,) = await target.transport.generate(request)
+        async with in_flight(target, request) as running:
+            seen = await running.begun()
+            async with paused(target, "abort"):
+                # Before resume: a pause that only froze the request would let it end well later.
+                await asyncio.wait((running.task,), timeout=ENDED)
+                ended = running.task.done()
+            require(ended, f"the request in flight had not ended {ENDED:g} s after pause abort")
+            completion = await running.end()
+        kept = len(completion.token_ids)
+        if kept < length:
+            break
+    evidence = f"paused at {seen} of {length} tokens: {kept} kept, finish {completion.finish!r}"
+    require(completion.finish == "abort" and seen <= kept < length, evidence)
     require(
         completion.token_ids == whole.token_ids[:kept],
         f"{evidence}; they are not those of the whole",

@@ -13,7 +13,6 @@ from lockstep.check.target import Target
 from lockstep.tokens import Completion
 
 GROUP = RowGroup("tokens")
-ABORT_TRIES = 3
 
 
 @GROUP.row("prompt", "the prompt ids are used exactly as sent", "L1 F10")
@@ -93,32 +92,33 @@ async def stop(target: Target) -> str:
     return f"{evidence}, included"
 
 
-@GROUP.row("abort", "an aborted generation says abort and keeps its tokens", "L6 F12 F45")
+@GROUP.row(
+    "abort", "an aborted generation says abort and keeps its tokens", "L6 F12 F45", seconds=180
+)
 async def abort(target: Target) -> str:
     if not target.transport.aborts_by_id:
         raise NotApplicable("this dialect has no way to abort by id; see control.abort")
-    for _ in range(ABORT_TRIES):
-        completion, seen, evidence = await _aborted(target)
-        if completion.finish != "length" or len(completion.token_ids) < target.long:
+    for length in target.lengths:
+        completion, seen, evidence = await _aborted(target, length)
+        if completion.finish != "length" or len(completion.token_ids) < length:
             break
-        # A small model may have ended before the abort came to it: that says nothing yet.
     else:
-        raise Broken(f"{evidence}; the abort stopped nothing, {ABORT_TRIES} times")
+        raise Broken(f"{evidence}; the abort stopped nothing, {len(target.lengths)} times")
     require(completion.finish == "abort" and len(completion.token_ids) >= seen, evidence)
     return evidence
 
 
-async def _aborted(target: Target) -> tuple[Completion, int, str]:
+async def _aborted(target: Target, length: int) -> tuple[Completion, int, str]:
     """A generation that was aborted: how it ended, how many tokens had come, and both in words."""
     name = uuid4().hex
-    request = target.request(target.prompt(), max_tokens=target.long, request_id=name)
+    request = target.request(target.prompt(), max_tokens=length, request_id=name)
     async with in_flight(target, request) as running:
         seen = await running.begun()
         stopped = await target.transport.abort(name)
         completion = await running.end()
     told = "not told" if stopped is None else str(stopped)
     evidence = (
-        f"aborted after {seen} of {target.long} tokens: finish {completion.finish!r} with "
+        f"aborted after {seen} of {length} tokens: finish {completion.finish!r} with "
         f"{len(completion.token_ids)} tokens and logprobs; stopped: {told}"
     )
     return completion, seen, evidence
