@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from lockstep.engine import exact
-from lockstep.engine.model.arithmetic import round_up
 from lockstep.engine.probe import write_probe
 from lockstep.integrations.tinker.lora import LoraModel, LoraSettings, LoraTensors
 from lockstep.integrations.tinker.losses import Loss, loss_of
 from lockstep.integrations.tinker.messages import Datum, ForwardBackwardRequest
+from lockstep.integrations.tinker.passes import TrainingSequence, batches, target_logprobs
 from lockstep.integrations.tinker.types import AdamParams
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 
 OPTIMIZER = "optimizer.pt"
 CLOSE_TOLERANCE = 1e-3
 """How far a sampler may be from the trainer where bits cannot be equal, as in `lockstep train`."""
-MICRO_TOKENS = 16384
-"""Padded tokens of one forward pass at most; one sequence may have more."""
-MICRO_DATUMS = 64
-"""Datums of one forward pass at most. A divisor of the SDK's 1024 datums a chunk: so a call in
-several chunks adds up the same gradients in the same order as in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +29,6 @@ class ForwardResult:
 
     logprobs: list[npt.NDArray[np.float32]]
     metrics: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """One datum, checked: tokens, targets (N,) or (N, K), and the other inputs of the loss."""
-
-    tokens: list[int]
-    targets: Tensor
-    inputs: dict[str, Tensor]
 
 
 class TrainingModel:
@@ -97,9 +79,10 @@ class TrainingModel:
         logprobs: list[npt.NDArray[np.float32]] = []
         total = 0.0
         learns = not request.forward_only
+        multiple = self._model.row_multiple(self.tensors.settings.rank)
         with self._model.applying(self.tensors) as model, torch.set_grad_enabled(learns):
-            for batch in _batches(items):
-                chosen = self._logprobs(model, batch)
+            for batch in batches(items):
+                chosen = target_logprobs(model, batch, multiple)
                 losses = [
                     loss.compute(own, item.inputs, config)
                     for own, item in zip(chosen, batch, strict=True)
@@ -113,7 +96,7 @@ class TrainingModel:
                 logprobs += [own.detach().cpu().float().numpy() for own in chosen]
         return ForwardResult(logprobs, {"loss:sum": total})
 
-    def _item(self, datum: Datum, loss: Loss, name: str, field: str) -> _Sequence:
+    def _item(self, datum: Datum, loss: Loss, name: str, field: str) -> TrainingSequence:
         """Raises BadRequest that names what does not fit."""
         tokens = list(datum.tokens)
         if not 1 <= len(tokens) <= self._max_tokens:
@@ -157,28 +140,9 @@ class TrainingModel:
             key: torch.from_numpy(array.astype(np.float32)).to(device)
             for key, array in arrays.items()
         }
-        return _Sequence(tokens, torch.from_numpy(targets.astype(np.int64)).to(device), inputs)
-
-    def _logprobs(self, model: Any, batch: Sequence[_Sequence]) -> list[Tensor]:
-        """The logprob of every target of these datums, computed as the engine does."""
-        multiple = self._model.row_multiple(self.tensors.settings.rank)
-        width = round_up(max(len(item.tokens) for item in batch), multiple)
-        rows = [item.tokens + [0] * (width - len(item.tokens)) for item in batch]
-        ids = torch.tensor(rows, device=self._model.device)
-        logits = model(input_ids=ids, use_cache=False).logits
-        # Padded and taken at once: a slice of the logits would cost a gradient of their size each.
-        depth = max(item.targets.shape[1] if item.targets.ndim == 2 else 1 for item in batch)
-        targets = ids.new_zeros((*ids.shape, depth))
-        for row, item in enumerate(batch):
-            own = item.targets if item.targets.ndim == 2 else item.targets[:, None]
-            targets[row, : own.shape[0], : own.shape[1]] = own
-        chosen = _chosen(logits, targets)
-        return [
-            chosen[row, : len(item.tokens), : item.targets.shape[1]]
-            if item.targets.ndim == 2
-            else chosen[row, : len(item.tokens), 0]
-            for row, item in enumerate(batch)
-        ]
+        return TrainingSequence(
+            tokens, torch.from_numpy(targets.astype(np.int64)).to(device), inputs
+        )
 
     def optim_step(self, params: AdamParams) -> dict[str, float]:
         """Applies the gradients that have added up, and clears them; returns metrics.
@@ -246,24 +210,3 @@ class TrainingModel:
         self._optimizer.zero_grad(set_to_none=True)
         self._failed = None
         self.steps = steps
-
-
-def _chosen(logits: Tensor, targets: Tensor) -> Tensor:
-    """The logprob of each of the targets (batch, tokens, depth), by the engine's own sums."""
-    if logits.is_cuda:
-        columns = targets.unbind(-1)
-        parts = [exact.chosen_logprobs(logits, column) for column in columns]
-        return torch.stack(parts, dim=-1)
-    return torch.log_softmax(logits.float(), dim=-1).gather(-1, targets)
-
-
-def _batches(items: Sequence[_Sequence]) -> list[list[_Sequence]]:
-    """The items in their order, as many at once as one forward pass takes."""
-    batches: list[list[_Sequence]] = [[]]
-    for at, item in enumerate(items):
-        longest = max([len(item.tokens), *(len(each.tokens) for each in batches[-1])])
-        full = longest * (len(batches[-1]) + 1) > MICRO_TOKENS or at % MICRO_DATUMS == 0
-        if batches[-1] and full:
-            batches.append([])
-        batches[-1].append(item)
-    return batches
