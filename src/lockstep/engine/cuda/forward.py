@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.cuda import exact_kernels, kernels
+from lockstep.engine.cuda import exact_kernels, kernels, single_row
 from lockstep.engine.model.arithmetic import mix_experts, route
 from lockstep.engine.model.lora import AdapterRows
 from lockstep.engine.weights.weights import Layer, Weights
@@ -24,6 +25,8 @@ def forward(
 ) -> Tensor:
     """Normed hidden states of all rows, (rows, hidden)."""
     x = F.embedding(ids, weights.embed)
+    if single_row.fits(x):
+        return _one_row(config.eps, weights, x, attend, exact=exact)
     run = _exact_layers if exact else _close_layers
     return run(config.eps, weights, x, attend)
 
@@ -83,13 +86,14 @@ def head(hidden: Tensor, weights: Weights, out: Tensor, *, exact: bool) -> None:
 
 def _close_layers(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Tensor:
     delta: Tensor | None = None
+    k = kernels
     for i, layer in enumerate(weights.layers):
-        h = kernels.add_norm(x, delta, layer.input_norm, eps)
-        attended = attend(i, layer, kernels.linear(h, layer.qkv, layer.qkv_bias))
-        h = kernels.add_norm(x, kernels.linear(attended, layer.out), layer.post_norm, eps)
-        inner = kernels.gate(kernels.linear(h, layer.gate_up), x.dtype)
-        delta = kernels.linear(inner, layer.down)
-    return kernels.add_norm(x, delta, weights.norm, eps)
+        h = k.add_norm(x, delta, layer.input_norm, eps)
+        attended = attend(i, layer, k.linear(h, layer.qkv, layer.qkv_bias))
+        h = k.add_norm(x, k.linear(attended, layer.out), layer.post_norm, eps)
+        inner = k.gate(k.linear(h, layer.gate_up), x.dtype)
+        delta = k.linear(inner, layer.down)
+    return k.add_norm(x, delta, weights.norm, eps)
 
 
 def _exact_layers(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Tensor:
@@ -99,5 +103,20 @@ def _exact_layers(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Te
         h = k.add_norm(x, delta, layer.input_norm, eps)
         attended = attend(i, layer, k.linear(h, layer.qkv, layer.qkv_bias))
         h = k.add_norm(x, k.linear_parts(attended, layer.out), layer.post_norm, eps)
-        delta = k.linear_parts(k.gate(k.linear(h, layer.gate_up)), layer.down)
+        delta = k.linear_parts(k.linear_gated(h, layer.gate_up), layer.down)
+    return k.add_norm(x, delta, weights.norm, eps)
+
+
+def _one_row(eps: float, weights: Weights, x: Tensor, attend: Attend, *, exact: bool) -> Tensor:
+    """The layers of a batch of one row, in fewer launches."""
+    delta: Tensor | None = None
+    k = exact_kernels if exact else kernels
+    parts = exact_kernels.linear_parts if exact else kernels.linear
+    norm_linear = partial(single_row.norm_linear, eps=eps, exact=exact)
+    for i, layer in enumerate(weights.layers):
+        x, product = norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
+        attended = attend(i, layer, product if exact else product[None])
+        delta = parts(attended, layer.out)
+        x, inner = norm_linear(x, delta, layer.post_norm, layer.gate_up, gated=True)
+        delta = parts(inner, layer.down)
     return k.add_norm(x, delta, weights.norm, eps)

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from lockstep.engine.cuda import exact_attention, exact_kernels, kernels
+from lockstep.engine.cuda import exact_attention, kernels
 from lockstep.engine.cuda.forward import forward, head
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, Table, bucket
 from lockstep.engine.kv.cache import SlotCache
@@ -115,10 +115,9 @@ class Decoder:
                     product, *cache, slots, positions, *model.rotation, model.scale,
                     eps=eps, **norms,
                 )  # fmt: skip
-            q = exact_kernels.store_heads(
-                product, *cache, slots, positions, *self._turns, eps=eps, **norms
+            return exact_attention.attend_tokens(
+                product, *cache, slots, positions, *self._turns, model.scale, eps=eps, **norms
             )
-            return exact_attention.attend_tokens(q, *cache, slots, positions, model.scale)
 
         hidden = forward(model.config, weights, table.tokens, attend, exact=self._exact)
         head(hidden, weights, table.logits, exact=self._exact)

@@ -48,7 +48,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     outer = weight.shape[0]
     block_m, block_n, block_k = 1, NARROW, 1024
     if rows > 1:
-        block_m, block_n, block_k = max(16, pow2(rows)), 64, 512 if outer > 2048 else 256
+        block_m, block_n, block_k = max(16, pow2(rows)), 64, 512
     blocks = triton.cdiv(inner, block_k)
     each = triton.cdiv(blocks, MOST_SPLITS)
     splits, part = triton.cdiv(blocks, each), each * block_k

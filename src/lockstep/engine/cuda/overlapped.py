@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.engine.cuda.graphs import Decoder
 from lockstep.engine.cuda.prefill import Prefiller
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, buckets, powers
+from lockstep.engine.kv.cache import index_on
 from lockstep.engine.model.model import Segment
 from lockstep.engine.model_runner import ModelRunner
 from lockstep.engine.processing import truncates
@@ -123,8 +124,8 @@ class OverlappedRunner:
         close arithmetic."""
         adapted = [work for work in works if work.sequence.adapter is not None]
         plain = [work for work in works if work.sequence.adapter is None]
-        decodes = [] if self._decoder is None else [work for work in plain if _decodes(work)]
-        prefills = [work for work in plain if work not in decodes]
+        decodes = [work for work in plain if self._decoder is not None and _decodes(work)]
+        prefills = [work for work in plain if self._decoder is None or not _decodes(work)]
         # The longer part last: while it runs, tokens of the other are on their way.
         decode = (
             self._decode(self._decoder, weights, decodes) if self._decoder and decodes else None
@@ -260,15 +261,10 @@ def _drawing(step: StepInFlight, works: list[Work], options: list[SamplingRow]) 
     if at:
         # Taken at once: another run of the same step may draw from the same buffer.
         logits = step.table.logits[: len(works)]
-        logits = logits if len(at) == len(works) else logits.index_select(0, _index(at, logits))
+        if len(at) < len(works):
+            logits = logits.index_select(0, index_on(at, logits.device))
         others = _OtherRows(at, [options[each] for each in at], logits.float())
     return _Drawing(step, [work.sequence for work in works], others)
-
-
-def _index(at: list[int], like: Tensor) -> Tensor:
-    """These numbers on the device, without waiting for what it computes."""
-    numbers = torch.tensor(at)
-    return numbers.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else numbers
 
 
 def _row(row: SamplingRow, slot: int, position: int, token: int) -> GraphRow:

@@ -39,13 +39,20 @@ class _Likeliest(NamedTuple):
     logits: Tensor
 
 
+class _HostWords(NamedTuple):
+    """Pinned memory of one step: what goes up to its table, and what comes down from it."""
+
+    up: Tensor
+    down: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A launched step: `read` waits for its tokens."""
+    """A launched step: `read`, once, waits for its tokens."""
 
     table: Table
     rows: Seq[GraphRow]
-    host: Tensor
+    host: _HostWords
     likeliest: _Likeliest | None
     finished: torch.cuda.Event | None
 
@@ -53,9 +60,10 @@ class StepInFlight:
         """The token of each row, in the order of the launch."""
         if self.finished is not None:
             self.finished.synchronize()
-        words = self.host[:, : len(self.rows)].numpy()
+        words = self.host.down[:, : len(self.rows)].numpy()
         tokens, _, ranks, _, _ = words.tolist()
         logprobs, highest, logs = words[[1, 3, 4]].view(np.float32)
+        self.table.give_back(self.host)
         return list(map(Sampled, tokens, logprobs.tolist(), ranks, self._tops(highest, logs)))
 
     def _tops(self, highest: np.ndarray, logs: np.ndarray) -> list[tuple[Ranked, ...]]:
@@ -92,27 +100,25 @@ class Table:
         self.tokens, logprobs, self.ranks, highest, logs = self.words[5:]
         self._floats = [each.view(torch.float32) for each in (logprobs, highest, logs)]
         self.graph: torch.cuda.CUDAGraph | None = None
-        # Two of each: the copy of the step before may still be in flight.
-        pinned = device.type == "cuda"
-        self._up = [torch.zeros((6, rows), dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
-        self._down = [torch.zeros((5, rows), dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
+        self._free: list[_HostWords] = []
+        self._host = self._take()
 
     def fill(self, rows: Seq[GraphRow], spare: int) -> None:
         """Puts a fresh batch on the device; rows beyond it do their work in the slot `spare`."""
-        self._up.reverse()
+        self._host = self._take()
         slots, positions, tokens, uniforms, temperatures, processed, _ = zip(*rows, strict=True)
-        up, n = self._up[0].numpy(), len(rows)
+        up, n = self._host.up.numpy(), len(rows)
         up[:] = 0
         up[1] = spare
         up[0, :n], up[1, :n], up[2, :n], up[5, :n] = positions, slots, processed, tokens
         floats = up[3:5].view(np.float32)
         floats[0, :n], floats[1, :n] = temperatures, uniforms
-        self.words[:6].copy_(self._up[0], non_blocking=True)
+        self.words[:6].copy_(self._host.up, non_blocking=True)
 
     def refill(self, uniforms: Seq[float]) -> None:
         """New random numbers for a batch that goes on as it is."""
-        self._up.reverse()
-        up = self._up[0][4]
+        self._host = self._take()
+        up = self._host.up[4]
         up.numpy().view(np.float32)[: len(uniforms)] = uniforms
         self.words[4].copy_(up, non_blocking=True)
 
@@ -125,10 +131,10 @@ class Table:
         )  # fmt: skip
 
     def fetch(self, rows: Seq[GraphRow]) -> StepInFlight:
-        """Starts to copy what the step writes to the host."""
-        self._down.reverse()
-        host = self._down[0]
-        host.copy_(self.words[5:], non_blocking=True)
+        """Starts to copy what the step writes to the host; to be called once after each `fill` or
+        `refill`."""
+        host = self._host
+        host.down.copy_(self.words[5:], non_blocking=True)
         likeliest = None
         if most := min(max(row.tops for row in rows), self.logits.shape[1]):
             logits, ids = self.logits[: len(rows)].topk(most, dim=-1)
@@ -138,6 +144,20 @@ class Table:
             finished = torch.cuda.Event()
             finished.record()
         return StepInFlight(self, rows, host, likeliest, finished)
+
+    def give_back(self, host: _HostWords) -> None:
+        """Takes the memory of a step that was read, so that another may use it."""
+        self._free.append(host)
+
+    def _take(self) -> _HostWords:
+        """Memory that no step in flight reads or writes: there may be any number of them."""
+        if self._free:
+            return self._free.pop()
+        rows, pinned = self.words.shape[1], self.words.is_cuda
+        return _HostWords(
+            torch.zeros((6, rows), dtype=torch.int32, pin_memory=pinned),
+            torch.zeros((5, rows), dtype=torch.int32, pin_memory=pinned),
+        )
 
 
 def _to_host(tensor: Tensor) -> Tensor:
