@@ -104,6 +104,9 @@ def make_family(
 def plain_family(template: Template) -> Any:
     """The renderer for a template that no family writes: it parses, and bridges nothing."""
     import renderers
+    from renderers import parsers
+
+    from lockstep.render.mistral_calls import MARK, MistralToolParser  # which needs `renderers`
 
     source = template.source
     parser: str | None
@@ -113,6 +116,9 @@ def plain_family(template: Template) -> Any:
         parser = "glm"
     elif "<function=" in source:
         parser = "qwen3.5"
+    elif MARK in source and "[ARGS]" not in source:  # with it, calls have another form
+        parser = "mistral"
+        parsers.TOOL_PARSERS.setdefault(parser, MistralToolParser)
     else:
         parser = "qwen3" if "<tool_call>" in source else None
     config = renderers.DefaultRendererConfig(tool_parser=parser, reasoning_parser="think")

@@ -26,7 +26,8 @@ from lockstep.tokens.errors import Misaligned
 class ChatTurn:
     """A chat request ready to be sent to a worker. `headers` are those of its response.
 
-    `chat` is what the client sent, `request` what the worker gets.
+    `chat` is what the client sent, `request` what the worker gets. `max_model_len` is how many
+    tokens prompt and completion may have, None where nobody knows.
     """
 
     chat: ChatRequest
@@ -37,6 +38,7 @@ class ChatTurn:
     plan: PromptPlan | None
     shape: ChatResponseShape
     received: float
+    max_model_len: int | None
     headers: dict[str, str] = field(default_factory=dict)
     found_tools: tuple[dict[str, Any], ...] = ()
     origin: Origin | None = None

@@ -91,6 +91,7 @@ class ChatTurns:
             plan=prompt.plan,
             shape=_shape(chat, model.name, renderer, chosen_id, int(received)),
             received=received,
+            max_model_len=model.max_model_len,
             headers=headers,
             found_tools=tuple(found_tools),
             origin=None if session is None else origin_of(http, chat.messages),

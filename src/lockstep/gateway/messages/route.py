@@ -77,9 +77,8 @@ class MessagesRoutes:
             # In a session a trailing assistant message is history: a stream that was cut.
             chat.add_generation_prompt, chat.continue_final_message = False, True
         turn = await self._turns.open(http, chat, clamp=True, found_tools=translated.found_tools)
-        limit = (await self._context.models.resolve(chat.model)).max_model_len
-        if limit is not None and len(turn.request.prompt_ids) >= limit:
-            count = len(turn.request.prompt_ids)
+        limit, count = turn.max_model_len, len(turn.request.prompt_ids)
+        if limit is not None and count >= limit:
             raise PromptTooLong(f"prompt is too long: {count} tokens > {limit} maximum")
         if translated.accepted:
             turn.headers["x-lockstep-accepted"] = ",".join(translated.accepted)
