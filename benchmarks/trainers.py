@@ -36,8 +36,8 @@ def rows() -> list[Row]:
     ahead: list[dict[str, Any]] = []
     for _ in range(ROUNDS):
         alone.append(run())
-        close.append(on_gateway())
-        exact.append(on_gateway("--exact"))
+        close.append(on_gateway("--close"))
+        exact.append(on_gateway())
         single.append(run(threads=1))
         in_turns.append(on_gateway("--mode", "sync", module=OWN))
         ahead.append(on_gateway("--mode", "async", module=OWN))

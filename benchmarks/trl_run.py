@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--url")
     parser.add_argument("--admin-url")
     parser.add_argument("--token")
-    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--close", action="store_true", help="TRL computes as it always does")
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
     tasks = itertools.islice(Reverse().tasks("train", seed=1), 16 * options.steps)
@@ -75,7 +75,7 @@ def main() -> None:
             lockstep = LockstepGeneration(
                 options.url, admin_url=options.admin_url, admin_token=options.token
             )
-            lockstep.attach(trainer, exact=options.exact)
+            lockstep.attach(trainer, exact=False if options.close else None)
         trainer.train()
         if options.url is not None:
             lockstep.close()

@@ -19,6 +19,8 @@ parser.add_argument("admin_url")
 parser.add_argument("token")
 parser.add_argument("output")
 parser.add_argument("--exact", action="store_true")
+parser.add_argument("--close", action="store_true")
+parser.add_argument("--top-k", type=int, default=0)
 parser.add_argument("--tools", action="store_true")
 parser.add_argument("--lora", action="store_true")
 parser.add_argument("--temperature", type=float, default=1.0)
@@ -63,8 +65,8 @@ trainer = GRPOTrainer(
         output_dir=options.output, max_steps=options.steps, use_cpu=True, bf16=False,
         model_init_kwargs={"dtype": "float32"}, per_device_train_batch_size=8, num_generations=4,
         max_completion_length=64 if options.tools else 24, temperature=options.temperature,
-        learning_rate=1e-4, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
-        gradient_checkpointing=False,
+        top_k=options.top_k, learning_rate=1e-4, logging_steps=1, report_to=[],
+        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
     ),
     train_dataset=Dataset.from_list(rows * 8),
     rollout_func=lockstep.rollout_func(calc, call_tools=[CALC_TOOL]) if options.tools else None,
@@ -81,7 +83,7 @@ if options.tools:
         return output
 
     trainer._generate_and_score_completions = record
-lockstep.attach(trainer, exact=options.exact)
+lockstep.attach(trainer, exact=False if options.close else True if options.exact else None)
 trainer.train()
 lockstep.close()
 if trainer.accelerator.is_main_process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -14,12 +15,14 @@ from lockstep.client.chat import Chat
 from lockstep.engine import exact as exactness
 from lockstep.engine.probe import remember, save_adapter, save_checkpoint
 from lockstep.integrations.trl.exact_head import use_exact_head
+from lockstep.integrations.trl.exact_trainer import learn_in_one_pass, why_not_exact
 from lockstep.integrations.trl.served_policy import ServedPolicy
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, NotExact, RolloutFailed, UpdateFailed
 from lockstep.train.failure import one_error
 from lockstep.train.rollout import seed_of
 
+log = logging.getLogger(__name__)
 Play = Callable[[Chat, Any], Awaitable[Mapping[str, Any] | None]]
 """Has one conversation about a prompt; what it returns goes to the reward functions."""
 ADAPTER = "trl-policy"
@@ -42,11 +45,13 @@ class LockstepGeneration:
         self._opening = {"url": url, "model": model, **options}
         self._calls = itertools.count()
 
-    def attach(self, trainer: Any, *, exact: bool = False) -> None:
+    def attach(self, trainer: Any, *, exact: bool | None = None) -> None:
         """Has the trainer sample here, and publish its weights whenever they have changed.
 
-        With `exact` the trainer's model computes as the workers do, bit for bit. Raises NotExact
-        where that cannot be, and BadRequest for a trainer whose weights are sharded.
+        With `exact` the trainer's model computes as the workers do, bit for bit; by default where
+        it can, which is also faster: padding is not computed, and nothing is computed twice. Raises
+        NotExact where it was demanded and cannot be, and BadRequest for a trainer whose weights are
+        sharded.
         """
         _refuse_sharded(trainer.accelerator)
         self._trainer, self._model = trainer, trainer.model
@@ -60,8 +65,8 @@ class LockstepGeneration:
         self.policy.open(
             tokenizer=trainer.processing_class, publishes=trainer.accelerator.is_main_process
         )
-        if exact:
-            self._make_exact()
+        if exact is not False:
+            self._make_exact(demanded=exact is True)
         # The fleet serves these weights now: it measures how closely its workers follow them.
         if trainer.accelerator.is_main_process:
             remember(self._model)
@@ -73,14 +78,27 @@ class LockstepGeneration:
         """Ends the connections, after training."""
         self.policy.close()
 
-    def _make_exact(self) -> None:
-        base = Path(self._model.config.get_text_config()._name_or_path or self._model.name_or_path)
+    def _make_exact(self, *, demanded: bool) -> None:
+        try:
+            self._check_exact()
+            exactness.prepare(self._model)
+        except NotExact as error:
+            if demanded:
+                raise
+            log.info("trainer and workers agree closely, not bit for bit: %s", error)
+            return
+        use_exact_head(self._model, self._trainer.args.temperature)
+        learn_in_one_pass(self._trainer)
+
+    def _check_exact(self) -> None:
+        """Raises NotExact where the trainer and the workers do not compute the same bits."""
+        if problem := why_not_exact(self._trainer):
+            raise NotExact(f"this trainer cannot compute as the workers do: {problem}")
         worker = self.policy.run(self.policy.facts()).get("numerics")
         if worker is None:
             raise NotExact("the workers do not say how they compute: attach with exact=False")
+        base = Path(self._model.config.get_text_config()._name_or_path or self._model.name_or_path)
         exactness.check_plan(worker, exactness.own_plan(base, device=str(self._model.device)))
-        exactness.prepare(self._model)
-        use_exact_head(self._model, self._trainer.args.temperature)
 
     # What TRL calls
 
