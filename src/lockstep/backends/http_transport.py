@@ -30,6 +30,7 @@ class HttpTransport:
     name: TransportName
     usual_mode: LogprobMode
     aborts_by_id: bool
+    gives_choices: bool
 
     def __init__(
         self,

@@ -61,6 +61,11 @@ class Transport(Protocol):
         """Whether `abort` reaches the server: some have no route for it."""
         ...
 
+    @property
+    def gives_choices(self) -> bool:
+        """Whether n choices are one request to the server; where not, they are n requests."""
+        ...
+
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """The n completions in order of their index. Cancelling it stops the server's work."""
         ...

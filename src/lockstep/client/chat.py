@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.backends.transport import Transport
+from lockstep.client.openings import Openings
 from lockstep.client.options import Options
 from lockstep.client.turn import Turn
 from lockstep.ledger import Breaks, Ledger, Node, PromptPlan, Reply
@@ -18,6 +19,9 @@ from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import BadRequest, Conflict, ContractError
 from lockstep.tokens.lineage import check_kinds, check_weights
+
+TURN_STRIDE = 1 << 20
+"""How far the seeds of a conversation's turns are apart."""
 
 
 class Chat:
@@ -41,7 +45,9 @@ class Chat:
         tools: Sequence[Any] | None = None,
         call_tools: Sequence[Any] | None = None,
         breaks: Breaks = CLIENT_BREAKS,
+        openings: Openings | None = None,
     ) -> None:
+        """`openings` are plans that conversations which open alike have in common."""
         self.messages: list[Any] = list(messages)
         self.tools = tools
         self.call_tools = call_tools
@@ -52,6 +58,7 @@ class Chat:
         self._model = model
         self._options = options
         self._last: tuple[Turn, Node] | None = None
+        self._openings = openings
         self._busy = asyncio.Lock()
 
     @property
@@ -172,7 +179,10 @@ class Chat:
         async with self._alone():
             messages = [*self.messages, *new]
             ledger = await self._open()
-            plan = await ledger.plan_async(messages, self.tools)
+            if self._openings is not None and not ledger.nodes:
+                plan = await self._openings.plan(ledger, messages, self.tools)
+            else:
+                plan = await ledger.plan_async(messages, self.tools)
             if self._breaks == "strict":
                 mode, temperature = merged.sampling.logprob_mode, merged.sampling.temperature
                 check_comparable(plan.parent, temperature=temperature, logprob_mode=mode)
@@ -202,12 +212,16 @@ class Chat:
         return turn
 
     def _seeded(self, options: Options) -> Options:
-        """A seed of its own for every turn: one seed on all would repeat the same draws."""
+        """A seed of its own for every turn: one seed on all would repeat the same draws.
+
+        Turns are far apart, as other conversations have the seeds next to this one's.
+        """
         seed = options.sampling.seed
-        if seed is None:
+        if seed is None or not self.ledger.nodes:
             return options
         return Options(
-            replace(options.sampling, seed=seed + len(self.ledger.nodes)), options.sending
+            replace(options.sampling, seed=seed + len(self.ledger.nodes) * TURN_STRIDE),
+            options.sending,
         )
 
     def _alone(self) -> asyncio.Lock:

@@ -27,6 +27,8 @@ class Options:
 
     def with_(self, **changes: Any) -> Options:
         """These options with some changed. Raises BadRequest that names an unknown one."""
+        if not changes:
+            return self
         for name in changes:
             if name not in SAMPLING | SENDING:
                 known = ", ".join(sorted(SAMPLING | SENDING))

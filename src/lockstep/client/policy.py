@@ -13,6 +13,7 @@ from typing import Any, overload
 from lockstep.backends.registry import open_transport
 from lockstep.backends.transport import ModelCard, StreamDelta, Transport, TransportName
 from lockstep.client.chat import Chat
+from lockstep.client.openings import Openings
 from lockstep.client.options import Options
 from lockstep.client.tokenizer import TokenizerSource
 from lockstep.client.turn import Scores, Turn
@@ -43,6 +44,7 @@ class Policy:
         *,
         url: str = "",
         api_key: str | None = None,
+        openings: Openings | None = None,
     ) -> None:
         self.url = url
         self.api_key = api_key
@@ -50,6 +52,15 @@ class Policy:
         self.model = model
         self._tokenizer = tokenizer
         self._options = options
+        self._openings = openings
+
+    def over(self, transport: Transport, openings: Openings | None = None) -> Policy:
+        """This policy with its requests sent by another transport, and with plans of first prompts
+        that its conversations have in common with others."""
+        return Policy(
+            transport, self.model, self._tokenizer, self._options,
+            url=self.url, api_key=self.api_key, openings=openings,
+        )  # fmt: skip
 
     def renderer(self, thinking: Thinking = "keep") -> Renderer:
         """The model's renderer; made once. Raises UnknownModel when there is no tokenizer.
@@ -121,6 +132,7 @@ class Policy:
             tools=tools,
             call_tools=call_tools,
             breaks=breaks,
+            openings=self._openings,
         )
 
     async def score(

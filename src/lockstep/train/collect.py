@@ -18,6 +18,7 @@ from lockstep.train.envs.agent_session import agent_sessions
 from lockstep.train.envs.environment import load_environment
 from lockstep.train.failure import tasks_ended
 from lockstep.train.learning.batch import RolloutGroup, failures
+from lockstep.train.publish import workers_of
 from lockstep.train.retry import RetryPolicy
 from lockstep.train.rollout import RolloutRunner
 
@@ -55,9 +56,11 @@ async def collect(
             connect(serve.url, serve.model, api_key=serve.api_key,
                     tokenizer=serve.tokenizer or config.model)
         )  # fmt: skip
+        workers = await _serving(fleet)
         runner = RolloutRunner(
             policy, environment, config, RetryPolicy(serve.retry_seconds), _wait,
             agent_sessions(serve.url, policy, fleet),
+            workers=lambda: workers,
         )  # fmt: skip
         tasks, total = runner.tasks("train"), Collected()
         with _new_file(path) as file:
@@ -87,6 +90,15 @@ def _new_file(path: Path) -> BinaryIO:
         raise BadRequest(
             f"{path} cannot be written: {error.strerror}; choose another file", param="out"
         ) from None
+
+
+async def _serving(fleet: RemoteFleet) -> int:
+    """How many workers serve; 0 where no control plane tells, which collecting does not need."""
+    try:
+        workers = workers_of(await fleet.state())
+    except LockstepError:
+        return 0
+    return sum(worker["state"] == "serving" for worker in workers)
 
 
 async def _wait(error: LockstepError) -> None:

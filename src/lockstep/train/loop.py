@@ -111,6 +111,7 @@ class Trainer:
         self._rollouts = RolloutRunner(
             self._policy, self._environment, config, self._retry, self._restore_weights,
             agent_sessions(self._url, self._policy, self._fleet),
+            workers=self._publisher.serving,
         )  # fmt: skip
 
     async def _compare_numerics(self) -> Exactness:

@@ -76,6 +76,11 @@ class Publisher:
         self._lock = asyncio.Lock()
         self.current: Published | None = None
 
+    def serving(self) -> int:
+        """How many workers served the weights when they were published; 0 before that."""
+        workers = self.current.workers if self.current is not None else ()
+        return sum(worker["state"] == "serving" for worker in workers)
+
     async def publish(self, directory: Path, step: int) -> Published:
         """Pushes a checkpoint until the fleet serves it, proved. Raises what the fleet raises.
 

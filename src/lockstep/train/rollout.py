@@ -14,6 +14,7 @@ from lockstep.train.config import TrainConfig
 from lockstep.train.envs.agent_session import AgentSessions
 from lockstep.train.envs.environment import Environment, Player, Split, Task
 from lockstep.train.failure import from_env, one_error, tasks_ended
+from lockstep.train.group_requests import GroupRequests, SiblingWaits
 from lockstep.train.learning.batch import Rollout, RolloutGroup
 from lockstep.train.records.metrics import Evaluation
 from lockstep.train.retry import RetryPolicy
@@ -32,13 +33,18 @@ class RolloutRunner:
         retry: RetryPolicy,
         restore: Restore,
         sessions: AgentSessions | None = None,
+        *,
+        workers: Callable[[], int],
     ) -> None:
+        """`workers` says how many serve the policy now; 0 where that is not known."""
         self._policy = policy
         self._environment = environment
         self._config = config
         self._retry = retry
         self._restore = restore
         self._sessions = sessions
+        self._workers = workers
+        self._waits = SiblingWaits()
         self._concurrency = asyncio.Semaphore(config.rollout.concurrency)
 
     def tasks(self, split: Split, skip: int = 0) -> Iterator[Task]:
@@ -89,18 +95,34 @@ class RolloutRunner:
         self, task: Task, size: int, seeds: tuple[Any, ...], version: str | None = None
     ) -> RolloutGroup:
         """Plays the task `size` times. Raises the error of the first rollout that failed."""
+        requests = GroupRequests(
+            self._policy.transport, self._waits, size=size, most=self._most_choices(size)
+        )
         with one_error():
             async with asyncio.TaskGroup() as running:
                 made = [
-                    running.create_task(self._rollout(task, (*seeds, at), version))
+                    running.create_task(self._rollout(task, seeds, at, version, requests))
                     for at in range(size)
                 ]
         return RolloutGroup(tuple(each.result() for each in made))
 
-    async def _rollout(self, task: Task, seeds: tuple[Any, ...], version: str | None) -> Rollout:
+    def _most_choices(self, size: int) -> int:
+        """Choices of one request such that every worker has work when all groups of a step play."""
+        workers = self._workers()
+        return -(-self._config.rollout.groups * size // workers) if workers else 1
+
+    async def _rollout(
+        self,
+        task: Task,
+        seeds: tuple[Any, ...],
+        at: int,
+        version: str | None,
+        requests: GroupRequests,
+    ) -> Rollout:
         rollout = self._config.rollout
         options: dict[str, Any] = {
-            "seed": seed_of(*seeds),
+            # They count up within a group: those of the choices of one request do as well.
+            "seed": seed_of(*seeds) + at,
             "max_tokens": rollout.max_tokens,
             "temperature": rollout.temperature,
             "logprob_mode": rollout.logprobs,
@@ -114,20 +136,21 @@ class RolloutRunner:
         async def play(attempt: int) -> Rollout:
             # From the beginning and with the same seed: a rollout that was tried twice is the
             # one that a first try would have been.
-            player = Player(self._policy, sessions=self._sessions, train_aborted=keeps, **options)
+            policy = self._policy.over(requests.member(), requests.openings)
+            player = Player(policy, sessions=self._sessions, train_aborted=keeps, **options)
             reward = await self._environment.play(task, player)
             samples = tuple(player.samples(train_aborted=keeps))
             if version is not None and any(sample.aborts for sample in samples) and attempt < 3:
                 raise Unavailable("a turn was cut off by an abort")
             return Rollout(reward, samples, player.breaks, attempt)
 
-        where = "rollout " + " ".join(map(str, seeds[1:]))
+        where = "rollout " + " ".join(map(str, (*seeds[1:], at)))
         async with self._concurrency:
             with from_env(self._config.env.name, where):
                 return await self._retry.call("rollout", play, between=self._restore)
 
 
 def seed_of(*parts: Any) -> int:
-    """A seed of 62 bits that only these parts have: runs, steps and indices do not overlap."""
+    """A seed of 62 bits that only these parts have: runs, steps and groups do not overlap."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 2

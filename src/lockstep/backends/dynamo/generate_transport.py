@@ -25,6 +25,7 @@ class DynamoGenerateTransport(HttpTransport):
     name: TransportName = "dynamo-generate"
     usual_mode: LogprobMode = "processed"
     aborts_by_id = False
+    gives_choices = False
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         encode_dynamo_generate(request.alone(0), mode=self._mode)  # refuses before sending

@@ -56,6 +56,7 @@ class DynamoTransport(HttpTransport):
     name: TransportName = "dynamo"
     usual_mode: LogprobMode = "processed"
     aborts_by_id = False
+    gives_choices = False
 
     def __init__(
         self,

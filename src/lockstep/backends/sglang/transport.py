@@ -36,6 +36,7 @@ class SglangTransport(HttpTransport):
     name: TransportName = "sglang"
     usual_mode: LogprobMode = "processed"
     aborts_by_id = True
+    gives_choices = False
 
     def __init__(
         self,

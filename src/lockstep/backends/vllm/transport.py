@@ -31,6 +31,7 @@ class VllmTransport(HttpTransport):
     name: TransportName = "vllm"
     usual_mode: LogprobMode = "raw"
     aborts_by_id = True
+    gives_choices = True
 
     def __init__(
         self,

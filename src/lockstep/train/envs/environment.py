@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from lockstep.client.chat import Chat
+from lockstep.client.chat import TURN_STRIDE, Chat
 from lockstep.client.policy import Policy
 from lockstep.ledger.breaks import TRAINER_BREAKS
 from lockstep.tokens import Sample
@@ -16,6 +16,8 @@ from lockstep.tokens.errors import BadRequest, LockstepError
 from lockstep.train.envs.agent_session import AgentSession, AgentSessions
 
 Split = Literal["train", "eval"]
+CHAT_STRIDE = TURN_STRIDE << 20
+"""How far the seeds of a rollout's conversations are apart: further than any has turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +66,8 @@ class Player:
         """A new conversation that will be learnt from, by default with the tools of the task."""
         merged = {**self.options, **options}
         if merged.get("seed") is not None:
-            # Turns count up from the seed: a second conversation must not repeat the first's draws.
-            merged["seed"] += 1_000_003 * len(self.chats)
+            # Turns go up from the seed: a second conversation must not repeat the first's draws.
+            merged["seed"] += CHAT_STRIDE * len(self.chats)
         tools = list(task.tools) if task is not None and task.tools else None
         chat = self.policy.chat(**{"tools": tools, "breaks": TRAINER_BREAKS, **merged})
         self.chats.append(chat)
