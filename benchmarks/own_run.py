@@ -1,4 +1,4 @@
-"""Lockstep's own loop on the reverse task, against a gateway: seconds a step, as JSON.
+"""Lockstep's own loop on a task, against a gateway: seconds a step, as JSON.
 
 Run by benchmarks.trainers in a process of its own, like benchmarks.trl_run.
 """
@@ -14,6 +14,7 @@ import tempfile
 from time import perf_counter
 
 from benchmarks.measure import cpu_seconds, tree
+from benchmarks.trainer_tasks import GROUP_SIZE, GROUPS, LEARNING_RATE, TASKS
 from lockstep.train.config import TrainConfig
 from lockstep.train.loop import Trainer
 from lockstep.train.records.metrics import StepMetrics
@@ -27,8 +28,10 @@ def main() -> None:
     parser.add_argument("--served-pid", type=int, required=True, help="of the gateway")
     parser.add_argument("--mode", choices=("sync", "async"), default="sync")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--task", choices=TASKS, default="short")
+    parser.add_argument("--steps", type=int)
     options = parser.parse_args()
+    task = TASKS[options.task]
     wall: list[float] = []
     cpu: list[float] = []
     served: list[float] = []
@@ -48,9 +51,19 @@ def main() -> None:
                     "admin_url": options.admin_url,
                     "admin_token": options.token,
                 },
-                "env": {"name": "reverse"},
-                "learner": {"lr": 1e-4, "threads": options.threads, "micro_batch": 128},
-                "loop": {"mode": options.mode, "steps": options.steps, "max_off_policy": 1},
+                "env": {"name": task.env, "options": dict(task.options)},
+                "rollout": {
+                    "groups": GROUPS,
+                    "group_size": GROUP_SIZE,
+                    "max_tokens": task.turn_tokens,
+                    "temperature": task.temperature,
+                },
+                "learner": {"lr": LEARNING_RATE, "threads": options.threads, "micro_batch": 128},
+                "loop": {
+                    "mode": options.mode,
+                    "steps": options.steps or task.steps,
+                    "max_off_policy": 1,
+                },
                 "eval": {"prompts": 0},
             }
         )
