@@ -166,9 +166,10 @@ class PrefixCache:
 
     def _to_slot(self, blocks: list[int], slot: int) -> None:
         length = len(blocks) * BLOCK
+        places = index_on(blocks, self._k.device)
         for pool, target in ((self._k, self._cache.k), (self._v, self._cache.v)):
             layers, _, kv_heads, _, dim = pool.shape
-            taken = pool[:, blocks].transpose(1, 2).reshape(layers, kv_heads, length, dim)
+            taken = pool[:, places].transpose(1, 2).reshape(layers, kv_heads, length, dim)
             target[:, slot, :, :length] = taken
         if self._experts is not None and self._cache.experts is not None:
             rows = self._experts[blocks]
@@ -176,15 +177,24 @@ class PrefixCache:
 
     def _from_slot(self, blocks: list[int], targets: list[int], slot: int) -> None:
         length = (blocks[-1] + 1) * BLOCK
+        places = index_on(targets, self._k.device)
         for pool, source in ((self._k, self._cache.k), (self._v, self._cache.v)):
             layers, _, kv_heads, _, dim = pool.shape
             cut = source[:, slot, :, :length].view(layers, kv_heads, -1, BLOCK, dim)
             run = len(blocks) == blocks[-1] + 1 - blocks[0]  # the usual case, which copies once
             new = cut[:, :, blocks[0] :] if run else cut[:, :, blocks]
-            pool[:, targets] = new.transpose(1, 2)
+            pool[:, places] = new.transpose(1, 2)
         if self._experts is not None and self._cache.experts is not None:
             rows = self._cache.experts[slot, :length]
             self._experts[targets] = rows.view(-1, BLOCK, *rows.shape[1:])[blocks]
+
+
+def index_on(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """These numbers on a device, without waiting for what it computes."""
+    index = torch.tensor(numbers)
+    if device.type != "cuda":
+        return index
+    return index.pin_memory().to(device, non_blocking=True)
 
 
 def root_name(epoch: int, adapter: int | None, salt: str | None) -> bytes:
