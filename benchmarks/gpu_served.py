@@ -22,6 +22,7 @@ from statistics import median
 from typing import Any
 
 PROMPT = TOKENS = 256
+ROUNDS = 5
 STREAMS = 32
 MODEL_LEN = 1024
 WORKER = (
@@ -52,7 +53,8 @@ def gateway(directory: Path, source: Path, log: Path, arithmetic: str) -> Iterat
                 with contextlib.suppress(ValueError):
                     ready = json.loads(line)
                     if ready.get("event") == "ready":
-                        yield ready | {"start_seconds": time.perf_counter() - begun}
+                        spent = {"start_seconds": time.perf_counter() - begun}
+                        yield ready | spent | {"pid": process.pid}
                         return
             raise RuntimeError(f"the gateway did not start: {log.read_text()[-2000:]}")
         finally:
@@ -65,6 +67,18 @@ def gateway(directory: Path, source: Path, log: Path, arithmetic: str) -> Iterat
 
 def prompts(count: int, rng: random.Random) -> list[list[int]]:
     return [[rng.randrange(151_000) for _ in range(PROMPT)] for _ in range(count)]
+
+
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """What a gateway and its worker have used of their CPUs so far."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    used = {pid: 0.0}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if (number := int(stat.parent.name)) == pid or int(fields[1]) == pid:
+                used[number] = (int(fields[11]) + int(fields[12])) / ticks
+    return used.pop(pid), sum(used.values())
 
 
 async def answers(policy: Any, count: int, rng: random.Random, **options: Any) -> float:
@@ -128,19 +142,23 @@ async def measure(ready: dict[str, Any], batches: list[int], pair: list[Path]) -
     """Prints the figures of whole answers, of options, and of updates under streams."""
     rng = random.Random(0)
     print(
-        f"ready after {ready['start_seconds']:.1f} s\n\n| requests at once | tokens/s |\n|---|---|"
+        f"ready after {ready['start_seconds']:.1f} s\n\n| requests at once | tokens/s | CPU of "
+        "gateway, worker and client, us a token |\n|---|---|---|"
     )
     async with connected(ready) as (policy, fleet):
         for count in batches:
-            rates = [await answers(policy, count, rng) for _ in range(3)]
-            print(
-                f"| {count} | {median(rates):,.0f} (of {', '.join(f'{r:,.0f}' for r in rates)}) |"
-            )
+            before = (*cpu_seconds(ready["pid"]), time.process_time())
+            rates = [await answers(policy, count, rng) for _ in range(ROUNDS)]
+            after = (*cpu_seconds(ready["pid"]), time.process_time())
+            share = 1e6 / (ROUNDS * count * TOKENS)
+            costs = ", ".join(f"{share * (b - a):.1f}" for a, b in zip(before, after, strict=True))
+            each = ", ".join(f"{rate:,.0f}" for rate in rates)
+            print(f"| {count} | {median(rates):,.0f} (of {each}) | {costs} |", flush=True)
         for options in ({"logprobs": 1}, {"logprobs": 20}, {"top_p": 0.95}, {"top_k": 20}):
             rates = [await answers(policy, STREAMS, rng, **options) for _ in range(2)]
-            print(f"| {STREAMS} with {options} | {max(rates):,.0f} |", flush=True)
-        print("\n| update | whole s | stage s | pause ms | longest silence ms | events/s before, "
-              "meanwhile |\n|---|---|---|---|---|---|")  # fmt: skip
+            print(f"| {STREAMS} with {options} | {max(rates):,.0f} | |", flush=True)
+        print("\n| update | whole s | stage s | pause ms (to pause, commit, resume) | longest "
+              "silence ms | events/s before, meanwhile |\n|---|---|---|---|---|---|")  # fmt: skip
         async with Streams(policy, STREAMS, rng) as streams:
             await asyncio.sleep(2)
             for number in range(4):
@@ -152,11 +170,12 @@ async def measure(ready: dict[str, Any], batches: list[int], pair: list[Path]) -
                 await asyncio.sleep(1.0)
                 pause = operation.pause_seconds or 0.0
                 (worker,) = operation.workers.values()
+                parts = [worker.seconds.get(name, 0) for name in ("quiesce", "commit", "resume")]
                 cells = [
                     f"{number + 1}",
                     f"{ended - staged:.2f}",
                     f"{worker.seconds.get('stage', 0):.2f}",
-                    f"{1e3 * pause:.1f}",
+                    f"{1e3 * pause:.1f} ({', '.join(f'{1e3 * part:.1f}' for part in parts)})",
                     f"{1e3 * streams.silence(staged, ended + 0.9):.0f}",
                     f"{streams.rate(begun, staged):,.0f}, {streams.rate(staged, ended):,.0f}",
                 ]

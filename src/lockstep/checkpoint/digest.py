@@ -20,10 +20,15 @@ SCHEME = "sha256:"
 
 def tensor_digest(dtype: str, shape: Sequence[int], parts: Iterable[bytes | memoryview]) -> str:
     """The digest of one tensor; `dtype` as safetensors names it, its bytes in any parts."""
-    digest = hashlib.sha256(f"{dtype} {list(shape)}\0".encode())
+    digest = tensor_hash(dtype, shape)
     for part in parts:
         digest.update(part)
     return digest.hexdigest()[:LENGTH]
+
+
+def tensor_hash(dtype: str, shape: Sequence[int]) -> hashlib._Hash:
+    """What is to be updated with a tensor's bytes: LENGTH digits of it are then its digest."""
+    return hashlib.sha256(f"{dtype} {list(shape)}\0".encode())
 
 
 def combined(tensors: Mapping[str, str]) -> str:

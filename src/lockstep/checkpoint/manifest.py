@@ -100,16 +100,22 @@ def begin(directory: Path) -> None:
     sync(directory)
 
 
-def write_manifest(directory: Path, tensors: Mapping[str, str] | None = None) -> Manifest:
+def write_manifest(
+    directory: Path,
+    tensors: Mapping[str, str] | None = None,
+    written: Mapping[str, FileRecord] | None = None,
+) -> Manifest:
     """Records size and hash of every file that is not hidden, once all have reached the disk.
 
-    `tensors` are the digests of the tensors, by name: what readers must find in them.
+    `tensors` are the digests of the tensors, by name: what readers must find in them. Files in
+    `written`, whose writer knows their hash, are not read again.
     """
     files = {}
     for path in sorted(directory.iterdir()):
         if path.is_file() and path.name not in (MANIFEST, STABLE) and path.name[0] != ".":
             sync(path)
-            files[path.name] = FileRecord(file_size(path), _sha256(path))
+            known = (written or {}).get(path.name)
+            files[path.name] = known or FileRecord(file_size(path), _sha256(path))
     listed = {name: {"size": w.size, "sha256": w.sha256} for name, w in files.items()}
     body = {"format": FORMAT, "files": listed} | ({"tensors": dict(tensors)} if tensors else {})
     write_whole(directory / MANIFEST, json.dumps(body, indent=1).encode())

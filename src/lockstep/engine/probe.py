@@ -31,6 +31,7 @@ from lockstep.checkpoint.safetensors_file import TensorFile
 from lockstep.engine import exact
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.weights.digest import Digester
+from lockstep.engine.weights.save import SavedFiles, saved_by
 from lockstep.tokens.ids import check_ids
 
 log = logging.getLogger(__name__)
@@ -120,9 +121,18 @@ def save_checkpoint(
     """
     directory = Path(directory).absolute()
     begin(directory)
+    files = SavedFiles()
+
+    def save() -> None:
+        with saved_by(files):
+            model.save_pretrained(directory, max_shard_size=max_shard_size)
+
+    if model.device.type == "cuda":
+        # Another thread does not know the stream on which the last step may still compute.
+        torch.cuda.current_stream(model.device).synchronize()
     with ThreadPoolExecutor(1, thread_name_prefix="save") as saver:
         # The files are written while the probe is computed: both only read the model.
-        saved = saver.submit(model.save_pretrained, directory, max_shard_size=max_shard_size)
+        saved = saver.submit(save)
         try:
             if probe:
                 write_probe(
@@ -136,7 +146,7 @@ def save_checkpoint(
         finally:
             saved.result()
     _index(directory)
-    write_manifest(directory, _digests(directory))
+    write_manifest(directory, _digests(directory, files), files.files)
     mark_stable(directory)
     return directory
 
@@ -261,14 +271,15 @@ def _evaluating(model: Any) -> Iterator[None]:
         model.train(training)
 
 
-def _digests(directory: Path) -> dict[str, str]:
-    """The digest of every tensor, as it reached the file."""
+def _digests(directory: Path, files: SavedFiles) -> dict[str, str]:
+    """The digest of every tensor; of files that something else wrote, as it reached the file."""
+    others = (p for p in directory.glob("model*.safetensors") if p.name not in files.files)
     with Digester() as digester:
-        for path in sorted(directory.glob("model*.safetensors")):
+        for path in sorted(others):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     digester.add(name, file.get_tensor(name))
-        return digester.digests()
+        return files.tensors | digester.digests()
 
 
 def _index(directory: Path) -> None:

@@ -2,93 +2,207 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from itertools import cycle
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.digest import tensor_digest
+from lockstep.engine.weights.digest import NAMES, Digester
 from lockstep.tokens.errors import CheckpointError
 
-PIECE = 32 << 20
-"""Bytes that are on their way to a device at a time."""
-PIECES = 4
+PIECE = 8 << 20
+"""Bytes that a thread has on their way to a device at a time: small enough to be hashed while they
+are still in the CPU's cache."""
+PIECES = 2
+"""Buffers of a thread: one travels while the other is filled."""
+THREADS = 4
+"""Tensors that travel at once. Copying and hashing release the interpreter's lock."""
+CHECKED = 64 << 20
+"""Values that are checked at a time: each takes a few bytes of the device's memory."""
 
 
 class TensorCopier(Protocol):
-    """Fills the tensors of a set of weights one by one."""
+    """Fills the tensors of a set of weights one by one, for the time of a block of code."""
 
-    def fill(self, name: str, target: Tensor, source: Tensor) -> Tensor:
-        """Copies `source` to `target`; returns what its digest is to be made of.
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def fill(self, name: str, target: Tensor, source: Tensor) -> None:
+        """Copies `source` to `target`, now or by the time of `finish`.
 
         Raises CheckpointError for values that are not finite in the type of `target`, now or in
         `finish`.
         """
         ...
 
-    def finish(self) -> None:
-        """Returns when all targets hold what they were filled with."""
+    def read(self, name: str, source: Tensor) -> None:
+        """Takes a tensor whose digest is wanted, and which is copied nowhere."""
+        ...
+
+    def finish(self) -> dict[str, str]:
+        """The digests of all sources by name, once all targets hold what they are filled with."""
         ...
 
 
-def copier(device: str) -> TensorCopier:
-    """What copies tensors from files to this device."""
-    return DeviceCopier(torch.device(device)) if device.startswith("cuda") else HostCopier()
+def copier(device: str, whole: Tensor | None) -> TensorCopier:
+    """What copies tensors from files to this device; `whole` is the memory of all targets."""
+    if whole is not None and device.startswith("cuda"):
+        return DeviceCopier(whole)
+    return HostCopier()
 
 
 class HostCopier:
     """Copies within host memory. The copy is what will serve, so it is the better evidence."""
 
-    def fill(self, name: str, target: Tensor, source: Tensor) -> Tensor:
+    def __init__(self) -> None:
+        self._digester = Digester()
+
+    def __enter__(self) -> Self:
+        self._digester.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._digester.__exit__(kind, error, trace)
+
+    def fill(self, name: str, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
         check_finite(name, target)
-        return target if target.dtype == source.dtype else source
+        self._digester.add(name, target if target.dtype == source.dtype else source)
 
-    def finish(self) -> None:
-        return
+    def read(self, name: str, source: Tensor) -> None:
+        self._digester.add(name, source)
+
+    def finish(self) -> dict[str, str]:
+        return self._digester.digests()
 
 
 class DeviceCopier:
     """Copies through pinned buffers on a stream of its own, beside which steps go on.
 
-    The source, memory-mapped, is read once into a buffer while the buffers before it travel;
-    nothing waits for the device until the end.
+    Each tensor, memory-mapped, is read once, in pieces: a thread copies a piece to a buffer, sends
+    it on its way and hashes it. Nothing waits for the device until the end.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        # Memory that was just freed may still be read by steps that were launched before.
-        self._stream.wait_stream(torch.cuda.default_stream(device))
-        self._buffers = cycle(
-            (torch.empty(PIECE, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())
-            for _ in range(PIECES)
-        )
-        self._finite: dict[str, tuple[Tensor, Tensor]] = {}
+    def __init__(self, whole: Tensor) -> None:
+        self._whole = whole
+        self._stream: torch.cuda.Stream | None = None
+        if whole.is_cuda:
+            self._stream = torch.cuda.Stream(whole.device)
+            # Memory that was just freed may still be read by steps that were launched before.
+            self._stream.wait_stream(torch.cuda.default_stream(whole.device))
+        self._own = threading.local()
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
+        self._pending: dict[str, Future[str]] = {}
+        self._targets: dict[str, Tensor] = {}
 
-    def fill(self, name: str, target: Tensor, source: Tensor) -> Tensor:
-        there, here = target.view(-1), source.reshape(-1)
-        size = PIECE // target.element_size()
-        with torch.cuda.stream(self._stream):
-            for start in range(0, there.numel(), size):
-                buffer, copied = next(self._buffers)
-                copied.synchronize()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def fill(self, name: str, target: Tensor, source: Tensor) -> None:
+        self._targets[name] = target
+        self._pending[name] = self._pool.submit(self._copy, target, source)
+
+    def read(self, name: str, source: Tensor) -> None:
+        self._pending[name] = self._pool.submit(self._copy, None, source)
+
+    def finish(self) -> dict[str, str]:
+        digests = {name: future.result() for name, future in self._pending.items()}
+        with self._on_stream():
+            parts = self._whole.split(CHECKED)
+            sound = torch.stack([torch.isfinite(part).all() for part in parts]).all()
+            if not bool(sound):  # which waits for all that was sent
+                for name, target in self._targets.items():
+                    check_finite(name, target)
+        return digests
+
+    def _copy(self, target: Tensor | None, source: Tensor) -> str:
+        """Copies in one of the threads; the digest of the source."""
+        here = source.reshape(-1)
+        there = None if target is None else target.view(-1)
+        size = PIECE // max(source.element_size(), 0 if target is None else target.element_size())
+
+        def parts() -> Iterator[memoryview]:
+            for start in range(0, here.numel(), size):
                 piece = here[start : start + size]
-                pinned = buffer.view(target.dtype)[: piece.numel()]
-                pinned.copy_(piece)
-                there[start : start + size].copy_(pinned, non_blocking=True)
-                copied.record(self._stream)
-            self._finite[name] = target, torch.isfinite(target).all()
-        return source
+                if there is None:
+                    yield _array(piece).data
+                else:
+                    yield self._send(piece, there[start : start + size])
 
-    def finish(self) -> None:
-        self._stream.synchronize()
-        if not self._finite:
-            return
-        with torch.cuda.stream(self._stream):
-            sound = torch.stack([flag for _, flag in self._finite.values()]).tolist()
-        for (name, (target, _)), finite in zip(self._finite.items(), sound, strict=True):
-            if not finite:
-                check_finite(name, target)
+        return tensor_digest(NAMES.get(source.dtype, str(source.dtype)), source.shape, parts())
+
+    def _send(self, piece: Tensor, target: Tensor) -> memoryview:
+        """Sends a piece on its way; its bytes, which hold until the buffer's next turn."""
+        buffer, copied = next(self._buffers())
+        if copied is not None:
+            copied.synchronize()
+        pinned = buffer.view(target.dtype)[: piece.numel()]
+        if piece.dtype == target.dtype:
+            # Not by torch, which would set threads of its own on so little.
+            _array(pinned)[:] = _array(piece)
+        else:
+            pinned.copy_(piece)
+        with self._on_stream():
+            target.copy_(pinned, non_blocking=True)
+        if copied is not None:
+            copied.record(self._stream)
+        return _array(pinned if piece.dtype == target.dtype else piece).data
+
+    def _buffers(self) -> Iterator[tuple[Tensor, torch.cuda.Event | None]]:
+        """The buffers of the calling thread, in turn."""
+        if not hasattr(self._own, "buffers"):
+            cuda = self._stream is not None
+            self._own.buffers = cycle(
+                [
+                    (
+                        torch.empty(PIECE, dtype=torch.uint8, pin_memory=cuda),
+                        torch.cuda.Event() if cuda else None,
+                    )
+                    for _ in range(PIECES)
+                ]
+            )
+        buffers: Iterator[tuple[Tensor, torch.cuda.Event | None]] = self._own.buffers
+        return buffers
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            yield
+
+
+def _array(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+    return array
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

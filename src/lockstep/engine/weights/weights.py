@@ -26,7 +26,7 @@ from lockstep.checkpoint.tensor_names import (
     tied_head_differs,
 )
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.weights.digest import Digester
+from lockstep.engine.weights.packed import PackedTensors
 from lockstep.engine.weights.upload import check_finite, copier
 from lockstep.tokens.errors import CheckpointError
 
@@ -61,13 +61,21 @@ class Layer:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     router: Tensor | None = None
-    qk_norm: Tensor | None = field(init=False, default=None)
-    """q_norm for each head of the queries, then k_norm for each head of the keys."""
+    heads: int = 0
+    kv_heads: int = 0
+    _qk_norm: Tensor | None = field(init=False, default=None, repr=False)
 
-    def join_norms(self, heads: int, kv_heads: int) -> None:
-        if self.q_norm is not None and self.k_norm is not None:
-            parts = self.q_norm.expand(heads, -1), self.k_norm.expand(kv_heads, -1)
-            object.__setattr__(self, "qk_norm", torch.cat(parts))
+    @property
+    def qk_norm(self) -> Tensor | None:
+        """q_norm for each head of the queries, then k_norm for each head of the keys.
+
+        Made when it is first needed: kernels of a GPU do without, and a swap of weights, for which
+        all requests wait, would make one for every layer.
+        """
+        if self._qk_norm is None and self.q_norm is not None and self.k_norm is not None:
+            parts = self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1)
+            object.__setattr__(self, "_qk_norm", torch.cat(parts))
+        return self._qk_norm
 
 
 class Layout:
@@ -148,7 +156,7 @@ class Weights:
     """
 
     layout: Layout
-    packed: Mapping[str, Tensor]
+    packed: PackedTensors
     version: str
     epoch: int = field(default_factory=lambda: next(_epochs))
     digests: Mapping[str, str] | None = None
@@ -157,18 +165,19 @@ class Weights:
     def __post_init__(self) -> None:
         self._lay_out(self.packed)
 
-    def _lay_out(self, packed: Mapping[str, Tensor]) -> None:
+    def _lay_out(self, packed: PackedTensors) -> None:
         """Takes these tensors, which hold its numbers, as its own."""
         object.__setattr__(self, "packed", packed)
-        names = [f.name for f in Layer.__dataclass_fields__.values() if f.init]
+        names = [name for name, f in Layer.__dataclass_fields__.items() if f.init]
+        config = self.layout.config
         layers = tuple(
             Layer(
-                **{n: self.packed[key] for n in names if (key := f"layers.{i}.{n}") in self.packed}
+                **{n: packed[key] for n in names if (key := f"layers.{i}.{n}") in packed},
+                heads=config.heads,
+                kv_heads=config.kv_heads,
             )
-            for i in range(self.layout.config.layers)
+            for i in range(config.layers)
         )
-        for layer in layers:
-            layer.join_norms(self.layout.config.heads, self.layout.config.kv_heads)
         object.__setattr__(self, "layers", layers)
 
     @property
@@ -197,27 +206,22 @@ class Weights:
         cls, directory: Path, layout: Layout, version: str, *, device: str, dtype: torch.dtype
     ) -> Weights:
         """The checkpoint in `directory`. Raises CheckpointError unless it is whole and fits."""
-        packed = {
-            name: torch.empty(shape, dtype=dtype, device=device)
-            for name, shape in layout.shapes.items()
-        }
-        missing, copies = set(layout.places), copier(device)
+        packed = PackedTensors.empty(layout.shapes, device, dtype, joined=device != "cpu")
+        missing = set(layout.places)
         tied_head: Tensor | None = None
-        with Digester() as digester:
+        with copier(device, packed.whole) as copies:
             for name, load in _tensors(directory):
                 if layout.config.tied and name == HEAD:
                     tied_head = load()
-                    digester.add(name, tied_head)
+                    copies.read(name, tied_head)
                 elif not name.endswith(DERIVED):
                     if name not in missing and name in layout.places:
                         raise CheckpointError(f"tensor {name!r} is in {directory} twice")
                     tensor = load()
                     place = layout.check(name, tuple(tensor.shape), tensor.dtype)
-                    target = place.view(packed[place.packed])
-                    digester.add(name, copies.fill(name, target, tensor))
+                    copies.fill(name, place.view(packed[place.packed]), tensor)
                     missing.discard(name)
-            digests = digester.digests()
-            copies.finish()
+            digests = copies.finish()
         check_names(
             layout.places.keys() - missing, layout.places, str(directory), tied=layout.config.tied
         )
@@ -232,11 +236,7 @@ class Weights:
         What knows only addresses, as captured graphs do, then computes with the other set.
         """
         mine, theirs = self.packed, other.packed
-        for name, tensor in mine.items():
-            if theirs[name] is not tensor:
-                numbers = tensor.clone()
-                tensor.copy_(theirs[name])
-                theirs[name].copy_(numbers)
+        mine.exchange(theirs)
         self._lay_out(theirs)
         other._lay_out(mine)
 
@@ -245,7 +245,7 @@ class Weights:
 
         Raises CheckpointError, and leaves this set as it is, when a tensor does not fit.
         """
-        packed = dict(self.packed)
+        packed = PackedTensors(self.packed)
         fresh: set[str] = set()
         filled: set[str] = set()
         for source, tensor in tensors:

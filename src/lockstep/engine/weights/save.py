@@ -1,0 +1,220 @@
+"""Writes tensors to safetensors files, and makes all digests of the very bytes that are written.
+
+A piece of a tensor is copied from its device once. It is written and hashed by threads while the
+next ones are copied: nothing is read again, and no one waits for the disk until the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint.digest import LENGTH, tensor_hash
+from lockstep.checkpoint.manifest import FileRecord
+from lockstep.engine.weights.digest import NAMES
+from lockstep.tokens.errors import CheckpointError
+
+Update = Callable[[memoryview], object]
+PIECE = 16 << 20
+"""Bytes that are copied, hashed and written at a time."""
+PIECES = 4
+"""Pieces that are under way at once."""
+SYNCED = 128 << 20
+"""Bytes after which the disk is told to take what was written: at the end little is left to do."""
+WRITES = "safe_save_file"
+"""What transformers' `save_pretrained` calls for each file."""
+_replacing = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFiles:
+    """Files as they were written, by name, and the digests of their tensors."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    tensors: dict[str, str] = field(default_factory=dict)
+
+    def save_file(
+        self,
+        tensors: Mapping[str, Tensor],
+        filename: str | os.PathLike[str],
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Writes one file, as `safetensors.torch.save_file` does, and keeps what is known of it."""
+        # Wide types first: then every tensor lies at a multiple of the size of its values.
+        items = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        with open(filename, "wb", buffering=0) as file, _Writer(file) as writer:
+            writer.add(memoryview(_header(items, metadata)))
+            digests = {}
+            for name, tensor in items:
+                digests[name] = tensor_hash(_type_name(name, tensor), tensor.shape)
+                writer.add_tensor(tensor, digests[name].update)
+            self.files[Path(filename).name] = writer.finish()
+        for name, digest in digests.items():
+            self.tensors[name] = digest.hexdigest()[:LENGTH]
+
+
+@contextmanager
+def saved_by(saved: SavedFiles) -> Iterator[None]:
+    """Has transformers write files by `saved`, for the time of a block of code.
+
+    `save_pretrained` knows how a model is named and split up in files, and offers no other way to
+    write them. Where a version of it calls another function, files are written by that.
+    """
+    import transformers.modeling_utils as module
+
+    with _replacing:
+        original = getattr(module, WRITES, None)
+        if original is None:
+            yield
+            return
+        setattr(module, WRITES, saved.save_file)
+        try:
+            yield
+        finally:
+            setattr(module, WRITES, original)
+
+
+class _Writer:
+    """One file: its bytes in order, to the disk and into digests at once."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self._whole = hashlib.sha256()
+        self._size = self._unsynced = 0
+        self._pending: deque[tuple[Tensor | None, list[Future[None]]]] = deque()
+        self._synced: list[Future[None]] = []
+        self._buffers: list[Tensor] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._threads = ExitStack()
+
+    def __enter__(self) -> _Writer:
+        def thread(name: str) -> ThreadPoolExecutor:
+            # One each: what it is given is done in order.
+            return self._threads.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name))
+
+        self._writing, self._syncing = thread("save-write"), thread("save-sync")
+        self._hashing, self._digesting = thread("save-hash"), thread("save-digest")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.close()
+
+    def add(self, data: memoryview, update: Update | None = None) -> None:
+        """Appends bytes, which must not change before `finish`; `update` gets them too."""
+        self._wait(PIECES - 1)
+        self._send(data, update)
+
+    def add_tensor(self, tensor: Tensor, update: Update) -> None:
+        """Appends the numbers of a tensor; `update` gets their bytes in order."""
+        for piece in tensor.detach().reshape(-1).split(PIECE // tensor.element_size()):
+            if piece.is_cuda:
+                self._add_copy(piece, update)
+            else:
+                self.add(_bytes(piece), update)
+
+    def finish(self) -> FileRecord:
+        """What was written, once it has reached the disk. Raises what failed."""
+        self._wait(0)
+        for future in self._synced:
+            future.result()
+        os.fsync(self._file.fileno())
+        return FileRecord(self._size, self._whole.hexdigest())
+
+    def _add_copy(self, piece: Tensor, update: Update) -> None:
+        """Appends a piece of a tensor on a device, by way of a pinned buffer."""
+        self._wait(PIECES - 1)
+        if not self._buffers:
+            self._buffers.append(torch.empty(PIECE, dtype=torch.uint8, pin_memory=True))
+        buffer = self._buffers.pop()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(piece.device)
+            self._stream.wait_stream(torch.cuda.current_stream(piece.device))
+        with torch.cuda.stream(self._stream):
+            pinned = buffer.view(piece.dtype)[: piece.numel()]
+            pinned.copy_(piece, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        self._send(_bytes(pinned), update, buffer, copied)
+
+    def _send(
+        self,
+        data: memoryview,
+        update: Update | None,
+        buffer: Tensor | None = None,
+        copied: torch.cuda.Event | None = None,
+    ) -> None:
+        """Has the threads take these bytes, once they are `copied`."""
+
+        def run(take: Update) -> None:
+            if copied is not None:
+                copied.synchronize()
+            take(data)
+
+        futures = [
+            self._writing.submit(run, self._write),
+            self._hashing.submit(run, self._whole.update),
+        ]
+        if update is not None:
+            futures.append(self._digesting.submit(run, update))
+        self._pending.append((buffer, futures))
+        self._size += len(data)
+
+    def _wait(self, most: int) -> None:
+        """Returns when at most so many pieces are under way. Raises what failed."""
+        while len(self._pending) > most:
+            buffer, futures = self._pending.popleft()
+            for future in futures:
+                future.result()
+            if buffer is not None:
+                self._buffers.append(buffer)
+
+    def _write(self, data: memoryview) -> None:
+        left = data
+        while left:
+            left = left[self._file.write(left) :]
+        self._unsynced += len(data)
+        if self._unsynced >= SYNCED:
+            self._unsynced = 0
+            self._synced.append(self._syncing.submit(os.fdatasync, self._file.fileno()))
+
+
+def _header(items: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
+    """What a safetensors file of these tensors, in this order, begins with."""
+    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, tensor in items:
+        fields[name] = {
+            "dtype": _type_name(name, tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [at, at + tensor.nbytes],
+        }
+        at += tensor.nbytes
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _type_name(name: str, tensor: Tensor) -> str:
+    if tensor.dtype not in NAMES:
+        raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, which no worker serves")
+    return NAMES[tensor.dtype]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor, which they keep alive."""
+    data: memoryview = tensor.view(torch.uint8).numpy().data
+    return data
