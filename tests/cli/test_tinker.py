@@ -23,13 +23,16 @@ def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     [
         (("nowhere",), {}, "expected a bundled name or a directory"),
         (("tiny", "--host", "0.0.0.0"), {}, "would serve everybody"),
-        (("tiny",), {"LOCKSTEP_API_KEYS": "sk-123456789"}, "does not begin with tml-"),
+        (("tiny",), {"LOCKSTEP_API_KEYS": "sk-123456789"}, "no key that begins with tml-"),
+        (("tiny", "--store", "postgresql://db/x"), {}, "gateways without a trainer"),
+        (("tiny", "--worker", "http://127.0.0.1:1"), {}, "add --engine vllm"),
     ],
 )
 def test_what_cannot_work_is_refused_at_once(
     arguments: tuple[str, ...], environ: dict[str, str], says: str, tmp_path: Path
 ) -> None:
-    result = run(*arguments, "--port", "0", "--state-dir", str(tmp_path / "state"), **environ)
+    ports = ("--port", "0", "--admin-port", "0")
+    result = run(*arguments, *ports, "--state-dir", str(tmp_path / "state"), **environ)
     assert result.returncode == 2
     assert says in result.stderr
     assert not (tmp_path / "state").exists()

@@ -38,7 +38,7 @@ def test_math_rl_learns_with_no_divergence_between_sampler_and_trainer(tmp_path:
         server.stop()
     steps = metrics(tmp_path / "log")
     assert len(steps) >= STEPS
-    if server.ready["exact"]:
+    if server.ready["trainer"]["exact"]:
         for step in steps:
             assert step["optim/kl_sample_train_v1"] == 0.0
             assert step["optim/kl_sample_train_v2"] == 0.0

@@ -30,7 +30,7 @@ class TinkerProcess:
         """Starts it, at the port it had before if there was one."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
         command = [sys.executable, "-m", "lockstep", "tinker", "tiny", "--json",
-                   "--port", self._port, "--state-dir", str(self.state),
+                   "--port", self._port, "--admin-port", "0", "--state-dir", str(self.state),
                    *self._arguments]  # fmt: skip
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env={**clean, "LOCKSTEP_API_KEYS": KEY}

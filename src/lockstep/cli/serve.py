@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from lockstep.cli.extras import require_extra
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.dynamo_workers import DynamoWorkers
+from lockstep.cli.serving.engine_choice import EngineChoice, worker_source
 from lockstep.cli.serving.run import GatewayProcess
 from lockstep.cli.serving.sources import (
-    EmbeddedWorkers,
     JoiningWorkers,
     RunningWorkers,
     StoredWorkers,
@@ -27,7 +25,7 @@ from lockstep.cli.shared_options import takes
 from lockstep.models import bundled
 from lockstep.settings import Settings
 from lockstep.tokens import LogprobMode
-from lockstep.tokens.errors import BadRequest, UnknownModel
+from lockstep.tokens.errors import BadRequest
 
 
 @takes(GatewayArguments, "arguments")
@@ -66,30 +64,16 @@ def serve(
 ) -> None:
     """Start workers and a gateway: one URL that OpenAI and vLLM clients can use."""
     settings = Settings.read()
-    model_dir = bundled(model) or Path(model)
-    source: WorkerSource
-    if engine == "vllm":
-        source = _vllm(
-            model, workers, tuple(worker or ()), vllm_args or (), logprobs_mode, arguments, settings
-        )
-    elif worker or vllm_args:
-        raise BadRequest(
-            "--worker and options after -- are for vLLM servers: add --engine vllm",
-            param="engine",
-        )
-    else:
-        if not (model_dir / "config.json").is_file():
-            raise UnknownModel(
-                f"{model_dir / 'config.json'} does not exist: expected tiny, tiny-moe, or a "
-                "directory with a Hugging Face model",
-                param="model",
-            )
-        require_extra("engine")
-        mode = () if logprobs_mode is None else ("--logprobs-mode", logprobs_mode)
-        own = (*mode, *shlex.split(worker_args))
-        source = EmbeddedWorkers(model, workers, own, arguments.drain_seconds)
+    mode = () if logprobs_mode is None else ("--logprobs-mode", logprobs_mode)
+    source = worker_source(
+        model,
+        EngineChoice(engine, workers, tuple(worker or ()), tuple(vllm_args or ()), logprobs_mode),
+        (*mode, *shlex.split(worker_args)),
+        arguments,
+        settings,
+    )
     arguments = replace(arguments, tokenizer=arguments.tokenizer or model)
-    GatewayProcess(source, arguments, settings, model_dir).run()
+    GatewayProcess(source, arguments, settings, bundled(model) or Path(model)).run()
 
 
 @takes(GatewayArguments, "arguments")
@@ -154,32 +138,6 @@ def gateway(
         source = RunningWorkers(tuple(worker or ()), worker_options, wait_seconds)
     _hide_torch()
     GatewayProcess(source, arguments, settings).run()
-
-
-def _vllm(
-    model: str,
-    count: int,
-    urls: tuple[str, ...],
-    own: Sequence[str],
-    mode: LogprobMode | None,
-    arguments: GatewayArguments,
-    settings: Settings,
-) -> WorkerSource:
-    from lockstep.cli.serving.vllm_workers import RunningVllm, VllmWorkers
-    from lockstep.launch.interpreter import VLLM, find_python
-
-    if urls:
-        return RunningVllm(urls, settings.worker_api_key, mode)
-    if any(one.partition("=")[0] == "--logprobs-mode" for one in own):
-        raise BadRequest(
-            "--logprobs-mode stands after --: give it to lockstep serve, before --, as responses "
-            "must say which logprobs they hold",
-            param="logprobs_mode",
-        )
-    python = find_python(VLLM, settings.vllm_python)
-    return VllmWorkers(
-        model, count, tuple(own), python, arguments.drain_seconds, mode or "processed"
-    )
 
 
 def _hide_torch() -> None:

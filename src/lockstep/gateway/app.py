@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from lockstep.gateway.key_store import KeyStore
 from lockstep.gateway.keys import TenantKeys
 from lockstep.gateway.messages.route import MessagesRoutes
 from lockstep.gateway.metrics import GatewayMetrics
-from lockstep.gateway.models import ModelRegistry
+from lockstep.gateway.models import AdapterFinder, ModelRegistry
 from lockstep.gateway.openapi.control import CONTROL_ROUTE_DOCS
 from lockstep.gateway.openapi.document import TOKEN, OpenApiRoutes
 from lockstep.gateway.responses.route import ResponsesRoutes
@@ -101,10 +101,24 @@ class GatewayOptions:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What a trainer adds to a gateway: routes of the data plane, and adapters by other names."""
+
+    routes: Sequence[BaseRoute]
+    find_adapter: AdapterFinder
+
+
 def data_app(
-    context: GatewayContext, options: GatewayOptions, metrics: GatewayMetrics
+    context: GatewayContext,
+    options: GatewayOptions,
+    metrics: GatewayMetrics,
+    attached: Sequence[BaseRoute] = (),
 ) -> FastRoutes:
-    """The data plane: every route at the root, and those that may join a session also below it."""
+    """The data plane: every route at the root, and those that may join a session also below it.
+
+    `attached` are routes of others, behind the same keys.
+    """
     hosts = hosts_of(options.host)
     generate, abort = GenerateRoutes(context).routes
     session_routes: list[BaseRoute] = [
@@ -123,6 +137,7 @@ def data_app(
         *ServerInfoRoutes(context).routes,
         *metrics.routes,
         *OpenApiRoutes().routes,
+        *attached,
         Mount(SESSION_TEMPLATE, routes=session_routes),
     ]
     auth = partial(
@@ -193,10 +208,11 @@ async def serve_gateway(
     on_ready: Callable[[str, str], None],
     stop: asyncio.Event,
     dashboard: DashboardFactory | None = None,
+    attachment: Attachment | None = None,
 ) -> None:
     """Serves until `stop` is set, then drains. `on_ready` gets the data and the admin URL.
 
-    `dashboard` makes what is served at /dashboard of the admin port.
+    `dashboard` makes what is served at /dashboard of the admin port, `attachment` is of a trainer.
     """
     options.check()
     async with AsyncExitStack() as stack:
@@ -212,7 +228,8 @@ async def serve_gateway(
                 expire_unread=options.expire_unread,
             )
         )
-        models = ModelRegistry(fleet.pool.models, options.tokenizer)
+        find_adapter = None if attachment is None else attachment.find_adapter
+        models = ModelRegistry(fleet.pool.models, options.tokenizer, find_adapter)
         context = GatewayContext(
             pool=fleet.pool, models=models, sessions=sessions, limits=options.limits
         )
@@ -227,7 +244,8 @@ async def serve_gateway(
             dashboard=None if dashboard is None else dashboard(context, metrics),
         )
         tls = options.tls
-        data: ASGIApp = data_app(context, options, metrics)
+        attached = () if attachment is None else attachment.routes
+        data: ASGIApp = data_app(context, options, metrics, attached)
         if options.single_port:
             hosts = hosts_of(options.host)
             control = control_app(context, fleet, options.admin_token, hosts=hosts)

@@ -11,6 +11,8 @@ from lockstep.backends.transport import ModelCard
 from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
+AdapterFinder = Callable[[str], Awaitable[str | None]]
+"""The name of the adapter that a model of another name is served as; None for what it is none."""
 FRESH_SECONDS = 1.0
 """Age of the list of models past which an unknown name is looked up again."""
 
@@ -26,12 +28,19 @@ class ServedModel:
 
 
 class ModelRegistry:
-    """Resolves model names. The list comes from the workers (`fetch`) and is cached."""
+    """Resolves model names. The list comes from the workers (`fetch`) and is cached.
+
+    What is not on it may be known to `find_adapter`, which loads it first.
+    """
 
     def __init__(
-        self, fetch: Callable[[], Awaitable[list[ModelCard]]], tokenizer: str | None = None
+        self,
+        fetch: Callable[[], Awaitable[list[ModelCard]]],
+        tokenizer: str | None = None,
+        find_adapter: AdapterFinder | None = None,
     ) -> None:
         self._fetch = fetch
+        self._find_adapter = find_adapter
         self._tokenizer = tokenizer
         self._cards: dict[str, ModelCard] = {}
         self._fetched_at = float("-inf")
@@ -49,6 +58,12 @@ class ModelRegistry:
         """The model of that name, or the only base model. Raises UnknownModel, or BadRequest."""
         if not self._cards:
             await self._refresh()
+        if name is not None and name not in self._cards and self._find_adapter is not None:
+            found, base = await self._find_adapter(name), self._base()
+            if found is not None and found != base.id:
+                # Not looked up: a list that is a moment old does not have it yet.
+                return ServedModel(found, found, base.max_model_len, base.weight_version)
+            name = found or name
         if name is not None and name not in self._cards:
             if monotonic() - self._fetched_at > FRESH_SECONDS:
                 await self._refresh()

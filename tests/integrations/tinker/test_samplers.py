@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from lockstep.fleet.control.desired import AdapterSpec, Desired
 from lockstep.fleet.fleet import Fleet
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.store import SamplerRecord, Store, now
@@ -29,10 +31,17 @@ class FewSlots:
         self.loads = 0
         self.finish = finish
         self.pool = self
+        self.others: list[str] = []
+        self.checkpoint: str | None = None
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    @property
+    def desired(self) -> Desired:
+        specs = {name: AdapterSpec("nowhere", "label") for name in (*self.loaded, *self.others)}
+        return Desired(adapters=specs, checkpoint=self.checkpoint)
+
+    async def load_adapter(self, name: str, path: str, *, version: str | None) -> None:
         await self._change(name)
-        if len(self.loaded) >= SLOTS:
+        if len(self.loaded) + len(self.others) >= SLOTS:
             raise Busy("too many adapters")
         self.loaded.add(name)
         self.loads += 1
@@ -64,7 +73,18 @@ class FewSlots:
         ]  # fmt: skip
 
 
-def made(tmp_path: Path, fleet: FewSlots) -> Samplers:
+class Named:
+    """Samplers of a store, by their ids."""
+
+    def __init__(self, store: Store, samplers: Samplers) -> None:
+        self.samplers = samplers
+        self.find = store.sampler
+
+    async def sample(self, name: str, prompt_ids: list[int], sampling: Sampling) -> Any:
+        return await self.samplers.sample(self.find(name), prompt_ids, sampling)
+
+
+def made(tmp_path: Path, fleet: FewSlots) -> Named:
     store = Store(tmp_path)
     for number in range(12):
         with store.writing_ephemeral(f"s{number}") as directory:
@@ -75,7 +95,7 @@ def made(tmp_path: Path, fleet: FewSlots) -> Samplers:
                 sampler_id=f"s{number}", base_model="tiny", created=now(), directory=where
             )
         )
-    return Samplers(cast("Fleet", fleet), store, "tiny", SLOTS)
+    return Named(store, Samplers(cast("Fleet", fleet), "tiny", SLOTS))
 
 
 @pytest.mark.failure_mode("F82")
@@ -139,3 +159,47 @@ async def test_weights_that_were_deleted_are_told(tmp_path: Path) -> None:
     (Path(samplers.find("s3").directory or "") / "adapter_model.safetensors").unlink()
     with pytest.raises(NotFound, match="were deleted"):
         await samplers.sample("s3", [1], Sampling())
+
+
+async def test_adapters_of_an_operator_keep_their_slots(tmp_path: Path) -> None:
+    fleet = FewSlots()
+    fleet.others = ["mine"]
+    samplers = made(tmp_path, fleet)
+    for number in range(4):
+        await samplers.sample(f"s{number}", [1], Sampling())
+    assert len(fleet.loaded) == SLOTS - 1
+    fleet.others = ["mine", "his", "hers"]
+    with pytest.raises(Conflict, match="3 adapters were loaded by others"):
+        await samplers.sample("s5", [1], Sampling())
+
+
+async def test_a_sampler_that_an_operator_unloaded_is_loaded_again(tmp_path: Path) -> None:
+    fleet = FewSlots()
+    samplers = made(tmp_path, fleet)
+    (first,) = await samplers.sample("s0", [1], Sampling())
+    fleet.loaded.remove(first.adapter or "")
+    (again,) = await samplers.sample("s0", [1], Sampling())
+    assert again.adapter == first.adapter
+    assert fleet.loads == 2
+
+
+async def test_weights_that_are_to_be_deleted_are_held_by_no_worker(tmp_path: Path) -> None:
+    fleet = FewSlots()
+    samplers = made(tmp_path, fleet)
+    using = asyncio.create_task(samplers.sample("s0", [1], Sampling()))
+    while not fleet.loaded:
+        await asyncio.sleep(0)
+    await samplers.samplers.forget(Path(samplers.find("s0").directory or ""))
+    assert fleet.loaded == set()
+    with suppress(UnknownModel):
+        await using
+    for number in range(4):
+        await samplers.sample(f"s{number}", [1], Sampling())
+
+
+async def test_no_sample_is_of_a_base_that_the_trainer_does_not_have(tmp_path: Path) -> None:
+    fleet = FewSlots()
+    samplers = made(tmp_path, fleet)
+    fleet.checkpoint = "/checkpoints/step-1"
+    with pytest.raises(Conflict, match="trained on the weights that it was started with"):
+        await samplers.sample("s0", [1], Sampling())

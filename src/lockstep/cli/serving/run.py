@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import shlex
-from contextlib import ExitStack, suppress
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from lockstep.cli.serving.shared_store import SharedStore, advertised, shared_st
 from lockstep.cli.serving.siblings import SiblingGateways
 from lockstep.cli.serving.sources import WorkerRows, WorkerSource
 from lockstep.cli.serving.state_dir import GatewayState, in_memory, open_state
+from lockstep.cli.serving.trainer_view import attachment_of, print_trainer, trainer_fields
 from lockstep.fleet.control.desired import MEMORY
 from lockstep.http.server.server import admin_token, run, say_ready, stop_event
 from lockstep.running_gateways import RunningGateway, registered
@@ -32,17 +35,19 @@ if TYPE_CHECKING:
     from lockstep.gateway.app import GatewayOptions
     from lockstep.gateway.context import GatewayContext
     from lockstep.gateway.metrics import GatewayMetrics
+    from lockstep.integrations.tinker.attached import AttachedTrainer, TrainerOptions
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayProcess:
     """A gateway in front of the workers of `source`. `model_dir` holds the weights that they start
-    with, where that is known."""
+    with, where that is known. With `trainer` it has the routes of the Tinker API too."""
 
     source: WorkerSource
     arguments: GatewayArguments
     settings: Settings
     model_dir: Path | None = None
+    trainer: TrainerOptions | None = None
 
     def run(self) -> None:
         """Serves until SIGTERM or SIGINT. Raises the LockstepError that keeps it from starting."""
@@ -100,12 +105,13 @@ class GatewayProcess:
             token, token_path = stack.enter_context(admin_token(settings.admin_token))
             token_file = token_path or _text(settings.admin_token_file)
             roots = arguments.checkpoint_root or ()
+            runs = self._runs(state, stack)
             fleet = Fleet(
                 arguments.pool(settings),
                 LocalStore(state.store) if shared is None else shared.control,
                 leadership=None if shared is None else shared.leadership,
                 token=token,
-                roots=roots,
+                roots=(*roots, runs) if roots and runs else roots,
                 budget=arguments.budgets(),
                 model_dir=self.model_dir,
             )
@@ -116,7 +122,10 @@ class GatewayProcess:
                 key_store=None if shared is None else shared.keys,
             )
             try:
-                async with source.joined(fleet, token, status.update) as workers:
+                async with (
+                    source.joined(fleet, token, status.update) as workers,
+                    self._attached(fleet, runs, stop) as attached,
+                ):
                     name = await _model_name(fleet, arguments.tokenizer)
 
                     def on_ready(url: str, admin_url: str) -> None:
@@ -130,9 +139,11 @@ class GatewayProcess:
                         )
                         stack.enter_context(registered(entry))
                         if arguments.as_json:
-                            _print_ready_json(entry, workers, state)
+                            _print_ready_json(entry, workers, state, attached)
                         else:
                             _print_ready(entry, len(workers), _key_to_paste(options))
+                            if attached is not None:
+                                print_trainer(attached, url, keys=options.api_keys)
                             if arguments.prime_rl:
                                 _print_prime_rl(entry, arguments, options)
 
@@ -149,11 +160,33 @@ class GatewayProcess:
                             on_ready=on_ready,
                             stop=stop,
                             dashboard=dashboard,
+                            attachment=None if attached is None else attachment_of(attached),
                         )
                     finally:
                         await siblings.ended(stop)
             except Unavailable as error:
                 raise _with_hint(error, state) if not ready.is_set() else error from None
+
+    def _runs(self, state: GatewayState, stack: ExitStack) -> Path | None:
+        """Where training runs are kept; with a state in memory, they end with this process."""
+        if self.trainer is None:
+            return None
+        if state.directory is not None:
+            return state.directory / "tinker"
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-tinker-")))
+
+    @asynccontextmanager
+    async def _attached(
+        self, fleet: Fleet, runs: Path | None, stop: asyncio.Event
+    ) -> AsyncIterator[AttachedTrainer | None]:
+        """The trainer of this process, if it has one."""
+        if self.trainer is None or runs is None:
+            yield None
+            return
+        from lockstep.integrations.tinker.attached import attached_trainer
+
+        async with attached_trainer(self.trainer, fleet, runs, stop) as attached:
+            yield attached
 
 
 async def _model_name(fleet: Fleet, tokenizer: str | None) -> str:
@@ -166,8 +199,14 @@ async def _model_name(fleet: Fleet, tokenizer: str | None) -> str:
         return Path(tokenizer).name
 
 
-def _print_ready_json(gateway: RunningGateway, workers: WorkerRows, state: GatewayState) -> None:
+def _print_ready_json(
+    gateway: RunningGateway,
+    workers: WorkerRows,
+    state: GatewayState,
+    attached: AttachedTrainer | None,
+) -> None:
     say_ready(
+        **({} if attached is None else {"trainer": trainer_fields(attached)}),
         url=gateway.url,
         admin_url=gateway.admin_url,
         admin_token_file=gateway.token_file,

@@ -26,6 +26,8 @@ from lockstep.tokens.errors import BadRequest, CheckpointError
 
 ALPHA = 32.0
 """The lora_alpha of every adapter: it is not on the wire, and the cookbook assumes 32."""
+CLOSE_TOLERANCE = 1e-3
+"""How far a sampler may be from the trainer where bits cannot be equal, as in `lockstep train`."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 HEAD = "lm_head"
@@ -129,6 +131,8 @@ class LoraModel:
         self.model = model.requires_grad_(False)
         self.workers_agree = True
         """Whether those who serve the adapters compute as this model does."""
+        self.close_tolerance: float | None = CLOSE_TOLERANCE
+        """How far they may be off where they do not; None has the fleet measure it."""
         self.max_rank = max_rank
         self._exact = is_exact
         self._text = model.config.get_text_config()

@@ -12,8 +12,8 @@ from starlette.routing import Route
 from lockstep.http.handlers import json_response
 from lockstep.integrations.tinker import types
 from lockstep.integrations.tinker.routes import PREFIX, body_of
-from lockstep.integrations.tinker.service import TinkerService
-from lockstep.integrations.tinker.store import KINDS, SCHEME, CheckpointRecord, RunRecord
+from lockstep.integrations.tinker.store import KINDS, SCHEME, CheckpointRecord, RunRecord, Store
+from lockstep.integrations.tinker.tenants import TinkerTenants
 from lockstep.tokens.errors import BadRequest
 
 CHECKPOINT = "training_runs/{run}/checkpoints/{kind}/{name}"
@@ -21,11 +21,13 @@ MOST = 1000
 
 
 class RestRoutes:
-    """Routes of one service that change no training."""
+    """Routes that change no training; each request sees the runs of its tenant."""
 
-    def __init__(self, service: TinkerService) -> None:
-        self._service = service
-        self._store = service.store
+    def __init__(self, tenants: TinkerTenants) -> None:
+        self._tenants = tenants
+
+    def _store(self, request: Request) -> Store:
+        return self._tenants.of(request).store
 
     @property
     def routes(self) -> list[Route]:
@@ -57,8 +59,8 @@ class RestRoutes:
     async def _health(self, _: Request) -> Response:
         return json_response({"status": "ok"})
 
-    async def _capabilities(self, _: Request) -> Response:
-        base = self._service.base
+    async def _capabilities(self, request: Request) -> Response:
+        base = self._tenants.of(request).base
         models = [
             {
                 "model_name": name,
@@ -73,26 +75,27 @@ class RestRoutes:
     # Runs and checkpoints
 
     async def _runs(self, request: Request) -> Response:
-        page, cursor = _page(request, self._store.runs())
-        runs = [self._shown_run(each) for each in page]
+        page, cursor = _page(request, self._store(request).runs())
+        runs = [_shown_run(each, self._store(request)) for each in page]
         return json_response({"training_runs": runs, "cursor": cursor})
 
     async def _run(self, request: Request) -> Response:
-        return json_response(self._shown_run(self._store.run(request.path_params["run"])))
+        store = self._store(request)
+        return json_response(_shown_run(store.run(request.path_params["run"]), store))
 
     async def _run_checkpoints(self, request: Request) -> Response:
-        run = self._store.run(request.path_params["run"])
-        page, cursor = _page(request, self._store.checkpoints(run.model_id))
+        run = self._store(request).run(request.path_params["run"])
+        page, cursor = _page(request, self._store(request).checkpoints(run.model_id))
         return json_response({"checkpoints": [_shown(each) for each in page], "cursor": cursor})
 
     async def _checkpoints(self, request: Request) -> Response:
-        page, cursor = _page(request, self._store.checkpoints())
+        page, cursor = _page(request, self._store(request).checkpoints())
         return json_response({"checkpoints": [_shown(each) for each in page], "cursor": cursor})
 
     async def _weights_info(self, request: Request) -> Response:
         path = types.read(types.TinkerPath, await body_of(request)).tinker_path
-        record, _ = self._store.checkpoint(path)
-        run = self._store.run(record.model_id)
+        record, _ = self._store(request).checkpoint(path)
+        run = self._store(request).run(record.model_id)
         return json_response(
             {
                 "base_model": run.base_model,
@@ -106,33 +109,35 @@ class RestRoutes:
         )
 
     async def _delete(self, request: Request) -> Response:
-        self._store.delete(_path(request))
+        await self._tenants.of(request).delete(_path(request))
         return Response(status_code=204)
 
     async def _ttl(self, request: Request) -> Response:
         seconds = types.read(types.Ttl, await body_of(request)).ttl_seconds
-        self._store.set_ttl(_path(request), seconds)
+        self._store(request).set_ttl(_path(request), seconds)
         return Response(status_code=204)
 
     async def _publish(self, request: Request) -> Response:
-        self._store.set_public(_path(request), True)
+        self._store(request).set_public(_path(request), True)
         return Response(status_code=204)
 
     async def _unpublish(self, request: Request) -> Response:
-        self._store.set_public(_path(request), False)
+        self._store(request).set_public(_path(request), False)
         return Response(status_code=204)
 
     # Sessions and samplers
 
     async def _sessions(self, request: Request) -> Response:
-        page, _ = _page(request, self._store.sessions())
+        page, _ = _page(request, self._store(request).sessions())
         return json_response({"sessions": [each.session_id for each in page]})
 
     async def _session(self, request: Request) -> Response:
-        session = self._store.session(request.path_params["session"])
+        session = self._store(request).session(request.path_params["session"])
         begin = f"{session.session_id}:"
-        runs = [run.model_id for run in self._store.runs() if run.model_id.startswith(begin)]
-        samplers = [each.sampler_id for each in self._store.samplers()]
+        runs = [
+            run.model_id for run in self._store(request).runs() if run.model_id.startswith(begin)
+        ]
+        samplers = [each.sampler_id for each in self._store(request).samplers()]
         return json_response(
             {
                 "training_run_ids": runs,
@@ -143,19 +148,19 @@ class RestRoutes:
         )
 
     async def _finish(self, request: Request) -> Response:
-        session = self._service.store.live_session(request.path_params["session"])
+        session = self._tenants.of(request).store.live_session(request.path_params["session"])
         try:
             body = msgspec.json.decode(await body_of(request))
             reason = str(body["reason"]["type"])
         except (msgspec.DecodeError, KeyError, TypeError):
             raise BadRequest("reason.type is missing", param="reason") from None
-        self._store.put_session(msgspec.structs.replace(session, finished=reason))
+        self._store(request).put_session(msgspec.structs.replace(session, finished=reason))
         return Response(status_code=204)
 
     async def _sampler(self, request: Request) -> Response:
-        sampler = self._service.sampling.samplers.find(request.path_params["sampler"])
+        sampler = self._tenants.of(request).sampling.find(request.path_params["sampler"])
         # The client loads its tokenizer by this name; a bundled model has none on any hub.
-        base = str(self._service.base.directory)
+        base = str(self._tenants.of(request).base.directory)
         return json_response(
             {
                 "sampler_id": sampler.sampler_id,
@@ -163,24 +168,6 @@ class RestRoutes:
                 "model_path": sampler.model_path,
             }
         )
-
-    def _shown_run(self, run: RunRecord) -> dict[str, Any]:
-        every = self._store.checkpoints(run.model_id)
-        last = {kind: next((each for each in every if each.kind == kind), None) for kind in KINDS}
-        training, sampler = last["weights"], last["sampler_weights"]
-        times = [run.created, *(each.created for each in every)]
-        return {
-            "training_run_id": run.model_id,
-            "base_model": run.base_model,
-            "model_owner": "local",
-            "is_lora": True,
-            "lora_rank": run.rank,
-            "corrupted": False,
-            "last_request_time": max(times),
-            "last_checkpoint": None if training is None else _shown(training),
-            "last_sampler_checkpoint": None if sampler is None else _shown(sampler),
-            "user_metadata": _texts(run.user_metadata),
-        }
 
 
 def _page(request: Request, every: list[Any]) -> tuple[list[Any], dict[str, int]]:
@@ -201,6 +188,25 @@ def _page(request: Request, every: list[Any]) -> tuple[list[Any], dict[str, int]
 def _path(request: Request) -> str:
     parts = request.path_params
     return f"{SCHEME}{parts['run']}/{parts['kind']}/{parts['name']}"
+
+
+def _shown_run(run: RunRecord, store: Store) -> dict[str, Any]:
+    every = store.checkpoints(run.model_id)
+    last = {kind: next((each for each in every if each.kind == kind), None) for kind in KINDS}
+    training, sampler = last["weights"], last["sampler_weights"]
+    times = [run.created, *(each.created for each in every)]
+    return {
+        "training_run_id": run.model_id,
+        "base_model": run.base_model,
+        "model_owner": "local",
+        "is_lora": True,
+        "lora_rank": run.rank,
+        "corrupted": False,
+        "last_request_time": max(times),
+        "last_checkpoint": None if training is None else _shown(training),
+        "last_sampler_checkpoint": None if sampler is None else _shown(sampler),
+        "user_metadata": _texts(run.user_metadata),
+    }
 
 
 def _shown(record: CheckpointRecord) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lockstep.integrations.tinker import types
 from lockstep.integrations.tinker.futures import PROTOBUF, Pending
 from lockstep.integrations.tinker.messages import ForwardBackwardRequest, identity
 from lockstep.integrations.tinker.service import TinkerService
+from lockstep.integrations.tinker.tenants import TinkerTenants
 from lockstep.tokens.errors import BadRequest, Gone
 
 PREFIX = "/api/v1"
@@ -29,10 +30,10 @@ B = TypeVar("B", bound=types.Body)
 
 
 class TinkerRoutes:
-    """Routes of one service, under /api/v1."""
+    """Routes under /api/v1; each request sees the runs of its tenant."""
 
-    def __init__(self, service: TinkerService) -> None:
-        self._service = service
+    def __init__(self, tenants: TinkerTenants) -> None:
+        self._tenants = tenants
 
     @property
     def routes(self) -> list[Route]:
@@ -70,13 +71,13 @@ class TinkerRoutes:
         return json_response(DYNAMIC_CONFIG)
 
     async def _create_session(self, request: Request) -> Response:
-        record = self._service.create_session(
+        record = self._tenants.of(request).create_session(
             types.read(types.CreateSession, await body_of(request))
         )
         return json_response({"session_id": record.session_id, "type": "create_session"})
 
     async def _heartbeat(self, request: Request) -> Response:
-        self._service.store.live_session(
+        self._tenants.of(request).store.live_session(
             types.read(types.SessionId, await body_of(request)).session_id
         )
         return json_response({"type": "session_heartbeat"})
@@ -89,15 +90,17 @@ class TinkerRoutes:
 
     async def _create_model(self, request: Request) -> Response:
         body = types.read(types.CreateModel, await body_of(request))
-        model_id, pending = self._service.create_model(body)
+        model_id, pending = self._tenants.of(request).create_model(body)
         return json_response({"request_id": pending.request_id, "model_id": model_id})
 
     async def _get_info(self, request: Request) -> Response:
-        live = self._service.live(types.read(types.ModelId, await body_of(request)).model_id)
+        live = self._tenants.of(request).live(
+            types.read(types.ModelId, await body_of(request)).model_id
+        )
         run = live.run
         data = {
             "model_name": run.base_model,
-            "tokenizer_id": str(self._service.base.directory),
+            "tokenizer_id": str(self._tenants.of(request).base.directory),
         }
         return json_response(
             {
@@ -118,54 +121,54 @@ class TinkerRoutes:
                     f"content-encoding is {encoding!r}: bodies are taken as they are",
                     param="content-encoding",
                 )
-            pending = self._service.forward_backward(ForwardBackwardRequest.decode(raw))
+            pending = self._tenants.of(request).forward_backward(ForwardBackwardRequest.decode(raw))
         except BadRequest:
             model_id, seq_id = identity(raw) or (None, None)
-            self._service.refuse(model_id, seq_id, trains=True)
+            self._tenants.of(request).refuse(model_id, seq_id, trains=True)
             raise
         return _accepted(pending)
 
     async def _optim_step(self, request: Request) -> Response:
-        return await self._call(request, types.OptimStep, self._service.optim_step)
+        return await self._call(request, types.OptimStep, TinkerService.optim_step)
 
     async def _save_weights(self, request: Request) -> Response:
-        return await self._call(request, types.SaveWeights, self._service.save_weights)
+        return await self._call(request, types.SaveWeights, TinkerService.save_weights)
 
     async def _load_weights(self, request: Request) -> Response:
-        return await self._call(request, types.LoadWeights, self._service.load_weights)
+        return await self._call(request, types.LoadWeights, TinkerService.load_weights)
 
     async def _save_weights_for_sampler(self, request: Request) -> Response:
-        call = self._service.save_weights_for_sampler
+        call = TinkerService.save_weights_for_sampler
         return await self._call(request, types.SaveWeightsForSampler, call)
 
     async def _call(
-        self, request: Request, kind: type[B], call: Callable[[B], Pending]
+        self, request: Request, kind: type[B], call: Callable[[TinkerService, B], Pending]
     ) -> Response:
         """One of a model's calls in order; one that is refused is over for those after it."""
-        raw = await body_of(request)
+        service, raw = self._tenants.of(request), await body_of(request)
         try:
-            return _accepted(call(types.read(kind, raw)))
+            return _accepted(call(service, types.read(kind, raw)))
         except BadRequest:
             known = types.identity_of(raw)
-            self._service.refuse(known.model_id, known.seq_id, trains=False)
+            service.refuse(known.model_id, known.seq_id, trains=False)
             raise
 
     # Sampling
 
     async def _create_sampling_session(self, request: Request) -> Response:
         body = types.read(types.CreateSamplingSession, await body_of(request))
-        sampler = self._service.sampling.create_sampling_session(body)
+        sampler = self._tenants.of(request).sampling.create_sampling_session(body)
         return json_response({"sampling_session_id": sampler.sampler_id})
 
     async def _sample(self, request: Request) -> Response:
         body = types.read(types.SampleCall, await body_of(request))
-        pending = self._service.sampling.sample(body)
+        pending = self._tenants.of(request).sampling.sample(body)
         ids = [f"{pending.request_id}:{index}" for index in range(body.num_samples)]
         return json_response({"request_id": pending.request_id, "sample_sequence_ids": ids})
 
     async def _join(self, request: Request) -> Response:
         sampler_id = types.read(types.SamplingSessionId, await body_of(request)).sampling_session_id
-        self._service.sampling.samplers.find(sampler_id)
+        self._tenants.of(request).sampling.find(sampler_id)
         # Not counted up: after a restart the same number would stand for two clones.
         counter = 1 + secrets.randbelow(2**30)
         return json_response({"type": "join_sampling_session", "client_counter": counter})
@@ -174,7 +177,7 @@ class TinkerRoutes:
 
     async def _retrieve_future(self, request: Request) -> Response:
         request_id = types.read(types.RetrieveFuture, await body_of(request)).request_id
-        result = await self._service.futures.wait(request_id, POLL_SECONDS)
+        result = await self._tenants.of(request).futures.wait(request_id, POLL_SECONDS)
         if result is None:
             waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return json_response(waiting, 408)
@@ -182,7 +185,7 @@ class TinkerRoutes:
 
     async def _retrieve_futures(self, request: Request) -> Response:
         body = types.read(types.RetrieveFutures, await body_of(request))
-        futures, target = self._service.futures, body.target
+        futures, target = self._tenants.of(request).futures, body.target
         futures.drop(body.retrieved_request_ids)
         label = f"{target.sampling_session_id}/{target.cloned_sampler_id}"
         seconds = POLL_SECONDS if body.timeout is None else min(body.timeout, POLL_SECONDS)
@@ -193,7 +196,7 @@ class TinkerRoutes:
     async def _cancel_future(self, request: Request) -> Response:
         request_id = types.read(types.RetrieveFuture, await body_of(request)).request_id
         with suppress(Gone):  # nothing is under way any more, which is what was asked for
-            self._service.futures.cancel(request_id)
+            self._tenants.of(request).futures.cancel(request_id)
         return Response(status_code=204)
 
 

@@ -12,7 +12,7 @@ from lockstep.integrations.tinker import types
 from lockstep.integrations.tinker.futures import PROTOBUF, Futures, Pending, Result
 from lockstep.integrations.tinker.messages import encode_samples
 from lockstep.integrations.tinker.samplers import Samplers
-from lockstep.integrations.tinker.store import SamplerRecord, Store, now
+from lockstep.integrations.tinker.store import SCHEME, SamplerRecord, Store, now
 from lockstep.tokens.errors import BadRequest, Busy, NotFound
 
 MOST_SAMPLES = 5000
@@ -50,13 +50,37 @@ class BaseModel:
 class SamplingService:
     """The sampling sessions of one server. Used from one event loop."""
 
-    def __init__(self, base: BaseModel, store: Store, samplers: Samplers, futures: Futures) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        store: Store,
+        samplers: Samplers,
+        futures: Futures,
+    ) -> None:
         self.samplers = samplers
+        self.cache_salt: str | None = None
+        """Keeps cached prompts of these clients apart from those of others."""
+        self._records: dict[str, SamplerRecord] = {}
         self._base = base
         self._store = store
         self._futures = futures
         self._samples: dict[tuple[str, int], tuple[bytes, Pending]] = {}
         self._sampling = 0
+
+    def find(self, sampler_id: str) -> SamplerRecord:
+        """Raises NotFound."""
+        record = self._records.get(sampler_id)
+        if record is None:
+            record = self._records[sampler_id] = self._store.sampler(sampler_id)
+        return record
+
+    def directory(self, name: str) -> Path | None:
+        """The weights of a sampler, named by its id or by the path of its checkpoint; None for the
+        base model's. Raises NotFound."""
+        if name.startswith(SCHEME):
+            return self._store.checkpoint(name)[1]
+        where = self.find(name).directory
+        return None if where is None else Path(where)
 
     def create_sampling_session(self, request: types.CreateSamplingSession) -> SamplerRecord:
         """A sampler of the base model or of a checkpoint; asked again, it is the same one.
@@ -79,7 +103,7 @@ class SamplingService:
             directory=None if directory is None else str(directory),
         )
         try:
-            known = self.samplers.find(sampler_id)
+            known = self.find(sampler_id)
         except NotFound:
             self._store.put_sampler(sampler)
             return sampler
@@ -99,7 +123,7 @@ class SamplingService:
                 "sampling_session_id or seq_id is missing: create a sampling session first",
                 param="sampling_session_id",
             )
-        self.samplers.find(sampler_id)
+        sampler = self.find(sampler_id)
         digest = digest_of(request)
         if (sampler_id, seq_id) in self._samples:
             known, pending = self._samples[sampler_id, seq_id]
@@ -115,7 +139,7 @@ class SamplingService:
             self._sampling += 1
             try:
                 completions = await self.samplers.sample(
-                    sampler_id, request.prompt_ids(), request.sampling()
+                    sampler, request.prompt_ids(), request.sampling(), self.cache_salt
                 )
             finally:
                 self._sampling -= 1

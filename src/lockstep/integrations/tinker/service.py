@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -48,19 +48,37 @@ class LiveModel:
     calls: Sequencer
 
 
-class TinkerService:
-    """The state of one server; `sampling` is the other half. Used from one event loop."""
+class LoraTrainer(Protocol):
+    """What trains, for all services of a process: `model` is computed with in `thread` only."""
 
-    def __init__(self, base: BaseModel, model: LoraModel, store: Store, samplers: Samplers) -> None:
+    @property
+    def model(self) -> LoraModel: ...
+
+    @property
+    def thread(self) -> ThreadPoolExecutor: ...
+
+    async def check_served(self, settings: LoraSettings) -> None:
+        """Raises BadRequest for adapters that the workers could not serve."""
+        ...
+
+
+class TinkerService:
+    """The runs of one tenant; `sampling` is the other half. Used from one event loop."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        trainer: LoraTrainer,
+        store: Store,
+        samplers: Samplers,
+    ) -> None:
         self.base = base
         self.store = store
         self.futures = Futures()
         self.sampling = SamplingService(base, store, samplers, self.futures)
-        self._model = model
+        self._trainer = trainer
         self._models: dict[str, LiveModel] = {}
         self._created: dict[str, tuple[bytes, Pending]] = {}
-        # One thread: products of one adapter at a time, and calls of all models in fair turns.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-trainer")
         store.sweep(EPHEMERAL_AGE)
 
     async def close(self) -> None:
@@ -68,11 +86,16 @@ class TinkerService:
         for live in self._models.values():
             await live.calls.close()
         await self.futures.close()
-        self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def _trained(self, work: Callable[[], T]) -> T:
         """The result of `work`, made in the thread that trains."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self._trainer.thread, work)
+
+    async def delete(self, path: str) -> None:
+        """Deletes a checkpoint, which no worker holds any more then. Raises NotFound."""
+        _, directory = self.store.checkpoint(path)
+        await self.sampling.samplers.forget(directory)
+        self.store.delete(path)
 
     # Sessions
 
@@ -125,9 +148,9 @@ class TinkerService:
                 f"optimizer_config.type is {kind!r}: there is adamw only", param="optimizer_config"
             )
         settings = LoraSettings(**msgspec.structs.asdict(request.lora_config))
-        training = await self._trained(
-            lambda: TrainingModel(self._model, settings, self.base.max_tokens)
-        )
+        model = self._trainer.model
+        training = await self._trained(lambda: TrainingModel(model, settings, self.base.max_tokens))
+        await self._trainer.check_served(settings)
         run = RunRecord(
             model_id=model_id,
             base_model=request.base_model,
@@ -204,13 +227,19 @@ class TinkerService:
         """Raises as `forward_backward`."""
         live = self.live(request.model_id)
 
-        def compute() -> Result:
+        async def work() -> Result:
             record = self._record(live, "weights", request.path, request)
-            with self.store.writing(record, overwrite=request.overwrite) as directory:
-                live.training.save(directory)
-            return Result.of({"path": record.path, "type": "save_weights"})
+            if request.overwrite:
+                await self.sampling.samplers.forget(self.store.directory(record))
 
-        return live.calls.submit(request.seq_id, digest_of(request), lambda: self._trained(compute))
+            def compute() -> Result:
+                with self.store.writing(record, overwrite=request.overwrite) as directory:
+                    live.training.save(directory)
+                return Result.of({"path": record.path, "type": "save_weights"})
+
+            return await self._trained(compute)
+
+        return live.calls.submit(request.seq_id, digest_of(request), work)
 
     def load_weights(self, request: types.LoadWeights) -> Pending:
         """Raises as `forward_backward`, and BadRequest where no model is named."""

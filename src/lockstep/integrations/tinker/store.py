@@ -91,12 +91,12 @@ class Store:
     # Sessions, runs, samplers
 
     def put_session(self, record: SessionRecord) -> None:
-        _write(self.root / "sessions" / f"{_file(record.session_id)}.json", record)
+        _write(self.root / "sessions" / f"{file_name(record.session_id)}.json", record)
 
     def session(self, session_id: str) -> SessionRecord:
         """Raises NotFound."""
         return _read(
-            self.root / "sessions" / f"{_file(session_id)}.json", SessionRecord,
+            self.root / "sessions" / f"{file_name(session_id)}.json", SessionRecord,
             f"session {session_id!r}",
         )  # fmt: skip
 
@@ -112,13 +112,13 @@ class Store:
         return _all(self.root.glob("sessions/*.json"), SessionRecord)
 
     def put_run(self, record: RunRecord) -> None:
-        directory = self.root / "runs" / _file(record.model_id)
+        directory = self.root / "runs" / file_name(record.model_id)
         directory.mkdir(exist_ok=True)
         _write(directory / RECORD, record)
 
     def run(self, model_id: str) -> RunRecord:
         """Raises NotFound."""
-        where = self.root / "runs" / _file(model_id) / RECORD
+        where = self.root / "runs" / file_name(model_id) / RECORD
         return _read(where, RunRecord, f"training run {model_id!r}")
 
     def runs(self) -> list[RunRecord]:
@@ -126,11 +126,11 @@ class Store:
         return _all(self.root.glob(f"runs/*/{RECORD}"), RunRecord)
 
     def put_sampler(self, record: SamplerRecord) -> None:
-        _write(self.root / "samplers" / f"{_file(record.sampler_id)}.json", record)
+        _write(self.root / "samplers" / f"{file_name(record.sampler_id)}.json", record)
 
     def sampler(self, sampler_id: str) -> SamplerRecord:
         """Raises NotFound."""
-        where = self.root / "samplers" / f"{_file(sampler_id)}.json"
+        where = self.root / "samplers" / f"{file_name(sampler_id)}.json"
         return _read(where, SamplerRecord, f"sampling session {sampler_id!r}")
 
     def samplers(self) -> list[SamplerRecord]:
@@ -150,9 +150,13 @@ class Store:
 
     def checkpoints(self, model_id: str | None = None) -> list[CheckpointRecord]:
         """Those of one run, or of all, the youngest first, without those that expired."""
-        run = "*" if model_id is None else _file(model_id)
+        run = "*" if model_id is None else file_name(model_id)
         every = _all(self.root.glob(f"runs/{run}/*weights/*/{RECORD}"), CheckpointRecord)
         return [each for each in every if each.expires is None or each.expires > now()]
+
+    def directory(self, record: CheckpointRecord) -> Path:
+        """Where a checkpoint is, or will be."""
+        return self._directory(record.model_id, record.kind, record.name)
 
     @contextmanager
     def writing(self, record: CheckpointRecord, *, overwrite: bool = False) -> Iterator[Path]:
@@ -160,7 +164,7 @@ class Store:
 
         Raises Conflict when there is one of that name, unless it is to be overwritten.
         """
-        directory = self._directory(record.model_id, record.kind, record.name)
+        directory = self.directory(record)
         if (directory / RECORD).exists() and not overwrite:
             raise Conflict(
                 f"checkpoint {record.path!r} exists: choose another name, or overwrite it",
@@ -187,7 +191,7 @@ class Store:
         partial.rename(directory)
 
     def ephemeral(self, sampler_id: str) -> Path:
-        return self.root / EPHEMERAL / _file(sampler_id)
+        return self.root / EPHEMERAL / file_name(sampler_id)
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
         """Has a checkpoint expire, or never. Raises NotFound."""
@@ -209,15 +213,15 @@ class Store:
         """Deletes checkpoints that expired, and unnamed samplers older than that."""
         for record in _all(self.root.glob(f"runs/*/*weights/*/{RECORD}"), CheckpointRecord):
             if record.expires is not None and record.expires < now():
-                shutil.rmtree(self._directory(record.model_id, record.kind, record.name))
+                shutil.rmtree(self.directory(record))
         for sampler in self.samplers():
             where = self.ephemeral(sampler.sampler_id)
             if sampler.created < now() - ephemeral_age and where.exists():
                 shutil.rmtree(where)
-                (self.root / "samplers" / f"{_file(sampler.sampler_id)}.json").unlink()
+                (self.root / "samplers" / f"{file_name(sampler.sampler_id)}.json").unlink()
 
     def _directory(self, model_id: str, kind: str, name: str) -> Path:
-        return self.root / "runs" / _file(model_id) / kind / _file(name)
+        return self.root / "runs" / file_name(model_id) / kind / file_name(name)
 
 
 def parse(path: str) -> tuple[str, Kind, str]:
@@ -237,7 +241,7 @@ def now() -> datetime:
     return datetime.now(UTC)
 
 
-def _file(name: str) -> str:
+def file_name(name: str) -> str:
     """A name of a file that stands for any id: one that a path cannot be smuggled in with."""
     if not name or len(name) > 200:
         raise BadRequest(f"{name!r:.80} is no id or name: expected 1 to 200 characters")

@@ -19,8 +19,6 @@ from lockstep.integrations.tinker.types import AdamParams
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 
 OPTIMIZER = "optimizer.pt"
-CLOSE_TOLERANCE = 1e-3
-"""How far a sampler may be from the trainer where bits cannot be equal, as in `lockstep train`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +179,8 @@ class TrainingModel:
         self.tensors.save(directory)
         is_exact = self._model.is_exact_at(self.tensors.settings.rank)
         with self._model.applying(self.tensors) as model:
-            write_probe(
-                model, directory, adapter=name, tolerance=0.0 if is_exact else CLOSE_TOLERANCE
-            )
+            tolerance = 0.0 if is_exact else self._model.close_tolerance
+            write_probe(model, directory, adapter=name, tolerance=tolerance)
 
     def save(self, directory: Path) -> None:
         """Writes the adapter and the state of the optimizer."""

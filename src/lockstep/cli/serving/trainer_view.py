@@ -1,0 +1,44 @@
+"""The trainer of a gateway: what of it the gateway gets, and what is printed of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from lockstep.gateway.app import Attachment
+    from lockstep.integrations.tinker.attached import AttachedTrainer
+
+PREFIX = "tml-"
+"""How keys begin that clients of Tinker are willing to send."""
+
+
+def attachment_of(trainer: AttachedTrainer) -> Attachment:
+    """Its routes and samplers, for the gateway."""
+    from lockstep.gateway.app import Attachment
+
+    return Attachment(trainer.routes, trainer.tenants.served_as)
+
+
+def trainer_fields(trainer: AttachedTrainer) -> dict[str, Any]:
+    """What the line of JSON says of it."""
+    return {
+        "model": trainer.tenants.base.names[0],
+        "directory": str(trainer.tenants.base.directory),
+        "state_dir": str(trainer.state_dir),
+        "exact": not trainer.note,
+        "note": trainer.note,
+    }
+
+
+def print_trainer(trainer: AttachedTrainer, url: str, *, keys: tuple[str, ...]) -> None:
+    """Prints what a recipe needs, and how closely sampler and trainer agree."""
+    out = Console(highlight=False)
+    exact = "equal bit for bit" if not trainer.note else f"close, not equal ({trainer.note})"
+    out.print(f"\nLogprobs of trainer and samplers: {exact}", soft_wrap=True)
+    out.print(f"Training runs and checkpoints: {trainer.state_dir}", soft_wrap=True)
+    key = f"a key of LOCKSTEP_API_KEYS that begins with {PREFIX}" if keys else f"{PREFIX}local"
+    out.print(f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}", soft_wrap=True, markup=False)
+    directory = trainer.tenants.base.directory
+    out.print(f"model_name in recipes: {directory}", soft_wrap=True, markup=False)

@@ -1,0 +1,210 @@
+"""A trainer attached to a gateway: the Tinker API on its data port, samplers on its fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from starlette.routing import Route
+
+from lockstep.engine import exact
+from lockstep.engine.config import EngineOptions, ModelConfig
+from lockstep.engine.numerics import plan as numerics
+from lockstep.fleet.control.file_lock import FileLock
+from lockstep.fleet.fleet import Fleet
+from lockstep.integrations.tinker.lora import LoraModel, LoraSettings
+from lockstep.integrations.tinker.rest import RestRoutes
+from lockstep.integrations.tinker.routes import TinkerRoutes
+from lockstep.integrations.tinker.samplers import Samplers
+from lockstep.integrations.tinker.sampling import BaseModel
+from lockstep.integrations.tinker.tenants import TinkerTenants
+from lockstep.integrations.tinker.trainer import TrainingModel
+from lockstep.models import bundled
+from lockstep.tokens.errors import BadRequest, LockstepError
+from lockstep.tokens.numerics import NumericsPlan
+
+TRIAL_SIZE = 0.05
+"""Spread of the second factors of a trial: enough to be seen in the logprobs of any layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """What is trained, with what, and how many adapters the workers hold.
+
+    `names` are further names of the model that clients may use. `slots` is how many adapters each
+    worker holds at once, `threads` what training computes with.
+    """
+
+    model: str
+    names: tuple[str, ...] = ()
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: int = 1
+    slots: int = 32
+    max_rank: int = 64
+
+    def check(self) -> None:
+        """Raises the error that would keep it from training, before anything is started."""
+        ModelConfig.read(self.directory)
+
+    @property
+    def directory(self) -> Path:
+        """Where the model is. Raises BadRequest when it is nowhere."""
+        directory = bundled(self.model) or Path(self.model).resolve()
+        if not directory.is_dir():
+            raise BadRequest(
+                f"model is {self.model!r}: expected a bundled name or a directory", param="model"
+            )
+        return directory
+
+
+class AttachedTrainer:
+    """A trainer over a fleet: routes for its gateway, and the names of its samplers."""
+
+    def __init__(
+        self,
+        options: TrainerOptions,
+        model: LoraModel,
+        plan: NumericsPlan,
+        workers: NumericsPlan | None,
+        samplers: Samplers,
+        state_dir: Path,
+    ) -> None:
+        """`plan` is how this process computes, `workers` how the fleet does, where it says so."""
+        self.options = options
+        self.model = model
+        self.state_dir = state_dir
+        # One thread: products of one adapter at a time, and calls of all models in fair turns.
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="tinker-trainer")
+        self.note = _note(plan, workers)
+        model.workers_agree = not self.note
+        if workers is None and options.dtype != "float32":
+            model.close_tolerance = None
+        self._samplers = samplers
+        self._trusted = workers is not None
+        self._served: set[LoraSettings] = set()
+        names = dict.fromkeys((*options.names, Path(options.model).name))
+        length = ModelConfig.read(options.directory).max_position
+        base = BaseModel(tuple(names), options.directory, length)
+        self.tenants = TinkerTenants(base, self, samplers, state_dir)
+
+    @property
+    def routes(self) -> list[Route]:
+        """Those of the API."""
+        return [*TinkerRoutes(self.tenants).routes, *RestRoutes(self.tenants).routes]
+
+    async def check_served(self, settings: LoraSettings) -> None:
+        """Raises BadRequest, with the way out, for adapters that the workers cannot serve.
+
+        Workers of our own serve all that can be trained; others are given one to try.
+        """
+        settings = replace(settings, seed=0)
+        if self._trusted or settings in self._served:
+            return
+        if error := await self._trial(settings):
+            way_out = "create the model with other settings, or start the workers for these"
+            bare = replace(settings, train_unembed=False)
+            if settings.train_unembed and bare.targets and await self._trial(bare) is None:
+                way_out = "create the model with train_unembed=False"
+            raise BadRequest(
+                f"the workers cannot serve adapters with these settings: {way_out} "
+                f"({error.message})",
+                param="lora_config",
+            )
+
+    async def _trial(self, settings: LoraSettings) -> LockstepError | None:
+        """What keeps the workers from serving such an adapter; None when they proved one."""
+        with tempfile.TemporaryDirectory(dir=self.state_dir) as name:
+            directory = Path(name)
+
+            def write() -> None:
+                training = TrainingModel(self.model, settings, self.tenants.base.max_tokens)
+                source = torch.Generator().manual_seed(0)
+                with torch.no_grad():
+                    for _, b in training.tensors.pairs.values():
+                        b.copy_(torch.randn(b.shape, generator=source) * TRIAL_SIZE)
+                training.save_for_sampler(directory, "trial")
+
+            loop = asyncio.get_running_loop()
+            try:
+                await loop.run_in_executor(self.thread, write)
+                await self._samplers.serve(directory)
+                await self._samplers.forget(directory)
+            except LockstepError as error:
+                return error
+        self._served.add(settings)
+        return None
+
+    async def close(self) -> None:
+        """Stops all work; what was not saved is lost."""
+        await self.tenants.close()
+        self.thread.shutdown(wait=True, cancel_futures=True)
+        await self._samplers.close()
+
+
+def load_model(options: TrainerOptions) -> tuple[LoraModel, NumericsPlan]:
+    """The base model for training, made exact where that can be had, and how it computes."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    numerics.prepare_process(EngineOptions(device=options.device, dtype=options.dtype))
+    torch.set_num_threads(options.threads)
+    plan = exact.own_plan(options.directory, device=options.device, dtype=options.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        options.directory, dtype=getattr(torch, options.dtype)
+    )
+    model = model.to(options.device).eval()
+    if plan.is_exact:
+        exact.prepare(model)
+    return LoraModel(model, is_exact=plan.is_exact, max_rank=options.max_rank), plan
+
+
+@asynccontextmanager
+async def attached_trainer(
+    options: TrainerOptions, fleet: Fleet, state_dir: Path, stop: asyncio.Event
+) -> AsyncIterator[AttachedTrainer]:
+    """A trainer over a fleet that runs. Polls of its clients end when `stop` is set.
+
+    Raises BadRequest when another process has its state, and Conflict when the fleet serves other
+    weights than those that would be trained on.
+    """
+    model, plan = await asyncio.to_thread(load_model, options)
+    base = next(card for card in await fleet.pool.models() if card.parent is None)
+    samplers = Samplers(fleet, base.id, options.slots, labelled=base.numerics is None)
+    samplers.check_base()
+    with _locked(state_dir):
+        trainer = AttachedTrainer(options, model, plan, base.numerics, samplers, state_dir)
+        stopping = asyncio.create_task(_end_polls(trainer, stop))
+        try:
+            await samplers.adopt()
+            yield trainer
+        finally:
+            stopping.cancel()
+            await trainer.close()
+
+
+def _locked(state_dir: Path) -> FileLock:
+    state_dir.mkdir(parents=True, exist_ok=True)
+    return FileLock(state_dir / "tinker", way_out="stop it, or give another --state-dir")
+
+
+async def _end_polls(trainer: AttachedTrainer, stop: asyncio.Event) -> None:
+    await stop.wait()
+    trainer.tenants.end_polls()
+
+
+def _note(trainer: NumericsPlan, workers: NumericsPlan | None) -> str:
+    """Why logprobs of trainer and samplers may differ; empty where they are equal."""
+    if workers is None:
+        return "the workers do not say how they compute"
+    if not trainer.is_exact:
+        return trainer.reason or "the trainer does not compute exactly"
+    return trainer.mismatch(workers) or ""
