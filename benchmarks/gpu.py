@@ -246,27 +246,23 @@ def main() -> None:
     rng = random.Random(0)
     speed = bandwidth()
     torch.cuda.empty_cache()
-    model = Qwen3ForCausalLM(Qwen3Config(**SIZES, initializer_range=0.02)).to(torch.bfloat16)
-    model = model.cuda().eval()
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, initializer_range=0.02))
+    model = model.to(torch.bfloat16).eval()
     if options.served:
         from benchmarks import gpu_served
 
         gpu_served.run(model, options.source, options.batches, options.arithmetic)
         return
-    if options.exact_layers:
-        from benchmarks import gpu_exact_layers
-
-        with tempfile.TemporaryDirectory() as directory:
-            model.save_pretrained(directory)
-            gpu_exact_layers.adapters(model, Path(directory))
-        gpu_exact_layers.experts()
-        return
-    if options.exact:
+    if options.exact or options.exact_layers:
         from benchmarks import gpu_exact
 
+        prove = gpu_exact.dense if options.exact else gpu_exact.adapters
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
-            gpu_exact.run(model, Path(directory))
+            prove(model, Path(directory))
+        if options.exact_layers:
+            gpu_exact.experts()
         return
     if options.prefill:
         with tempfile.TemporaryDirectory() as directory:

@@ -37,7 +37,7 @@ def on_kernels(model: Path) -> Rig:
     rig = Rig(model, weight_version="v1", **SMALL)
     core = rig.core
     core.model.arithmetic = ExactOnDevice()
-    decoder = None if core.config.moe_layers else Decoder(core.model, core.cache, GraphPool())
+    decoder = Decoder(core.model, core.cache, GraphPool(), max_rank=8)
     core.model.prefiller = prefiller = Prefiller(core.model, core.cache, GraphPool(), 64)
     core.overlapped = OverlappedRunner(
         decoder, prefiller, core.scheduler, core.runner, core.take, core.wipe
@@ -59,6 +59,8 @@ def test_adapters_and_plain_requests_in_one_batch(tiny: Path, lora_a: Path, lora
     theirs.run()
     for mine, its in pairs:
         alike(mine.one, its.one)
+    assert ours.core.overlapped is not None
+    assert all(adapted for _, adapted in ours.core.overlapped._decoder._tables)
     scored = ours.core.score(ids(1, 12), adapter="a")
     assert scored == pytest.approx(theirs.core.score(ids(1, 12), adapter="a"), abs=2e-5)
     assert scored != pytest.approx(ours.core.score(ids(1, 12)), abs=1e-3)

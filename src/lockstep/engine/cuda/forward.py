@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.cuda import exact_kernels, kernels, single_row
-from lockstep.engine.model.arithmetic import mix_experts, route
-from lockstep.engine.model.lora import AdapterRows
+from lockstep.engine.cuda import exact_kernels, experts, kernels, single_row
+from lockstep.engine.kv.cache import SlotCache
+from lockstep.engine.model.arithmetic import route
 from lockstep.engine.weights.weights import Layer, Weights
 
 Attend = Callable[[int, Layer, Tensor], Tensor]
@@ -20,60 +20,44 @@ Attend = Callable[[int, Layer, Tensor], Tensor]
 values (in close arithmetic as parts that are to be added up). Returns (rows, heads * dim)."""
 
 
+Adapt = Callable[[Tensor, Tensor, int, str], None]
+"""Adds, in place, what adapters make of these inputs: product, inputs, layer, packed module."""
+Record = Callable[[int, Tensor], None]
+"""Gets the experts of all rows of each layer that has any."""
+
+
 def forward(
-    config: ModelConfig, weights: Weights, ids: Tensor, attend: Attend, *, exact: bool
-) -> Tensor:
-    """Normed hidden states of all rows, (rows, hidden)."""
-    x = F.embedding(ids, weights.embed)
-    if single_row.fits(x):
-        return _one_row(config.eps, weights, x, attend, exact=exact)
-    run = _exact_layers if exact else _close_layers
-    return run(config.eps, weights, x, attend)
-
-
-def forward_with(
     config: ModelConfig,
     weights: Weights,
     ids: Tensor,
     attend: Attend,
     *,
-    adapters: Sequence[AdapterRows],
-    record: Callable[[int, Tensor], None],
+    exact: bool,
+    adapt: Adapt | None = None,
+    record: Record | None = None,
 ) -> Tensor:
-    """`forward` in exact arithmetic, under adapters and with experts: not to be captured.
+    """Normed hidden states of all rows, (rows, hidden); adapters and experts only where `exact`.
 
-    `record` gets the experts of all rows of each layer that has any. Every product is rounded
-    before the adapter's part is added, as PEFT's modules do it.
+    Every product is rounded before an adapter's part is added, as PEFT's modules do it.
     """
-    k = exact_kernels
-
-    def linear(
-        x: Tensor, weight: Tensor, i: int, module: str, bias: Tensor | None = None
-    ) -> Tensor:
-        out = k.linear(x, weight, bias)
-        for rows in adapters:
-            rows.add_to(out, x, i, module, k.linear)
-        return out
-
     x = F.embedding(ids, weights.embed)
-    delta: Tensor | None = None
-    for i, layer in enumerate(weights.layers):
-        h = k.add_norm(x, delta, layer.input_norm, config.eps)
-        attended = attend(i, layer, linear(h, layer.qkv, i, "qkv", layer.qkv_bias))
-        out = linear(attended, layer.out, i, "out")
-        h = k.add_norm(x, out.float()[None], layer.post_norm, config.eps)
-        if layer.router is None:
-            inner = k.gate(linear(h, layer.gate_up, i, "gate_up"))
-            delta = linear(inner, layer.down, i, "down").float()[None]
-            continue
-        logits = k.linear(h, layer.router)
-        shares, chosen = route(logits, config.experts_per_token, config.normalize_top_k)
-        record(i, chosen)
-        mixed = mix_experts(
-            h, chosen, shares, layer.gate_up, layer.down, product=k.linear, gate=k.gate
-        )
-        delta = mixed.float()[None]
-    return k.add_norm(x, delta, weights.norm, config.eps)
+    plain = adapt is None and not config.moe_layers
+    if plain and single_row.fits(x):
+        return _one_row(config.eps, weights, x, attend, exact=exact)
+    if exact:
+        return _exact_layers(config, weights, x, attend, adapt, record)
+    return _close_layers(config.eps, weights, x, attend)
+
+
+def recorder(config: ModelConfig, cache: SlotCache, slots: Tensor, positions: Tensor) -> Record:
+    """Keeps the experts of these rows beside their keys and values."""
+
+    def record(layer: int, experts: Tensor) -> None:
+        if cache.experts is not None:
+            column = config.moe_layers.index(layer)
+            cache.experts[slots, positions, column] = experts.to(cache.experts.dtype)
+
+    return record
 
 
 def head(hidden: Tensor, weights: Weights, out: Tensor, *, exact: bool) -> None:
@@ -96,14 +80,46 @@ def _close_layers(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Te
     return k.add_norm(x, delta, weights.norm, eps)
 
 
-def _exact_layers(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Tensor:
+def _exact_layers(
+    config: ModelConfig,
+    weights: Weights,
+    x: Tensor,
+    attend: Attend,
+    adapt: Adapt | None,
+    record: Record | None,
+) -> Tensor:
+    k, eps = exact_kernels, config.eps
+
+    def linear(
+        x: Tensor, weight: Tensor, i: int, module: str, bias: Tensor | None = None
+    ) -> Tensor:
+        out = k.linear(x, weight, bias)
+        if adapt is not None:
+            adapt(out, x, i, module)
+        return out
+
+    def parts(x: Tensor, weight: Tensor, i: int, module: str) -> Tensor:
+        if adapt is None:
+            return k.linear_parts(x, weight)
+        return linear(x, weight, i, module)[None]
+
     delta: Tensor | None = None
-    k = exact_kernels
     for i, layer in enumerate(weights.layers):
         h = k.add_norm(x, delta, layer.input_norm, eps)
-        attended = attend(i, layer, k.linear(h, layer.qkv, layer.qkv_bias))
-        h = k.add_norm(x, k.linear_parts(attended, layer.out), layer.post_norm, eps)
-        delta = k.linear_parts(k.linear_gated(h, layer.gate_up), layer.down)
+        attended = attend(i, layer, linear(h, layer.qkv, i, "qkv", layer.qkv_bias))
+        h = k.add_norm(x, parts(attended, layer.out, i, "out"), layer.post_norm, eps)
+        if layer.router is not None:
+            logits = k.linear(h, layer.router)
+            shares, chosen = route(logits, config.experts_per_token, config.normalize_top_k)
+            if record is not None:
+                record(i, chosen)
+            delta = experts.mix(h, chosen, shares, layer.gate_up, layer.down)[None]
+            continue
+        if adapt is None:
+            inner = k.linear_gated(h, layer.gate_up)
+        else:
+            inner = k.gate(linear(h, layer.gate_up, i, "gate_up"))
+        delta = parts(inner, layer.down, i, "down")
     return k.add_norm(x, delta, weights.norm, eps)
 
 

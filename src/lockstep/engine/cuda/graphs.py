@@ -12,10 +12,12 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from lockstep.engine.cuda import exact_attention, kernels
-from lockstep.engine.cuda.forward import forward, head
+from lockstep.engine.cuda import exact_attention, exact_kernels, kernels
+from lockstep.engine.cuda.adapters import NONE, AdapterBank
+from lockstep.engine.cuda.forward import forward, head, recorder
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, Table, bucket
-from lockstep.engine.kv.cache import SlotCache
+from lockstep.engine.kv.cache import SlotCache, index_on
+from lockstep.engine.model.lora import HEAD_LAYER, Adapter
 from lockstep.engine.model.model import Model
 from lockstep.engine.weights.weights import Layer, Weights
 
@@ -48,27 +50,45 @@ def supported(model: Model, cache: SlotCache) -> bool:
 
 
 class Decoder:
-    """Runs decode steps of a dense model over the slots of one cache.
+    """Runs decode steps over the slots of one cache, under adapters of up to `max_rank` too.
 
     Graphs hold the addresses of the weights they were captured with. An update leaves its numbers
     at the same addresses (`ServedWeights.commit`), so they serve every version.
     """
 
-    def __init__(self, model: Model, cache: SlotCache, pool: GraphPool) -> None:
+    def __init__(self, model: Model, cache: SlotCache, pool: GraphPool, max_rank: int = 0) -> None:
         self._model = model
         self._cache = cache
         self._pool = pool
         self._exact = model.arithmetic.name == "exact"
-        self._turns = [turn.to(cache.k.dtype) for turn in model.rotation]
-        self._tables: dict[int, Table] = {}
+        cos, sin = model.rotation
+        self._turns = cos.to(cache.k.dtype), sin.to(cache.k.dtype)
+        self._tables: dict[tuple[int, bool], Table] = {}
+        self._bank: AdapterBank | None = None
+        largest = bucket(cache.slots)
+        if self._exact and 0 < max_rank <= exact_kernels.PART:
+            self._bank = AdapterBank(model.config, largest, max_rank, cache.k)
+        self._places = torch.full((largest,), NONE, dtype=torch.int32, device=cache.k.device)
         self._weights: Weights | None = None
         self._packed: Mapping[str, Tensor] | None = None
         self._logits: Tensor | None = None
 
-    def launch(self, weights: Weights, rows: Seq[GraphRow]) -> StepInFlight:
-        """Starts one step for these rows."""
-        table = self.table(weights, len(rows))
+    @property
+    def adapts(self) -> bool:
+        """Whether rows may have adapters."""
+        return self._bank is not None
+
+    def launch(
+        self, weights: Weights, rows: Seq[GraphRow], adapters: Seq[Adapter | None] = ()
+    ) -> StepInFlight:
+        """Starts one step for these rows, each under its adapter if there are any."""
+        adapted = any(each is not None for each in adapters)
+        table = self.table(weights, len(rows), adapted=adapted)
         table.fill(rows, self._cache.scratch)
+        if adapted and self._bank is not None:
+            spare = [NONE] * (len(table.slots) - len(rows))
+            places = index_on([*self._bank.places(adapters), *spare], self._places.device)
+            self._places[: len(places)].copy_(places)
         return self._replay(table, rows)
 
     def follow(self, step: StepInFlight, uniforms: Seq[float]) -> StepInFlight:
@@ -76,7 +96,7 @@ class Decoder:
         step.table.refill(uniforms)
         return self._replay(step.table, step.rows)
 
-    def table(self, weights: Weights, rows: int) -> Table:
+    def table(self, weights: Weights, rows: int, *, adapted: bool = False) -> Table:
         """The table that serves so many rows, captured if it was not yet."""
         if weights.packed is not self._packed:
             self._tables.clear()
@@ -85,22 +105,23 @@ class Decoder:
             shape = bucket(self._cache.slots), self._model.config.vocab_size
             self._logits = torch.empty(shape, dtype=weights.head.dtype, device=weights.head.device)
         size = bucket(rows)
-        if size not in self._tables:
-            self._tables[size] = table = Table(self._logits[:size])
+        if (size, adapted) not in self._tables:
+            self._tables[size, adapted] = table = Table(self._logits[:size])
             if self._cache.k.is_cuda:
                 table.slots.fill_(self._cache.scratch)
-                table.graph = self._pool.capture(lambda: self._step(table))
+                self._places.fill_(NONE)
+                table.graph = self._pool.capture(lambda: self._step(table, adapted))
                 table.positions.zero_()
-        return self._tables[size]
+        return self._tables[size, adapted]
 
     def _replay(self, table: Table, rows: Seq[GraphRow]) -> StepInFlight:
         if table.graph is None:
-            self._step(table)
+            self._step(table, self._tables.get((len(table.slots), True)) is table)
         else:
             table.graph.replay()
         return table.fetch(rows)
 
-    def _step(self, table: Table) -> None:
+    def _step(self, table: Table, adapted: bool) -> None:
         """One token for every row; the next call continues from the tokens it draws."""
         weights, model = self._weights, self._model
         if weights is None:
@@ -119,7 +140,22 @@ class Decoder:
                 product, *cache, slots, positions, *self._turns, model.scale, eps=eps, **norms
             )
 
-        hidden = forward(model.config, weights, table.tokens, attend, exact=self._exact)
+        places, bank = self._places[: len(table.slots)], self._bank if adapted else None
+
+        def adapt(out: Tensor, x: Tensor, layer: int, module: str) -> None:
+            if bank is not None:
+                bank.add_to(out, x, places, layer, module)
+
+        hidden = forward(
+            model.config,
+            weights,
+            table.tokens,
+            attend,
+            exact=self._exact,
+            adapt=adapt if bank is not None else None,
+            record=recorder(model.config, self._cache, table.slots, table.positions),
+        )
         head(hidden, weights, table.logits, exact=self._exact)
+        adapt(table.logits, hidden, HEAD_LAYER, "head")
         table.draw()
         table.positions.add_(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -82,13 +83,12 @@ class OverlappedRunner:
 
     A sequence counts as computed from the launch on: whatever is done with its slot afterwards is
     queued behind the step on the device. Where the host must know the tokens first, it collects.
-    `take` gets every token; `wipe` every sequence that computed NaN, before its token. Without a
-    decoder, which a mixture of experts has none of, every token is a prefill of one.
+    `take` gets every token; `wipe` every sequence that computed NaN, before its token.
     """
 
     def __init__(
         self,
-        decoder: Decoder | None,
+        decoder: Decoder,
         prefiller: Prefiller,
         scheduler: Scheduler,
         runner: ModelRunner,
@@ -110,26 +110,30 @@ class OverlappedRunner:
     def shapes(self, weights: Weights) -> list[tuple[str, list[int], Callable[[int], object]]]:
         """All batch shapes by what they are for, and what captures one of them."""
         decoder, prefiller, slots = self._decoder, self._prefiller, self._scheduler.slots
-        heads = ("first tokens", powers(slots), lambda size: prefiller.head(weights, size))
-        if decoder is None:
-            return [heads]
-        return [
+        shapes: list[tuple[str, list[int], Callable[[int], object]]] = [
             ("decoding", buckets(slots), lambda size: decoder.table(weights, size)),
             ("prompt tokens", prefiller.sizes, lambda size: prefiller.table(weights, size)),
-            heads,
+            ("first tokens", powers(slots), lambda size: prefiller.head(weights, size)),
         ]
+        if decoder.adapts:
+            capture = partial(decoder.table, weights, adapted=True)
+            shapes.append(("decoding under adapters", buckets(slots), capture))
+        return shapes
 
     def launch(self, weights: Weights, works: list[Work]) -> list[Work]:
         """Starts a step of these works; returns those it cannot compute, which have adapters in
         close arithmetic."""
-        adapted = [work for work in works if work.sequence.adapter is not None]
-        plain = [work for work in works if work.sequence.adapter is None]
-        decodes = [work for work in plain if self._decoder is not None and _decodes(work)]
-        prefills = [work for work in plain if self._decoder is None or not _decodes(work)]
+        decodes: list[Work] = []
+        prefills: list[Work] = []
+        adapted: list[Work] = []
+        for work in works:
+            plain = work.sequence.adapter is None
+            if _decodes(work) and (plain or self._decoder.adapts):
+                decodes.append(work)
+            else:
+                (prefills if plain else adapted).append(work)
         # The longer part last: while it runs, tokens of the other are on their way.
-        decode = (
-            self._decode(self._decoder, weights, decodes) if self._decoder and decodes else None
-        )
+        decode = self._decode(weights, decodes) if decodes else None
         batches = [*self._batches(prefills)]
         if self._prefiller.exact:
             # Apart from the others, which are computed by graphs.
@@ -146,11 +150,11 @@ class OverlappedRunner:
         self._current = None
         if current is None:
             return
-        decode, decoder = current.decode, self._decoder
-        if decoder is not None and decode is not None and self._continues(current):
+        decode = current.decode
+        if decode is not None and self._continues(current):
             # The token in flight is counted here, though the host has not seen it yet.
             uniforms = [uniform(each.seed, each.generated + 1) for each in decode.sequences]
-            step = decoder.follow(decode.step, uniforms)
+            step = self._decoder.follow(decode.step, uniforms)
             for sequence in decode.sequences:
                 sequence.computed += 1
             self._current = _InFlight(replace(decode, step=step))
@@ -164,13 +168,14 @@ class OverlappedRunner:
 
     # Launching
 
-    def _decode(self, decoder: Decoder, weights: Weights, works: list[Work]) -> _Drawing:
+    def _decode(self, weights: Weights, works: list[Work]) -> _Drawing:
         options = [self._runner.sampling_row(work.sequence) for work in works]
         rows = [
             _row(row, work.slot, work.sequence.computed, work.sequence.tokens[-1])
             for work, row in zip(works, options, strict=True)
         ]
-        drawing = _drawing(decoder.launch(weights, rows), works, options)
+        adapters = [work.sequence.adapter for work in works]
+        drawing = _drawing(self._decoder.launch(weights, rows, adapters), works, options)
         for work in works:
             work.sequence.computed += 1
         return drawing

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.cuda import exact_attention, exact_kernels
-from lockstep.engine.cuda.forward import Attend, forward, forward_with, head
+from lockstep.engine.cuda.forward import Attend, forward, head, recorder
 from lockstep.engine.cuda.graphs import GraphPool
 from lockstep.engine.cuda.prefill_kernels import attend_ragged, store_heads, tokens_per_block
 from lockstep.engine.cuda.sampling_kernels import token_logprobs
@@ -83,7 +83,7 @@ class Prefiller:
 
     At most `budget` tokens come at a time. Graphs serve the weights that lie where those lay that
     they were captured with; others, which are staged, are computed launch by launch, and so are
-    adapters and experts, which only exact arithmetic knows. Without a pool nothing is captured.
+    adapters, which only exact arithmetic knows. Without a pool nothing is captured.
     """
 
     def __init__(self, model: Model, cache: SlotCache, pool: GraphPool | None, budget: int) -> None:
@@ -114,8 +114,8 @@ class Prefiller:
         table.fill(segments, self._per_block)
         runs = ((segment.adapter, len(segment.tokens)) for segment in segments)
         adapted = adapter_rows(runs, table.ids.device)
-        if adapted or self._model.config.moe_layers:
-            self._step_with(table, weights, count, adapted)
+        if adapted:
+            self._step(table, weights, count, adapted)
         elif table.graph is not None and self._captured(weights):
             table.graph.replay()
         else:
@@ -177,11 +177,9 @@ class Prefiller:
         self._packed = self._packed or weights.packed
         if size not in self._tables:
             self._tables[size] = table = TokenTable(size, self._hidden, self._sums)
-            experts = bool(self._model.config.moe_layers)
-            pool = None if experts or not self.cache.k.is_cuda else self._pool
-            if pool is not None and self._captured(weights):
+            if self._pool is not None and self.cache.k.is_cuda and self._captured(weights):
                 table.slots.fill_(NOWHERE)
-                table.graph = pool.capture(lambda: self._step(table, weights))
+                table.graph = self._pool.capture(lambda: self._step(table, weights))
         return self._tables[size]
 
     def head(self, weights: Weights, rows: int) -> Table:
@@ -215,27 +213,30 @@ class Prefiller:
             (size for size in self.sizes if size >= count and most_blocks(size) >= blocks), None
         )
 
-    def _step(self, table: TokenTable, weights: Weights) -> None:
-        attend = self._attention(table, table.tokens)
-        hidden = forward(self._model.config, weights, table.ids, attend, exact=self.exact)
-        table.hidden.copy_(hidden)
-        torch.sum(hidden, -1, dtype=torch.float32, out=table.sums)
-
-    def _step_with(
-        self, table: TokenTable, weights: Weights, count: int, adapters: Seq[AdapterRows]
+    def _step(
+        self,
+        table: TokenTable,
+        weights: Weights,
+        count: int | None = None,
+        adapters: Seq[AdapterRows] = (),
     ) -> None:
-        """The first so many rows, launch by launch: under adapters, or with experts."""
-        config, kept = self._model.config, self.cache.experts
-        slots, positions = table.slots[:count], table.positions[:count]
+        """All rows, or the first so many under adapters."""
+        count = count or table.tokens
 
-        def record(layer: int, experts: Tensor) -> None:
-            if kept is not None:
-                column = config.moe_layers.index(layer)
-                kept[slots, positions, column] = experts.to(kept.dtype)
+        def adapt(out: Tensor, x: Tensor, layer: int, module: str) -> None:
+            for rows in adapters:
+                rows.add_to(out, x, layer, module, exact_kernels.linear)
 
-        attend = self._attention(table, count)
-        hidden = forward_with(
-            config, weights, table.ids[:count], attend, adapters=adapters, record=record
+        config = self._model.config
+        hidden = forward(
+            config,
+            weights,
+            table.ids[:count],
+            self._attention(table, count),
+            exact=self.exact,
+            adapt=adapt if adapters else None,
+            # Experts of rows that pad a batch go to the last slot, which no sequence has.
+            record=recorder(config, self.cache, table.slots[:count], table.positions[:count]),
         )
         table.hidden[:count] = hidden
         torch.sum(hidden, -1, dtype=torch.float32, out=table.sums[:count])

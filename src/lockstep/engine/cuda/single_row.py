@@ -27,7 +27,7 @@ TILE = 16
 
 def fits(x: Tensor) -> bool:
     """Whether these kernels take x, which is one row and not too wide."""
-    return x.shape[0] == 1 and x.shape[1] <= WIDEST
+    return bool(x.shape[0] == 1 and x.shape[1] <= WIDEST)
 
 
 def norm_linear(
@@ -172,7 +172,7 @@ def _exact(
                 where = start + k
                 there = where < width
                 scale = tl.load(norm + where, mask=there, other=0.0).to(tl.float32)
-                if step == block:
+                if step == block:  # noqa: SIM108 (decided at compile time)
                     row = value
                 else:
                     row = _row(x, parts, where, there, width, splits, True)

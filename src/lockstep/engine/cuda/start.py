@@ -44,7 +44,8 @@ def overlapped_runner(core: Core) -> OverlappedRunner | None:
     if not supported(core.model, core.cache):
         return None
     pool = GraphPool()
-    decoder = None if core.config.moe_layers else Decoder(core.model, core.cache, pool)
+    max_rank = core.options.max_lora_rank if core.options.max_adapters else 0
+    decoder = Decoder(core.model, core.cache, pool, max_rank)
     prefiller = Prefiller(core.model, core.cache, pool, core.scheduler.max_batch_tokens)
     core.model.prefiller = prefiller
     return OverlappedRunner(decoder, prefiller, core.scheduler, core.runner, core.take, core.wipe)

@@ -1,0 +1,104 @@
+"""Experts and adapters in kernels that a graph can hold, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.engine.config import ModelConfig
+from lockstep.engine.cuda import exact_kernels, experts
+from lockstep.engine.cuda.adapters import NONE, AdapterBank
+from lockstep.engine.model.arithmetic import route
+from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows, LoraDelta
+
+ROUNDED = {"rtol": 2**-8, "atol": 2**-8}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_kernels, "PART", 32)
+    torch.manual_seed(0)
+
+
+def numbers(*shape: int) -> Tensor:
+    return (torch.randn(shape) / 4).half()
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, 16), (9, 16), (40, 4)])
+def test_every_row_gets_the_weighted_sum_of_its_experts(
+    rows: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "FEW", few)
+    monkeypatch.setattr(experts, "MANY", 16)
+    monkeypatch.setattr(experts, "PAIRS", 16)
+    x, router = numbers(rows, 48), numbers(6, 48)
+    gate_up, down = numbers(6, 2 * 40, 48), numbers(6, 48, 40)
+    shares, chosen = route(x @ router.T, 3, True)
+    expected = experts.mix_reference(x, chosen, shares, gate_up, down)
+    torch.testing.assert_close(experts.mix(x, chosen, shares, gate_up, down), expected, **ROUNDED)
+
+
+def adapter(config: ModelConfig, rank: int, keys: list[tuple[int, str, int, int, int]]) -> Adapter:
+    deltas: dict[tuple[int, str], tuple[LoraDelta, ...]] = {}
+    for layer, module, start, inner, outer in keys:
+        delta = LoraDelta(numbers(rank, inner), numbers(outer, rank), start)
+        deltas[layer, module] = (*deltas.get((layer, module), ()), delta)
+    return Adapter(f"of rank {rank}", Path(), "", 1.7 / rank, deltas)
+
+
+@pytest.fixture
+def config(tiny: Path) -> ModelConfig:
+    return ModelConfig.read(tiny)
+
+
+def test_each_row_adds_what_its_own_adapter_adds(config: ModelConfig) -> None:
+    c = config
+    some = [
+        (0, "qkv", 0, c.hidden, c.q_size),
+        (0, "qkv", c.q_size + c.kv_size, c.hidden, c.kv_size),
+        (1, "down", 0, c.intermediate, c.hidden),
+    ]
+    one = adapter(c, 3, some)
+    other = adapter(c, 20, [*some[:1], (HEAD_LAYER, "head", 0, c.hidden, c.vocab_size)])
+    bank = AdapterBank(c, 4, 24, numbers(1))
+    each = [one, None, other, one]
+    places = torch.tensor(bank.places(each), dtype=torch.int32)
+    assert places[1] == NONE
+    assert places[0] == places[3] != places[2]
+    for layer, module, inner, outer in (
+        (0, "qkv", c.hidden, c.q_size + 2 * c.kv_size),
+        (1, "down", c.intermediate, c.hidden),
+        (1, "out", c.q_size, c.hidden),
+        (HEAD_LAYER, "head", c.hidden, c.vocab_size),
+    ):
+        x, out = numbers(4, inner), numbers(4, outer)
+        expected = out.clone()
+        for lora, rows in ((one, [0, 3]), (other, [2])):
+            chosen = AdapterRows(lora, torch.tensor(rows), 1)
+            chosen.add_to(expected, x, layer, module, exact_kernels.linear_reference)
+        bank.add_to(out, x, places, layer, module)
+        torch.testing.assert_close(out, expected, **ROUNDED)
+
+
+def test_an_adapter_gives_way_to_another_only_when_its_batch_is_over(config: ModelConfig) -> None:
+    keys = [(0, "out", 0, config.q_size, config.hidden)]
+    first, second, third = (adapter(config, 2, keys) for _ in range(3))
+    bank = AdapterBank(config, 2, 8, numbers(1))
+    assert bank.places([first, second]) == [0, 1]
+    assert bank.places([third, first]) == [1, 0]
+    x = numbers(2, config.q_size)
+    out = numbers(2, config.hidden)
+    expected = out.clone()
+    for at, lora in enumerate((third, first)):
+        rows = AdapterRows(lora, torch.tensor([at]), 1)
+        rows.add_to(expected, x, 0, "out", exact_kernels.linear_reference)
+    bank.add_to(out, x, torch.tensor([1, 0], dtype=torch.int32), 0, "out")
+    torch.testing.assert_close(out, expected, **ROUNDED)
+
