@@ -57,9 +57,17 @@ def template_renderer() -> Renderer:
 
 @pytest.fixture(scope="session")
 def real_tokenizer() -> Callable[[str], Path]:
-    """A real tokenizer's directory; the test is skipped where it cannot be had."""
+    """A real tokenizer's directory; the test is skipped where it cannot be had.
+
+    What was loaded of another one before is let go.
+    """
+    last = ""
 
     def obtain(name: str) -> Path:
+        nonlocal last
+        if name != last:
+            tokenizers.forget_loaded()
+            last = name
         try:
             place: Path = tokenizers.directory(name)
         except tokenizers.Unobtainable as why:

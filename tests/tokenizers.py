@@ -6,10 +6,13 @@ library of the same name.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -54,6 +57,16 @@ def without_own_code(place: Path, copy: Path) -> Path:
     (copy / "tokenizer_config.json").write_text(json.dumps(config))
     (copy / "tokenizer.json").symlink_to(place / "tokenizer.json")
     return copy
+
+
+def forget_loaded() -> None:
+    """Lets go of every tokenizer that was loaded: real ones take 100 MB and more each."""
+    from lockstep.render import renderer
+
+    renderer._load.cache_clear()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # of a heap in pieces, nothing would be given back
 
 
 def directory(name: str) -> Path:

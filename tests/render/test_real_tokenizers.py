@@ -36,11 +36,12 @@ def model(
     request: pytest.FixtureRequest,
     real_tokenizer: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[str, Path]:
+) -> tuple[str, Any]:
+    """A name, and its tokenizer, loaded once."""
     place = real_tokenizer(request.param)
     if "auto_map" in (place / "tokenizer_config.json").read_text():
         place = tokenizers.without_own_code(place, tmp_path_factory.mktemp("own") / request.param)
-    return request.param, place
+    return request.param, Renderer.load(place).tokenizer
 
 
 def format_of(renderer: Renderer) -> Format:
@@ -126,10 +127,10 @@ def ends_like(full: list[int], extension: list[int], renderer: Renderer) -> bool
 @pytest.mark.failure_mode("F20")
 @pytest.mark.parametrize("thinking", ["keep", "template"])
 def test_bridged_prompt_is_the_full_render_or_a_break_is_recorded(
-    model: tuple[str, Path], thinking: Any
+    model: tuple[str, Any], thinking: Any
 ) -> None:
-    name, place = model
-    renderer = Renderer.load(place, thinking=thinking)
+    name, tokenizer = model
+    renderer = Renderer(tokenizer, thinking=thinking)
     can = format_of(renderer)
     seen: Counter[str] = Counter()
     rng = random.Random(name)

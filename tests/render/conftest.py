@@ -1,0 +1,15 @@
+"""Real tokenizers are let go after each module: kept together they take gigabytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import tokenizers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    tokenizers.forget_loaded()
