@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard screenshots lint format docs bench chaos soak clean
+.PHONY: demo test test-processes test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard screenshots lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,22 +15,37 @@ demo: $(VENV)/.ready
 		echo "The demo ended with code $$code: $(BIN)/lockstep doctor says what this machine can do" >&2; \
 		exit $$code; }
 
-PYTEST := $(BIN)/pytest -n 2 --dist loadscope
+# AGAIN=1 runs what failed in a target, one after the other.
+PYTEST := $(BIN)/pytest $(if $(AGAIN),--last-failed --last-failed-no-failures none --timeout 600)
+PARALLEL := $(PYTEST) $(if $(AGAIN),,-n 2 --dist loadscope)
+
+# Tests that start commands, fleets and runs as a user does, and kill them.
+PROCESSES := tests/cli tests/e2e tests/faults tests/check tests/launch tests/tracing tests/benchmarks \
+	$(wildcard tests/train/test_*.py) tests/train/demo/test_demo.py tests/train/envs/test_harness.py \
+	tests/train/records/test_sinks.py tests/fleet/test_evidence_live.py tests/fleet/update/test_faults_live.py \
+	tests/deploy/test_metrics_and_probes.py
+
+# What has a target of its own below.
+APART := $(PROCESSES) tests/engine/cuda tests/cpus tests/docs tests/engines tests/clients tests/agents \
+	tests/trainers tests/sinks tests/scale tests/browser
 
 test: $(VENV)/.ready
-	$(PYTEST) --ignore tests/engines --ignore tests/clients --ignore tests/agents --ignore tests/trainers --ignore tests/sinks --ignore tests/scale --ignore tests/browser --ignore tests/cpus --ignore tests/docs --ignore tests/engine/cuda
+	$(PARALLEL) $(addprefix --ignore=,$(APART))
+
+test-processes: $(VENV)/.ready
+	$(PARALLEL) $(PROCESSES)
 
 # The kernels for GPUs, in Triton's interpreter, which is slow.
 test-kernels: $(VENV)/.ready
-	$(BIN)/pytest -n 2 tests/engine/cuda
+	$(PYTEST) $(if $(AGAIN),,-n 2) tests/engine/cuda
 
 # The self-test and short demos on every kind of CPU that this one can play.
 test-cpus: $(VENV)/.ready
-	$(PYTEST) tests/cpus
+	$(PARALLEL) tests/cpus
 
 # Every command and Python block of README and docs.
 test-docs: $(VENV)/.ready
-	$(PYTEST) tests/docs
+	$(PARALLEL) tests/docs
 
 # One and two faults at once on real processes, under load; SEED=n repeats one.
 chaos: SECONDS ?= 600
@@ -46,23 +61,23 @@ soak: $(VENV)/.ready
 test-engines: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-vllm.sh
 	PYTHON=$(PYTHON) scripts/install-dynamo.sh
-	$(BIN)/pytest tests/engines --timeout 600
+	$(PYTEST) tests/engines --timeout 600
 
 # Stock SDKs and agent frameworks against a gateway, in an environment of their own.
 test-clients: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-clients.sh
-	$(BIN)/pytest tests/clients
+	$(PYTEST) tests/clients
 
 # Trackers that a run logs to, readers of exports, and Arize Phoenix for traces, in environments of their own.
 test-sinks: $(VENV)/.ready
 	scripts/install-sinks.sh
 	scripts/install-phoenix.sh
-	$(BIN)/pytest tests/sinks
+	$(PYTEST) tests/sinks
 
 # Real coding agents against a gateway and a scripted worker, in an environment of their own.
 test-agents: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-agents.sh
-	$(BIN)/pytest tests/agents
+	$(PYTEST) tests/agents
 
 # Several gateways on real PostgreSQL, Dynamo on real etcd and NATS, from an environment of their own;
 # with a campaign of kills for SECONDS.
@@ -70,18 +85,18 @@ test-scale: SECONDS ?= 120
 test-scale: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-scale.sh
 	PYTHON=$(PYTHON) scripts/install-dynamo.sh
-	CAMPAIGN_SECONDS=$(SECONDS) $(BIN)/pytest tests/scale
+	CAMPAIGN_SECONDS=$(SECONDS) $(PYTEST) tests/scale
 
 # Trainers that people already have, on a gateway, in environments of their own.
 test-trainers: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-trainers.sh
-	$(BIN)/pytest tests/trainers
+	$(PYTEST) tests/trainers
 
 # The dashboard and the report in Debian's Chromium, before a live fleet; a page stays open for SECONDS.
 test-dashboard: SECONDS ?= 60
 test-dashboard: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-dashboard.sh
-	LOCKSTEP_TEST_OPEN_SECONDS=$(SECONDS) $(BIN)/pytest tests/browser --timeout $$(($(SECONDS) * 2 + 180))
+	LOCKSTEP_TEST_OPEN_SECONDS=$(SECONDS) $(PYTEST) tests/browser --timeout $$(($(SECONDS) * 2 + 180))
 
 # The pictures of docs/dashboard.md, of a live fleet.
 screenshots: $(VENV)/.ready

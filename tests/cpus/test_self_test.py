@@ -45,6 +45,12 @@ def test_a_mixture_of_experts_does_too(environ: dict[str, str]) -> None:
     assert report["exact"] == self_test("tiny", **environ)["exact"], report["problem"]
 
 
+@pytest.mark.failure_mode("F70")
+def test_the_bits_of_another_cpu_have_another_fingerprint() -> None:
+    plain, other = self_test("tiny"), self_test("tiny", ATEN_CPU_CAPABILITY="default")
+    assert plain["fingerprint"] != other["fingerprint"]
+
+
 def test_a_mode_that_the_user_chose_is_kept() -> None:
     assert self_test("tiny", MKL_CBWR="COMPATIBLE")["mkl"] == "COMPATIBLE"
     assert self_test("tiny", MKL_CBWR="OFF")["mkl"] == "OFF"

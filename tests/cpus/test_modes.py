@@ -1,0 +1,32 @@
+"""The mode that MKL computes in: made strict, inherited by children, tried in processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from lockstep.engine.numerics import mkl, mkl_choice
+from tests.engine.machine import child
+
+REPRODUCIBLE = (
+    "from lockstep.engine.numerics import mkl, plan; import os; plan.make_reproducible(); "
+)
+MODE = REPRODUCIBLE + "print(mkl.mode())"
+
+
+def test_mkl_is_made_strict_where_it_promises_to_be() -> None:
+    if mkl_choice.vendor() != "GenuineIntel" or not mkl.offers_strict():
+        pytest.skip(f"MKL promises no strict mode on {mkl_choice.vendor()}")
+    assert child(MODE).stdout.strip() == mkl.STRICT
+    assert child(MODE, MKL_CBWR="AVX2").stdout.strip() == "AVX2", "a user's choice is kept"
+    assert child(MODE, MKL_ENABLE_INSTRUCTIONS="SSE4_2").stdout.strip() == "OFF"
+
+
+def test_children_inherit_the_mode() -> None:
+    process = child(REPRODUCIBLE + "print(os.environ.get('MKL_CBWR', 'OFF'))")
+    assert process.stdout.strip() == child(MODE).stdout.strip()
+
+
+def test_a_mode_is_tried_in_a_process_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    assert mkl_choice._tried(mkl.STRICT) in (0, 4, 8, 16, 32, 64)
+    assert mkl_choice._tried("no such mode") == 0
+    assert "could not be tried" not in caplog.text, "0 must not be the child's failure to start"
