@@ -70,7 +70,7 @@ def test_samples_have_the_trainers_logprobs_bit_for_bit(server: TinkerProcess, w
         for rows in zip(sampled["logprobs"], sampled["trainer"], strict=True)
         for ours, theirs in zip(*rows, strict=True)
     )
-    assert worst <= (0.0 if server.ready["exact"] else 1e-3)
+    assert worst <= (0.0 if server.ready["trainer"]["exact"] else 1e-3)
     assert walk["seeded_again"]
     assert walk["ephemeral"]
     assert walk["base_differs"]
@@ -181,8 +181,8 @@ def test_calls_that_cannot_be_read_are_over_and_spoil_the_step_they_belong_to(
 def test_workers_that_compute_closely_are_told_and_their_samplers_proved(tmp_path: Path) -> None:
     server = TinkerProcess(tmp_path / "state", "--worker-args", "--arithmetic close")
     try:
-        assert server.ready["exact"] is False
-        assert server.ready["note"]
+        assert server.ready["trainer"]["exact"] is False
+        assert server.ready["trainer"]["note"]
         assert len(server.program(tmp_path, "tinker_steps")["logprobs"]) == 10
     finally:
         server.stop()
@@ -193,7 +193,7 @@ def test_forty_samplers_are_alive_in_eight_slots(server: TinkerProcess, tmp_path
     results = server.program(tmp_path, "tinker_samplers", "40")
     assert len({tuple(row) for row in results["sampled"]}) == 40
     assert results["backwards"] == results["sampled"]
-    if server.ready["exact"]:
+    if server.ready["trainer"]["exact"]:
         assert results["sampled"] == results["trained"]
 
 
