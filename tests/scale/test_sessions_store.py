@@ -17,7 +17,7 @@ from lockstep.gateway.sessions.store.postgres import PostgresSessionStore
 from lockstep.http.auth import key_digest
 from lockstep.render import Renderer
 from lockstep.storage.postgres import PostgresDatabase
-from lockstep.tokens.errors import Conflict, Forbidden, NotFound, TooLarge, Unavailable
+from lockstep.tokens.errors import Busy, Conflict, Forbidden, NotFound, TooLarge, Unavailable
 from tests.gateway.sessions.test_sessions import ASK, MORE, completion, renderer, say, talk
 from tests.scale.postgres_server import PostgresServer, postgres_server
 
@@ -328,6 +328,15 @@ async def test_a_limit_of_turns_holds(opened: Opener, renderer: Renderer) -> Non
     with pytest.raises(TooLarge, match="2 turns, the limit is 2"):
         await (await one.open("a", renderer)).plan([*messages, MORE])
     assert len(one) == 1
+
+
+async def test_a_session_that_was_minted_counts_at_once(opened: Opener) -> None:
+    one = await opened(max_sessions=2)
+    for name in ("a", "b"):
+        await one.keys.mint(name)
+    assert len(one) == 2
+    with pytest.raises(Busy, match="2 sessions"):
+        await one.keys.mint("c")
 
 
 async def test_one_gateway_counts_all_sessions_and_the_others_read_its_count(

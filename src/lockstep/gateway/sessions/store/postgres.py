@@ -149,6 +149,8 @@ class PostgresSessionStore:
         )
         if kept is None:
             return False
+        sessions, total = self._totals
+        self._totals = Totals(sessions + 1, total)
         entry.update(kept)
         return True
 
