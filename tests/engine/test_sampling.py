@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,35 @@ def test_choices_of_a_seed_do_not_depend_on_how_many_fit_at_once(rig: Rig, tiny:
     assert few.completions == wide.completions
 
 
-def test_later_choices_share_the_prefix_of_the_first(rig: Rig) -> None:
+@pytest.mark.parametrize("length", [1, 9, 100])
+def test_later_choices_take_the_prompt_of_the_first_whole(rig: Rig, length: int) -> None:
     rig.forget_prefixes()
-    hits = rig.core.prefixes.hits
-    result = rig.submit(ids(4, 100), n=4, max_tokens=3)
+    hits, queries = rig.core.prefixes.hits, rig.core.prefixes.queries
+    prompt = ids(4, length)
+    result = rig.submit(prompt, n=4, seed=7, max_tokens=3)
     rig.run()
-    assert len(result.completions) == 4
-    assert rig.core.prefixes.hits - hits == 3 * 96
+    # The last token is computed by each: its logits are needed.
+    assert rig.core.prefixes.hits - hits == 3 * (length - 1)
+    assert rig.core.prefixes.queries - queries == 4 * length
+    rig.forget_prefixes()
+    alone = [rig.generate(prompt, seed=7 + at, max_tokens=3) for at in range(4)]
+    assert [replace(each, index=0) for each in result.completions] == alone
+
+
+def test_no_choice_takes_a_prompt_that_older_weights_computed(tiny: Path, tiny2: Path) -> None:
+    """A swap of weights comes to a later choice first, whose slot is before that of the first."""
+    rig = Rig(tiny)
+    short = rig.submit(ids(3, 9), max_tokens=4)
+    result = rig.submit(prompt := ids(4, 9), n=3, seed=7, max_tokens=12)
+    while not short.ended:
+        rig.run(1)
+    leader, *_, last = result.handle.sequences
+    assert rig.core.scheduler.running.index(last) < rig.core.scheduler.running.index(leader)
+    kept = last.generated
+    rig.load(tiny2, "new")
+    rig.run()
+    choice = result.completions[-1]
+    assert choice.logprobs[kept:] == reference(tiny2, prompt + choice.token_ids)[-12 + kept :]
 
 
 def test_all_choices_have_the_prompt_logprobs(rig: Rig) -> None:

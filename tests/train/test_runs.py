@@ -159,6 +159,7 @@ async def test_distillation_brings_the_student_closer_to_its_teacher(
         teacher={"url": teacher.url},
         rollout={"groups": 32, "group_size": 2},
         loop={"steps": 4},
+        seed=3,
     )
     result = await stack.trainer(config).run()
     distance = [step.more["ref_kl"] for step in result.steps]

@@ -303,8 +303,25 @@ class Core:
     def _load_prefix(self, sequence: Sequence, slot: int) -> None:
         adapter = None if sequence.adapter is None else sequence.adapter.uid
         sequence.root = root_name(self.served.weights.epoch, adapter, sequence.request.cache_salt)
-        if not sequence.wants_prompt_logprobs and not sequence.request.skip_prefix_cache:
+        if sequence.wants_prompt_logprobs or sequence.request.skip_prefix_cache:
+            return
+        leader = sequence.leader
+        if leader is not None and self._has_prompt(leader, sequence.root):
+            # All but the last token of the prompt, whose logits are needed, and not only blocks.
+            sequence.computed = sequence.prompt_len - 1
+            self.cache.move(self.scheduler.running.index(leader), slot, sequence.computed)
+            self.prefixes.queries += len(sequence.tokens)
+            self.prefixes.hits += sequence.computed
+        else:
             sequence.computed = self.prefixes.load(sequence.root, sequence.tokens, slot)
+
+    def _has_prompt(self, leader: Sequence, root: bytes) -> bool:
+        """Whether the slot of a first choice holds the prompt, computed as `root` says."""
+        return (
+            leader.root == root
+            and leader.computed >= leader.prompt_len
+            and leader in self.scheduler.running
+        )
 
     def wipe(self, sequence: Sequence) -> None:
         """Makes sure that nothing of what a broken sequence left in its slot is read again."""
