@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import isfinite
 from typing import Literal, get_args
 
@@ -146,9 +147,9 @@ def check_spans(spans: Sequence[VersionSpan], tokens: int) -> None:
 def merge_spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
     """Spans for one version label per token."""
     spans: list[VersionSpan] = []
-    for at, version in enumerate(versions):
-        if spans and spans[-1].version == version:
-            spans[-1] = VersionSpan(version, spans[-1].start, at + 1)
-        else:
-            spans.append(VersionSpan(version, at, at + 1))
+    at = 0
+    for version, run in groupby(versions):
+        end = at + len(list(run))
+        spans.append(VersionSpan(version, at, end))
+        at = end
     return tuple(spans)
