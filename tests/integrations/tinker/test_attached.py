@@ -1,0 +1,125 @@
+"""A trainer whose workers are not our own refuses at once what they could not serve later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from starlette.requests import Request
+
+from lockstep.engine import exact
+from lockstep.gateway.tenants import Caller
+from lockstep.http.handlers import CALLER
+from lockstep.integrations.tinker import types
+from lockstep.integrations.tinker.attached import AttachedTrainer, TrainerOptions
+from lockstep.integrations.tinker.lora import LoraModel, LoraSettings
+from lockstep.integrations.tinker.samplers import Samplers
+from lockstep.models import bundled
+from lockstep.tokens.errors import BadRequest, Gone, NotFound, UpdateFailed
+from lockstep.tokens.numerics import NumericsPlan
+from tests.integrations.tinker.test_trainer import load
+
+ALL = LoraSettings(rank=8)
+
+
+class PickyWorkers:
+    """Samplers on workers that prove no adapter of some modules."""
+
+    def __init__(self, *refused: str) -> None:
+        self.refused = set(refused)
+        self.served: list[list[str]] = []
+
+    async def serve(self, directory: Path | None) -> str:
+        assert directory is not None
+        targets = json.loads((directory / "adapter_config.json").read_text())["target_modules"]
+        self.served.append(targets)
+        if self.refused & set(targets):
+            raise UpdateFailed("no worker proved it")
+        return "tinker-1"
+
+    async def forget(self, directory: Path) -> None:
+        assert directory.exists()
+
+    def check_base(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return exact.prepare(load())
+
+
+@pytest.fixture
+def made(base: Any, tmp_path: Path) -> Iterator[Any]:
+    trainers: list[AttachedTrainer] = []
+
+    def make(workers: PickyWorkers, plan: NumericsPlan | None = None, **options: Any) -> Any:
+        own = exact.own_plan(cast("Path", bundled("tiny")))
+        trainer = AttachedTrainer(
+            TrainerOptions(model="tiny", **options), LoraModel(base, is_exact=True, max_rank=64),
+            own, plan, cast("Samplers", workers), tmp_path / "gateway" / "tinker",
+        )  # fmt: skip
+        trainers.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in trainers:
+        trainer.thread.shutdown()
+
+
+async def test_a_head_that_workers_leave_out_is_refused_with_the_way_out(made: Any) -> None:
+    workers = PickyWorkers("lm_head")
+    trainer = made(workers)
+    with pytest.raises(BadRequest, match="create the model with train_unembed=False"):
+        await trainer.check_served(ALL)
+    tried = len(workers.served)
+    await trainer.check_served(LoraSettings(rank=8, train_unembed=False, seed=7))
+    assert len(workers.served) == tried, "what was proved once is not tried again"
+
+
+async def test_what_else_cannot_be_served_is_refused_with_the_reason(made: Any) -> None:
+    with pytest.raises(BadRequest, match=r"other settings.*\(no worker proved it\)"):
+        await made(PickyWorkers("q_proj")).check_served(ALL)
+
+
+async def test_own_workers_are_not_tried(made: Any) -> None:
+    workers = PickyWorkers("lm_head")
+    await made(workers, exact.own_plan(cast("Path", bundled("tiny")))).check_served(ALL)
+    assert workers.served == []
+
+
+def test_how_closely_others_must_follow_is_measured_in_16_bits_only(made: Any) -> None:
+    assert made(PickyWorkers()).model.close_tolerance == 1e-3
+    assert made(PickyWorkers(), dtype="bfloat16").model.close_tolerance is None
+
+
+async def test_runs_of_a_tenant_are_out_of_reach_for_others(made: Any) -> None:
+    trainer = made(PickyWorkers())
+
+    def by(tenant: str) -> Any:
+        scope = {"type": "http", "state": {CALLER: Caller(tenant, cache_scope=tenant)}}
+        return trainer.tenants.of(Request(scope))
+
+    mine = by("mine").create_session(types.CreateSession())
+    assert by("mine").store.live_session(mine.session_id) == mine
+    for other in ("..", "his", "default"):
+        with pytest.raises(Gone):
+            by(other).store.live_session(mine.session_id)
+        assert by(other).store.sessions() == []
+    assert by("mine").sampling.cache_salt == "mine"
+    # The default tenant's own, and one for each of the others: nothing lies beside them.
+    assert len(list(trainer.state_dir.rglob("sessions"))) == 4
+    assert len(list(trainer.state_dir.parents[1].rglob("sessions"))) == 4
+
+
+async def test_names_of_other_models_are_not_those_of_samplers(made: Any) -> None:
+    tenants = made(PickyWorkers()).tenants
+    assert await tenants.served_as("gpt-4") is None
+    with pytest.raises(NotFound, match="does not exist here"):
+        await tenants.served_as("tinker://run/sampler_weights/name")
