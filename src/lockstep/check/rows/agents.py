@@ -107,7 +107,8 @@ async def previous(target: Target) -> str:
 @GROUP.row("one_session", "a turn of one dialect is continued through another", "L2")
 async def one_session(target: Target) -> str:
     base = f"/sessions/check-{uuid4().hex}"
-    first = there(await target.post(base + MESSAGES, messages_body(target, QUESTION)), MESSAGES)
+    first = await target.post(base + MESSAGES, messages_body(target, QUESTION))
+    there(first, "/sessions/{id}" + MESSAGES)
     text = text_of_message(first.fields)
     reply = await target.post(base + RESPONSES, responses_body(target, QUESTION, text, MORE))
     require(reply.status == 200, reply.describe())
