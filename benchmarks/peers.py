@@ -13,6 +13,7 @@ SCRIPTS = {
     "vllm": "install-vllm.sh",
     "dynamo": "install-dynamo.sh",
     "trl": "install-trainers.sh",
+    "tinker": "install-trainers.sh",
     "clients": "install-clients.sh",
 }
 PACKAGES = {

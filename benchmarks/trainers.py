@@ -1,135 +1,210 @@
-"""A step of a trainer on the short reverse task: TRL's GRPOTrainer on a Lockstep gateway, and
-Lockstep's own loop in both modes, beside TRL alone.
+"""A step of a trainer on three tasks (benchmarks/trainer_tasks.py): TRL's GRPOTrainer on a gateway,
+Lockstep's own loop in both modes, and Tinker's SDK on `lockstep tinker`, beside TRL alone.
 
-    python -m benchmarks.trainers
+    python -m benchmarks.trainers [short] [long] [calc]
 
-128 rollouts a step (16 x 8) of about 9 tokens, the bundled model, two cores. TRL alone generates in
-its own process with transformers; on the gateway every step writes, stages, proves and swaps the
-weights of a worker process. Runs take turns, and the first steps of each are left out.
-CPU seconds are those of all processes; TRL alone is given one thread for them, as threads that wait
-for each other on a busy machine burn time.
+128 rollouts a step (16 x 8), the bundled model, two cores. TRL alone generates in its own process
+with transformers, in as many threads as it likes; on the gateway every step writes, stages, proves
+and swaps the weights of a worker process. Runs take turns, and the first steps of each are left
+out. CPU seconds are those of all processes. Of the short task TRL alone is also given one thread,
+as threads that wait for each other on a busy machine burn time: it gets the better of the two.
+Figures are medians of the steps; of the long task means, as its steps differ by what falls to them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
-from statistics import median
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 from benchmarks import peers, table
 from benchmarks.table import Row
+from benchmarks.trainer_tasks import TASKS
 
-ROUNDS, STEPS, WARM = 2, 12, 3
+SHORT_ROUNDS = 2
 TOKEN = "benchmark"
-TRL, OWN = "benchmarks.trl_run", "benchmarks.own_run"
+TRL, OWN, TINKER = "benchmarks.trl_run", "benchmarks.own_run", "benchmarks.tinker_run"
+Measured = dict[str, Any]
 
 
-def rows() -> list[Row]:
-    alone: list[dict[str, Any]] = []
-    close: list[dict[str, Any]] = []
-    exact: list[dict[str, Any]] = []
-    single: list[dict[str, Any]] = []
-    in_turns: list[dict[str, Any]] = []
-    ahead: list[dict[str, Any]] = []
-    for _ in range(ROUNDS):
-        alone.append(run())
-        close.append(on_gateway("--close"))
-        exact.append(on_gateway())
-        single.append(run(threads=1))
-        in_turns.append(on_gateway("--mode", "sync", module=OWN))
-        ahead.append(on_gateway("--mode", "async", module=OWN))
-    theirs = seconds(alone)
-    # One thread is the faster way on a busy machine: TRL gets the better of its two.
-    best = min(theirs, seconds(single))
-    spent = median(step for each in single for step in each["cpu"][WARM:])
+def rows(tasks: Sequence[str] = tuple(TASKS)) -> list[Row]:
+    return [row for task in tasks for row in BY_TASK[task]()]
+
+
+def short() -> list[Row]:
+    runs: dict[str, list[Measured]] = defaultdict(list)
+    for _ in range(SHORT_ROUNDS):
+        runs["alone"].append(run(TRL, "short"))
+        runs["one thread"].append(run(TRL, "short", threads=1))
+        runs["TRL on Lockstep"].append(on_gateway(TRL, "short"))
+        runs["close"].append(on_gateway(TRL, "short", "--close"))
+        runs["in turns"].append(on_gateway(OWN, "short", "--mode", "sync"))
+        runs["ahead"].append(on_gateway(OWN, "short", "--mode", "async"))
+        runs["Tinker"].append(on_tinker())
+    alone = min((runs["alone"], runs["one thread"]), key=lambda each: figure("short", each, wall))
+    frugal = runs["one thread"]
+    one = "TRL alone, one thread"
     return [
-        Row(
-            what="TRL on Lockstep, a step", against="TRL alone", ours=seconds(close),
-            theirs=theirs, unit="s", at_most=1.3, note=told(close, alone),
-        ),
-        Row(
-            what="TRL on Lockstep, exact, a step", against="TRL alone", ours=seconds(exact),
-            theirs=theirs, unit="s", note=told(exact, alone),
-        ),
-        Row(
-            what="own loop, in turns, a step", against="TRL alone", ours=seconds(in_turns),
-            theirs=best, unit="s", at_most=1.0, note=told(in_turns, single),
-        ),
-        Row(
-            what="own loop, one version ahead, a step", against="TRL alone", ours=seconds(ahead),
-            theirs=best, unit="s", at_most=0.7, note=told(ahead, single),
-        ),
-        Row(
-            what="own loop, in turns, CPU of a step", against="TRL alone, one thread",
-            ours=cpu_of_all(in_turns), theirs=spent, unit="s",
-        ),
-        Row(
-            what="own loop, one version ahead, CPU of a step", against="TRL alone, one thread",
-            ours=cpu_of_all(ahead), theirs=spent, unit="s",
-        ),
-    ]  # fmt: skip
+        compared("short", "TRL on Lockstep, a step", runs["TRL on Lockstep"], alone, at_most=1.3),
+        compared("short", "TRL on Lockstep with a model of its own, a step", runs["close"], alone),
+        compared("short", "own loop, in turns, a step", runs["in turns"], alone, at_most=1.0),
+        compared("short", "own loop, one version ahead, a step", runs["ahead"], alone, at_most=0.7),
+        compared("short", "Tinker's SDK on Lockstep, a step", runs["Tinker"], alone),
+        used("short", "TRL on Lockstep, CPU of a step", runs["TRL on Lockstep"], frugal, one),
+        used("short", "own loop, in turns, CPU of a step", runs["in turns"], frugal, one),
+        used("short", "own loop, one version ahead, CPU of a step", runs["ahead"], frugal, one),
+        used("short", "Tinker's SDK on Lockstep, CPU of a step", runs["Tinker"], frugal, one),
+    ]
 
 
-def run(*arguments: str, module: str = TRL, threads: int | None = None) -> dict[str, Any]:
-    """What a run of benchmarks/trl_run.py or own_run.py measured."""
-    python = str(peers.python("trl")) if module == TRL else sys.executable
-    command = [python, "-m", module, "--steps", str(STEPS)]
-    environ = {**os.environ, "PYTHONPATH": str(peers.ROOT), "TRL_EXPERIMENTAL_SILENCE": "1"}
+def long() -> list[Row]:
+    return uneven("long", trl_at_most=1.0)
+
+
+def calc() -> list[Row]:
+    return uneven("calc", trl_at_most=None)
+
+
+def uneven(task: str, trl_at_most: float | None) -> list[Row]:
+    """What is asked of the tasks on which TRL alone waits for its longest row: half of its time."""
+    alone = [run(TRL, task)]
+    on = [on_gateway(TRL, task)]
+    in_turns = [on_gateway(OWN, task, "--mode", "sync")]
+    ahead = [on_gateway(OWN, task, "--mode", "async")]
+    return [
+        compared(task, "TRL on Lockstep, a step", on, alone, at_most=trl_at_most),
+        compared(task, "own loop, in turns, a step", in_turns, alone, at_most=0.5),
+        compared(task, "own loop, one version ahead, a step", ahead, alone, at_most=0.5),
+        used(task, "TRL on Lockstep, CPU of a step", on, alone),
+        used(task, "own loop, in turns, CPU of a step", in_turns, alone),
+    ]
+
+
+BY_TASK = {"short": short, "long": long, "calc": calc}
+
+# Rows
+
+
+def wall(step: tuple[float, float, float]) -> float:
+    return step[0]
+
+
+def cpu(step: tuple[float, float, float]) -> float:
+    return step[1] + step[2]
+
+
+def figure(task: str, runs: list[Measured], value: Any) -> float:
+    """Of the steps of these runs that are measured: the median, of uneven ones the mean."""
+    columns = ("wall", "cpu", "served_cpu")
+    steps = [
+        value(step)
+        for each in runs
+        for step in list(zip(*(each[name] for name in columns), strict=True))[TASKS[task].warm :]
+    ]
+    return float(mean(steps) if task == "long" else median(steps))
+
+
+def compared(
+    task: str, what: str, ours: list[Measured], alone: list[Measured], at_most: float | None = None
+) -> Row:
+    after, before = (median(mean(each["reward"][-3:]) for each in runs) for runs in (ours, alone))
+    worst = max(each["mismatch"] for each in ours)
+    said = f"reward {after:.2f}, alone {before:.2f}; logprobs off by {worst:.1e}"
+    if task == "long":
+        lengths = (median(mean(each["tokens"]) for each in runs) for runs in (ours, alone))
+        said += "; tokens an answer {:.0f}, alone {:.0f}".format(*lengths)
+    return Row(
+        what=f"{task}: {what}", against="TRL alone", ours=figure(task, ours, wall),
+        theirs=figure(task, alone, wall), unit="s", at_most=at_most, note=said,
+    )  # fmt: skip
+
+
+def used(
+    task: str, what: str, ours: list[Measured], alone: list[Measured], against: str = "TRL alone"
+) -> Row:
+    return Row(
+        what=f"{task}: {what}", against=against, ours=figure(task, ours, cpu),
+        theirs=figure(task, alone, cpu), unit="s",
+    )  # fmt: skip
+
+
+# Runs
+
+
+def run(
+    module: str, task: str, *arguments: str, threads: int | None = None, **environ: str
+) -> Measured:
+    """What a run of one of the programs measured. Raises RuntimeError where it fails."""
+    python = sys.executable
+    if module != OWN:
+        python = str(peers.python("trl" if module == TRL else "tinker"))
+    command = [python, "-m", module, *(() if module == TINKER else ("--task", task))]
+    environ = {**os.environ, "PYTHONPATH": str(peers.ROOT), "TRL_EXPERIMENTAL_SILENCE": "1",
+               "HF_HUB_OFFLINE": "1", **environ}  # fmt: skip
     if threads is not None:
         environ |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    done = subprocess.run(
+    ended = subprocess.run(
         [*command, *arguments], env=environ, cwd=peers.ROOT, capture_output=True, text=True
     )
-    if done.returncode:
-        raise RuntimeError(f"{command} failed: {done.stderr[-4000:]}")
-    measured: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    if ended.returncode:
+        raise RuntimeError(f"{command} failed: {ended.stderr[-4000:]}")
+    measured: Measured = json.loads(ended.stdout.strip().splitlines()[-1])
     return measured
 
 
-def on_gateway(*arguments: str, module: str = TRL) -> dict[str, Any]:
-    command = [sys.executable, "-m", "lockstep", "serve", "tiny", "--json", "--port", "0",
-               "--admin-port", "0", "--sessions", "memory"]  # fmt: skip
+def on_gateway(module: str, task: str, *arguments: str) -> Measured:
+    with served("serve", "--admin-port", "0", "--sessions", "memory") as (pid, ready):
+        where = ["--url", ready["url"], "--admin-url", ready["admin_url"], "--token", TOKEN]
+        return run(module, task, *where, "--served-pid", str(pid), *arguments)
+
+
+def on_tinker() -> Measured:
+    with (
+        tempfile.TemporaryDirectory(prefix="lockstep-bench-") as state,
+        served("tinker", "--state-dir", state) as (pid, ready),
+    ):
+        own = {"TINKER_BASE_URL": ready["url"], "TINKER_API_KEY": "tml-benchmark", "HOME": state}
+        return run(TINKER, "short", "--served-pid", str(pid), **own)
+
+
+@contextmanager
+def served(kind: str, *arguments: str) -> Iterator[tuple[int, Measured]]:
+    """A server of the bundled model: its process id, and what it says of itself when ready."""
+    command = [sys.executable, "-m", "lockstep", kind, "tiny", "--json", "--port", "0", *arguments]
     environ = {**os.environ, "LOCKSTEP_ADMIN_TOKEN": TOKEN}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as served:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
         try:
-            line = served.stdout.readline() if served.stdout else ""
-            ready = json.loads(line)
-            where = ["--url", ready["url"], "--admin-url", ready["admin_url"], "--token", TOKEN]
-            if module == OWN:
-                where += ["--served-pid", str(served.pid)]
-            return run(*where, *arguments, module=module)
+            line = process.stdout.readline() if process.stdout else ""
+            if not line:
+                raise RuntimeError(f"{command} ended with code {process.wait()}")
+            yield process.pid, json.loads(line)
         finally:
-            served.terminate()
+            process.terminate()
 
 
-def seconds(runs: list[dict[str, Any]]) -> float:
-    return float(median(step for each in runs for step in each["wall"][WARM:]))
-
-
-def cpu_of_all(runs: list[dict[str, Any]]) -> float:
-    """CPU seconds of a step: of the trainer, the gateway and its worker."""
-    spent: list[float] = []
-    for each in runs:
-        pairs = zip(each["cpu"][WARM:], each["served_cpu"][WARM:], strict=True)
-        spent += [own + served for own, served in pairs]
-    return median(spent)
-
-
-def told(ours: list[dict[str, Any]], alone: list[dict[str, Any]]) -> str:
-    """CPU of the trainer's process, reward at the end, and how far logprobs were off."""
-    cpu = median(step for each in ours for step in each["cpu"][WARM:])
-    own = median(step for each in alone for step in each["cpu"][WARM:])
-    after = median(sum(each["reward"][-3:]) / 3 for each in ours)
-    before = median(sum(each["reward"][-3:]) / 3 for each in alone)
-    worst = max(each["mismatch"] for each in ours)
-    return (
-        f"trainer CPU {cpu:.2f} s, alone {own:.2f} s; reward {after:.2f}, alone {before:.2f}; "
-        f"logprobs off by {worst:.1e}"
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("tasks", nargs="*", metavar="task", help=f"some of {', '.join(TASKS)}")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    if unknown := set(options.tasks) - set(TASKS):
+        parser.error(f"not known: {', '.join(sorted(unknown))}; expected {', '.join(TASKS)}")
+    made = rows(options.tasks or tuple(TASKS))
+    print(table.plain(made))
+    if options.json:
+        table.write(made, options.json)
 
 
 if __name__ == "__main__":
-    table.main(rows, __doc__)
+    main()
