@@ -16,7 +16,8 @@ import pytest
 
 from lockstep.gateway.sessions import expiry, samples
 from lockstep.gateway.sessions.cache import CachedSession
-from lockstep.gateway.sessions.sessions import Session, Sessions
+from lockstep.gateway.sessions.session import Session
+from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.gateway.sessions.store import tables
 from lockstep.gateway.sessions.store import thread as store
 from lockstep.ledger import PromptPlan

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.gateway.chat.prefix import KeptIds, bare_messages, kept_by_messages, prefixed
 from lockstep.gateway.chat.room import is_light
-from lockstep.gateway.sessions.sessions import Session
+from lockstep.gateway.sessions.session import Session
 from lockstep.ledger import PromptPlan
 from lockstep.protocol.openai.chat_request import ChatRequest
 from lockstep.render import Renderer, plain_messages, plain_tools

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep.fleet.routing.affinity import Affinity
-from lockstep.gateway.sessions.sessions import Session
+from lockstep.gateway.sessions.session import Session
 from lockstep.ledger import PromptPlan, Reply
 from lockstep.ledger.origin import Origin
 from lockstep.protocol.common.request import GenerateRequest

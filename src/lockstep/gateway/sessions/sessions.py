@@ -6,24 +6,25 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from lockstep import tracing
 from lockstep.gateway.sessions.cache import CachedSession, SessionCache
 from lockstep.gateway.sessions.entry import SessionEntry, SessionInfo
 from lockstep.gateway.sessions.expiry import TTL_SECONDS, SessionExpiry
 from lockstep.gateway.sessions.keys import SessionKeys
 from lockstep.gateway.sessions.limits import SessionCounts, SessionLimits
+from lockstep.gateway.sessions.loading import SessionLoader
 from lockstep.gateway.sessions.samples import (
     SampleOptions,
     TokenizerFingerprints,
     reading_back,
 )
 from lockstep.gateway.sessions.service_clock import ServiceClock
+from lockstep.gateway.sessions.session import Session
 from lockstep.gateway.sessions.store.interface import (
     SessionStore,
     StoredSession,
@@ -36,77 +37,10 @@ from lockstep.ledger.branch_sample import branch_samples
 from lockstep.ledger.breaks import GATEWAY_BREAKS
 from lockstep.ledger.codec import load_turns
 from lockstep.render import Renderer
-from lockstep.render.messages import Plain, plain_messages
 from lockstep.tokens import Completion, Sample
 from lockstep.tokens.errors import Conflict, LockstepError, NotFound, Unavailable
 
 log = logging.getLogger(__name__)
-
-
-class Session:
-    """A session as one request uses it. Plan and commit with the same one."""
-
-    def __init__(
-        self, owner: Sessions, cached: CachedSession, renderer: Renderer, breaks: Breaks
-    ) -> None:
-        self._owner, self._cached, self._renderer, self._breaks = owner, cached, renderer, breaks
-
-    @property
-    def id(self) -> str:
-        return self._cached.name
-
-    @property
-    def strict(self) -> bool:
-        """Whether turns that cannot be in one sample with those before are refused."""
-        return self._breaks == "strict"
-
-    async def plan(self, messages: Iterable[Any], tools: Iterable[Any] | None = None) -> PromptPlan:
-        """The prompt for these messages, its ids perhaps undecoded; see Ledger.plan.
-
-        Raises what that raises, and TooLarge when the session is at its limit of turns or bytes.
-        Limits are checked here and not in `commit`: what was sampled is stored.
-        """
-        await self._owner.begin_call(self._cached)
-        try:
-            return await self._cached.ledger.plan_async(
-                messages, tools, renderer=self._renderer, breaks=self._breaks, lazy=True
-            )
-        finally:
-            self._owner.count_breaks(self._cached)
-
-    async def plan_ids(self, prompt_ids: Sequence[int]) -> PromptPlan:
-        """Where a turn with a prompt of ids belongs; see Ledger.plan_ids. Raises as `plan` does."""
-        await self._owner.begin_call(self._cached)
-        try:
-            return self._cached.ledger.plan_ids(prompt_ids, breaks=self._breaks)
-        finally:
-            self._owner.count_breaks(self._cached)
-
-    def history(self, request_id: str) -> list[Plain] | None:
-        """The messages up to and with the turn of that request; None when it is not here."""
-        for node in reversed(self._cached.ledger.nodes):
-            if node.request_id == request_id:
-                return plain_messages(node.messages())
-        return None
-
-    async def continue_(self, node: Node) -> PromptPlan:
-        """The prompt that goes on where an aborted turn stopped; see Ledger.continue_."""
-        await self._owner.begin_call(self._cached)
-        return self._cached.ledger.continue_(node)
-
-    async def commit(self, plan: PromptPlan, choices: Sequence[tuple[Completion, Any]]) -> None:
-        """Stores every choice of a reply as a branch: all of them, or none.
-
-        Returns when they are in the store. Raises what Ledger.commit raises; Conflict when the
-        session was deleted or finished meanwhile; Unavailable when they could not be stored, and
-        then the session is as it was before. (A shared store that went away in the very moment may
-        turn out to have them.) A caller that is cancelled while it waits stores them too.
-        """
-        if (tracer := tracing.active) is None:
-            await self._owner.store(self._cached, plan, choices)
-            return
-        with tracer.span("store", {"lockstep.session": self.id}):
-            await self._owner.store(self._cached, plan, choices)
 
 
 class Sessions:
@@ -160,7 +94,7 @@ class Sessions:
             check_room=self._check_room,
         )
         self._writes = SessionWrites(self._store, self.cache, self.keys, self.counts)
-        self._loading: dict[str, asyncio.Task[CachedSession | None]] = {}
+        self._loader = SessionLoader(self._store, self.cache, self._writes, self.counts)
         self._fingerprints = TokenizerFingerprints()
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -220,9 +154,9 @@ class Sessions:
         tokenizer = await self._fingerprints.of(renderer)
         cached = self.cache.find(session_id)
         if cached is None:
-            cached = await self._load(session_id, renderer)
+            cached = await self._loader.load(session_id, renderer)
         elif self._store.shared:
-            cached = await self._refresh(cached, renderer)
+            cached = await self._loader.refresh(cached, renderer)
         if cached is None:
             if begun:
                 raise Conflict(f"session {session_id!r} was deleted", param="x-session-id")
@@ -376,45 +310,4 @@ class Sessions:
         new = self._store.new_entry(name, tokenizer, now, active)
         cached = CachedSession(new, Ledger(renderer, breaks=GATEWAY_BREAKS))
         self.cache.add(cached)
-        return cached
-
-    async def _load(self, name: str, renderer: Renderer) -> CachedSession | None:
-        """The session from the store, now in the cache; None when it is not there."""
-        task = self._loading.get(name)
-        if task is None:
-            # One task for all requests that wait: a session must not be in memory twice.
-            task = asyncio.create_task(self._read(name, renderer))
-            self._loading[name] = task
-            task.add_done_callback(lambda _: self._loading.pop(name))
-            return await asyncio.shield(task)
-        cached = await asyncio.shield(task)
-        if cached is None or not self._store.shared:
-            return cached
-        # It was read before this request came, which may know of a later turn.
-        return await self._refresh(cached, renderer)
-
-    async def _read(self, name: str, renderer: Renderer) -> CachedSession | None:
-        loaded = await self._store.load(name, None, 0)
-        if loaded is None:
-            return None
-        with reading_back(name):
-            ledger = await renderer.offload(
-                Ledger.from_turns, loaded.stored.turns, loaded.stored.breaks, renderer
-            )
-        cached = CachedSession(loaded.entry, ledger)
-        self.cache.add(cached)
-        self.counts.loaded += 1
-        return cached
-
-    async def _refresh(self, cached: CachedSession, renderer: Renderer) -> CachedSession | None:
-        """The session with the turns that other gateways stored since; None when it is gone."""
-        loaded = await self._store.load(cached.name, cached.entry, len(cached.ledger.nodes))
-        if loaded is None and cached.entry.id is None:
-            return cached
-        try:
-            self._writes.take_in(cached, loaded)
-        except Conflict as error:
-            self.cache.drop(cached, error)
-            return await self._load(cached.name, renderer)
-        self.cache.touch(cached)
         return cached
