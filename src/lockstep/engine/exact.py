@@ -276,7 +276,7 @@ def packs(model: Any) -> bool:
 
 
 def _packed(model: Any, sequences: list[list[int]], temperature: float) -> list[Tensor]:
-    row = pack(sequences)
+    row = pack(sequences, multiple=row_multiple_of(model))
     logits = model(**row.arguments()).logits[0]
     # The last token of a sequence has no next one in it: its row is left out.
     kept = torch.from_numpy(np.concatenate([tokens[:-1] for tokens in row.tokens_of]))

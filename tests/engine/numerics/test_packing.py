@@ -48,6 +48,18 @@ def test_a_prompt_is_in_the_row_once_and_every_token_has_the_bits_it_has_alone(m
             assert torch.equal(packed[tokens], alone)
 
 
+def test_a_row_that_is_padded_at_its_end_has_the_same_bits(model: Any) -> None:
+    sequences, shared = groups()
+    multiple = exact.row_multiple_of(model)
+    plain, padded = pack(sequences, shared), pack(sequences, shared, multiple=multiple)
+    assert len(plain.ids_T) % multiple
+    assert not len(padded.ids_T) % multiple
+    assert [list(tokens) for tokens in padded.tokens_of] == [list(t) for t in plain.tokens_of]
+    with torch.no_grad():
+        short, whole = (model(**row.arguments()).logits[0] for row in (plain, padded))
+    assert torch.equal(whole[: len(short)], short)
+
+
 def test_the_gradient_is_that_of_the_sequences_one_by_one(model: Any) -> None:
     sequences, shared = groups()
 

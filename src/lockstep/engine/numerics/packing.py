@@ -75,9 +75,15 @@ class PackedRow:
         return out.index_select(0, self.place_T)[None]
 
 
-def pack(sequences: Sequence[Sequence[int]], shared: Sequence[int] | None = None) -> PackedRow:
+def pack(
+    sequences: Sequence[Sequence[int]], shared: Sequence[int] | None = None, *, multiple: int = 1
+) -> PackedRow:
     """Packs sequences, of which the first `shared[i]` tokens may be computed together with those of
-    others that begin with the very same ones; without it nothing is shared."""
+    others that begin with the very same ones; without it nothing is shared.
+
+    The row ends with tokens of no sequence where its length would be no multiple of `multiple`:
+    padded once, it need not be padded for every product.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     tokens_of: list[Ints] = []
@@ -102,6 +108,8 @@ def pack(sequences: Sequence[Sequence[int]], shared: Sequence[int] | None = None
         rest = ids[len(beginning) :]
         own = add(rest, before) if rest else nothing
         tokens_of.append(np.concatenate((before, own)))
+    if missing := -len(tokens) % multiple:
+        add([0] * missing, nothing)
     packed, place = _runs(runs, len(tokens))
     return PackedRow(
         torch.tensor(tokens), torch.tensor(positions), tuple(tokens_of), packed, place

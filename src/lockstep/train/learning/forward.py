@@ -90,11 +90,13 @@ class ForwardPass:
     def _packed(self, items: Sequence[TrainItem], drawn: Sequence[Ints]) -> tuple[Tensor, Tensor]:
         """The logits of the sampled tokens and their ids, from one row."""
         sequences = [item.sample.token_ids for item in items]
-        # The experts that an older version chose for a prompt may be others: each has its own then.
-        shared = (
-            None if self._replay is not None else [int(at[0]) if len(at) else 0 for at in drawn]
-        )
-        row = pack(sequences, shared)
+        if self._replay is None:
+            shared = [int(at[0]) if len(at) else 0 for at in drawn]
+            row = pack(sequences, shared, multiple=exact.row_multiple_of(self._model))
+        else:
+            # The experts that an older version chose for a prompt may be others: each has its own,
+            # and there are none for tokens that nobody sampled.
+            row = pack(sequences)
         pairs = list(zip(row.tokens_of, drawn, strict=True))
         before_N, at_N = (
             torch.from_numpy(np.concatenate([tokens[at - back] for tokens, at in pairs]))
