@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# Before torch is loaded: on cores that are all in use, its threads would spend ten times the work
+# on waiting for each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import shutil
 import tempfile
 from collections.abc import Callable
