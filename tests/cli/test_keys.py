@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lockstep.cli.keys import app
+from lockstep.cli.running.keys import app
 from lockstep.gateway.key_file import KeyFile
 from lockstep.http.auth import key_digest
 from lockstep.settings import Settings

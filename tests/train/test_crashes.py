@@ -19,7 +19,7 @@ from tests.processes import TOKEN
 from tests.train.conftest import Stack, run_config
 
 STEPS = 5
-TRAIN = "import typer; from lockstep.cli.train import train; typer.run(train)"
+TRAIN = "import typer; from lockstep.cli.training.train import train; typer.run(train)"
 
 
 def config(run_dir: Path) -> TrainConfig:

@@ -10,16 +10,17 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep import __version__
-from lockstep.cli import control, dynamo, export, keys
+from lockstep.cli import dynamo
 from lockstep.cli.check import check
-from lockstep.cli.dashboard import dashboard
-from lockstep.cli.demo import demo
 from lockstep.cli.doctor import doctor
 from lockstep.cli.extras import missing_extra
-from lockstep.cli.rollout import rollout
+from lockstep.cli.running import control, export, keys
+from lockstep.cli.running.dashboard import dashboard
 from lockstep.cli.serve import gateway, serve
 from lockstep.cli.tinker import tinker
-from lockstep.cli.train import train
+from lockstep.cli.training.demo import demo
+from lockstep.cli.training.rollout import rollout
+from lockstep.cli.training.train import train
 from lockstep.cli.worker import worker
 from lockstep.http.tls import TlsFiles, use_for_clients
 from lockstep.settings import Settings

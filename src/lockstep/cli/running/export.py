@@ -12,8 +12,8 @@ from typing import IO, Annotated, Any, Literal
 import msgspec
 import typer
 
-from lockstep.cli.control import FleetConnection
 from lockstep.cli.output import print_json
+from lockstep.cli.running.control import FleetConnection
 from lockstep.cli.shared_options import takes
 from lockstep.export.exported import ExportedSample, is_run, samples_of_file, samples_of_run
 from lockstep.export.traces import openenv_trace, verifiers_trace

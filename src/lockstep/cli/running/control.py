@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
-from lockstep.cli.fleet_view import fleet_view
 from lockstep.cli.output import print_json, table_console
+from lockstep.cli.running.fleet_view import fleet_view
 from lockstep.cli.shared_options import takes
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.models import model_directory

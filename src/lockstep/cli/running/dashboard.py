@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from lockstep.cli.control import FleetConnection
 from lockstep.cli.output import print_json
+from lockstep.cli.running.control import FleetConnection
 from lockstep.cli.shared_options import takes
 from lockstep.http.client.client import HttpClient
 from lockstep.running_gateways import find_control_plane

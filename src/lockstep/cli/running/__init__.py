@@ -1,0 +1,1 @@
+"""Commands for a gateway that runs: its state and control, keys, samples and live page."""

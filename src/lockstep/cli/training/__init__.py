@@ -1,0 +1,1 @@
+"""Commands that train, or play rollouts for a trainer."""
