@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from time import time
 from typing import Any, Literal
 
 import msgspec
 
-from lockstep.backends.admin import Admin, Broadcaster, Fenced, PauseMode, Source, WorkerView
+from lockstep.backends.admin import Admin, Broadcaster, Fenced, PauseMode, Source
 from lockstep.checkpoint.validate import resolve
 from lockstep.fleet.control.desired import Desired, Reference
 from lockstep.fleet.control.leadership import AlwaysLeader, Leadership
-from lockstep.fleet.control.lease import Lease
 from lockstep.fleet.control.operations import Operations
 from lockstep.fleet.control.store import ControlStore, LocalStore
 from lockstep.fleet.fan_out import PhaseBudgets, everywhere, nothing
+from lockstep.fleet.gate import WorkerGate
+from lockstep.fleet.pauses import Pauses
 from lockstep.fleet.replica import Replica
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.update.adapters import (
@@ -28,18 +26,14 @@ from lockstep.fleet.update.adapters import (
     prove_again,
     unload_everywhere,
 )
-from lockstep.fleet.update.bring_up import bring_up
 from lockstep.fleet.update.new_weights import WeightReader
-from lockstep.fleet.update.proof import BUILTIN, CLOSE, scores_of
 from lockstep.fleet.update.recovery import serve_again, updatable
 from lockstep.fleet.update.take_over import take_over
 from lockstep.fleet.update.transaction import Transaction
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import (
     BadRequest,
-    LockstepError,
     NotFound,
-    Superseded,
     Unavailable,
 )
 from lockstep.tokens.operation import Operation
@@ -78,25 +72,24 @@ class Fleet:
         self.leadership = leadership or AlwaysLeader()
         self._roots = tuple(Path(root).resolve() for root in roots or ("/",))
         self._weights = WeightReader(self._roots, model_dir)
-        self._budget = budget or PhaseBudgets()
-        self._lease_seconds = lease_seconds
+        self.budget = budget or PhaseBudgets()
         self.desired = Desired()
         self.leads = False
-        self._obeyed = False
         self.refused: dict[str, str] = {}
         """Workers that discovery lists and that are not in the fleet, each with the reason."""
         self.operations = Operations(self._store)
-        self._lease = Lease(self._end_pause)
+        self._pauses = Pauses(self, lease_seconds)
+        self._gate = WorkerGate(self)
         self.replica = Replica(self, self._store, self.leadership, token)
-        pool.gate(self._bring_up)
+        pool.gate(self._gate.bring_up)
 
     async def __aenter__(self) -> Fleet:
         await self.replica.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._lease.watch(None)
-        await self.operations.close(self._budget.commit)
+        self._pauses.watch(None)
+        await self.operations.close(self.budget.commit)
         await self.replica.stop()
         for worker in self.workers:
             await worker.control.close()
@@ -111,9 +104,9 @@ class Fleet:
             desired = await self._store.desired()
             self.pool.accepted.follow(desired.agreed)
             self.desired = msgspec.structs.replace(desired, generation=generation)
-            self._obeyed = False
+            self._gate.obeyed = False
             try:
-                await self._decide(self.desired)
+                await self.decide(self.desired)
             except Unavailable as error:
                 if self.leadership.shared:
                     raise
@@ -121,9 +114,9 @@ class Fleet:
                 log.warning("the generation of this gateway was not recorded: %s", error.message)
             await self._store.cut_off()
             workers = [worker for worker in self.workers if worker.serves]
-            await take_over(workers, self.desired, self.quarantine, self._budget)
+            await take_over(workers, self.desired, self.quarantine, self.budget)
             self.leads, self.pool.accepted.read_anew = True, None
-        self._lease.watch(self.desired.lease_until, self.desired.lease_seconds)
+        self._pauses.watch(self.desired)
         for worker in self.workers:
             if not worker.serves and not worker.leaving:
                 self.pool.check(worker.id)
@@ -131,7 +124,7 @@ class Fleet:
     async def stand_down(self, reason: str) -> None:
         """Changes nothing any more; who waits for an operation gets Unavailable with the reason."""
         self.leads = False
-        self._lease.watch(None)
+        self._pauses.watch(None)
         await self.operations.abandon(reason)
         for worker in self.workers:
             self.pool.hold(worker, False)
@@ -182,70 +175,6 @@ class Fleet:
         """No traffic for it until it was brought to the desired state and proved again."""
         self.pool.quarantine(worker, reason)
 
-    async def _bring_up(self, worker: Worker) -> None:
-        """The pool's gate: leaves the worker proved, or raises what keeps it out."""
-        if not self.leads:
-            return self.replica.admit(worker)
-        if worker.state != "joining":
-            # The operation that runs now may be acting on this worker; later ones leave alone what
-            # is not serving when they start.
-            async with self.operations.lock:
-                worker.become("syncing", worker.reason)
-        while True:
-            error: LockstepError
-            try:
-                async with asyncio.timeout(self._budget.stage + self._budget.prove):
-                    await self._take_over(worker)
-                    reached = await bring_up(worker, self.desired, self._adopt)
-            except TimeoutError:
-                error = Unavailable("it took too long to be brought up")
-            except LockstepError as raised:
-                error = raised
-            else:
-                self._obeyed = True
-                # What is desired may have changed meanwhile: then once more.
-                async with self.operations.lock:
-                    if self.desired == reached:
-                        return
-                continue
-            # One that was ejected or removed meanwhile is what it became then.
-            if worker.state in ("syncing", "proving"):
-                worker.become("quarantined", error.message)
-            raise Unavailable(f"worker {worker.id} is not ready: {error.message}") from error
-
-    async def _take_over(self, worker: Worker) -> None:
-        """Raises Superseded when the worker obeys another gateway by now.
-
-        A gateway that just started has not been obeyed by any worker yet: it takes a number above
-        those that it finds. One that was may have been superseded since, and must not come back.
-        """
-        highest = (await worker.control.view()).generation
-        if highest <= self.desired.generation:
-            return
-        if self._obeyed:
-            self.operations.superseded = True
-            raise Superseded(
-                f"it obeys generation {highest} of another gateway, and this one is "
-                f"{self.desired.generation}: stop the other one and start this one anew, or "
-                "remove the worker here"
-            )
-        async with self.operations.lock:
-            generation = await self.leadership.rise_above(highest)
-            await self._decide(msgspec.structs.replace(self.desired, generation=generation))
-
-    async def _adopt(self, worker: Worker, view: WorkerView) -> Desired:
-        """The first worker's own state becomes the fleet's, when there is none yet."""
-        scores = await scores_of(worker, BUILTIN)
-        async with self.operations.lock:
-            if self.desired.version is None:
-                version = view.version or "default"
-                first = Desired(generation=self.desired.generation)
-                await self._decide(
-                    first.agree(version, None, None, Reference(BUILTIN, scores, CLOSE))
-                )
-                self.pool.accepted.accept(version)
-            return self.desired
-
     # Operations
 
     async def update_weights(
@@ -295,7 +224,7 @@ class Fleet:
                 hold=self.pool.hold,
                 mode=mode,
                 paused=self.desired.paused,
-                budget=self._budget,
+                budget=self.budget,
             )
 
             async def agree(reference: Reference, proved: Sequence[Worker]) -> None:
@@ -311,19 +240,19 @@ class Fleet:
                 recovered.extend(workers)
 
         operation = await self.operations.run("update_weights", request, work, key=key)
-        await serve_again(self.pool, recovered, self._budget.prove)
+        await serve_again(self.pool, recovered, self.budget.prove)
         return operation
 
     async def _prove_adapters(self, operation: Operation) -> None:
         """Has the workers agree on the scores of each adapter on the new weights too."""
         for name, spec in self.desired.adapters.items():
             reference = await prove_again(
-                self._serving(), name, budget=self._budget, operation=operation,
+                self.serving(), name, budget=self.budget, operation=operation,
                 quarantine=self.quarantine,
             )  # fmt: skip
             renewed = msgspec.structs.replace(spec, reference=reference)
             adapters = {**self.desired.adapters, name: renewed}
-            await self._decide(msgspec.structs.replace(self.desired, adapters=adapters))
+            await self.decide(msgspec.structs.replace(self.desired, adapters=adapters))
 
     async def pause(
         self,
@@ -333,67 +262,19 @@ class Fleet:
         key: str | None = None,
     ) -> Operation:
         """Returns when no worker generates any more. The pause ends by itself after the lease."""
-        if mode not in ("abort", "wait", "keep"):
-            raise BadRequest(f"mode is {mode!r}: expected abort, wait or keep", param="mode")
-        lease = self._lease_seconds if lease_seconds is None else lease_seconds
-        if not 0 < lease < math.inf:
-            raise BadRequest(f"lease_seconds is {lease}: expected > 0", param="lease_seconds")
-
-        async def work(operation: Operation) -> None:
-            workers, before = self._serving(), self.desired
-            await self._decide(
-                msgspec.structs.replace(
-                    before, paused=mode, lease_until=time() + lease, lease_seconds=lease
-                )
-            )
-            try:
-                await everywhere(
-                    "pause", workers, lambda worker: worker.control.pause(mode),
-                    self._budget.pause, operation, self.quarantine,
-                    undo=lambda worker: worker.control.resume(), undo_seconds=self._budget.resume,
-                )  # fmt: skip
-            except LockstepError:
-                await self._decide(before)  # or those that return would be paused for nobody
-                raise
-            finally:
-                self._lease.watch(self.desired.lease_until, lease)
-
-        return await self.operations.run("pause", {"mode": mode}, work, key=key)
+        return await self._pauses.pause(mode, lease_seconds, key)
 
     async def resume(self, *, key: str | None = None) -> Operation:
         """Lets every worker generate again; no error when none was paused."""
-
-        async def work(operation: Operation) -> None:
-            self._serving()
-            await self._resume(operation)
-
-        return await self.operations.run("resume", {}, work, key=key, unrecorded=True)
-
-    async def _resume(self, operation: Operation) -> None:
-        """Resumes those that serve; the others follow as they return.
-
-        A state that cannot be written does not keep a fleet paused: at worst the next process
-        pauses until the lease that it reads has ended.
-        """
-        self.desired = self.desired.resumed
-        try:
-            await self._decide(self.desired)
-        except Unavailable as error:
-            operation.warnings.append(f"the end of the pause was not recorded: {error.message}")
-        workers = [worker for worker in self.workers if worker.serves]
-        if workers:
-            await everywhere(
-                "resume", workers, lambda worker: worker.control.resume(),
-                self._budget.resume, operation, self.quarantine,
-            )  # fmt: skip
+        return await self._pauses.resume(key)
 
     async def flush(self, *, key: str | None = None) -> Operation:
         """Forgets cached prefixes on every worker."""
 
         async def work(operation: Operation) -> None:
             await everywhere(
-                "flush", self._serving(), lambda worker: worker.control.flush(),
-                self._budget.resume, operation, self.quarantine, undo=nothing,
+                "flush", self.serving(), lambda worker: worker.control.flush(),
+                self.budget.resume, operation, self.quarantine, undo=nothing,
             )  # fmt: skip
 
         return await self.operations.run("flush_cache", {}, work, key=key)
@@ -414,11 +295,11 @@ class Fleet:
             real = resolve(path, self._roots, "lora_path")
             await check_not_base(self.pool, name)
             spec = await load_everywhere(
-                self._serving(), name, real, version, before=self.desired.adapters.get(name),
-                budget=self._budget, operation=operation, quarantine=self.quarantine,
+                self.serving(), name, real, version, before=self.desired.adapters.get(name),
+                budget=self.budget, operation=operation, quarantine=self.quarantine,
             )  # fmt: skip
             adapters = {**self.desired.adapters, name: spec}
-            await self._decide(msgspec.structs.replace(self.desired, adapters=adapters))
+            await self.decide(msgspec.structs.replace(self.desired, adapters=adapters))
             operation.version = spec.label
 
         request = {"lora_name": name, "lora_path": path, "version": version}
@@ -431,14 +312,14 @@ class Fleet:
 
         async def work(operation: Operation) -> None:
             if name not in self.desired.adapters:
-                self._serving()
+                self.serving()
                 raise NotFound(f"adapter {name!r} is not loaded", param="lora_name")
             # Decided first: a worker that fails now is brought up without it.
             adapters = {k: v for k, v in self.desired.adapters.items() if k != name}
-            await self._decide(msgspec.structs.replace(self.desired, adapters=adapters))
+            await self.decide(msgspec.structs.replace(self.desired, adapters=adapters))
             await unload_everywhere(
-                self._serving(), name,
-                budget=self._budget, operation=operation, quarantine=self.quarantine,
+                self.serving(), name,
+                budget=self.budget, operation=operation, quarantine=self.quarantine,
             )  # fmt: skip
 
         return await self.operations.run(
@@ -460,7 +341,7 @@ class Fleet:
             raise BadRequest(f"backend is {backend!r}: expected gloo or nccl", param="backend")
 
         async def work(operation: Operation) -> None:
-            workers = self._serving()
+            workers = self.serving()
             ranks = {worker: rank for rank, worker in enumerate(workers, start=1)}
 
             async def call(worker: Worker) -> None:
@@ -477,24 +358,14 @@ class Fleet:
 
     # Helpers
 
-    def _serving(self) -> list[Worker]:
+    def serving(self) -> list[Worker]:
         """Raises Unavailable when there is none: an operation over no workers has failed."""
         workers = [worker for worker in self.workers if worker.serves]
         if not workers:
             raise Unavailable(f"none of {len(self.workers)} workers is serving")
         return workers
 
-    async def _decide(self, desired: Desired) -> None:
+    async def decide(self, desired: Desired) -> None:
+        """Has the fleet be so from now on. Raises Unavailable when it cannot be recorded."""
         await self._store.save(desired)
         self.desired = desired
-
-    async def _end_pause(self, until: float) -> None:
-        """Resumes, unless the pause was renewed. Workers that are out follow as they return."""
-
-        async def work(operation: Operation) -> None:
-            if self.desired.lease_until != until:
-                return
-            log.warning("the lease of a pause has ended: the fleet resumes")
-            await self._resume(operation)
-
-        await self.operations.run("end_of_lease", {}, work, unrecorded=True)
