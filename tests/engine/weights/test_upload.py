@@ -5,14 +5,18 @@ The device is the CPU here: what is copied by threads in pieces is so on a GPU.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.weights import upload
 from lockstep.engine.weights.digest import digest_of
 from lockstep.engine.weights.packed import PackedTensors
 from lockstep.engine.weights.upload import DeviceCopier
+from lockstep.engine.weights.weights import Layout, Weights
 from lockstep.tokens.errors import CheckpointError
 
 SHAPES = {"a": (40, 7), "b": (3,), "c": (5, 2, 3), "d": (64, 64)}
@@ -71,6 +75,29 @@ def test_joined_tensors_are_exchanged_and_stay_where_they_are() -> None:
     for name, tensor in numbers.items():
         assert torch.equal(ours[name], 2 * tensor)
         assert torch.equal(theirs[name], tensor)
+
+
+def test_weights_in_one_piece_of_memory_exchange_their_numbers_and_keep_their_places(
+    tiny: Path, tiny2: Path
+) -> None:
+    layout = Layout(ModelConfig.read(tiny))
+
+    def joined(path: Path) -> Weights:
+        packed = PackedTensors.empty(layout.shapes, "cpu", torch.float32, joined=True)
+        read = Weights.load(path, layout, path.name, device="cpu", dtype=torch.float32)
+        for name, tensor in read.packed.items():
+            packed[name].copy_(tensor)
+        return Weights(layout, packed, path.name)
+
+    served, staged = joined(tiny), joined(tiny2)
+    places = {name: tensor.data_ptr() for name, tensor in served.packed.items()}
+    numbers = {name: tensor.clone() for name, tensor in staged.packed.items()}
+    before = served.layers[1].down.clone()
+    served.exchange_places(staged)
+    assert {name: tensor.data_ptr() for name, tensor in staged.packed.items()} == places
+    assert all(torch.equal(tensor, numbers[name]) for name, tensor in staged.packed.items())
+    assert staged.layers[1].down.data_ptr() == places["layers.1.down"]
+    assert torch.equal(served.layers[1].down, before)
 
 
 def test_tensors_that_two_sets_share_are_left_alone_by_an_exchange() -> None:
