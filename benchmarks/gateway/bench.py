@@ -32,7 +32,7 @@ from benchmarks.gateway.contestants import (
     start,
 )
 from benchmarks.gateway.script import make
-from benchmarks.gateway.traffic import CASES, Case
+from benchmarks.gateway.traffic import ALL_CASES, CASES, Case
 from benchmarks.table import Row
 from lockstep.models import bundled
 from lockstep.render import Renderer
@@ -66,7 +66,8 @@ class Bench:
         """Connects, then counts while requests are made. Raises Failed."""
         server, way = self.servers[name], CONTESTANTS[name]
         fields: dict[str, object] = {"port": server.port, "case": case, "sessions": way.sessions}
-        fields |= {"dialect": "chat" if CASES[case].turns else way.ids, "seconds": seconds}
+        usual = "chat" if ALL_CASES[case].turns else way.ids
+        fields |= {"dialect": ALL_CASES[case].dialect or usual, "seconds": seconds}
         self._call("open", name, fields)
         time.sleep(SETTLE)
         before = server.cpu_seconds()
@@ -87,7 +88,7 @@ class Bench:
 
             return cost
 
-        taking_part = [name for name in self.servers if takes_part(name, CASES[case])]
+        taking_part = [name for name in self.servers if takes_part(name, ALL_CASES[case])]
         return measure.in_turns({name: cost_of(name) for name in taking_part}, rounds)
 
     def _call(self, call: str, name: str, fields: dict[str, object]) -> dict[str, float]:
@@ -120,7 +121,7 @@ def bench(
         chosen = model or find_model()
         tokenizer = chosen if isinstance(chosen, Path) else bundled(chosen) or Path(chosen)
         traffic = directory / "traffic.msgpack"
-        make(Renderer.load(tokenizer), {name: CASES[name] for name in cases}).write(traffic)
+        make(Renderer.load(tokenizer), {name: ALL_CASES[name] for name in cases}).write(traffic)
 
         def beside(module: str, **pipes: int) -> subprocess.Popen[str]:
             command = [sys.executable, "-m", f"benchmarks.gateway.{module}", str(traffic)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.gateway.traffic import MODEL, CannedCompletion
@@ -39,6 +40,13 @@ def body(owner: str, path: str, completion: CannedCompletion, prompt: int, flag:
     return lockstep_generate(completion, prompt, flat=flag)
 
 
+def many(owner: str, completion: CannedCompletion, prompt: int, flat: bool, n: int) -> bytes:
+    """The response of a generate route with so many choices, all alike."""
+    if owner == "vllm":
+        return vllm_generate(completion, prompt, n)
+    return lockstep_generate(completion, prompt, flat=flat, n=n)
+
+
 def events(
     owner: str, path: str, completion: CannedCompletion, prompt: int, flag: bool
 ) -> list[bytes]:
@@ -67,13 +75,14 @@ def usage(completion: CannedCompletion, prompt: int) -> dict[str, Any]:
     return made | {"prompt_tokens_details": None, "completion_tokens_details": None}
 
 
-def vllm_generate(completion: CannedCompletion, prompt: int) -> bytes:
+def vllm_generate(completion: CannedCompletion, prompt: int, n: int = 1) -> bytes:
     choice = _vllm_choice(completion, 0, len(completion.ids))
+    choices = [choice | {"index": index} for index in range(n)]
     body = {"request_id": REQUEST_ID, "model": MODEL, "created": CREATED}
     body |= {"usage": usage(completion, prompt), "prompt_logprobs": None}
     body |= {"prompt_token_id_logprobs": None, "prompt_token_ids": None, "mm_placeholders": None}
     body |= {"metrics": None, "kv_transfer_params": None, "ec_transfer_params": None}
-    return compact(body | {"output_mode": "tokens", "choices": [choice]})
+    return compact(body | {"output_mode": "tokens", "choices": choices})
 
 
 def vllm_generate_events(completion: CannedCompletion) -> list[bytes]:
@@ -106,9 +115,12 @@ def _vllm_choice(completion: CannedCompletion, start: int, end: int) -> dict[str
     }
 
 
-def lockstep_generate(completion: CannedCompletion, prompt: int, *, flat: bool) -> bytes:
+def lockstep_generate(
+    completion: CannedCompletion, prompt: int, *, flat: bool, n: int = 1
+) -> bytes:
+    full = _as_completion(completion, prompt)
     return generate_response(
-        [_as_completion(completion, prompt)],
+        [replace(full, index=index) for index in range(n)],
         request_id=REQUEST_ID,
         model=MODEL,
         created=CREATED,
