@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +20,13 @@ from lockstep.http.handlers import EXCEPTION_HANDLERS, EventStream
 from lockstep.http.server.server import listen, serving, url_of
 from lockstep.protocol.common.decode_error import error_of, raise_stated
 from lockstep.protocol.common.error_body import error_fields
-from lockstep.tokens.errors import BY_CODE, LockstepError, PrefixBreak
+from lockstep.tokens.errors import (
+    BY_CODE,
+    EngineFailure,
+    LockstepError,
+    PrefixBreak,
+    Unavailable,
+)
 from lockstep.tokens.operation import Operation, WorkerResult
 
 RECORD = Operation(
@@ -129,3 +136,20 @@ def test_a_server_that_leaves_fields_out_still_gets_a_typed_error() -> None:
     del error["cause"]
     read = error_of(409, msgspec.json.encode(body | {"operation": {"of": "another release"}}))
     assert (type(read).code, read.message, read.operation) == ("conflict", "it was edited", None)
+
+
+@pytest.mark.parametrize(
+    ("details", "kind"),
+    [
+        ({"details": {"backend_status": 500}}, EngineFailure),
+        ({}, Unavailable),
+        ({"details": {}}, Unavailable),
+        ({"object": "error"}, EngineFailure),  # SGLang's form, which is flat as well
+    ],
+)
+def test_a_frontend_of_dynamo_that_fails_by_itself_is_not_its_engine(
+    details: dict[str, Any], kind: type[LockstepError]
+) -> None:
+    """Another worker is tried then, and clients are told to come back."""
+    body = {"message": "Internal server error", "type": "Internal Server Error", "code": 500}
+    assert type(error_of(500, msgspec.json.encode(body | details))) is kind

@@ -37,6 +37,7 @@ TOO_LONG = re.compile(
 )
 BAD_ID = re.compile(r"[Tt]oken id \S+ is out of vocabulary|token_ids must not contain negative")
 SHOWN = 500
+DYNAMO_ERROR = {"message", "type", "code"}
 NO_ERROR = msgspec.Raw()
 """What the `error` field of a response holds when there is none."""
 
@@ -50,9 +51,19 @@ def error_of(status: int, body: bytes | bytearray) -> LockstepError:
     whole = _object(body)
     fields = _fields(whole)
     message = _message(fields, body, status)
-    return stated_error(fields, message, whole.get("operation")) or _kind(status, message)(
-        message, param=_text(fields, "param")
-    )
+    if (stated := stated_error(fields, message, whole.get("operation"))) is not None:
+        return stated
+    kind = errors.Unavailable if _is_frontends_own(whole) else _kind(status, message)
+    return kind(message, param=_text(fields, "param"))
+
+
+def _is_frontends_own(whole: Mapping[str, Any]) -> bool:
+    """Whether a Dynamo frontend failed by itself, as it does when a link to its workers broke: of
+    an engine that failed it says so."""
+    if whole.get("code") != 500 or not DYNAMO_ERROR <= whole.keys() <= DYNAMO_ERROR | {"details"}:
+        return False
+    details = whole.get("details")
+    return not (isinstance(details, dict) and "backend_status" in details)
 
 
 def stated_error(
