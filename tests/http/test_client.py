@@ -136,6 +136,29 @@ async def test_a_stalled_stream_meets_its_deadline_and_a_cut_one_is_unavailable(
         await client.close()
 
 
+async def test_a_reader_that_takes_long_still_gets_what_came_in_time() -> None:
+    async with serving(in_turn(events(b"1", b"2", b"3", pause=0.02))) as server:
+        client = HttpClient(server.url)
+        stream = client.events("/x", b"{}", timeout=0.3)
+        assert await anext(stream) == b"1"
+        await asyncio.sleep(0.6)
+        assert [event async for event in stream] == [b"2", b"3"]
+        assert len([event async for event in client.events("/x", b"{}", timeout=5)]) == 3
+        await client.close()
+
+
+async def test_a_stream_that_stalls_while_its_reader_takes_long_has_no_time_left() -> None:
+    async with serving(in_turn(events(b"1", done=False, fault="hang"))) as server:
+        client = HttpClient(server.url)
+        stream = client.events("/x", b"{}", timeout=0.2)
+        assert await anext(stream) == b"1"
+        await asyncio.sleep(0.4)
+        with pytest.raises(DeadlineExceeded):
+            async with asyncio.timeout(2):
+                await anext(stream)
+        await client.close()
+
+
 async def test_connections_are_kept_between_answers_and_after_streams() -> None:
     script = in_turn(whole({}), events(b"1"), whole({}), events(b"2"))
     async with serving(script) as server:

@@ -85,6 +85,8 @@ class StreamingParser:
     def feed(self, token_ids: Sequence[int]) -> MessagePart:
         """What can be emitted after these tokens."""
         parts = [self._take(token) for token in self._stopping.feed(token_ids)]
+        if len(parts) == 1:
+            return parts[0]
         return MessagePart(
             "".join(part.content for part in parts),
             "".join(part.reasoning for part in parts),

@@ -202,6 +202,7 @@ class Pool:
         """
         self._check_any()
         attempt = _Attempt(self, affinity)
+        loop = asyncio.get_running_loop()
         if not self._admission.take_now():
             await self._admission.take()
         try:
@@ -214,7 +215,7 @@ class Pool:
                         async for item in items:
                             attempt.delivered, attempt.waiting = True, None
                             yield item
-                            attempt.waiting = asyncio.current_task()
+                            attempt.waiting = asyncio.current_task(loop)
                     finally:
                         close = getattr(items, "aclose", None)
                         if close is not None:

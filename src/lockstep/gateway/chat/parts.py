@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from time import time
+from typing import NamedTuple
 
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import Worker
@@ -47,11 +47,10 @@ class ChoiceProgress:
         self.token_ids, self.logprobs = completion.token_ids, completion.logprobs
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedPart:
+class StreamedPart(NamedTuple):
     """What is new of one choice; `end` is the whole of it, with its last part only."""
 
-    index: int
+    choice: int
     part: MessagePart
     end: ChatReply | None = None
 

@@ -42,7 +42,7 @@ class ChatStream:
             yield sse.event(self._opening(index))
         async with aclosing(self._parts.read()) as parts:
             async for each in parts:
-                yield sse.event(self._chunk(each.index, each.part, each.end))
+                yield sse.event(self._chunk(each.choice, each.part, each.end))
         if self._turn.chat.include_usage:
             yield sse.event(self._usage())
 

@@ -203,26 +203,31 @@ class HttpClient:
     ) -> AsyncGenerator[list[bytes], None]:
         """`events`, with those together that the network brought together."""
         limit = timeout or self._timeout
-        deadline = asyncio.get_running_loop().time() + limit
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + limit
         connection: Connection | None = None
+        expiry: asyncio.TimerHandle | None = None
         reader = EventReader()
         try:
             async with asyncio.timeout_at(deadline):
                 connection = await self._send("POST", path, body, headers)
                 await self._check(connection, path)
+            # One timer for all that is waited for: a deadline around each wait costs more than
+            # the event that it waits for.
+            expiry = loop.call_at(deadline, connection.expire)
             while not reader.done:
-                if batch := [event for piece in connection.take() for event in reader.feed(piece)]:
+                pieces = connection.take()
+                if batch := reader.feed(pieces[0] if len(pieces) == 1 else b"".join(pieces)):
                     yield batch
                 elif reader.held > self._response_bytes:
                     raise self._too_large(path)
                 elif connection.ended:
                     return
                 else:
-                    # Only the wait has a deadline: a slow consumer is not the server's fault.
-                    async with asyncio.timeout_at(deadline):
-                        await self._news(connection, path)
+                    await self._news(connection, path)
             # The end after [DONE] is read too, so that the connection can be kept; a server that
             # does not end costs the connection, not the response.
+            expiry.cancel()
             if not connection.ended:
                 with suppress(TimeoutError, Lost):
                     async with asyncio.timeout(LINGER):
@@ -231,6 +236,8 @@ class HttpClient:
         except TimeoutError:
             raise self._late(path, limit) from None
         finally:
+            if expiry is not None:
+                expiry.cancel()
             if connection is not None:
                 self._release(connection)
 

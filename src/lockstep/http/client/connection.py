@@ -32,6 +32,7 @@ class Connection(asyncio.Protocol):
         self._sized = self._kept = True
         self._paused = False
         self._lost: str | None = None
+        self._late = False
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -50,13 +51,16 @@ class Connection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes | None) -> None:
         """Writes a request; the connection must be `reusable`."""
         self.began, self.status, self.ended = False, 0, False
-        self._head, self._sized = 0, False
+        self._head, self._sized, self._late = 0, False, False
         self._transport.writelines((head, body) if body else (head,))
 
     async def news(self) -> None:
-        """Returns when more has arrived: the head, a piece of the body, the end. Raises Lost."""
+        """Returns when more has arrived: the head, a piece of the body, the end. Raises Lost, and
+        TimeoutError once it has expired."""
         if self._lost is not None:
             raise Lost(self._lost)
+        if self._late:
+            raise TimeoutError
         self._waiter = self._loop.create_future()
         try:
             await self._waiter
@@ -64,6 +68,13 @@ class Connection(asyncio.Protocol):
             self._waiter = None
         if self._lost is not None and not self.ended:
             raise Lost(self._lost)
+
+    def expire(self) -> None:
+        """Gives the response no more time: who waits for it now, or is about to, has waited too
+        long. Who is still busy with what came is not disturbed."""
+        self._late = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(TimeoutError())
 
     def take(self) -> list[bytes]:
         """The pieces of the body that came since the last call."""

@@ -128,6 +128,10 @@ def logprobs_of(
         raise BadLogprob(f"the response has {len(token_ids)} token ids but no logprobs")
     if len(content) != len(token_ids):
         raise Misaligned(f"{len(token_ids)} token ids but {len(content)} logprobs")
+    if len(content) == 1:  # an event of a stream
+        only = content[0]
+        if only is not None and only.token_id == token_ids[0] and only.logprob is not None:
+            return [only.logprob]
     try:
         values = [entry.logprob for entry in content]  # type: ignore[union-attr]
     except AttributeError:

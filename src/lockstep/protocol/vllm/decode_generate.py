@@ -7,6 +7,7 @@ Dynamo's (`"token": "token_id:N"`, experts as an object), and Lockstep's own, wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -101,8 +102,11 @@ RANKED = msgspec.json.Decoder(VllmResponse[RankedLogprobEntry])
 Tokens = tuple[int, list[int], list[float]]
 """The index of a choice, new ids of it, and their logprobs."""
 NOTHING_EXTRACTED = ExtractedBody(b"", ())
+NO_EXPERTS = b'"routed_experts":null'
 ONCE = ("request_id", "prompt_token_ids", "prompt_logprobs", "logprob_mode", "temperature",
         "shaping", "worker", "adapter")  # fmt: skip
+NO_VALUES = (None,) * len(ONCE)
+_once_fields = attrgetter(*ONCE)
 
 
 def decode_generate(body: bytes | bytearray | ExtractedBody, reading: Reading) -> list[Completion]:
@@ -141,9 +145,10 @@ class GenerateStreamDecoder:
         For those who need no copies: the lists are still to grow.
         """
         for chunk, extracted in _decode_all(events, self._reading):
-            for field in ONCE:
-                if (value := getattr(chunk, field)) is not None:
-                    setattr(self._whole, field, value)
+            if (values := _once_fields(chunk)) != NO_VALUES:
+                for field, value in zip(ONCE, values, strict=True):
+                    if value is not None:
+                        setattr(self._whole, field, value)
             yield [self._add(choice, extracted) for choice in chunk.choices]
 
     def _add(self, new: AnyChoice, extracted: ExtractedBody) -> Tokens:
@@ -200,7 +205,7 @@ def _decode_all(
     responses = _decode_lines(events, reading) if len(events) > 1 else None
     if responses is None:
         for event in events:
-            extracted = extract_base64(event)
+            extracted = extract_base64(event) if _has_experts(event) else ExtractedBody(event, ())
             yield _decode(extracted, reading), extracted
         return
     for response in responses:
@@ -213,7 +218,7 @@ def _decode_lines(
 ) -> Sequence[AnyResponse] | None:
     """All events at once, or None when one of them needs a closer look."""
     lines = b"\n".join(events)
-    if NEEDLE in lines:
+    if _has_experts(lines):
         return None
     decoder: msgspec.json.Decoder[Any] = LEAN if b'"token_id"' in lines else PLAIN
     if reading.request.sampling.logprobs:
@@ -225,6 +230,11 @@ def _decode_lines(
     if len(responses) != len(events) or (decoder is LEAN and not all(map(_by_id, responses))):
         return None
     return responses
+
+
+def _has_experts(body: bytes | bytearray) -> bool:
+    """Whether there may be experts to take out: some servers name them in every event."""
+    return NEEDLE in body and body.count(NEEDLE) != body.count(NO_EXPERTS)
 
 
 def _decode(extracted: ExtractedBody, reading: Reading) -> AnyResponse:
