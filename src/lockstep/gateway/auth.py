@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lockstep.gateway.keys import TenantKeys
-from lockstep.gateway.sessions.keys import PREFIX as SESSION_KEY
-from lockstep.http.auth import RequestAuth, presented_key
-from lockstep.http.handlers import CALLER, json_response, require_bearer
+from lockstep.gateway.sessions.keys import PREFIX
+from lockstep.http.auth import RequestAuth
+from lockstep.http.handlers import json_response, require_bearer
 from lockstep.http.route_templates import UNKNOWN, RouteTemplates
 from lockstep.protocol.common.error_body import error_fields
 from lockstep.tokens.errors import Forbidden, Unauthorized
+
+SESSION_KEY = PREFIX.encode()
 
 
 class AdminAuth:
@@ -57,12 +59,10 @@ class DataAuth(RequestAuth):
         super().__init__(app, keys=keys, hosts=hosts)
         self._session_routes = session_routes
 
-    async def check(self, scope: Scope) -> None:
-        await super().check(scope)
-        caller = scope.get("state", {}).get(CALLER)
+    def admit(self, scope: Scope, caller: Any, presented: bytes) -> None:
         if caller is None:
             # Where no key is needed, one that has ended must not become more powerful by it.
-            if presented_key(Headers(scope=scope)).startswith(SESSION_KEY.encode()):
+            if presented.startswith(SESSION_KEY):
                 raise Unauthorized(
                     "this key was minted for a session that has ended", param="authorization"
                 )

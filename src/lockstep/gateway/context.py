@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.models import ModelRegistry
-from lockstep.gateway.sessions.sessions import Session, Sessions
+from lockstep.gateway.sessions.session import Session
+from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.gateway.tenants import caller_of
 from lockstep.ledger.breaks import GATEWAY_BREAKS, check_breaks
 from lockstep.protocol.common.request_id import check_request_id
@@ -18,6 +20,8 @@ from lockstep.protocol.json.limits import LIMITS, RequestLimits
 from lockstep.render import Renderer
 from lockstep.tokens.errors import BadRequest
 
+SESSION = "session"
+"""Where a request's state holds the name of its session, once it was asked for."""
 SESSION_ID = re.compile(r"[A-Za-z0-9._:@=+-]{1,200}")
 
 
@@ -38,6 +42,14 @@ def session_id(http: Request) -> str | None:
     Raises BadRequest when header and path are given and differ, or when it cannot be an id, and
     NotFound when the key is for another session.
     """
+    state: dict[str, Any] = http.scope.setdefault("state", {})
+    if SESSION not in state:
+        state[SESSION] = _session_id(http)
+    name: str | None = state[SESSION]
+    return name
+
+
+def _session_id(http: Request) -> str | None:
     header, path = http.headers.get("x-session-id"), http.path_params.get("session")
     if path is not None and header == http.headers.get("x-session-affinity"):
         header = None  # opencode's name for its own session, which it sends whatever the URL is

@@ -19,6 +19,7 @@ from lockstep.gateway.metrics import GatewayMetrics
 from lockstep.http.auth import RequestAuth
 from lockstep.http.body import ClientGone
 from lockstep.http.handlers import Handler, on_crash, on_gone, on_lockstep_error
+from lockstep.http.indexed_headers import IndexedRequest
 from lockstep.tokens.errors import LockstepError
 
 SESSIONS = "/sessions/"
@@ -56,7 +57,7 @@ class FastRoutes:
         scope["endpoint"] = handler
         status, started = 499, perf_counter()
         try:
-            response = await self._respond(handler, Request(scope, receive))
+            response = await self._respond(handler, IndexedRequest(scope, receive))
             status = response.status_code
             await response(scope, receive, send)
         finally:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any, Protocol
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -73,14 +72,15 @@ class RequestAuth:
     async def check(self, scope: Scope) -> None:
         """Puts the caller into the request's state. Raises Forbidden or Unauthorized for a request
         that may not pass."""
-        headers = Headers(scope=scope)
-        host = bare_host(headers.get("host", ""))
-        if self._hosts is not None and host not in self._hosts:
-            raise Forbidden(
-                f"host {host!r} is not served here: use one of {', '.join(sorted(self._hosts))}",
-                param="host",
-            )
-        presented = presented_key(headers)
+        named: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of a name counts
+        if self._hosts is not None:
+            host = bare_host(named.get(b"host", b"").decode("latin-1"))
+            if host not in self._hosts:
+                served = ", ".join(sorted(self._hosts))
+                raise Forbidden(
+                    f"host {host!r} is not served here: use one of {served}", param="host"
+                )
+        presented = presented_key(named)
         caller = await self._keys.find(key_digest(presented)) if presented else None
         if caller is not None:
             scope.setdefault("state", {})[CALLER] = caller
@@ -89,13 +89,16 @@ class RequestAuth:
                 "this server needs an API key: send 'Authorization: Bearer <key>'",
                 param="authorization",
             )
+        self.admit(scope, caller, presented)
+
+    def admit(self, scope: Scope, caller: Any, presented: bytes) -> None:
+        """Raises what keeps this caller, None where no key is needed, from what it requests."""
 
 
-def presented_key(headers: Headers) -> bytes:
+def presented_key(headers: Mapping[bytes, bytes]) -> bytes:
     """The key that a request carries, byte for byte as it was sent; empty when there is none."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    # Header values are decoded as Latin-1, whatever bytes they are.
-    return (token if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1")
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
 
 
 def key_digest(key: bytes) -> bytes:

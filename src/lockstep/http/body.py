@@ -76,8 +76,13 @@ async def read_pieces(
 def is_large(request: Request) -> bool:
     """Whether it takes long to go through the body that `read_body` decoded, by the bytes it came
     in: then that is for a thread."""
+    return body_bytes(request) > LARGE_BYTES
+
+
+def body_bytes(request: Request) -> int:
+    """The size of the body that `read_body` decoded, as it came."""
     size: int = request.scope["state"][SIZE]
-    return size > LARGE_BYTES
+    return size
 
 
 def _check_kind(header: str, kinds: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Literal
 
 from lockstep.tokens.errors import BadRequest
@@ -60,10 +61,9 @@ class Sampling:
     logprob_mode: LogprobMode | None = None
 
     def __post_init__(self) -> None:
-        for field, (makes_sense, expected) in CHECKS.items():
-            if (value := getattr(self, field)) is None and field in OPTIONAL:
-                continue
-            if not makes_sense(value):
+        for field, default, makes_sense, expected in CHECKED:
+            # Most are at their defaults, which make sense.
+            if (value := getattr(self, field)) is not default and not makes_sense(value):
                 raise BadRequest(f"{field} must be {expected}, got {value!r}", param=field)
         if self.grammar is not None and self.min_tokens:
             raise BadRequest(
@@ -90,6 +90,8 @@ class Sampling:
 
         None where nothing does, which is the usual case.
         """
+        if _shaped(self) == UNSHAPED:
+            return None
         ends = (*self.stop_token_ids, *(() if self.ignore_eos else eos_ids))
         shaping = Shaping(
             top_p=self.top_p,
@@ -107,7 +109,6 @@ class Sampling:
         return None if shaping == Shaping() else shaping
 
 
-OPTIONAL = frozenset(field.name for field in fields(Sampling) if field.default is None)
 CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "temperature": (
         lambda value: value == 0 or MIN_TEMPERATURE <= value < math.inf,
@@ -140,3 +141,13 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "logprob_mode": (lambda value: value in ("raw", "processed"), "raw or processed"),
 }
 """What each option may be, and in words for the error. NaN fails every comparison."""
+CHECKED = tuple(
+    (field.name, field.default, *CHECKS[field.name])
+    for field in fields(Sampling)
+    if field.name in CHECKS
+)
+_shaped = attrgetter(
+    "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "allowed_token_ids", "min_tokens", "grammar",
+)  # fmt: skip
+UNSHAPED = _shaped(Sampling())

@@ -69,9 +69,14 @@ def is_light(chat: ChatRequest) -> bool:
     return sum(map(len, texts_of(chat.messages))) < LIGHT
 
 
-async def check_chat_room(chat: ChatRequest, renderer: Renderer, limit: int | None) -> None:
-    """Raises PromptTooLong for a conversation, or tools, that cannot fit `limit` tokens."""
-    if limit is None:
+async def check_chat_room(
+    chat: ChatRequest, size: int, renderer: Renderer, limit: int | None
+) -> None:
+    """Raises PromptTooLong for a conversation, or tools, that cannot fit `limit` tokens.
+
+    `size` is that of the body: its text has no more characters than it had bytes.
+    """
+    if limit is None or size <= SURE * limit:
         return
     await check_room(texts_of(chat.messages), renderer, limit, "messages")
     # Templates write JSON in their own ways, and not every one writes all of a schema.

@@ -22,6 +22,7 @@ from lockstep.gateway.chat.template import RendererVariants
 from lockstep.gateway.chat.turn import ChatTurn
 from lockstep.gateway.context import GatewayContext, join_session, request_id, session_id
 from lockstep.gateway.tenants import Caller, caller_of
+from lockstep.http.body import body_bytes
 from lockstep.http.handlers import unless_gone
 from lockstep.ledger.branch_sample import check_comparable
 from lockstep.protocol.common.request import GenerateRequest
@@ -62,7 +63,7 @@ class ChatTurns:
         if tracing.active is not None:
             tracing.active.start_turn("chat", model.name, session_id(http))
         renderer = await self._variants.of(chat)
-        await check_chat_room(chat, renderer, model.max_model_len)
+        await check_chat_room(chat, body_bytes(http), renderer, model.max_model_len)
         session = await join_session(http, self._context, renderer)
         prompt = await prompt_of(chat, renderer, session)
         request = _generate_request(chat, prompt, model.name, renderer, chosen_id, caller_of(http))
@@ -169,9 +170,11 @@ def _generate_request(
         )
     if grammar is not None:
         grammar = with_thought(renderer, prompt.ids, grammar)
+    if grammar is not sampling.grammar:
+        sampling = replace(sampling, grammar=grammar)
     return GenerateRequest(
         prompt_ids=prompt.ids,
-        sampling=replace(sampling, grammar=grammar),
+        sampling=sampling,
         model=model,
         request_id=name,
         cache_salt=caller.cache_salt(chat.salt),

@@ -119,12 +119,20 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._ignores_input:
             return
-        whole = self._in_body and len(data) <= max(self._body_left, CHUNK_PIECE)
+        rest: bytes | memoryview = data
+        if not self._in_body and not self._pipelined and not self._waits():
+            # The first piece, as below; what is left is mostly the rest of its body.
+            view = memoryview(data)
+            self._feed(view[:HEAD_PIECE])
+            rest = view[HEAD_PIECE:]
+            if not rest or self._ignores_input:
+                return
+        whole = self._in_body and len(rest) <= max(self._body_left, CHUNK_PIECE)
         if whole and not (self._pipelined or self._waits()):
-            self._feed(data)
+            self._feed(rest)
             return
         # Kept as bytes: reading goes on, so that a client that leaves is noticed.
-        self._pipelined += data
+        self._pipelined += rest
         self._feed_pipelined()
 
     def resume_writing(self) -> None:
@@ -183,7 +191,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._feed(piece)
         self.flow.hold(len(self._pipelined) > self.limits.pipelined_bytes)
 
-    def _feed(self, data: bytes) -> None:
+    def _feed(self, data: bytes | memoryview) -> None:
         in_head, in_body, messages = self._in_head, self._in_body, self._messages
         received = self._received
         try:
@@ -208,7 +216,7 @@ class HttpProtocol(HttpToolsProtocol):
                 why = f"the trailers and chunk extensions of a body are {limit}"
                 self._refuse(431, why, "trailers_too_large")
 
-    def _feed_without_upgrade(self, rest: bytes) -> None:
+    def _feed_without_upgrade(self, rest: bytes | memoryview) -> None:
         """Takes a request that asks for another protocol as the HTTP/1.1 request that it is."""
         if self._ignores_input:
             return

@@ -5,7 +5,7 @@ They bound what one request costs a process in time and memory, whoever sends it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -26,14 +26,7 @@ COUNTED = (
     ("request_ids", "request_ids"),
 )
 """Fields of a body, in any dialect, and the limit of how many they hold."""
-NESTED = (
-    ("messages", "nesting"),
-    ("input", "nesting"),
-    ("tools", "nesting"),
-    ("tool_choice", "nesting"),
-    ("chat_template_kwargs", "nesting"),
-    ("metadata", "nesting"),
-)
+NESTED = ("messages", "input", "tools", "tool_choice", "chat_template_kwargs", "metadata")
 """Fields whose values may be any JSON."""
 NESTING = frozenset({list, dict})
 
@@ -62,10 +55,10 @@ class RequestLimits:
     logit_bias: int = 16_384
     request_ids: int = 20_000
 
-    def check(self, request: Any) -> None:
+    def check(self, request: object) -> None:
         """Raises BadRequest for a decoded body that lists too much, or nests too deeply."""
         for owner, prefix in ((request, ""), (_inner(request), "sampling_params.")):
-            for field, limit in _present(owner, COUNTED):
+            for field, limit in _limited(type(owner))[0]:
                 listed = getattr(owner, field)
                 if not isinstance(listed, list | dict) or len(listed) <= getattr(self, limit):
                     continue
@@ -75,7 +68,7 @@ class RequestLimits:
                         f"taken here (--limit {limit}=NUMBER)",
                         param=prefix + field,
                     )
-        for field, _ in _present(request, NESTED):
+        for field in _limited(type(request))[1]:
             value = getattr(request, field)
             if value and isinstance(value, list | dict) and depth(value, self.nesting) is None:
                 raise too_deep(self.nesting, field)
@@ -85,13 +78,21 @@ LIMITS = RequestLimits()
 """The default limits."""
 
 
-def _present(owner: object, names: tuple[tuple[str, str], ...]) -> Iterator[tuple[str, str]]:
-    """Those of the names that a body has as fields."""
-    fields = getattr(owner, "__struct_fields__", ())
-    return (pair for pair in names if pair[0] in fields)
+Limited = tuple[tuple[tuple[str, str], ...], tuple[str, ...]]
+_LIMITED: dict[type, Limited] = {}
 
 
-def _inner(request: Any) -> Any:
+def _limited(kind: type) -> Limited:
+    """Those of COUNTED and of NESTED that bodies of this kind have as fields."""
+    known = _LIMITED.get(kind)
+    if known is None:
+        fields = getattr(kind, "__struct_fields__", ())
+        counted = tuple(pair for pair in COUNTED if pair[0] in fields)
+        known = _LIMITED[kind] = (counted, tuple(name for name in NESTED if name in fields))
+    return known
+
+
+def _inner(request: object) -> object:
     return getattr(request, "sampling_params", None)
 
 

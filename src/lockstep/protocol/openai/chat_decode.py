@@ -7,6 +7,7 @@ stock clients work and nothing is quietly ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -15,7 +16,7 @@ from lockstep.protocol.common.request_id import check_request_id
 from lockstep.protocol.dynamo.nvext import check_nvext
 from lockstep.protocol.json.strict import decode, refuse_unless_neutral
 from lockstep.protocol.openai.chat_request import ChatRequest
-from lockstep.protocol.openai.legacy_functions import read_functions
+from lockstep.protocol.openai.legacy_functions import read_functions, read_message
 from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.ids import check_ids
 from lockstep.tokens.sampling import MAX_LOGPROBS
@@ -58,6 +59,7 @@ MESSAGE_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 """What the keys of a message hold; templates may know more keys than these."""
 BARE = {"role", "content"}
+ROLES = ("user", "assistant", "tool", "system")
 NEUTRAL_STREAM: dict[str, tuple[object, ...]] = {
     "continuous_usage_stats": (False,),
     "include_obfuscation": (False,),
@@ -69,7 +71,7 @@ def decode_chat(body: bytes) -> ChatRequest:
     """The request in `body`. Raises BadRequest, UnknownField or UnsupportedField."""
     request = decode(DECODER, body)
     read_functions(request)
-    _check_messages(request)
+    _read_messages(request.messages)
     return check_chat(request)
 
 
@@ -139,10 +141,13 @@ def _check_lengths_and_logprobs(request: ChatRequest) -> None:
         )
 
 
-def _check_messages(request: ChatRequest) -> None:
-    for at, message in enumerate(request.messages):
-        if message.keys() == BARE and type(message["role"]) is type(message["content"]) is str:
+def _read_messages(messages: list[dict[str, Any]]) -> None:
+    """Puts messages of an older time into the shape of today. Raises BadRequest for one that holds
+    what no message does."""
+    for at, message in enumerate(messages):
+        if message.keys() == BARE and type(message["content"]) is str and message["role"] in ROLES:
             continue  # most messages of a long history, all of which comes with every turn
+        messages[at] = message = read_message(message)
         for key, value in message.items():
             if value is None or key not in MESSAGE_KINDS:
                 continue

@@ -10,12 +10,11 @@ from lockstep.tokens.errors import BadRequest
 
 
 def read_functions(request: ChatRequest) -> None:
-    """Puts `functions`, `function_call` and messages of that time into the places of today.
+    """Puts `functions` and `function_call` into the places of today.
 
     One call at most can be written back, so that more are not sampled. Raises BadRequest that
     names the field.
     """
-    _read_messages(request.messages)
     if request.functions is None and request.function_call is None:
         return
     for field, newer in (("functions", "tools"), ("function_call", "tool_choice")):
@@ -36,14 +35,17 @@ def read_functions(request: ChatRequest) -> None:
     request.tool_choice = choice
 
 
-def _read_messages(messages: list[dict[str, Any]]) -> None:
-    """Calls had no ids then: none is made up, as a session would take it for another call's."""
-    for at, message in enumerate(messages):
-        if message.get("role") == "function":
-            messages[at] = {**message, "role": "tool"}
-        elif isinstance(call := message.get("function_call"), dict):
-            rest = {key: value for key, value in message.items() if key != "function_call"}
-            messages[at] = {**rest, "tool_calls": [{"type": "function", "function": dict(call)}]}
+def read_message(message: dict[str, Any]) -> dict[str, Any]:
+    """The message as it is written today; most are as they were.
+
+    Calls had no ids then: none is made up, as a session would take it for another call's.
+    """
+    if message.get("role") == "function":
+        return {**message, "role": "tool"}
+    if isinstance(call := message.get("function_call"), dict):
+        rest = {key: value for key, value in message.items() if key != "function_call"}
+        return {**rest, "tool_calls": [{"type": "function", "function": dict(call)}]}
+    return message
 
 
 def function_call_of(calls: list[Mapping[str, Any]]) -> dict[str, Any]:
