@@ -35,7 +35,7 @@ TASKS = {
     "short": TrainerTask(env="reverse"),
     "long": TrainerTask(
         env="reverse", options={"max_digits": 13}, temperature=1.5, turn_tokens=512, tokens=512,
-        steps=5, warm=1,
+        steps=4, warm=1,
     ),
     "calc": TrainerTask(
         env="calc", options={"schema": True}, turn_tokens=64, tokens=160, steps=8, warm=2

@@ -103,15 +103,15 @@ def main() -> None:
         for each in itertools.islice(tasks, GROUPS * steps)
     ]
     tokenizer = AutoTokenizer.from_pretrained(bundled("tiny"))
-    # TRL reads tool calls of templates it knows, of which this is one by its form, and wants a turn
-    # to stay as it was when others follow: so no empty thought is put before the last one.
-    tokenizer.response_template = qwen3_template
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "(in_window and (is_last or reasoning))", "(in_window and reasoning)"
-    )
     with_tool: dict[str, Any] = {"reward_funcs": reverse}
     if task.env == "calc":
         with_tool = {"reward_funcs": two_turns, "tools": [calc]}
+        # TRL reads tool calls of templates it knows, of which this is one by its form, and wants a
+        # turn to stay as it was when others follow: no empty thought is put before the last one.
+        tokenizer.response_template = qwen3_template
+        tokenizer.chat_template = tokenizer.chat_template.replace(
+            "(in_window and (is_last or reasoning))", "(in_window and reasoning)"
+        )
     clock = Clock(options.served_pid)
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as output:
         trainer = GRPOTrainer(

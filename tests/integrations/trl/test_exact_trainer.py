@@ -55,8 +55,9 @@ def test_rows_without_their_padding_have_the_logprobs_of_each_alone(model: Any) 
 
 def test_gradients_flow_through_prompts_that_are_computed_once(model: Any) -> None:
     ids, mask, labels = batch()
-    packed = _pack(ids, mask, labels)
+    packed = _pack(ids, mask, labels, multiple=exact.row_multiple_of(model))
     assert packed is not None
+    assert len(packed.row.ids_T) % exact.row_multiple_of(model) == 0
     weight = model.model.embed_tokens.weight
     packed.score(model, labels, 1.0)[0].sum().backward()
     shared, weight.grad = weight.grad.clone(), None

@@ -84,10 +84,10 @@ async def test_a_reward_function_must_score_every_completion() -> None:
         [{"prompt": "Hi"}],
         [lambda prompts, completions, **_: [1.0] * len(completions), lambda **_: [None, 2.0]],
     )
-    said = [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]
-    assert await worker._score({"prompt": "Hi"}, said) == [1.0, 3.0]
+    replies = [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]
+    assert await worker._score({"prompt": "Hi"}, replies) == [1.0, 3.0]
     with pytest.raises(BadRequest, match="gave 2 values for 1 completions"):
-        await worker._score({"prompt": "Hi"}, said[:1])
+        await worker._score({"prompt": "Hi"}, replies[:1])
 
 
 class Recorded:

@@ -30,7 +30,7 @@ def use_exact_head(model: Any, temperature: float) -> None:
     from trl.trainer.utils import FusedCausalLMOutput
 
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    fused = base.forward
+    fused, multiple = base.forward, exact.row_multiple_of(model)
 
     @functools.wraps(type(base).forward)
     def forward(*args: Any, fused_lm_head: bool = False, labels: Any = None, **options: Any) -> Any:
@@ -39,7 +39,7 @@ def use_exact_head(model: Any, temperature: float) -> None:
         count = options.pop("num_items_in_batch", None)
         packed = None
         if not args and set(options) == TEXT and exact.packs(base):
-            packed = _pack(options["input_ids"], options["attention_mask"], labels)
+            packed = _pack(options["input_ids"], options["attention_mask"], labels, multiple)
         if packed is not None:
             logprobs_BT, entropy_BT = packed.score(fused, labels, temperature)
         else:
@@ -78,7 +78,9 @@ class PackedRows:
         )
 
 
-def _pack(ids_BT: Tensor, mask_BT: Tensor, labels_BT: Tensor) -> PackedRows | None:
+def _pack(
+    ids_BT: Tensor, mask_BT: Tensor, labels_BT: Tensor, multiple: int = 1
+) -> PackedRows | None:
     """The rows without their padding; None where a row has padding between its tokens."""
     ids, mask, labels = (part.numpy() for part in (ids_BT, mask_BT.bool(), labels_BT))
     width = ids.shape[1]
@@ -95,7 +97,8 @@ def _pack(ids_BT: Tensor, mask_BT: Tensor, labels_BT: Tensor) -> PackedRows | No
         places.append(at * (width - 1) + own - 1)
     if not sum(map(len, scored)):
         return None
-    row = pack(sequences, [int(own[0]) if len(own) else 0 for own in scored])
+    shared = [int(own[0]) if len(own) else 0 for own in scored]
+    row = pack(sequences, shared, multiple=multiple)
     pairs = list(zip(row.tokens_of, scored, strict=True))
     before_N, at_N = (
         torch.from_numpy(np.concatenate([tokens[own - back] for tokens, own in pairs]))
