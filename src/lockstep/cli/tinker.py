@@ -64,6 +64,14 @@ def tinker(
         int, _engine_option(help="Samplers that a worker holds at a time; more wait on disk.")
     ] = 32,
     max_lora_rank: Annotated[int, _engine_option(help="Highest rank of a LoRA adapter.")] = 64,
+    train_unembed: Annotated[
+        bool,
+        _engine_option(
+            "--train-unembed/--no-train-unembed",
+            help="Whether adapters may have a part for the head (lm_head), as recipes want it by "
+            "default; vLLM cannot serve it.",
+        ),
+    ] = True,
     *,
     arguments: GatewayArguments,
 ) -> None:
@@ -77,6 +85,7 @@ def tinker(
     """
     require_extra("engine")
     from lockstep.integrations.tinker.attached import TrainerOptions
+    from lockstep.integrations.tinker.lora import ATTENTION, MLP
 
     settings = Settings.read()
     _check(arguments, settings)
@@ -88,14 +97,20 @@ def tinker(
         threads=threads,
         slots=max_loras,
         max_rank=max_lora_rank,
+        train_unembed=train_unembed,
     )
     trainer.check()
     # The API's logprobs are the model's own, whatever the temperature.
     loras = ("--max-loras", str(max_loras), "--max-lora-rank", str(max_lora_rank))
-    vllm = ("--enable-lora", *loras, *(vllm_args or ())) if engine == "vllm" else vllm_args or ()
+    vllm = tuple(vllm_args or ())
+    if engine == "vllm" and not worker:
+        # Without the head: vLLM 0.32 that may adapt it dies of prompt logprobs, which proofs need,
+        # in a batch with other requests.
+        targets = ("--lora-target-modules", *ATTENTION, *MLP)
+        vllm = ("--enable-lora", *loras, *targets, "--dtype", dtype, *vllm)
     source = worker_source(
         model,
-        EngineChoice(engine, workers, tuple(worker or ()), tuple(vllm), "raw"),
+        EngineChoice(engine, workers, tuple(worker or ()), vllm, "raw"),
         ("--device", device, "--dtype", dtype, *loras, *shlex.split(worker_args)),
         arguments,
         settings,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import torch
 from starlette.routing import Route
 
@@ -19,6 +20,7 @@ from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.numerics import plan as numerics
 from lockstep.fleet.control.file_lock import FileLock
 from lockstep.fleet.fleet import Fleet
+from lockstep.integrations.tinker import types
 from lockstep.integrations.tinker.lora import LoraModel, LoraSettings
 from lockstep.integrations.tinker.rest import RestRoutes
 from lockstep.integrations.tinker.routes import TinkerRoutes
@@ -39,7 +41,8 @@ class TrainerOptions:
     """What is trained, with what, and how many adapters the workers hold.
 
     `names` are further names of the model that clients may use. `slots` is how many adapters each
-    worker holds at once, `threads` what training computes with.
+    worker holds at once, `threads` what training computes with. Without `train_unembed` no adapter
+    has a part for the head, whatever clients ask for.
     """
 
     model: str
@@ -49,6 +52,7 @@ class TrainerOptions:
     threads: int = 1
     slots: int = 32
     max_rank: int = 64
+    train_unembed: bool = True
 
     def check(self) -> None:
         """Raises the error that would keep it from training, before anything is started."""
@@ -100,6 +104,11 @@ class AttachedTrainer:
         """Those of the API."""
         return [*TinkerRoutes(self.tenants).routes, *RestRoutes(self.tenants).routes]
 
+    def settings(self, config: types.LoraConfig) -> LoraSettings:
+        """What is trained for a client that asks for this."""
+        settings = LoraSettings(**msgspec.structs.asdict(config))
+        return settings if self.options.train_unembed else replace(settings, train_unembed=False)
+
     async def check_served(self, settings: LoraSettings) -> None:
         """Raises BadRequest, with the way out, for adapters that the workers cannot serve.
 
@@ -112,7 +121,10 @@ class AttachedTrainer:
             way_out = "create the model with other settings, or start the workers for these"
             bare = replace(settings, train_unembed=False)
             if settings.train_unembed and bare.targets and await self._trial(bare) is None:
-                way_out = "create the model with train_unembed=False"
+                way_out = (
+                    "create the model with train_unembed=False, or start this server with "
+                    "--no-train-unembed, which leaves it out for clients that cannot say so"
+                )
             raise BadRequest(
                 f"the workers cannot serve adapters with these settings: {way_out} "
                 f"({error.message})",

@@ -8,7 +8,7 @@ import secrets
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from hashlib import sha256
 from typing import Protocol, TypeVar
@@ -56,6 +56,10 @@ class LoraTrainer(Protocol):
 
     @property
     def thread(self) -> ThreadPoolExecutor: ...
+
+    def settings(self, config: types.LoraConfig) -> LoraSettings:
+        """What is trained for a client that asks for this."""
+        ...
 
     async def check_served(self, settings: LoraSettings) -> None:
         """Raises BadRequest for adapters that the workers could not serve."""
@@ -147,7 +151,7 @@ class TinkerService:
             raise UnsupportedField(
                 f"optimizer_config.type is {kind!r}: there is adamw only", param="optimizer_config"
             )
-        settings = LoraSettings(**msgspec.structs.asdict(request.lora_config))
+        settings = self._trainer.settings(request.lora_config)
         model = self._trainer.model
         training = await self._trained(lambda: TrainingModel(model, settings, self.base.max_tokens))
         await self._trainer.check_served(settings)
@@ -156,7 +160,7 @@ class TinkerService:
             base_model=request.base_model,
             created=now(),
             user_metadata=request.user_metadata,
-            **msgspec.structs.asdict(request.lora_config),
+            **asdict(settings),
         )
         self.store.put_run(run)
         self._models[model_id] = LiveModel(run, training, Sequencer(self.futures))
