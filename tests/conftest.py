@@ -10,13 +10,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from lockstep.render import Renderer
 from tests import tokenizers
+from tests.processes import WorkerProcess
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -58,6 +59,14 @@ def renderer() -> Renderer:
 def template_renderer() -> Renderer:
     """The same, dropping the thinking that the chat template drops."""
     return Renderer.load("tiny", thinking="template")
+
+
+@pytest.fixture(scope="session")
+def shared_worker() -> Iterator[WorkerProcess]:
+    """One worker for all modules that leave it as they found it: starting one takes seconds."""
+    process = WorkerProcess("--max-model-len", "1024", "--max-num-seqs", "16")
+    yield process
+    process.stop()
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,12 @@ async def test_one_update_after_the_other_needs_no_more_memory(tmp_path: Path) -
         assert grown[-1] < 4 << 20  # what one more update leaves behind: its record
 
 
+def kept_waiting() -> float:
+    """Seconds for which this thread could have run while others had the cores."""
+    counters = Path("/proc/thread-self/schedstat")
+    return int(counters.read_text().split()[1]) / 1e9 if counters.exists() else 0.0
+
+
 async def test_an_update_of_a_thousand_workers_takes_at_most_twice_the_slowest(
     tmp_path: Path,
 ) -> None:
@@ -65,9 +71,9 @@ async def test_an_update_of_a_thousand_workers_takes_at_most_twice_the_slowest(
     async with many(tmp_path) as (fleet, workers):
         for worker in workers:
             worker.latency = partial(latency, worker)
-        begun = perf_counter()
+        begun = perf_counter() - kept_waiting()
         await fleet.update("a")
-        seconds, slowest = perf_counter() - begun, max(spent.values())
+        seconds, slowest = perf_counter() - kept_waiting() - begun, max(spent.values())
         print(f"{seconds:.2f} s, the slowest worker {slowest:.2f} s")
         assert seconds <= 2 * slowest
         assert {worker.version for worker in workers} == {"a"}

@@ -1,8 +1,8 @@
-"""A real worker for each module, and a gateway of chat routes in front of it."""
+"""A real worker, and a gateway of chat routes in front of it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -10,11 +10,9 @@ from tests.gateway.chat.chat_server import Served, chat_server
 from tests.processes import WorkerProcess
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
-    process = WorkerProcess("--max-model-len", "1024", "--max-num-seqs", "16")
-    yield process
-    process.stop()
+@pytest.fixture
+def worker(shared_worker: WorkerProcess) -> WorkerProcess:
+    return shared_worker
 
 
 @pytest.fixture
