@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lockstep.engine.model.lora import Adapter
+from lockstep.engine.model.lora import Adapter, adapter_rows
 from lockstep.tokens.errors import AdapterError, Busy, UnknownModel
 from tests.engine import checkpoints
 from tests.engine.rig import Rig, ids
@@ -281,6 +281,17 @@ def test_the_label_is_of_the_contents_and_their_scaling(rig: Rig, lora_a: Path, 
 
     assert label(lora_a) == label(copy)
     assert label(lora_a) != label(checkpoints.edit_adapter(copy, lora_alpha=9))
+
+
+def test_every_row_of_a_run_belongs_to_its_adapter(rig: Rig) -> None:
+    a, b = (rig.core.served.adapter(name) for name in "ab")
+    runs = [(None, 2), (a, 3), (b, 1), (None, 1), (a, 0), (a, 2), (b, 2)]
+    found = adapter_rows(runs, torch.device("cpu"), lambda adapter: 2 if adapter is a else 1)
+    assert [(each.adapter, each.rows.tolist(), each.multiple) for each in found] == [
+        (a, [2, 3, 4, 7, 8], 2),
+        (b, [5, 9, 10], 1),
+    ]
+    assert adapter_rows([(None, 3)], torch.device("cpu")) == []
 
 
 @pytest.mark.parametrize("rslora", [False, True])

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from math import isfinite
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -189,7 +191,7 @@ class PrefixCache:
             self._experts[targets] = rows.view(-1, BLOCK, *rows.shape[1:])[blocks]
 
 
-def index_on(numbers: Sequence[int], device: torch.device) -> Tensor:
+def index_on(numbers: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
     """These numbers on a device, without waiting for what it computes."""
     index = torch.tensor(numbers)
     if device.type != "cuda":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.files import parse_object
 from lockstep.engine.config import ModelConfig
+from lockstep.engine.kv.cache import index_on
 from lockstep.engine.model.arithmetic import round_up
 from lockstep.tokens.errors import AdapterError, CheckpointError
 
@@ -160,16 +163,23 @@ def adapter_rows(
 
     `multiple` is what to pad the rows of an adapter to.
     """
-    rows: dict[int, tuple[Adapter, list[int]]] = {}
+    spans: dict[int, tuple[Adapter, list[tuple[int, int]]]] = {}
     start = 0
     for adapter, size in runs:
         if adapter is not None and size:
-            rows.setdefault(adapter.uid, (adapter, []))[1].extend(range(start, start + size))
+            spans.setdefault(adapter.uid, (adapter, []))[1].append((start, size))
         start += size
     return [
-        AdapterRows(adapter, torch.tensor(at, device=device), multiple(adapter))
-        for adapter, at in rows.values()
+        AdapterRows(adapter, index_on(_numbers(each), device), multiple(adapter))
+        for adapter, each in spans.values()
     ]
+
+
+def _numbers(spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """All numbers of spans, which are given by their first and their size."""
+    starts, sizes = np.array(spans, dtype=np.int64).T
+    before = np.cumsum(sizes) - sizes
+    return np.repeat(starts - before, sizes) + np.arange(sizes.sum())
 
 
 def _read(path: Path) -> bytes:
