@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.checkpoint.files import PutOffSyncs
 from lockstep.run_record import Run
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import BadRequest, Conflict, LockstepError, NotExact, RolloutFailed
@@ -276,3 +277,23 @@ def test_no_version_grows_older_by_a_step_without_an_update() -> None:
 
 def test_a_group_without_samples_is_not_stale() -> None:
     assert not is_stale(RolloutGroup((Rollout(Reward(0.0, False), ()),)), Clock(), 5, 0)
+
+
+async def test_a_disk_that_fails_ends_the_run_and_deletes_nothing(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older checkpoints go only after the newest is on disk, which happens beside the rollouts."""
+    synced = 0
+
+    def fail(self: PutOffSyncs) -> None:
+        nonlocal synced
+        synced += 1
+        if synced == 2:
+            raise OSError(5, "the disk is broken")
+
+    monkeypatch.setattr(PutOffSyncs, "sync", fail)
+    config = run_config(tmp_path / "run", loop={"steps": 3, "keep_checkpoints": 1})
+    with pytest.raises(OSError, match="the disk is broken"):
+        await stack.trainer(config).run()
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-0", "step-1"]

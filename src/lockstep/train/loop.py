@@ -78,6 +78,7 @@ class Trainer:
             before = await self._evaluate_before(first)
             train = self._train_sync if self.config.loop.mode == "sync" else self._train_async
             await train(first)
+            await self._steps.synced()
             after = await self._evaluate(self.config.loop.steps)
             version = self._steps.current.version
             self.directory.write_run(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter, time
 from typing import Any
 
+from lockstep.checkpoint.files import PutOffSyncs, put_off_syncs
 from lockstep.client.policy import Policy
 from lockstep.tokens.errors import Conflict, LockstepError, NotExact
 from lockstep.train.config import TrainConfig
@@ -57,6 +58,8 @@ class StepRunner:
     skipped: int = 0
     """Steps in a row that had nothing to learn from."""
     _publishing: asyncio.Task[None] | None = None
+    _unsynced: PutOffSyncs | None = None
+    _syncing: asyncio.Task[None] | None = None
     _reported: float = 0.0
 
     async def take(
@@ -96,6 +99,7 @@ class StepRunner:
         draft = step_metrics(step, batch, outcome, rollout_seconds, perf_counter() - at)
         self._check_mismatch(draft)
         await self.settle()  # what is saved for resuming names every version before it
+        await self.synced()
         at = perf_counter()
         await self.in_thread(self.save, step, draft)
         save_seconds = perf_counter() - at
@@ -199,19 +203,25 @@ class StepRunner:
             )
 
     def save(self, step: int, draft: StepMetrics | None) -> None:
-        """Writes the trainer's state, then the checkpoint of the step."""
-        # In this order: where the checkpoint is stable, nothing that resuming needs is missing.
-        self.directory.save_state(
-            step,
-            {
-                **self.learner.state(),
-                "step": step,
-                "versions": dict(self.clock.steps),
-                "suffix": self.publisher.suffix,
-                "metrics": None if draft is None else draft.to_json(),
-            },
-        )
-        self.learner.save(self.directory.checkpoint(step), f"step-{step}")
+        """Writes the trainer's state, then the checkpoint of the step.
+
+        They reach the disk after they were published: workers read them from memory, and the next
+        rollouts do not wait for a disk.
+        """
+        with put_off_syncs() as unsynced:
+            # In this order: where the checkpoint is stable, nothing that resuming needs is missing.
+            self.directory.save_state(
+                step,
+                {
+                    **self.learner.state(),
+                    "step": step,
+                    "versions": dict(self.clock.steps),
+                    "suffix": self.publisher.suffix,
+                    "metrics": None if draft is None else draft.to_json(),
+                },
+            )
+            self.learner.save(self.directory.checkpoint(step), f"step-{step}")
+        self._unsynced = unsynced
 
     async def publish(self, step: int) -> Published:
         """Has the fleet serve the checkpoint of the step; raises what `Publisher.publish` does."""
@@ -224,8 +234,22 @@ class StepRunner:
             seconds=published.seconds, pause_seconds=published.pause_seconds,
             workers=list(published.workers),
         )  # fmt: skip
-        self.directory.prune(self.config.loop.keep_checkpoints)
+        await self.synced()
+        self._syncing = asyncio.create_task(asyncio.to_thread(self._sync))
         return published
+
+    def _sync(self) -> None:
+        """Has the disk hold the newest checkpoint before older ones are deleted."""
+        unsynced, self._unsynced = self._unsynced, None
+        if unsynced is not None:
+            unsynced.sync()
+        self.directory.prune(self.config.loop.keep_checkpoints)
+
+    async def synced(self) -> None:
+        """Returns when the disk holds what was published. Raises OSError where it could not."""
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            await syncing
 
     def report(self, draft: StepMetrics, published: Published) -> None:
         """Completes the metrics of a step; the run directory, the sinks and the caller get them."""

@@ -13,10 +13,11 @@ import shutil
 from pathlib import Path
 from time import time
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import torch
 
-from lockstep.checkpoint.files import write_whole
+from lockstep.checkpoint.files import sync, write_whole
 from lockstep.checkpoint.manifest import Manifest, check_stable
 from lockstep.run_record import EVENTS, METRICS, RUN, SAMPLES
 from lockstep.tokens.errors import CheckpointError, Conflict
@@ -76,7 +77,8 @@ class RunDirectory:
         """Writes it; before the checkpoint is stable, or a crash between the two would lose it."""
         scratch = self._states / f".step-{step}.tmp"
         torch.save(state, scratch)
-        scratch.replace(self._states / f"step-{step}.pt")
+        sync(scratch.replace(self._states / f"step-{step}.pt"))
+        sync(self._states)
 
     def load_state(self, step: int) -> dict[str, Any]:
         path = self._states / f"step-{step}.pt"
@@ -84,15 +86,21 @@ class RunDirectory:
         return state
 
     def last_step(self) -> int | None:
-        """The newest step with a stable checkpoint and its state; None when there is none."""
+        """The newest step with a stable checkpoint and its state; None when there is none.
+
+        Both are read: a power cut may have come before the disk had all of them.
+        """
         for step in sorted(self._steps(), reverse=True):
             directory = self.checkpoint(step)
             try:
                 manifest = Manifest.read(directory)
                 check_stable(directory, manifest)
+                if manifest is None:
+                    continue
+                manifest.check(directory, hashes=True)
             except CheckpointError:
                 continue
-            if manifest is not None and (self._states / f"step-{step}.pt").exists():
+            if _is_whole(self._states / f"step-{step}.pt"):
                 return step
         return None
 
@@ -133,3 +141,12 @@ class RunDirectory:
             return []
         matches = (_STEP.fullmatch(path.name) for path in self.checkpoints.iterdir())
         return [int(match[1]) for match in matches if match]
+
+
+def _is_whole(state: Path) -> bool:
+    """Whether a state is there, and every part of it is as it was written."""
+    try:
+        with ZipFile(state) as parts:
+            return parts.testzip() is None
+    except (OSError, BadZipFile):
+        return False

@@ -1,0 +1,55 @@
+"""A run resumes from the newest step of which everything is on disk as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.checkpoint.manifest import begin, mark_stable, write_manifest
+from lockstep.train.records.run_dir import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Two steps with a checkpoint and a state each."""
+    directory = RunDirectory(tmp_path / "run")
+    directory.start()
+    for step in (1, 2):
+        directory.save_state(step, {"optimizer": torch.ones(1000) * step})
+        begin(directory.checkpoint(step))
+        (directory.checkpoint(step) / "model.safetensors").write_bytes(bytes([step]) * 5000)
+        write_manifest(directory.checkpoint(step))
+        mark_stable(directory.checkpoint(step))
+    return directory
+
+
+def zero(path: Path) -> None:
+    """What a power cut may leave: the size is there, the contents are not."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def hole(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    third = len(data) // 3
+    data[third : 2 * third] = bytes(third)
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("damage", [zero, hole, cut, Path.unlink])
+@pytest.mark.parametrize(
+    "name",
+    ["checkpoints/step-2/model.safetensors", "checkpoints/step-2/manifest.json", "state/step-2.pt"],
+)
+def test_a_step_that_did_not_reach_the_disk_whole_is_not_resumed_from(
+    run: RunDirectory, name: str, damage: Callable[[Path], None]
+) -> None:
+    assert run.last_step() == 2
+    damage(run.path / name)
+    assert run.last_step() == 1
