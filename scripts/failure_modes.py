@@ -91,6 +91,8 @@ MODES: dict[str, tuple[str, str]] = {
     "F81": ("part of a batch is refused, and the step after it learns from the rest", "a refused chunk leaves no gradient, and the step that counts on it is refused too"),
     "F82": ("a sampler changes, or is gone, because later ones need its place", "samplers never change: the least used one waits on disk and is loaded and proved again"),
     "F83": ("a trainer that was restarted goes on from old weights as if nothing had happened", "its clients are told what is lost, and from which saved state to go on"),
+    "F84": ("an engine dies of a proof, or of prompt logprobs, beside other requests, as it may adapt the head", "engines of a trainer are started without it, others are refused, and clients are told when they create a model"),
+    "F85": ("adapters are trained on one base and sampled on another, as the weights of the fleet were updated", "samples are refused while the fleet serves other weights than those that are trained on"),
     "F90": ("a collector of traces that hangs or is down slows or fails requests", "spans wait in a bounded queue for a thread of their own and are dropped; the end waits three seconds"),
     "F91": ("a tracker that fails in mid-run ends it, or its metrics are lost", "told once, then left out; the run goes on and its directory has every line"),
     "F92": ("turns of one session that meet several gateways overwrite each other, or are taken for an edited history", "every gateway reads the turns it does not know before it plans; a turn is stored only behind the head it was made on, and else behind the newer ones"),

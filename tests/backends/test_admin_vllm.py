@@ -17,6 +17,7 @@ from lockstep.backends.vllm import collective_rpc as rpc
 from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.tokens.errors import (
     AdapterError,
+    BadRequest,
     CheckpointError,
     Conflict,
     ContractError,
@@ -358,6 +359,31 @@ async def test_adapters_are_swapped_in_place_and_prefixes_dropped() -> None:
         assert len(server.requests_to("/v1/unload_lora_adapter")) == 1
         with pytest.raises(UnknownModel, match="cannot be found"):
             await admin.unload_adapter("ad")
+        await admin.close()
+
+
+@pytest.mark.failure_mode("F84")
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        (None, "--enable-lora"),
+        ({"target_modules": None}, "--lora-target-modules"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "may adapt lm_head"),
+        ({"target_modules": ["q_proj"]}, None),
+    ],
+)
+async def test_a_server_that_would_die_of_proofs_beside_samples_is_refused(
+    lora: Any, says: str | None
+) -> None:
+    fake = Vllm()
+    fake.replies["/server_info"] = [whole({"vllm_config": {"lora_config": lora}})]
+    async with serving(fake.script) as server:
+        admin = driver(server)
+        if says is None:
+            await admin.check_proved_beside_traffic()
+        else:
+            with pytest.raises(BadRequest, match=says):
+                await admin.check_proved_beside_traffic()
         await admin.close()
 
 

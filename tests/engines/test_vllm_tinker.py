@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from lockstep.backends.registry import open_admin
+from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
 from lockstep.integrations.tinker import types
@@ -38,6 +39,8 @@ async def training(dense: Vllm, state: Path) -> AsyncIterator[AttachedTrainer]:
     fleet = Fleet(pool, model_dir=dense.a)
     async with pool, fleet:
         admin = await open_admin(dense.url, backend="vllm")
+        assert isinstance(admin, VllmAdmin)
+        await admin.check_proved_beside_traffic()
         await fleet.add(dense.url, admin, logprob_mode="raw")
         await pool.wait_ready(1, 60)
         async with attached_trainer(options, fleet, state, asyncio.Event()) as trainer:
@@ -79,6 +82,7 @@ def datum(tokens: list[int]) -> Datum:
     return Datum(tuple(tokens[:-1]), inputs)
 
 
+@pytest.mark.failure_mode("F84")
 async def test_samples_of_vllm_are_close_to_the_trainer_also_where_samplers_are_evicted(
     dense: Vllm, tmp_path: Path
 ) -> None:

@@ -52,8 +52,8 @@ def tinker(
     worker: Annotated[
         list[str] | None,
         _engine_option(
-            help="URL of a vLLM server that runs already, with --enable-lora and "
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; may be repeated."
+            help="URL of a vLLM server that runs already, see docs/tinker.md for its options; may "
+            "be repeated."
         ),
     ] = None,
     workers: Annotated[int, _engine_option(help="Number of processes that sample.")] = 1,
@@ -110,7 +110,7 @@ def tinker(
         vllm = ("--enable-lora", *loras, *targets, "--dtype", dtype, *vllm)
     source = worker_source(
         model,
-        EngineChoice(engine, workers, tuple(worker or ()), vllm, "raw"),
+        EngineChoice(engine, workers, tuple(worker or ()), vllm, "raw", adapters=True),
         ("--device", device, "--dtype", dtype, *loras, *shlex.split(worker_args)),
         arguments,
         settings,

@@ -73,6 +73,7 @@ def made(base: Any, tmp_path: Path) -> Iterator[Any]:
         trainer.thread.shutdown()
 
 
+@pytest.mark.failure_mode("F84")
 async def test_a_head_that_workers_leave_out_is_refused_with_the_way_out(made: Any) -> None:
     workers = PickyWorkers("lm_head")
     trainer = made(workers)

@@ -197,6 +197,7 @@ async def test_weights_that_are_to_be_deleted_are_held_by_no_worker(tmp_path: Pa
         await samplers.sample(f"s{number}", [1], Sampling())
 
 
+@pytest.mark.failure_mode("F85")
 async def test_no_sample_is_of_a_base_that_the_trainer_does_not_have(tmp_path: Path) -> None:
     fleet = FewSlots()
     samplers = made(tmp_path, fleet)

@@ -6,9 +6,11 @@ from pathlib import Path
 
 from lockstep.backends.admin_client import AdminClient, CallBudgets
 from lockstep.protocol.common.model_card import ModelCard, ModelList
-from lockstep.tokens.errors import AdapterError, EngineFailure, UnknownModel
+from lockstep.tokens.errors import AdapterError, BadRequest, EngineFailure, UnknownModel
 
 UNLOAD = "/v1/unload_lora_adapter"
+SERVER_INFO = "/server_info?config_format=json"
+TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
 SUCCESS = b"Success"
 
 
@@ -26,6 +28,29 @@ class AdapterCalls:
         raw = await self._client.get("/v1/models", self._budgets.quick)
         fields = self._client.decode_object(raw, "/v1/models")
         return self._client.convert(ModelList, fields, "/v1/models").data
+
+    async def check_proved_beside_traffic(self) -> None:
+        """Raises BadRequest unless adapters can be loaded and proved while others are sampled.
+
+        vLLM 0.32 that may adapt the head dies of prompt logprobs, by which adapters are proved, in
+        a batch with other requests.
+        """
+        raw = await self._client.get(SERVER_INFO, self._budgets.quick)
+        config = self._client.decode_object(raw, SERVER_INFO).get("vllm_config")
+        lora = config.get("lora_config") if isinstance(config, dict) else None
+        if not isinstance(lora, dict):
+            raise BadRequest(
+                f"{self._client.url} serves no adapters: start it with --enable-lora and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+                param="worker",
+            )
+        targets = lora.get("target_modules")
+        if not targets or "lm_head" in targets:
+            raise BadRequest(
+                f"{self._client.url} may adapt lm_head, and would die of prompt logprobs beside "
+                f"other requests: start it with --lora-target-modules {TARGETS}",
+                param="worker",
+            )
 
     def labels(self, cards: list[ModelCard]) -> dict[str, str]:
         """The adapters among `cards`, with the label of those that were loaded from here."""

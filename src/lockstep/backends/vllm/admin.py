@@ -186,6 +186,10 @@ class VllmAdmin(HttpAdmin):
     async def unload_adapter(self, name: str) -> None:
         await self._adapters.unload(name)
 
+    async def check_proved_beside_traffic(self) -> None:
+        """Raises BadRequest for a server that adapters cannot be proved on while it samples."""
+        await self._adapters.check_proved_beside_traffic()
+
     # Parts
 
     async def _load(self, source: Source, version: str) -> None:

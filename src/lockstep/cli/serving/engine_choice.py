@@ -24,6 +24,7 @@ class EngineChoice:
     """An engine, and how many workers are started with it.
 
     `urls` are of vLLM servers that run already, `vllm_args` are options of those that are started.
+    `adapters` says that adapters will come and go while they sample.
     """
 
     engine: EngineName
@@ -31,6 +32,7 @@ class EngineChoice:
     urls: tuple[str, ...] = ()
     vllm_args: tuple[str, ...] = ()
     logprob_mode: LogprobMode | None = None
+    adapters: bool = False
 
 
 def worker_source(
@@ -69,7 +71,9 @@ def _vllm(
     from lockstep.launch.interpreter import VLLM, find_python
 
     if choice.urls:
-        return RunningVllm(choice.urls, settings.worker_api_key, choice.logprob_mode)
+        return RunningVllm(
+            choice.urls, settings.worker_api_key, choice.logprob_mode, choice.adapters
+        )
     if any(one.partition("=")[0] == "--logprobs-mode" for one in choice.vllm_args):
         raise BadRequest(
             "--logprobs-mode stands after --: give it to lockstep serve, before --, as responses "

@@ -75,12 +75,14 @@ class VllmWorkers:
 class RunningVllm:
     """vLLM servers that run already, with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out.
 
-    Without Lockstep's worker extension, their weights are loaded while they are paused.
+    Without Lockstep's worker extension, their weights are loaded while they are paused. With
+    `adapters`, those that cannot take adapters while they sample are refused.
     """
 
     urls: tuple[str, ...]
     api_key: str | None
     logprob_mode: LogprobMode | None = None
+    adapters: bool = False
     starts_workers = False
 
     async def identity(self) -> ModelIdentity:
@@ -94,11 +96,14 @@ class RunningVllm:
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
         """The servers are in the fleet while the block runs."""
         from lockstep.backends.registry import open_admin
+        from lockstep.backends.vllm.admin import VllmAdmin
 
         show(f"Connecting to {', '.join(self.urls)}")
         async with fleet.pool, fleet:
             for url in self.urls:
                 admin = await open_admin(url, self.api_key, "vllm")
+                if self.adapters and isinstance(admin, VllmAdmin):
+                    await admin.check_proved_beside_traffic()
                 await fleet.add(url, admin, api_key=self.api_key, logprob_mode=self.logprob_mode)
             await fleet.pool.wait_ready(len(self.urls), READY_SECONDS)
             yield [
