@@ -54,7 +54,7 @@ RULES = (
     {"when": {"last": "that is all"}, "think": "It is clear now.", "say": "The bug is in add."},
     {"think": "I look further.", "calls": [CALL]},
 )
-ASKED = {"return_token_ids": True, "logprobs": True}
+QUESTION = {"return_token_ids": True, "logprobs": True}
 RESULT = "def add(a, b):\n    return a - b\n" * 8
 
 
@@ -83,14 +83,14 @@ class Run:
         self.saved = self.prefilled = 0
 
     def play(self) -> None:
-        main = [_said("system", "You are a coding agent."), _said("user", "Mend the bug.")]
+        main = [_message("system", "You are a coding agent."), _message("user", "Mend the bug.")]
         self._tool_turns(main, TURNS)
-        child = [_said("system", "You are a helper."), _said("user", "Report the bug.")]
+        child = [_message("system", "You are a helper."), _message("user", "Report the bug.")]
         self._tool_turns(child, 3)
-        main.append(_said("user", "And the tests?"))
+        main.append(_message("user", "And the tests?"))
         self._tool_turns(main, TURNS)
-        self._call([*main, _said("user", "Please summarise")], tools=False)
-        after = [main[0], _said("user", "So far: the files were read. Go on.")]
+        self._call([*main, _message("user", "Please summarise")], tools=False)
+        after = [main[0], _message("user", "So far: the files were read. Go on.")]
         self._tool_turns(after, TURNS)
 
     def _tool_turns(self, history: list[Json], turns: int) -> None:
@@ -124,7 +124,7 @@ def _common(one: list[int], other: list[int]) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _said(role: str, text: str) -> Json:
+def _message(role: str, text: str) -> Json:
     return {"role": role, "content": text}
 
 
@@ -196,7 +196,7 @@ class Rllm:
     the gateway behind it refuses: the run asks for them itself.
     """
 
-    extra: ClassVar[Json] = ASKED
+    extra: ClassVar[Json] = QUESTION
 
     def __init__(self, place: Place) -> None:
         self.port = free_port()
@@ -300,7 +300,7 @@ PROXIES: dict[str, Callable[[Place], Lockstep | OpenEnv | Rllm | Verifiers]] = {
 
 def prefill(base: str) -> str:
     """The share of the prompts' tokens that an engine with a prefix cache reads once."""
-    run = Run(base, "dummy", **ASKED)
+    run = Run(base, "dummy", **QUESTION)
     run.play()
     return f"{run.saved / run.prefilled:.1%} of {run.prefilled:,}"
 

@@ -118,13 +118,13 @@ def compared(
 ) -> Row:
     after, before = (median(mean(each["reward"][-3:]) for each in runs) for runs in (ours, alone))
     worst = max(each["mismatch"] for each in ours)
-    said = f"reward {after:.2f}, alone {before:.2f}; logprobs off by {worst:.1e}"
+    remark = f"reward {after:.2f}, alone {before:.2f}; logprobs off by {worst:.1e}"
     if task == "long":
         lengths = (median(mean(each["tokens"]) for each in runs) for runs in (ours, alone))
-        said += "; tokens an answer {:.0f}, alone {:.0f}".format(*lengths)
+        remark += "; tokens an answer {:.0f}, alone {:.0f}".format(*lengths)
     return Row(
         what=f"{task}: {what}", against="TRL alone", ours=figure(task, ours, wall),
-        theirs=figure(task, alone, wall), unit="s", at_most=at_most, note=said,
+        theirs=figure(task, alone, wall), unit="s", at_most=at_most, note=remark,
     )  # fmt: skip
 
 

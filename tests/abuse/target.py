@@ -61,8 +61,8 @@ class Listener:
     @property
     def token(self) -> str:
         """The header that opens it, with its line end; empty for an open one."""
-        guarded = self.name in ("admin", "system")
-        return f"authorization: Bearer {TOKEN}\r\n" if guarded else ""
+        needs_token = self.name in ("admin", "system")
+        return f"authorization: Bearer {TOKEN}\r\n" if needs_token else ""
 
     def head(self, *lines: str, path: str | None = None, method: str = "POST") -> bytes:
         """The head of a request, up to its empty line; `lines` come last."""
@@ -88,7 +88,7 @@ class Listener:
         """Status and decoded body of the answer to one request."""
         with self.connect() as sock:
             sock.sendall(sent)
-            return Answers(sock).next()
+            return Responses(sock).next()
 
     def status(self, sent: bytes) -> int:
         return self.answer(sent)[0]
@@ -98,7 +98,7 @@ class Listener:
         return self.status(self.post()) == 200
 
 
-class Answers:
+class Responses:
     """The answers on one connection, one after the other."""
 
     def __init__(self, sock: socket.socket) -> None:

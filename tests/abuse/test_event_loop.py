@@ -92,20 +92,20 @@ def watched_health(gateway: Listener) -> Iterator[list[float]]:
     seconds: list[float] = []
     done = threading.Event()
 
-    def ask() -> None:
+    def request_often() -> None:
         while not done.is_set():
             begun = monotonic()
             gateway.status(gateway.head(path="/health", method="GET"))
             seconds.append(monotonic() - begun)
             sleep(0.02)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
+    requests = threading.Thread(target=request_often)
+    requests.start()
     try:
         yield seconds
     finally:
         done.set()
-        asking.join()
+        requests.join()
 
 
 @pytest.mark.parametrize(("path", "fields"), [
@@ -162,7 +162,7 @@ def test_series_of_metrics_do_not_grow_with_paths(target: Target) -> None:
     before = series()
     with gateway.connect() as sock:
         for number in range(500):
-            asked = [gateway.head(path=path.format(number), method="GET") for path in paths]
-            sock.sendall(b"".join(asked))
+            heads = [gateway.head(path=path.format(number), method="GET") for path in paths]
+            sock.sendall(b"".join(heads))
             sock.recv(1 << 16)
     assert series() <= before + 12

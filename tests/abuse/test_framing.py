@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.abuse.target import Answers, Listener, Target, until_closed
+from tests.abuse.target import Listener, Responses, Target, until_closed
 
 CHUNKED = "transfer-encoding: chunked"
 JSON = "content-type: application/json"
@@ -91,10 +91,10 @@ def test_trailers_are_no_headers(target: Target, listener: Listener) -> None:
     body = size + listener.body + b"\r\n0\r\n" + trailers + b"\r\n"
     assert listener.status(listener.head(JSON, CHUNKED) + body) == 200
     for name in ("admin", "system"):
-        guarded = target.listeners[name]
-        bare = guarded.head(JSON, CHUNKED).replace(guarded.token.encode(), b"")
-        token = guarded.token.encode()
-        assert guarded.status(bare + b"2\r\n{}\r\n0\r\n" + token + b"\r\n") == 401
+        admin_listener = target.listeners[name]
+        bare = admin_listener.head(JSON, CHUNKED).replace(admin_listener.token.encode(), b"")
+        token = admin_listener.token.encode()
+        assert admin_listener.status(bare + b"2\r\n{}\r\n0\r\n" + token + b"\r\n") == 401
 
 
 @pytest.mark.parametrize("kind", ["trailers", "chunk extensions", "headers"])
@@ -124,7 +124,7 @@ def test_pipelined_requests_are_answered_in_their_order(listener: Listener) -> N
     with listener.connect() as sock:
         sent = listener.post() + listener.head(path="/nowhere", method="GET")
         sock.sendall(sent * 20)
-        answers = Answers(sock)
+        answers = Responses(sock)
         statuses = [answers.next()[0] for _ in range(40)]
     assert statuses == [200, 404] * 20
 

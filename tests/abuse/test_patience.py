@@ -13,7 +13,7 @@ import pytest
 from tests.abuse.target import SECONDS, Listener, Target, until_closed
 
 JSON = "content-type: application/json"
-PATIENCE = 15.0
+LONGEST = 15.0
 """Seconds within which a deadline of one second has taken effect, on a machine with other work."""
 GENERATE = "/inference/v1/generate"
 
@@ -22,7 +22,7 @@ def dribble(sock: socket.socket, piece: bytes) -> float:
     """Sends a piece every now and then; the seconds until the server has had enough."""
     begun = monotonic()
     sock.settimeout(0.05)
-    while monotonic() - begun < PATIENCE:
+    while monotonic() - begun < LONGEST:
         try:
             if not sock.recv(1 << 16):
                 break
@@ -56,7 +56,7 @@ def test_a_request_that_does_not_come_to_its_end_is_given_up(listener: Listener)
             for piece in (b"", b"x")
         }
     for which, ended in attacks.items():
-        assert SECONDS / 2 < ended.result() < PATIENCE, which
+        assert SECONDS / 2 < ended.result() < LONGEST, which
     assert listener.alive()
 
 
@@ -67,14 +67,14 @@ def test_answers_that_nobody_reads_are_given_up(target: Target, listener: Listen
     with listener.connect(receive_buffer=4096) as sock:
         sock.settimeout(0.2)
         begun = monotonic()
-        while monotonic() - begun < PATIENCE:
+        while monotonic() - begun < LONGEST:
             try:
                 sock.sendall(sent)
             except TimeoutError:
                 continue
             except ConnectionError:
                 break
-        assert monotonic() - begun < PATIENCE
+        assert monotonic() - begun < LONGEST
     assert target.memory("gateway") + target.memory("worker") - before < 40
     assert listener.alive()
 
@@ -101,7 +101,7 @@ def generate(**params: object) -> bytes:
     return json.dumps(body).encode()
 
 
-def until(met: object, seconds: float = PATIENCE) -> bool:
+def until(met: object, seconds: float = LONGEST) -> bool:
     end = monotonic() + seconds
     while not met() and monotonic() < end:  # type: ignore[operator]
         sleep(0.05)
@@ -133,7 +133,7 @@ def test_streams_that_nobody_reads_give_their_places_back(target: Target) -> Non
         short = generate(max_tokens=1, min_tokens=1).replace(b'"stream": true', b'"stream": false')
         begun = monotonic()
         assert gateway.status(gateway.post(short, path=GENERATE)) == 200
-        assert monotonic() - begun < PATIENCE
+        assert monotonic() - begun < LONGEST
     assert until(lambda: target.running() == 0)
 
 
@@ -167,10 +167,10 @@ def test_when_every_connection_is_in_use_a_new_one_is_told_to_come_back(
         with listener.connect() as late:
             late.sendall(listener.post())
             assert b"HTTP/1.1 503 " in until_closed(late)
-    assert until(lambda: _answers(listener), 5)
+    assert until(lambda: _responds(listener), 5)
 
 
-def _answers(listener: Listener) -> bool:
+def _responds(listener: Listener) -> bool:
     try:
         return listener.alive()
     except ConnectionError:

@@ -86,13 +86,13 @@ async def test_a_task_of_three_tool_turns_is_one_exact_sample(
     assert server.breaks(program) == {}
     samples = await server.samples(program)
     main = next(sample for sample in samples if sample.kind == "main")
-    said = server.renderer.decode(
+    words = server.renderer.decode(
         [token for token, sampled in zip(main.token_ids, main.sampled_mask, strict=True) if sampled]
     )
     # All four turns, both parallel calls of the third among them, in one line of tokens.
     for part in ("echo hello > out.txt", "cat out.txt", "ls", "pwd", "Step 0.", "Step 2."):
-        assert part in said
-    assert said.count("<|im_end|>") == 4
+        assert part in words
+    assert words.count("<|im_end|>") == 4
     # Beside the main line there is a title at most, and that is a side call of it.
     assert lineage(samples[1:]) in ({}, {0: ("auxiliary", main.branch)})
 
@@ -101,11 +101,11 @@ async def test_the_sdk_of_anthropic_gets_every_event_it_needs(
     server: DialectServer, sandbox: Sandbox
 ) -> None:
     ended = await play(sandbox, "anthropic", f"{server.url}/sessions/anthropic-events")
-    said = json.loads(ended.check().output)
-    assert (said["text"], said["stop"]) == ("All done.", "end_turn")
-    assert said["counted"] > 10
+    words = json.loads(ended.check().output)
+    assert (words["text"], words["stop"]) == ("All done.", "end_turn")
+    assert words["counted"] > 10
     assert {"message_start", "content_block_stop", "signature", "input_json", "message_stop"} <= {
-        *said["kinds"]
+        *words["kinds"]
     }
 
 
@@ -170,9 +170,9 @@ async def test_a_sub_agent_of_codex_is_a_branch_beside_the_main_line(
     assert "Done with the helper." in ended.output
     assert server.breaks("helped") == {}
     samples = await server.samples("helped")
-    said = [server.renderer.decode(sample.token_ids) for sample in samples]
-    (child,) = [text for text in said if "child report: add subtracts<|im_end|>" in text]
-    (main,) = [text for text in said if "Done with the helper." in text]
+    words = [server.renderer.decode(sample.token_ids) for sample in samples]
+    (child,) = [text for text in words if "child report: add subtracts<|im_end|>" in text]
+    (main,) = [text for text in words if "Done with the helper." in text]
     assert child != main
     assert not any(sample.trained_in for sample in samples)
     assert sorted(lineage(samples).values()) == [("main", None), ("subagent", 0)]
@@ -188,11 +188,11 @@ async def test_a_compaction_of_codex_begins_a_new_branch(
     assert "Done after the summary." in ended.output
     assert server.breaks("compacted") == {"tools_changed": 1}
     samples = await server.samples("compacted")
-    said = [server.renderer.decode(sample.token_ids) for sample in samples]
+    words = [server.renderer.decode(sample.token_ids) for sample in samples]
     # The turns before, the request for a summary, and what goes on from it.
     kinds = {
         sample.kind: text.count("the summary so far")
-        for sample, text in zip(samples, said, strict=True)
+        for sample, text in zip(samples, words, strict=True)
     }
     assert kinds == {"main": 0, "auxiliary": 1, "compaction": 1}
     (after,) = [sample for sample in samples if sample.kind == "compaction"]
@@ -233,5 +233,5 @@ async def test_a_compaction_of_qwen_code_begins_a_new_branch(
     assert found["compaction"].parent == found["main"].branch
     assert "it follows the summary" in found["compaction"].evidence
     assert found["main"].breaks == ()
-    said = server.renderer.decode(found["compaction"].token_ids)
-    assert "Done after the summary." in said
+    words = server.renderer.decode(found["compaction"].token_ids)
+    assert "Done after the summary." in words

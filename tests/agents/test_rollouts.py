@@ -71,7 +71,7 @@ async def test_an_example_gives_the_samples_of_every_rollout(
     renderer = Renderer.load("tiny")
     for sample in samples:
         assert (sample.kind, sample.breaks, sample.harness) == ("main", (), harness)
-        said = renderer.decode(
+        words = renderer.decode(
             [
                 token
                 for token, sampled in zip(sample.token_ids, sample.sampled_mask, strict=True)
@@ -79,9 +79,9 @@ async def test_an_example_gives_the_samples_of_every_rollout(
             ]
         )
         # Three turns in one line of tokens, and the fix that was judged among them.
-        assert said.count("<|im_end|>") == 3
-        assert "cat calc.py" in said
-        assert ("Perhaps" in said) == (sample.reward == 0.1)
+        assert words.count("<|im_end|>") == 3
+        assert "cat calc.py" in words
+        assert ("Perhaps" in words) == (sample.reward == 0.1)
 
 
 async def test_a_model_is_trained_on_a_real_agent_without_any_mismatch(tmp_path: Path) -> None:

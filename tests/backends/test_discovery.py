@@ -27,7 +27,7 @@ from tests.backends import scripted
 from tests.backends.scripted import Reply, Request, serving, whole
 
 QUICK = CallBudgets(quick=CallBudget(0.5, 1, tries=1))
-FRONT = "http://front:8000"
+FRONTEND = "http://front:8000"
 
 
 async def believed(*_: str) -> None:
@@ -51,7 +51,7 @@ def answering(*replies: Reply):
 
 async def discovered(reply: Reply) -> dict[str, DiscoveredWorker]:
     async with serving(answering(reply)) as server:
-        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK, identify=believed)
+        discovery = DynamoDiscovery(FRONTEND, server.url, budgets=QUICK, identify=believed)
         try:
             return {one.id: one for one in await discovery.find()}
         finally:
@@ -61,7 +61,11 @@ async def discovered(reply: Reply) -> dict[str, DiscoveredWorker]:
 async def test_dynamo_ids_keep_all_64_bits() -> None:
     (one,) = (await discovered(captured("rl_workers"))).values()
     assert one.id == "14158359886483287760"
-    assert (one.admin_url, one.data_url, one.backend) == ("http://127.0.0.1:18081", FRONT, "dynamo")
+    assert (one.admin_url, one.data_url, one.backend) == (
+        "http://127.0.0.1:18081",
+        FRONTEND,
+        "dynamo",
+    )
     assert (one.model, one.ready, one.error) == ("own-model", True, None)
     assert "update_weights_from_disk" in one.routes
     assert len(await discovered(captured("rl_workers_two"))) == 2
@@ -81,7 +85,7 @@ async def test_of_workers_that_share_a_system_url_only_the_one_that_is_there_is_
     async with serving(lambda _: whole(b'x{worker_id="2a"} 0\n')) as worker:
         listed = [{"instance_id": one, "system_url": worker.url} for one in (42, 43)]
         async with serving(answering(whole({"protocol_version": 1, "workers": listed}))) as server:
-            discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
+            discovery = DynamoDiscovery(FRONTEND, server.url, budgets=QUICK)
             ready = {one.id: one.ready for one in await discovery.find()}
             await discovery.close()
     assert ready == {"42": True, "43": False}
@@ -92,7 +96,7 @@ async def test_a_loopback_system_url_is_only_good_next_to_the_discovery() -> Non
     async with serving(answering(whole({"protocol_version": 1, "workers": [worker]}))) as server:
         # The same server by an address that is not a loopback one.
         for url, ready in ((server.url, True), (server.url.replace("127.0.0.1", "0.0.0.0"), False)):
-            discovery = DynamoDiscovery(FRONT, url, budgets=QUICK, identify=believed)
+            discovery = DynamoDiscovery(FRONTEND, url, budgets=QUICK, identify=believed)
             (one,) = await discovery.find()
             assert one.ready is ready
             assert ready or "its own host" in (one.error or "")
@@ -112,7 +116,7 @@ async def test_a_worker_is_believed_when_it_says_that_it_is_the_one() -> None:
             listed = {"instance_id": 42, "system_url": worker.url}
             reply = whole({"protocol_version": 1, "workers": [listed]})
             async with serving(answering(reply)) as server:
-                discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
+                discovery = DynamoDiscovery(FRONTEND, server.url, budgets=QUICK)
                 for _ in range(2):
                     (one,) = await discovery.find()
                     assert one.ready is (error is None)
@@ -127,7 +131,7 @@ async def test_a_worker_is_believed_when_it_says_that_it_is_the_one() -> None:
 async def test_a_worker_whose_system_url_does_not_respond_is_not_ready() -> None:
     listed = {"instance_id": 42, "system_url": "http://127.0.0.1:9"}
     async with serving(answering(whole({"protocol_version": 1, "workers": [listed]}))) as server:
-        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK)
+        discovery = DynamoDiscovery(FRONTEND, server.url, budgets=QUICK)
         (one,) = await discovery.find()
         assert not one.ready
         assert "http://127.0.0.1:9 cannot be reached from here" in (one.error or "")
@@ -153,7 +157,7 @@ def test_the_discovery_url_comes_from_the_frontend_and_the_port_variable() -> No
     assert workers_url("http://front:8000/v1", {}) == "http://front:8001"
     assert workers_url("http://[::1]:8000", {"DYN_RL_PORT": "9"}) == "http://[::1]:9"
     with pytest.raises(BadRequest, match="DYN_RL_PORT"):
-        workers_url(FRONT, {"DYN_RL_PORT": "x"})
+        workers_url(FRONTEND, {"DYN_RL_PORT": "x"})
     with pytest.raises(BadRequest, match="frontend"):
         workers_url("front:8000", {})
 
@@ -163,13 +167,13 @@ async def test_discovery_is_asked_until_workers_are_ready() -> None:
     replies = (Reply(fault="reset"), empty, captured("rl_workers_after_kill9"),
                captured("rl_workers_two"))  # fmt: skip
     async with serving(answering(*replies)) as server:
-        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK, identify=believed)
+        discovery = DynamoDiscovery(FRONTEND, server.url, budgets=QUICK, identify=believed)
         workers = await until_ready(discovery, 2, seconds=10, interval=0.01)
         assert len(workers) == 2
         assert len(server.requests) == 4
         await discovery.close()
     async with serving(answering(captured("rl_workers_after_kill9"))) as server:
-        discovery = DynamoDiscovery(FRONT, server.url, budgets=QUICK, identify=believed)
+        discovery = DynamoDiscovery(FRONTEND, server.url, budgets=QUICK, identify=believed)
         with pytest.raises(DeadlineExceeded, match="1 are ready; 10482494335621261157: Unavail"):
             await until_ready(discovery, 2, seconds=0.2, interval=0.01)
         await discovery.close()

@@ -186,7 +186,7 @@ def browser() -> Iterator[Any]:
 @pytest.fixture
 def new_page(browser: Any, live: Live) -> Iterator[Callable[..., Any]]:
     """Opens pages. When the test ends, none may have written an error or asked another host."""
-    contexts, errors, asked = [], [], []
+    contexts, errors, urls = [], [], []
 
     def open_page(**options: Any) -> Any:
         context = browser.new_context(**{"viewport": {"width": 1280, "height": 860}, **options})
@@ -194,15 +194,15 @@ def new_page(browser: Any, live: Live) -> Iterator[Callable[..., Any]]:
         contexts.append(context)
         page = context.new_page()
         page.errors = errors
-        page.on("console", lambda said: said.type == "error" and errors.append(said.text))
+        page.on("console", lambda entry: entry.type == "error" and errors.append(entry.text))
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("request", lambda request: urls.append(request.url))
         return page
 
     yield open_page
     for context in contexts:
         context.close()
-    foreign = [url for url in asked if not url.startswith((live.admin_url, "file://", "data:"))]
+    foreign = [url for url in urls if not url.startswith((live.admin_url, "file://", "data:"))]
     assert not foreign, foreign
     assert not errors, errors
 

@@ -165,8 +165,8 @@ def stop_string_cut(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_experts(body: dict[str, Any]) -> dict[str, Any]:
-    asks = "routed_experts_prompt_start" in body["sampling_params"]
-    return body | ({"return_routed_experts": True} if asks else {})
+    named = "routed_experts_prompt_start" in body["sampling_params"]
+    return body | ({"return_routed_experts": True} if named else {})
 
 
 CLIENT_FAULTS = {

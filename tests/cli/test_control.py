@@ -212,7 +212,7 @@ def test_details_say_what_a_worker_was_believed_by(
 
 
 @pytest.fixture
-def nothing_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run) -> str:
+def bare_gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Run) -> str:
     """Neither URL nor token in the environment, and a state home of its own; the plane's URL."""
     url = os.environ["LOCKSTEP_ADMIN_URL"]
     monkeypatch.delenv("LOCKSTEP_ADMIN_URL")
@@ -227,14 +227,14 @@ def entry(url: str, token_file: Path | None, pid: int = 1) -> RunningGateway:
 
 
 def test_the_gateway_of_this_machine_is_found_with_its_token(
-    run: Run, nothing_said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    run: Run, bare_gateway: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     assert run("state") == 2
     assert "lockstep serve" in capsys.readouterr().err
-    with registered(entry(nothing_said, token_file)):
+    with registered(entry(bare_gateway, token_file)):
         assert run("state") == 0
         home = tmp_path / "home/lockstep/running"
         assert home.stat().st_mode & 0o777 == 0o700
@@ -249,7 +249,7 @@ def test_the_gateway_of_this_machine_is_found_with_its_token(
     assert list(home.iterdir()) == []
     assert run("state") == 2
     capsys.readouterr()
-    with registered(entry(nothing_said, None)):
+    with registered(entry(bare_gateway, None)):
         assert run("state") == 2
         assert "LOCKSTEP_ADMIN_TOKEN" in capsys.readouterr().err
         monkeypatch.setenv("LOCKSTEP_ADMIN_TOKEN", TOKEN)
@@ -257,22 +257,22 @@ def test_the_gateway_of_this_machine_is_found_with_its_token(
 
 
 def test_several_gateways_are_listed_with_how_to_choose(
-    run: Run, nothing_said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, bare_gateway: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     other = "http://127.0.0.1:9"
-    with registered(entry(nothing_said, token_file, 1)), registered(entry(other, None, 2)):
+    with registered(entry(bare_gateway, token_file, 1)), registered(entry(other, None, 2)):
         assert run("pause") == 2
         text = capsys.readouterr().err
-        for url in (nothing_said, other):
+        for url in (bare_gateway, other):
             assert f"--url {url}  serves tiny" in text
         assert "state in /kept" in text
-        assert run("state", "--url", nothing_said) == 0
+        assert run("state", "--url", bare_gateway) == 0
     assert [path for _, path, _ in Plane.requests] == ["/v1/rl/state"]
 
 
-def test_a_gateway_that_was_killed_is_found_no_more(nothing_said: str, tmp_path: Path) -> None:
+def test_a_gateway_that_was_killed_is_found_no_more(bare_gateway: str, tmp_path: Path) -> None:
     code = (
         "import os, time\nfrom lockstep.running_gateways import RunningGateway, registered\n"
         "with registered(RunningGateway('http://d', 'http://a', 'tiny', os.getpid())):\n"

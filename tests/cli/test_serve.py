@@ -111,13 +111,13 @@ def test_serve_says_ready_in_one_line_serves_and_drains() -> None:
         with running(
             "gateway", "--worker", workers[0]["url"], "--worker", workers[1]["url"],
             *EVERYWHERE, "--json",
-        ) as front:  # fmt: skip
-            second = ready_of(front)
+        ) as gateway:  # fmt: skip
+            second = ready_of(gateway)
             ids = [(one["url"], one["pid"]) for one in second["workers"]]
             assert ids == [(one["url"], None) for one in workers]
             assert generate(second["url"])["choices"][0]["token_ids"]
-            front.send_signal(signal.SIGINT)
-            assert front.wait(30) == 0
+            gateway.send_signal(signal.SIGINT)
+            assert gateway.wait(30) == 0
         assert generate(ready["url"])["choices"]
 
         process.send_signal(signal.SIGTERM)

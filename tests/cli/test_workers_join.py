@@ -40,7 +40,7 @@ async def check_joining(http: aiohttp.ClientSession, gateway: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--workers-join"], "--tokenizer"),
         (["--workers-join", "--worker", "http://127.0.0.1:1"], "one of --worker URL"),
@@ -48,8 +48,8 @@ async def check_joining(http: aiohttp.ClientSession, gateway: dict[str, Any]) ->
     ],
 )
 def test_what_does_not_say_where_workers_come_from_is_refused(
-    arguments: list[str], said: str
+    arguments: list[str], message: str
 ) -> None:
     result = CliRunner().invoke(app, ["gateway", *arguments])
     assert result.exit_code != 0
-    assert said in f"{result.output}{result.exception}"
+    assert message in f"{result.output}{result.exception}"

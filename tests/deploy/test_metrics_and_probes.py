@@ -63,8 +63,8 @@ def ready(fleet: ServeProcess, worker: str) -> tuple[int, str]:
 async def test_a_worker_is_ready_when_it_was_proved_and_not_before(fleet: ServeProcess) -> None:
     worker = fleet.workers[0]["id"]
     assert ready(fleet, worker) == (0, "")
-    code, said = ready(fleet, "nobody:8100")
-    assert (code, said[:3]) == (1, "404")
+    code, output = ready(fleet, "nobody:8100")
+    assert (code, output[:3]) == (1, "404")
     # One that runs, but is not what the gateway was told of: it is never proved.
     headers = {"authorization": f"Bearer {TOKEN}"}
     body = {"url": "http://127.0.0.1:9", "admin_url": "http://127.0.0.1:9", "backend": "lockstep",
@@ -72,5 +72,5 @@ async def test_a_worker_is_ready_when_it_was_proved_and_not_before(fleet: ServeP
     async with aiohttp.ClientSession(headers=headers) as http:
         async with http.post(f"{fleet.admin_url}/v1/rl/workers", json=body) as answer:
             assert answer.status == 201, await answer.text()
-    code, said = ready(fleet, "away:8100")
-    assert (code, said[:3]) == (1, "503")
+    code, output = ready(fleet, "away:8100")
+    assert (code, output[:3]) == (1, "503")

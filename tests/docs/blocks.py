@@ -78,15 +78,15 @@ def blocks(page: str) -> list[Block]:
         indent = len(opened["indent"])
         text = "\n".join(line[indent:] for line in lines[at + 1 : end])
         mark = MARK.match(lines[at - 1].strip()) if at else None
-        kind, said = (mark["kind"], mark["text"]) if mark else (None, None)
+        kind, note = (mark["kind"], mark["text"]) if mark else (None, None)
         found.append(
             Block(
                 page,
                 at + 1,
                 opened["language"],
                 text,
-                needs=said if kind == "needs" else None,
-                reason=said if kind == "not run" else None,
+                needs=note if kind == "needs" else None,
+                reason=note if kind == "not run" else None,
             )
         )
         at = end + 1

@@ -23,14 +23,14 @@ def main() -> None:
     answers, sys.stdout = sys.stdout, sys.stderr
     with asyncio.Runner() as runner:
         for line in sys.stdin:
-            asked = json.loads(line)
+            request = json.loads(line)
             os.environ.clear()
-            os.environ.update(asked["environ"])
+            os.environ.update(request["environ"])
             error, printed = None, io.StringIO()
             try:
                 with contextlib.redirect_stdout(printed):
                     code = compile(
-                        asked["code"], asked["place"], "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+                        request["code"], request["place"], "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
                     )
                     result = eval(code, namespace)
                     if inspect.iscoroutine(result):

@@ -63,8 +63,8 @@ async def test_the_openai_sdk(served: ServeProcess) -> None:
     reply = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert reply == whole.choices[0].message.content
     assert chunks[-1].usage is not None
-    legacy = await client.completions.create(model="tiny", prompt="Reverse: 1", max_tokens=3)
-    assert legacy.choices[0].text is not None
+    completion = await client.completions.create(model="tiny", prompt="Reverse: 1", max_tokens=3)
+    assert completion.choices[0].text is not None
     assert [model.id async for model in client.models.list()] == ["tiny"]
 
 

@@ -220,8 +220,8 @@ class Cluster:
                 self.gateway = await asyncio.to_thread(self._start, state, ports)
             except RuntimeError:
                 if monotonic() > deadline:
-                    said = state.with_suffix(".log").read_text(errors="replace")[-4000:]
-                    raise RuntimeError(f"the gateway does not start any more:\n{said}") from None
+                    output = state.with_suffix(".log").read_text(errors="replace")[-4000:]
+                    raise RuntimeError(f"the gateway does not start any more:\n{output}") from None
                 await asyncio.sleep(0.5)
             else:
                 return

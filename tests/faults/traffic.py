@@ -25,7 +25,7 @@ FIRST, LABELS = "default", ("a", "b")
 NEAR = 1e-4
 """Checkpoints are 0.1 apart, and close arithmetic 4e-6 from exact: this tells them on any CPU."""
 SEQUENCES = ((5, 6, 7, 8, 9, 10, 11, 12), (100, 3, 77, 41, 9))
-PATIENCE = aiohttp.ClientTimeout(total=40)
+TIMEOUT = aiohttp.ClientTimeout(total=40)
 
 
 class Reference:
@@ -62,7 +62,7 @@ class Reference:
         ]
         return labels[0] if len(labels) == 1 else None
 
-    def wrong(self, answer: Answer) -> str | None:
+    def wrong(self, answer: Sampled) -> str | None:
         """Why the tokens of an answer are not those of the versions on its label, if so."""
         for span in answer.versions:
             if span.version not in self._weights:
@@ -77,7 +77,7 @@ class Reference:
         return None
 
 
-class Answer(Protocol):
+class Sampled(Protocol):
     """A whole sequence, and under which version its sampled tokens were sampled: a Sample is."""
 
     @property
@@ -111,7 +111,7 @@ class Traffic:
 
     async def __aenter__(self) -> Traffic:
         self._session = aiohttp.ClientSession(
-            timeout=PATIENCE, connector=aiohttp.TCPConnector(force_close=True)
+            timeout=TIMEOUT, connector=aiohttp.TCPConnector(force_close=True)
         )
         self._over = asyncio.Event()
         for number in range(self.clients):
@@ -123,7 +123,7 @@ class Traffic:
     async def __aexit__(self, *_: object) -> None:
         """Lets what is under way end; what then still runs has hung."""
         self._over.set()
-        _, hung = await asyncio.wait(self._tasks, timeout=PATIENCE.total)
+        _, hung = await asyncio.wait(self._tasks, timeout=TIMEOUT.total)
         for task in hung:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -177,7 +177,7 @@ class Traffic:
         return None
 
 
-def lost(turns: Iterable[list[int]], samples: Iterable[Answer]) -> list[list[int]]:
+def lost(turns: Iterable[list[int]], samples: Iterable[Sampled]) -> list[list[int]]:
     """The answered turns whose tokens are in no sample of their session."""
     whole = [list(sample.token_ids) for sample in samples]
     return [turn for turn in turns if not any(_within(turn, one) for one in whole)]

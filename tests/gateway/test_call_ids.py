@@ -23,7 +23,7 @@ TOOL = {
     "input_schema": {"type": "object", "properties": {"path": {"type": "string"}}},
 }
 BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "tools": [TOOL]}
-ASK: dict[str, Any] = {"role": "user", "content": "look"}
+QUESTION: dict[str, Any] = {"role": "user", "content": "look"}
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
         yield process
 
 
-async def ask(server: DialectServer, session: str) -> dict[str, Any]:
+async def call_of_attempt(server: DialectServer, session: str) -> dict[str, Any]:
     """The call of one more attempt at the same prompt."""
-    body = {**BODY, "messages": [ASK]}
+    body = {**BODY, "messages": [QUESTION]}
     message = await server.ok("/v1/messages", body, **{"x-session-id": session})
     (call,) = [block for block in message["content"] if block["type"] == "tool_use"]
     return dict(call)
@@ -43,14 +43,18 @@ async def ask(server: DialectServer, session: str) -> dict[str, Any]:
 async def go_on(server: DialectServer, session: str, call: dict[str, Any]) -> None:
     """Sends the call back without its thinking, with a result."""
     done = {"type": "tool_result", "tool_use_id": call["id"], "content": "text"}
-    history = [ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [done]}]
+    history = [
+        QUESTION,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [done]},
+    ]
     await server.ok("/v1/messages", {**BODY, "messages": history}, **{"x-session-id": session})
 
 
 async def test_two_equal_calls_of_one_prompt_are_told_apart_by_their_ids(
     server: DialectServer,
 ) -> None:
-    first, second = await ask(server, "a"), await ask(server, "a")
+    first, second = await call_of_attempt(server, "a"), await call_of_attempt(server, "a")
     assert {**first, "id": ""} == {**second, "id": ""}
     assert first["id"] != second["id"]
     assert re.fullmatch("[A-Za-z0-9_-]+", first["id"])
@@ -63,7 +67,7 @@ async def test_two_equal_calls_of_one_prompt_are_told_apart_by_their_ids(
 
 
 async def test_an_id_alone_attaches_to_nothing(server: DialectServer) -> None:
-    call = await ask(server, "b")
+    call = await call_of_attempt(server, "b")
     await go_on(server, "b", {**call, "input": {"path": "forged.txt"}})
     assert server.breaks("b") == {"edited_history": 1}
     texts = [server.renderer.decode(sample.token_ids) for sample in await server.samples("b")]
@@ -72,7 +76,7 @@ async def test_an_id_alone_attaches_to_nothing(server: DialectServer) -> None:
 
 
 async def test_a_call_is_found_again_through_another_dialect(server: DialectServer) -> None:
-    call = await ask(server, "c")
+    call = await call_of_attempt(server, "c")
     again = await server.ok(
         "/v1/chat/completions",
         {
@@ -82,7 +86,7 @@ async def test_a_call_is_found_again_through_another_dialect(server: DialectServ
                 "parameters": TOOL["input_schema"],
             }}],
             "messages": [
-                ASK,
+                QUESTION,
                 {"role": "assistant", "tool_calls": [{"type": "function", "function": {
                     "name": "Read", "arguments": '{"path": "a.txt"}'}, "id": call["id"]}]},
                 {"role": "tool", "tool_call_id": call["id"], "content": "text"},

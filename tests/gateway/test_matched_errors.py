@@ -73,9 +73,9 @@ async def test_openai_s_client_reads_the_code(gateway: str) -> None:
 async def test_openai_s_client_does_not_repeat_what_cannot_succeed(gateway: str) -> None:
     headers = {"x-session-id": "once", "x-session-breaks": "strict"}
     client = openai.AsyncOpenAI(base_url=f"{gateway}/v1", api_key="none", default_headers=headers)
-    ask: list[Any] = [{"role": "user", "content": "Hi"}]
-    first = await client.chat.completions.create(model="tiny", messages=ask, max_tokens=2)
-    more = [*ask, first.choices[0].message, *ask]
+    history: list[Any] = [{"role": "user", "content": "Hi"}]
+    first = await client.chat.completions.create(model="tiny", messages=history, max_tokens=2)
+    more = [*history, first.choices[0].message, *history]
     with pytest.raises(openai.ConflictError) as caught:
         await client.chat.completions.create(model="tiny", messages=more, temperature=0.5)
     assert caught.value.response.request.headers["x-stainless-retry-count"] == "0"

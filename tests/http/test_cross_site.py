@@ -57,13 +57,13 @@ async def test_an_allowed_site_may_call_and_read_the_answer() -> None:
     answer = await status(headers, (site,))
     assert " 200 " in answer
     assert f"access-control-allow-origin: {site}" in answer
-    asked = await status(
+    preflight = await status(
         f"{headers}\naccess-control-request-method: POST\naccess-control-request-headers: x-a",
         (site,),
         "OPTIONS",
     )
-    assert " 200 " in asked
-    assert "access-control-allow-headers: x-a" in asked
+    assert " 200 " in preflight
+    assert "access-control-allow-headers: x-a" in preflight
     assert " 403 " in await status("\norigin: https://other.example", (site,))
     assert " 200 " in await status("\norigin: https://other.example", ("*",))
 

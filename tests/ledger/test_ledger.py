@@ -35,7 +35,7 @@ def rows(total: int, start: int = 0) -> RoutedExperts:
     return RoutedExperts(ids.tobytes(), (total - 1 - start, 2, 2), "uint8", start)
 
 
-class Said(BaseModel):
+class SdkMessage(BaseModel):
     role: str
     content: str | None = None
     reasoning_content: str | None = None
@@ -80,7 +80,7 @@ def test_one_history_in_any_spelling_is_bridged(renderer: Renderer, spelling: st
     spelled: dict[str, Any] = {
         "dict": lambda m: m,
         "nones": lambda m: {**m, "tool_calls": None, "name": None, "refusal": None},
-        "pydantic": lambda m: Said(**m),
+        "pydantic": lambda m: SdkMessage(**m),
         "no reasoning": lambda m: {k: v for k, v in m.items() if k != "reasoning_content"},
         "parts": lambda m: {**m, "content": [{"type": "text", "text": m["content"]}]},
     }

@@ -89,9 +89,9 @@ def size(*nodes: Node) -> int:
 @pytest.mark.failure_mode("F59")
 def test_a_retry_is_one_turn_of_which_the_attempt_that_was_used_is_trained(talk: Talk) -> None:
     opened = talk.turn([user("a")], "one", CODEX)
-    asked = [*opened, user("b")]
-    talk.turn(asked, "thrown away, and long", CODEX)
-    used = talk.turn(asked, "used", CODEX)
+    question = [*opened, user("b")]
+    talk.turn(question, "thrown away, and long", CODEX)
+    used = talk.turn(question, "used", CODEX)
     talk.turn([*used, user("c")], "end", CODEX)
     assert talk.kinds() == {0: ("main", None), 1: ("retry", 0)}
     nodes = talk.ledger.nodes
@@ -204,7 +204,7 @@ def test_without_ids_a_compaction_is_what_follows_a_summary(talk: Talk) -> None:
 
 @pytest.mark.failure_mode("F59")
 @pytest.mark.parametrize(
-    ("task", "asked", "kind"),
+    ("task", "question", "kind"),
     [
         ("read calc.py and report", "Notes.\nread calc.py and report", "subagent"),
         ("calc.py", "calc.py", "subagent"),
@@ -213,10 +213,10 @@ def test_without_ids_a_compaction_is_what_follows_a_summary(talk: Talk) -> None:
     ],
 )
 def test_without_ids_a_sub_agent_is_known_by_its_task(
-    talk: Talk, task: str, asked: str, kind: str
+    talk: Talk, task: str, question: str, kind: str
 ) -> None:
     talk.turn([user("a")], "", QWEN, calls=[call("agent", prompt=task)])
-    talk.turn([{"role": "system", "content": "You help."}, user(asked)], "ok", QWEN)
+    talk.turn([{"role": "system", "content": "You help."}, user(question)], "ok", QWEN)
     assert talk.kinds()[1] == (kind, 0 if kind == "subagent" else None)
 
 

@@ -126,10 +126,10 @@ def test_sampled_reversals_are_better_than_chance(model: Any, tokenizer: Any) ->
     torch.manual_seed(0)
     rng = random.Random(11)
     episodes = [Reverse(rng) for _ in range(32)]
-    said = [turns[0] for turns in play(model, tokenizer, episodes)]
+    texts = [turns[0] for turns in play(model, tokenizer, episodes)]
     agreement = [
         sum(a == b for a, b in zip(text, episode.right(), strict=False)) / len(episode.digits)
-        for text, episode in zip(said, episodes, strict=True)
+        for text, episode in zip(texts, episodes, strict=True)
     ]
     assert sum(agreement) / len(agreement) > 0.35
 
@@ -146,5 +146,5 @@ def test_guesses_are_numbers_in_range(model: Any, tokenizer: Any) -> None:
     torch.manual_seed(0)
     rng = random.Random(13)
     episodes = [Guess(rng) for _ in range(16)]
-    said = [text for turns in play(model, tokenizer, episodes) for text in turns]
-    assert sum(text.isdigit() and len(text) <= 2 for text in said) / len(said) > 0.9
+    texts = [text for turns in play(model, tokenizer, episodes) for text in turns]
+    assert sum(text.isdigit() and len(text) <= 2 for text in texts) / len(texts) > 0.9

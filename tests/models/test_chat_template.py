@@ -33,16 +33,16 @@ def test_template_equals_renderer_on_random_conversations(tokenizer: Any, thinki
     rng = random.Random(7)
     for _ in range(CONVERSATIONS):
         messages, tools = conversation(rng)
-        ask = rng.random() < 0.5
+        opens_turn = rng.random() < 0.5
         from_template = tokenizer.apply_chat_template(
             messages,
             tools=tools,
-            add_generation_prompt=ask,
+            add_generation_prompt=opens_turn,
             enable_thinking=thinking,
             tokenize=True,
             return_dict=False,
         )
-        from_renderer = renderer.render_ids(messages, tools=tools, add_generation_prompt=ask)
+        from_renderer = renderer.render_ids(messages, tools=tools, add_generation_prompt=opens_turn)
         assert from_template == from_renderer, messages
 
 
@@ -75,11 +75,11 @@ def test_training_text_has_the_tokens_of_a_rollout(
         ids = renderer.render_ids(messages, tools=episode.tools, add_generation_prompt=True)
         sampled = [False] * len(ids)
         while True:
-            said = episode.right()
-            completion = tokenizer.encode(said + "<|im_end|>", add_special_tokens=False)
+            words = episode.right()
+            completion = tokenizer.encode(words + "<|im_end|>", add_special_tokens=False)
             parsed = renderer.parse_response(completion, prompt_ids=ids)
             messages.append(assistant_message(parsed))
-            reply = episode.reply(said)
+            reply = episode.reply(words)
             if reply is None:
                 ids, sampled = ids + completion, sampled + [True] * len(completion)
                 break

@@ -37,7 +37,7 @@ def test_a_text_for_segments_has_them_too(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("mark", ["<|im_end|>", "<think>", "no mark at all", ["<think>", "x"]])
 def test_marks_have_the_ids_of_the_tokenizer(renderer: Renderer, mark: str | list[str]) -> None:
-    slim = FastTokenizer(renderer.tokenizer)
+    fast = FastTokenizer(renderer.tokenizer)
     for _ in range(2):
-        assert slim.convert_tokens_to_ids(mark) == renderer.tokenizer.convert_tokens_to_ids(mark)
-    assert slim.unk_token_id == renderer.tokenizer.unk_token_id
+        assert fast.convert_tokens_to_ids(mark) == renderer.tokenizer.convert_tokens_to_ids(mark)
+    assert fast.unk_token_id == renderer.tokenizer.unk_token_id

@@ -24,7 +24,7 @@ class Call(BaseModel):
     function: Function
 
 
-class Said(BaseModel):
+class SdkMessage(BaseModel):
     role: str
     content: str | list[dict[str, str]] | None = None
     reasoning_content: str | None = None
@@ -55,7 +55,7 @@ def spellings() -> list[Any]:
         {**CALLED, "tool_calls": [call], "refusal": None, "audio": None, "function_call": None},
         {**CALLED, "content": [{"type": "text", "text": "Let me"}, {"text": " see."}]},
         {**CALLED, "tool_calls": [{"id": "c1", "name": "calc", "arguments": turned}]},
-        Said(
+        SdkMessage(
             role="assistant",
             content="Let me see.",
             tool_calls=[Call(id="c1", function=Function(name="calc", arguments=text))],

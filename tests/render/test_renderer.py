@@ -21,11 +21,11 @@ from lockstep.tokens.errors import BadRequest, UnknownModel
 from tests import tokenizers
 from tests.ledger.rollouts import TOOLS
 
-ASK = [{"role": "user", "content": "1 + 2?"}]
+QUESTION = [{"role": "user", "content": "1 + 2?"}]
 
 
 def parse(renderer: Renderer, text: str, tools: Any = TOOLS) -> Any:
-    return renderer.parse(renderer.encode(text), tools, prompt_ids=renderer.render(ASK, tools))
+    return renderer.parse(renderer.encode(text), tools, prompt_ids=renderer.render(QUESTION, tools))
 
 
 @pytest.mark.parametrize(
@@ -76,10 +76,10 @@ def test_a_template_that_moves_messages_to_the_front_has_no_bridge_for_them() ->
     )
     renderer = Renderer(tokenizer)
     parsed = [*renderer.encode("Yes."), renderer.stop_token_ids[0]]
-    new = [{"role": "system", "content": "Be brief."}, *ASK]
+    new = [{"role": "system", "content": "Be brief."}, *QUESTION]
     assert renderer.bridge == "template"
-    assert renderer.extend(renderer.render(ASK), parsed, ASK, None) is not None
-    assert renderer.extend(renderer.render(ASK), parsed, new, None) is None
+    assert renderer.extend(renderer.render(QUESTION), parsed, QUESTION, None) is not None
+    assert renderer.extend(renderer.render(QUESTION), parsed, new, None) is None
 
 
 def test_renderers_are_made_once_per_model_and_setting() -> None:
@@ -99,13 +99,13 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
 
 def test_template_variables_reach_the_template() -> None:
     off = Renderer.load("tiny", template_kwargs={"enable_thinking": False})
-    assert off.decode(off.render(ASK)).endswith("<think>\n\n</think>\n\n")
+    assert off.decode(off.render(QUESTION)).endswith("<think>\n\n</think>\n\n")
 
 
 def test_a_refusing_template_is_a_bad_request(real_tokenizer: Callable[[str], Path]) -> None:
     renderer = Renderer.load(real_tokenizer("gemma3"))
     with pytest.raises(BadRequest, match="must alternate"):
-        renderer.render([*ASK, *ASK])
+        renderer.render([*QUESTION, *QUESTION])
 
 
 @pytest.mark.failure_mode("F19")
@@ -196,10 +196,10 @@ def test_a_tokenizer_of_ones_own_needs_no_chat_template(renderer: Renderer) -> N
         convert_ids_to_tokens=own.convert_ids_to_tokens,
     )
     mine = Renderer(bare, family="qwen3")
-    assert mine.render(ASK, TOOLS) == renderer.render(ASK, TOOLS)
+    assert mine.render(QUESTION, TOOLS) == renderer.render(QUESTION, TOOLS)
     assert mine.bridge == "family"
     with pytest.raises(BadRequest, match=r"no chat template.*put the template"):
-        Renderer(bare).render(ASK)
+        Renderer(bare).render(QUESTION)
 
 
 @pytest.mark.parametrize("name", tokenizers.BARE)
@@ -209,7 +209,7 @@ def test_a_tokenizer_without_a_template_reads_text_and_says_what_messages_need(
     renderer = Renderer.load(real_tokenizer(name))
     assert renderer.decode(renderer.encode("two words")).strip() == "two words"
     with pytest.raises(BadRequest, match=r"chat_template\.jinja.*/v1/completions"):
-        renderer.render(ASK)
+        renderer.render(QUESTION)
 
 
 @pytest.mark.parametrize("name", ["internlm2", "chatglm3"])
@@ -220,7 +220,7 @@ def test_a_tokenizer_that_asks_for_its_own_code_says_what_to_change(
     with pytest.raises(BadRequest, match="take auto_map out"):
         Renderer.load(place)
     changed = Renderer.load(tokenizers.without_own_code(place, tmp_path / name))
-    assert "1 + 2?" in changed.decode(changed.render(ASK))
+    assert "1 + 2?" in changed.decode(changed.render(QUESTION))
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt4", "gemini"])
@@ -241,12 +241,12 @@ def test_a_template_that_writes_system_and_tools_with_the_newest_message_is_brid
     system: list[Any], tools: Any, real_tokenizer: Callable[[str], Path]
 ) -> None:
     renderer = Renderer.load(real_tokenizer("mistral_nemo"))
-    prompt = renderer.render([*system, *ASK], tools)
+    prompt = renderer.render([*system, *QUESTION], tools)
     answer = [*renderer.encode("Three."), *renderer.stop_token_ids]
     new = [{"role": "user", "content": "And 3 + 4?"}]
     extension = renderer.extend(prompt, answer, new, tools, system=system)
     whole = renderer.render(
-        [*system, *ASK, {"role": "assistant", "content": "Three."}, *new], tools
+        [*system, *QUESTION, {"role": "assistant", "content": "Three."}, *new], tools
     )
     assert extension is not None
     assert whole[-len(extension) :] == extension
@@ -262,9 +262,9 @@ def test_a_system_message_that_could_be_taken_for_the_dummy_reply_is_not_bridged
     renderer = Renderer.load(real_tokenizer("mistral_nemo"))
     system = [{"role": "system", "content": f"Say {DUMMY}."}]
     answer = [*renderer.encode("Three."), *renderer.stop_token_ids]
-    prompt = renderer.render([*system, *ASK])
-    assert renderer.extend(prompt, answer, ASK, None, system=system) is None
-    assert renderer.extend(prompt, answer, ASK, None) is not None
+    prompt = renderer.render([*system, *QUESTION])
+    assert renderer.extend(prompt, answer, QUESTION, None, system=system) is None
+    assert renderer.extend(prompt, answer, QUESTION, None) is not None
 
 
 def test_ids_of_calls_are_made_to_fit_a_template_that_takes_short_ones_only(
@@ -277,7 +277,7 @@ def test_ids_of_calls_are_made_to_fit_a_template_that_takes_short_ones_only(
         return renderer.decode(
             renderer.render(
                 [
-                    *ASK,
+                    *QUESTION,
                     {"role": "assistant", "content": "", "tool_calls": [call]},
                     {"role": "tool", "tool_call_id": call_id, "content": "3"},
                 ],
@@ -341,12 +341,12 @@ def test_a_family_that_bridges_otherwise_than_the_template_is_not_used(renderer:
 
 
 def test_threads_may_share_a_renderer(renderer: Renderer) -> None:
-    expected = renderer.render(ASK, TOOLS)
+    expected = renderer.render(QUESTION, TOOLS)
     wrong: list[Any] = []
 
     def work() -> None:
         for _ in range(100):
-            if renderer.render(ASK, TOOLS) != expected:
+            if renderer.render(QUESTION, TOOLS) != expected:
                 wrong.append("render")
             renderer.parse(renderer.encode("Hello.<|im_end|>"))
 

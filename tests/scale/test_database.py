@@ -71,7 +71,7 @@ async def test_a_user_who_may_not_create_a_schema_is_told_so(postgres: PostgresS
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "error"),
     [
         ("mysql://x/y", "is no URL of PostgreSQL"),
         ("postgresql://u:secret@[x/y", "is no URL of PostgreSQL"),
@@ -79,8 +79,8 @@ async def test_a_user_who_may_not_create_a_schema_is_told_so(postgres: PostgresS
         ("postgresql://u:secret@h/y?schema=No-Way", "schema 'No-Way' of the store"),
     ],
 )
-def test_a_wrong_url_is_refused_without_its_password(url: str, said: str) -> None:
-    with pytest.raises(BadRequest, match=said) as caught:
+def test_a_wrong_url_is_refused_without_its_password(url: str, error: str) -> None:
+    with pytest.raises(BadRequest, match=error) as caught:
         PostgresDatabase(url)
     assert "secret" not in caught.value.message
 

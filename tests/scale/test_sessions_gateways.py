@@ -163,14 +163,14 @@ def test_a_store_that_cannot_be_used_is_said_at_the_start(
     worker: WorkerProcess, server: PostgresServer
 ) -> None:
     gateways = {
-        said: ReplicaProcess(*worker_arguments([worker]), store=url)
-        for url, said in (
+        message: ReplicaProcess(*worker_arguments([worker]), store=url)
+        for url, message in (
             (f"postgresql://lockstep:hush-hush@127.0.0.1:{server.port}/nowhere", "does not exist"),
             ("postgresql://lockstep:hush-hush@127.0.0.1:1/x", "127.0.0.1:1 is away"),
         )
     }
-    for said, gateway in gateways.items():
-        with pytest.raises(RuntimeError, match=said) as caught:
+    for message, gateway in gateways.items():
+        with pytest.raises(RuntimeError, match=message) as caught:
             _ = gateway.ready
         assert "hush-hush" not in str(caught.value)
 

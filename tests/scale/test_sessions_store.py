@@ -18,7 +18,7 @@ from lockstep.http.auth import key_digest
 from lockstep.render import Renderer
 from lockstep.storage.postgres import PostgresDatabase
 from lockstep.tokens.errors import Busy, Conflict, Forbidden, NotFound, TooLarge, Unavailable
-from tests.gateway.sessions.test_sessions import ASK, MORE, completion, renderer, say, talk
+from tests.gateway.sessions.test_sessions import MORE, QUESTION, completion, renderer, say, talk
 from tests.scale.postgres_server import PostgresServer, postgres_server
 
 __all__ = ["renderer"]
@@ -66,14 +66,14 @@ async def test_a_session_that_alternates_between_gateways_has_no_break_and_the_s
     opened: Opener, renderer: Renderer
 ) -> None:
     gateways = [await opened(), await opened()]
-    messages: list[Any] = [ASK]
+    messages: list[Any] = [QUESTION]
     for turn in range(8):
         session = await gateways[turn % 2].open("a", renderer)
         plan = await say(session, renderer, messages, f"answer {turn}")
         assert plan.cause is None
         messages.append(MORE)
     async with Sessions() as alone:
-        messages = [ASK]
+        messages = [QUESTION]
         for turn in range(8):
             await say(await alone.open("a", renderer), renderer, messages, f"answer {turn}")
             messages.append(MORE)
@@ -116,7 +116,9 @@ async def test_a_first_turn_of_two_gateways_at_once_is_one_session_with_two_bran
 ) -> None:
     one, two = await opened(), await opened()
     first, second = await one.open("a", renderer), await two.open("a", renderer)
-    await asyncio.gather(say(first, renderer, [ASK], "one"), say(second, renderer, [MORE], "two"))
+    await asyncio.gather(
+        say(first, renderer, [QUESTION], "one"), say(second, renderer, [MORE], "two")
+    )
     assert len(await one.samples("a")) == 2
     assert (await two.info("a")).turns == 2
 
@@ -126,7 +128,7 @@ async def test_many_turns_of_one_gateway_at_once_share_a_statement(
 ) -> None:
     sessions = await opened()
     session = await sessions.open("a", renderer)
-    plan = await session.plan([ASK])
+    plan = await session.plan([QUESTION])
     written: list[int] = []
     append = PostgresSessionStore.append
 
@@ -150,7 +152,7 @@ async def test_a_turn_takes_two_statements(
     opened: Opener, renderer: Renderer, postgres: PostgresServer
 ) -> None:
     one, two = await opened(), await opened()
-    messages: list[Any] = [ASK]
+    messages: list[Any] = [QUESTION]
     for turn in range(4):  # the sessions are cached, and the statements prepared
         await say(await (one, two)[turn % 2].open("a", renderer), renderer, messages, f"{turn}")
         messages.append(MORE)
@@ -218,7 +220,7 @@ async def test_a_budget_of_calls_holds_over_all_gateways(
     await gateways[0].keys.mint("a", max_calls=5)
     sessions = [await each.open("a", renderer) for each in gateways for _ in range(4)]
     outcomes = await asyncio.gather(
-        *(each.plan([ASK]) for each in sessions), return_exceptions=True
+        *(each.plan([QUESTION]) for each in sessions), return_exceptions=True
     )
     assert sum(not isinstance(each, Exception) for each in outcomes) == 5
     assert sum(isinstance(each, Forbidden) for each in outcomes) == 7
@@ -229,7 +231,7 @@ async def test_a_budget_of_tokens_and_its_end_are_seen_at_every_gateway(
 ) -> None:
     one, two = await opened(), await opened()
     await one.keys.mint("a", max_tokens=3)
-    messages: list[Any] = [ASK]
+    messages: list[Any] = [QUESTION]
     await say(await one.open("a", renderer), renderer, messages, "a long answer")
     with pytest.raises(Forbidden, match="its budget is 3"):
         await (await two.open("a", renderer)).plan([*messages, MORE])
@@ -458,7 +460,7 @@ async def test_a_connection_that_breaks_in_the_middle_of_a_turn_is_looked_into(
     await talk(sessions, "a", renderer, 1)
     monkeypatch.setattr(PostgresSessionStore, "append", breaks_once)
     session = await sessions.open("a", renderer)
-    await say(session, renderer, [ASK], "again")
+    await say(session, renderer, [QUESTION], "again")
     nodes, _ = await sessions.turns("a")
     assert [node.reply.content for node in nodes].count("again") == 1
     assert len(nodes) == 2
@@ -498,7 +500,7 @@ async def test_a_gateway_that_held_a_deleted_session_forgets_its_turns(
     one, two = await opened(), await opened()
     await talk(one, "a", renderer, 2)
     await two.delete("a")
-    messages: list[Any] = [ASK]
+    messages: list[Any] = [QUESTION]
     await say(await two.open("a", renderer), renderer, messages, "fresh")
     plan = await (await one.open("a", renderer)).plan([*messages, MORE])
     assert plan.parent is not None

@@ -12,7 +12,7 @@ from lockstep.render import Renderer
 from tests.gateway.chat.chat_server import TOOL, joined
 from tests.gateway.chat.test_faults import answering, choice
 
-ASK = [{"role": "user", "content": "What is 417 + 86?"}]
+QUESTION = [{"role": "user", "content": "What is 417 + 86?"}]
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"expression": "417 + 86"}}\n</tool_call>'
 TEXTS = [
     "503",
@@ -50,11 +50,11 @@ async def test_every_reader_says_the_same_of_the_same_ids(
     ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
     extra = {} if tools is None else {"tools": tools}
     async with answering(*[choice(ids)] * 4) as (served, server):
-        replied = (await served.post(model="m", messages=ASK, **extra))["choices"][0]
-        (streamed,) = joined(await served.chunks(model="m", messages=ASK, **extra))
+        replied = (await served.post(model="m", messages=QUESTION, **extra))["choices"][0]
+        (streamed,) = joined(await served.chunks(model="m", messages=QUESTION, **extra))
         async with lockstep.connect(server.url, "m", tokenizer="tiny", transport="vllm") as policy:
-            turn = await policy.chat(tools=tools).send(ASK)
-            (single,) = await policy.generate(ASK, tools=tools)
+            turn = await policy.chat(tools=tools).send(QUESTION)
+            (single,) = await policy.generate(QUESTION, tools=tools)
     whole = (*shown(replied["message"]), replied["finish_reason"])
     assert of_turn(turn) == of_turn(single) == whole
     assert streamed["content"] == whole[0]
@@ -68,7 +68,7 @@ async def test_old_clients_get_a_function_call_and_go_on_in_their_session() -> N
     ids = [*renderer.encode(CALL), renderer.stop_token_ids[0]]
     session = {"x-session-id": "old"}
     async with answering(choice(ids), choice(ids), choice([5])) as (served, _):
-        body = {"model": "m", "messages": ASK, "functions": [TOOL["function"]]}
+        body = {"model": "m", "messages": QUESTION, "functions": [TOOL["function"]]}
         replied = (await served.post(headers=session, **body))["choices"][0]
         chunks = await served.chunks(**body)
         message = replied["message"]
@@ -80,25 +80,25 @@ async def test_old_clients_get_a_function_call_and_go_on_in_their_session() -> N
         result = {"role": "function", "name": "calc", "content": "503"}
         again = await served.http.post(
             "/v1/chat/completions",
-            json={**body, "messages": [*ASK, message, result]},
+            json={**body, "messages": [*QUESTION, message, result]},
             headers=session,
         )
         assert again.headers["x-lockstep-bridged"] == "true"
 
 
 async def test_what_a_client_says_about_a_turn_is_recorded_with_it() -> None:
-    said = {"user": "u1", "metadata": {"task": "7"}, "store": True, "service_tier": "auto",
+    sent = {"user": "u1", "metadata": {"task": "7"}, "store": True, "service_tier": "auto",
             "safety_identifier": "s", "prompt_cache_key": "k"}  # fmt: skip
     async with answering(choice([5])) as (served, _):
-        await served.post(model="m", messages=ASK, headers={"x-session-id": "notes"}, **said)
+        await served.post(model="m", messages=QUESTION, headers={"x-session-id": "notes"}, **sent)
         (sample,) = await served.sessions.samples("notes")
-    assert sample.notes == (said,)
+    assert sample.notes == (sent,)
 
 
 async def test_verbosity_is_refused_unless_the_template_has_it() -> None:
     async with answering(choice([5])) as (served, _):
-        await served.post(model="m", messages=ASK, verbosity="medium")
-        error = await served.refusal(model="m", messages=ASK, verbosity="high")
+        await served.post(model="m", messages=QUESTION, verbosity="medium")
+        error = await served.refusal(model="m", messages=QUESTION, verbosity="high")
     assert error["param"] == "verbosity"
 
 
@@ -125,20 +125,20 @@ async def test_what_is_no_call_stays_in_the_content_and_the_turn_says_so(
     renderer = Renderer.load("tiny")
     ids = [*renderer.encode(text), renderer.stop_token_ids[0]]
     async with answering(choice(ids)) as (served, server):
-        body = {"model": "m", "messages": ASK, "tools": [TOOL]}
+        body = {"model": "m", "messages": QUESTION, "tools": [TOOL]}
         replied = (await served.post(headers={"x-session-id": "s"}, **body))["choices"][0]
         chunks = await served.chunks(**body)
         (streamed,) = joined(chunks)
         async with lockstep.connect(server.url, "m", tokenizer="tiny", transport="vllm") as policy:
-            turn = await policy.chat(tools=[TOOL]).send(ASK)
+            turn = await policy.chat(tools=[TOOL]).send(QUESTION)
         (sample,) = await served.sessions.samples("s")
     assert (replied["message"]["content"] or "") == streamed["content"] == turn.text == content
-    said = [
+    sent = [
         replied.get("tool_parse_error"),
         chunks[-1]["choices"][0].get("tool_parse_error"),
         turn.tool_parse_error,
     ]
-    assert [each and each.partition(":")[0] for each in said] == [error] * 3
+    assert [each and each.partition(":")[0] for each in sent] == [error] * 3
     assert sample.tool_parse_errors == (error is not None)
 
 
@@ -147,6 +147,6 @@ async def test_tools_that_are_only_read_are_not_in_the_prompt() -> None:
     ids = [*renderer.encode(CALL), renderer.stop_token_ids[0]]
     async with answering(choice(ids)) as (_, server):
         async with lockstep.connect(server.url, "m", tokenizer="tiny", transport="vllm") as policy:
-            turn = await policy.chat(call_tools=[TOOL]).send(ASK)
+            turn = await policy.chat(call_tools=[TOOL]).send(QUESTION)
     assert [call.name for call in turn.tool_calls] == ["calc"]
-    assert turn.prompt_ids == renderer.render(ASK)
+    assert turn.prompt_ids == renderer.render(QUESTION)

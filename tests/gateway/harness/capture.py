@@ -19,7 +19,7 @@ WORDS = ("the", "file", "is", "read", "and", "then", "a", "line", "of", "it", "c
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RecordedReply:
     """What the recording server answered: the content of one assistant turn, or an error.
 
     `marks` are ids and signatures that the agent may send back, by what they are of.
@@ -40,7 +40,7 @@ class Exchange:
     path: str
     headers: dict[str, str]
     body: Any
-    said: Said
+    reply: RecordedReply
 
 
 def runs() -> list[str]:
@@ -62,7 +62,7 @@ def load(run: str) -> list[Exchange]:
         return filled(value) if isinstance(value, str) else value
 
     return [
-        Exchange(each["method"], each["path"], each["headers"], each["body"], said(each))
+        Exchange(each["method"], each["path"], each["headers"], each["body"], reply(each))
         for each in unpack(packed["exchanges"])
     ]
 
@@ -78,11 +78,11 @@ def filled(text: str) -> str:
     return (match[1] + f" {digest} " + filler)[:length]
 
 
-def said(exchange: dict[str, Any]) -> Said:
+def reply(exchange: dict[str, Any]) -> RecordedReply:
     response = exchange.get("response") or {"status": 0}
     status = response.get("status") or 0
     if status != 200:
-        return Said(status, whole=False)
+        return RecordedReply(status, whole=False)
     path = exchange["path"].partition("?")[0]
     events = [each["data"] for each in response.get("events", ()) if isinstance(each["data"], dict)]
     if path.endswith("/messages"):
@@ -91,10 +91,10 @@ def said(exchange: dict[str, Any]) -> Said:
         return _responses(response.get("body"), events)
     if path.endswith("/completions"):
         return _chat(response.get("body"), events)
-    return Said(status, marks={"plain": ""})
+    return RecordedReply(status, marks={"plain": ""})
 
 
-def _messages(body: Any, events: list[Any]) -> Said:
+def _messages(body: Any, events: list[Any]) -> RecordedReply:
     blocks: dict[int, dict[str, Any]] = {}
     reason = None
     if body is not None:
@@ -112,7 +112,7 @@ def _messages(body: Any, events: list[Any]) -> Said:
                 blocks[data["index"]][target] = blocks[data["index"]].get(target, "") + value
         elif data["type"] == "message_delta":
             reason = data["delta"]["stop_reason"]
-    return Said(
+    return RecordedReply(
         200,
         thought="".join(b["thinking"] for b in blocks.values() if b["type"] == "thinking"),
         text="".join(b["text"] for b in blocks.values() if b["type"] == "text"),
@@ -126,7 +126,7 @@ def _messages(body: Any, events: list[Any]) -> Said:
     )
 
 
-def _responses(body: Any, events: list[Any]) -> Said:
+def _responses(body: Any, events: list[Any]) -> RecordedReply:
     items = [data["item"] for data in events if data["type"] == "response.output_item.done"]
     end = events[-1] if events else {"type": "response.completed", "response": body}
     ends = ("response.completed", "response.incomplete")
@@ -152,7 +152,7 @@ def _responses(body: Any, events: list[Any]) -> Said:
             marks[f"item {item['call_id']}"] = item["id"]
     if end["type"] in ends:
         marks["response"] = end["response"]["id"]
-    return Said(
+    return RecordedReply(
         200,
         thought,
         text,
@@ -163,7 +163,7 @@ def _responses(body: Any, events: list[Any]) -> Said:
     )
 
 
-def _chat(body: Any, events: list[Any]) -> Said:
+def _chat(body: Any, events: list[Any]) -> RecordedReply:
     messages = [body["choices"][0]["message"]] if body is not None else []
     reasons = [body["choices"][0]["finish_reason"]] if body is not None else []
     for data in events:
@@ -177,7 +177,7 @@ def _chat(body: Any, events: list[Any]) -> Said:
             known["id"] = known["id"] or call.get("id") or ""
             known["name"] += call["function"].get("name") or ""
             known["arguments"] += call["function"].get("arguments") or ""
-    return Said(
+    return RecordedReply(
         200,
         thought="".join(m.get("reasoning_content") or "" for m in messages),
         text="".join(m.get("content") or "" for m in messages),

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from tests.gateway.dialects import named_events
-from tests.gateway.harness.capture import Exchange, Said
+from tests.gateway.harness.capture import Exchange, RecordedReply
 
 PLAIN_ID = re.compile(r"[A-Za-z0-9_-]+")
 REPLIES = ("reasoning", "function_call", "custom_tool_call")
@@ -23,13 +23,13 @@ class Marks:
         self._ids: dict[str, str] = {}
         self._signatures: dict[str, str] = {}
         self._arguments: dict[str, str] = {}
-        self._said: set[str] = set()
+        self._texts: set[str] = set()
 
-    def knows(self, said: Said) -> bool:
+    def knows(self, reply: RecordedReply) -> bool:
         """Whether a turn was said in this replay already."""
-        if said.calls:
-            return all(call["id"] in self._ids for call in said.calls)
-        return said.text in self._said or not said.text
+        if reply.calls:
+            return all(call["id"] in self._ids for call in reply.calls)
+        return reply.text in self._texts or not reply.text
 
     def mapped(self, value: Any) -> Any:
         """The request with our ids in place of the recorded ones, and cut arguments made whole."""
@@ -52,32 +52,34 @@ class Marks:
 
     def learn(self, exchange: Exchange, response: httpx.Response) -> None:
         """Takes the ids of our answer for those of the recorded one."""
-        said, path = exchange.said, exchange.path.partition("?")[0]
-        self._said.add(said.text)
+        reply, path = exchange.reply, exchange.path.partition("?")[0]
+        self._texts.add(reply.text)
         streamed = response.headers["content-type"].startswith("text/event-stream")
         body = _whole(path, response.text) if streamed else response.json()
         calls: list[str] = []
         for item in body.get("content") or body.get("output") or ():
             kind = item["type"]
             if kind == "thinking":
-                self._signatures[said.thought] = item["signature"]
+                self._signatures[reply.thought] = item["signature"]
             elif kind == "reasoning":
-                self._take(said.marks.get("reasoning"), item["id"])
-                self._take(said.marks.get("sealed"), item["encrypted_content"])
+                self._take(reply.marks.get("reasoning"), item["id"])
+                self._take(reply.marks.get("sealed"), item["encrypted_content"])
             elif kind == "message":
-                self._take(said.marks.get("message"), item["id"])
+                self._take(reply.marks.get("message"), item["id"])
             elif kind != "text":
                 calls.append(item.get("call_id") or item["id"])
-                if len(calls) <= len(said.calls):
-                    recorded = said.calls[len(calls) - 1]["id"]
-                    self._take(said.marks.get(f"item {recorded}"), item["id"])
-        if said.text.strip() != said.text:
-            self._ids[said.text] = said.text.strip()  # an agent gets the text without space around
+                if len(calls) <= len(reply.calls):
+                    recorded = reply.calls[len(calls) - 1]["id"]
+                    self._take(reply.marks.get(f"item {recorded}"), item["id"])
+        if reply.text.strip() != reply.text:
+            self._ids[reply.text] = (
+                reply.text.strip()
+            )  # an agent gets the text without space around
         if "choices" in body:
             calls = [call["id"] for call in body["choices"][0]["message"].get("tool_calls") or ()]
-        if "response" in said.marks:
-            self._take(said.marks["response"], body["id"])
-        for recorded_call, ours in zip(said.calls, calls, strict=False):
+        if "response" in reply.marks:
+            self._take(reply.marks["response"], body["id"])
+        for recorded_call, ours in zip(reply.calls, calls, strict=False):
             assert PLAIN_ID.fullmatch(ours)
             name = recorded_call["id"]
             self._take(name, ours)
@@ -119,10 +121,14 @@ def missing_turns(exchange: Exchange, marks: Marks) -> Iterator[Exchange]:
         if at == start:
             at += 1
             continue
-        said = _said(items[start:at])
-        if at < len(items) and start and not marks.knows(said):
+        reply = _recorded(items[start:at])
+        if at < len(items) and start and not marks.knows(reply):
             yield Exchange(
-                exchange.method, exchange.path, exchange.headers, {**body, key: items[:start]}, said
+                exchange.method,
+                exchange.path,
+                exchange.headers,
+                {**body, key: items[:start]},
+                reply,
             )
 
 
@@ -130,7 +136,7 @@ def _is_reply(item: dict[str, Any]) -> bool:
     return item.get("role") == "assistant" or item.get("type") in REPLIES
 
 
-def _said(items: list[dict[str, Any]]) -> Said:
+def _recorded(items: list[dict[str, Any]]) -> RecordedReply:
     """What was said in a turn, as the agent sends it back."""
     text, thought, calls, marks = "", "", [], dict[str, str]()
     for item in items:
@@ -161,7 +167,7 @@ def _said(items: list[dict[str, Any]]) -> Said:
                     text += block["text"]
             for call in item.get("tool_calls") or ():
                 calls.append({"id": call["id"], **call["function"]})
-    return Said(200, thought, text, calls, marks=marks)
+    return RecordedReply(200, thought, text, calls, marks=marks)
 
 
 def _whole(path: str, text: str) -> dict[str, Any]:

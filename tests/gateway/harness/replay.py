@@ -21,7 +21,7 @@ from lockstep.tokens import Sample
 from lockstep.tokens.lineage import KINDS
 from lockstep.worker.data import DataPlane
 from tests.gateway.data_gateway import data_gateway
-from tests.gateway.harness.capture import Exchange, Said, load
+from tests.gateway.harness.capture import Exchange, RecordedReply, load
 from tests.gateway.harness.marks import Marks, missing_turns, sound
 
 
@@ -43,7 +43,7 @@ class Replay:
         answers = []
         for recorded in load(name):
             for exchange in [*(missing_turns(recorded, marks) if grow else ()), recorded]:
-                self._script.say(_rule(exchange.said))
+                self._script.say(_rule(exchange.reply))
                 body = marks.mapped(exchange.body)
                 if isinstance(body, dict) and "model" in body:
                     body["model"] = "tiny"
@@ -53,7 +53,7 @@ class Replay:
                     json=body if exchange.method == "POST" else None,
                     headers=exchange.headers,
                 )
-                if response.status_code == 200 and exchange.said.whole:
+                if response.status_code == 200 and exchange.reply.whole:
                     marks.learn(exchange, response)
             answers.append((recorded, response))
         return answers
@@ -80,15 +80,15 @@ class _Prompter(Script):
         self._taken[:] = [0]
 
 
-def _rule(said: Said) -> Rule:
-    if said.status != 200:
-        status = said.status if said.status in (400, 401, 404, 413, 429) else 500
+def _rule(reply: RecordedReply) -> Rule:
+    if reply.status != 200:
+        status = reply.status if reply.status in (400, 401, 404, 413, 429) else 500
         return Rule(error=ScriptedError(status=status))
     calls = [
-        ScriptedCall(name=each["name"], arguments=sound(each["arguments"])) for each in said.calls
+        ScriptedCall(name=each["name"], arguments=sound(each["arguments"])) for each in reply.calls
     ]
-    error = None if said.whole else ScriptedError(after_tokens=2)
-    return Rule(say=said.text, think=said.thought, calls=calls, error=error)
+    error = None if reply.whole else ScriptedError(after_tokens=2)
+    return Rule(say=reply.text, think=reply.thought, calls=calls, error=error)
 
 
 @asynccontextmanager

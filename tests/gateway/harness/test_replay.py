@@ -77,7 +77,7 @@ async def test_a_recorded_run_breaks_only_where_the_agent_changed_the_past(
 ) -> None:
     answers = await replay.run(run, grow=run not in UNGROWN)
     for exchange, response in answers:
-        if exchange.said.status == 200:
+        if exchange.reply.status == 200:
             assert response.status_code == 200, response.text
     assert replay.breaks(run) == BREAKS.get(run, {})
     marks = "".join(

@@ -71,9 +71,9 @@ async def test_a_plain_question_gets_a_plain_answer(server: DialectServer) -> No
 async def test_thinking_text_and_parallel_calls_come_as_blocks(server: DialectServer) -> None:
     body = {**BODY, "messages": [user("two files")], "tools": [READ]}
     message = await server.ok(MESSAGES, body)
-    thinking, said, first, second = message["content"]
+    thinking, words, first, second = message["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "I look at both.")
-    assert said == text("Reading both.")
+    assert words == text("Reading both.")
     assert first["input"] == {"path": "a.txt", "limit": 5000.0}
     assert second["input"] == {"path": "b.txt"}
     assert first["id"] != second["id"]
@@ -132,20 +132,20 @@ async def test_a_tool_agent_stays_on_one_branch_however_it_writes_its_history(
     marked = {"cache_control": {"type": "ephemeral"}}
     body = {**BODY, "tools": [READ], "system": [text("Be kind.", **marked)]}
     first = await server.ok(path, {**body, "messages": [user([text("two files", **marked)])]})
-    thinking, said, one, two = first["content"]
+    thinking, words, one, two = first["content"]
     # Keys in another order, a number in another spelling, blank text, results marked; then results
     # split and in another order, space around the text, and the thinking left out.
     one = {**one, "input": {"limit": 5000, "path": "a.txt"}}
     history = [
         user("two files"),
-        {"role": "assistant", "content": [thinking, text("\n"), said, one, {**two, **marked}]},
+        {"role": "assistant", "content": [thinking, text("\n"), words, one, {**two, **marked}]},
         user([result(one, [text("A")]), result(two, "B", **marked), text("and then?")]),
     ]
     second = await server.ok(path, {**body, "system": "Be kind.", "messages": history})
     assert second["content"][-1] == text("Done.")
     history = [
         *history[:1],
-        {"role": "assistant", "content": [text("\n" + said["text"] + " "), one, two]},
+        {"role": "assistant", "content": [text("\n" + words["text"] + " "), one, two]},
         user([result(two, [text("B")])]),
         user([result(one, "A"), text("and then?", **marked)]),
         {"role": "assistant", "content": second["content"]},
@@ -184,8 +184,8 @@ async def test_an_edited_turn_is_a_break_and_edited_thinking_is_refused(
 async def test_a_turn_of_messages_goes_on_in_chat_and_back(server: DialectServer) -> None:
     headers = {"x-session-id": "both"}
     first = await server.ok(MESSAGES, {**BODY, "messages": [user("Hello")]}, **headers)
-    said = first["content"][0]["text"]
-    history = [user("Hello"), {"role": "assistant", "content": said}, user("And now?")]
+    words = first["content"][0]["text"]
+    history = [user("Hello"), {"role": "assistant", "content": words}, user("And now?")]
     chat = await server.ok(
         "/v1/chat/completions", {"model": "tiny", "messages": history}, **headers
     )

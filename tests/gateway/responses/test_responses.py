@@ -70,9 +70,9 @@ def output(call: dict[str, Any], text: Any) -> dict[str, Any]:
 
 async def test_text_in_text_out(server: DialectServer) -> None:
     response = await server.ok(RESPONSES, {**BODY, "input": "Hello", "instructions": "Be kind."})
-    (said,) = response["output"]
+    (words,) = response["output"]
     assert (response["object"], response["status"]) == ("response", "completed")
-    assert said["content"][0]["text"] == "Hello there."
+    assert words["content"][0]["text"] == "Hello there."
     usage = response["usage"]
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert usage["input_tokens_details"] == {"cached_tokens": 0}
@@ -81,10 +81,10 @@ async def test_text_in_text_out(server: DialectServer) -> None:
 
 async def test_reasoning_text_and_parallel_calls_are_items(server: DialectServer) -> None:
     response = await server.ok(RESPONSES, {**BODY, "input": "two files", "tools": [READ]})
-    reasoning, said, first, second = response["output"]
+    reasoning, words, first, second = response["output"]
     assert reasoning["summary"] == [{"type": "summary_text", "text": "I look at both."}]
     assert reasoning["encrypted_content"]
-    assert said["content"][0]["text"] == "Reading both."
+    assert words["content"][0]["text"] == "Reading both."
     assert [json.loads(each["arguments"])["path"] for each in (first, second)] == [
         "a.txt",
         "b.txt",
@@ -148,12 +148,12 @@ async def test_a_tool_agent_stays_on_one_branch_however_it_writes_its_history(
     body = {**BODY, "tools": [READ], "store": False}
     opening = [message("developer", "Be kind.", id="msg_1"), message("user", "two files")]
     first = await server.ok(path, {**body, "input": opening})
-    reasoning, said, one, two = first["output"]
+    reasoning, words, one, two = first["output"]
     # As Codex sends it back: with ids and nulls; then as opencode does: roles only, no reasoning.
     history = [
         *opening,
         {**reasoning, "content": None},
-        {**said, "phase": "commentary"},
+        {**words, "phase": "commentary"},
         one,
         two,
         {**output(one, "A"), "id": "fco_1"},
@@ -219,7 +219,7 @@ async def test_a_turn_of_responses_goes_on_in_messages(server: DialectServer) ->
     headers = {"x-session-id": "both"}
     body = {**BODY, "input": "two files", "tools": [READ]}
     first = await server.ok(RESPONSES, body, **headers)
-    reasoning, said, one, two = first["output"]
+    reasoning, words, one, two = first["output"]
     thinking = {
         "type": "thinking",
         "thinking": reasoning["summary"][0]["text"],
@@ -241,7 +241,7 @@ async def test_a_turn_of_responses_goes_on_in_messages(server: DialectServer) ->
         {"role": "user", "content": "two files"},
         {
             "role": "assistant",
-            "content": [thinking, {"type": "text", "text": said["content"][0]["text"]}, *calls],
+            "content": [thinking, {"type": "text", "text": words["content"][0]["text"]}, *calls],
         },
         {"role": "user", "content": results},
     ]

@@ -12,7 +12,7 @@ from lockstep.render import Renderer
 from tests.gateway.data_gateway import data_gateway
 from tests.processes import WorkerProcess
 
-ASK = [{"role": "user", "content": "Reverse: 40213"}]
+QUESTION = [{"role": "user", "content": "Reverse: 40213"}]
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +50,10 @@ async def test_the_server_says_what_it_is_in_vllm_s_shape(http: httpx.AsyncClien
 
 
 async def test_a_rendered_chat_samples_what_the_chat_samples(http: httpx.AsyncClient) -> None:
-    chat = {"model": "tiny", "messages": ASK, "seed": 3, "max_tokens": 6, "logprobs": True,
+    chat = {"model": "tiny", "messages": QUESTION, "seed": 3, "max_tokens": 6, "logprobs": True,
             "return_token_ids": True}  # fmt: skip
     rendered = (await http.post("/v1/chat/completions/render", json=chat)).json()
-    assert rendered["token_ids"] == Renderer.load("tiny").render(ASK)
+    assert rendered["token_ids"] == Renderer.load("tiny").render(QUESTION)
     assert rendered["features"] is None
     for path in ("", "/sessions/rendered"):
         generated = (await http.post(f"{path}/inference/v1/generate", json=rendered)).json()

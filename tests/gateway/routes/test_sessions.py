@@ -21,7 +21,7 @@ from lockstep.http.handlers import EXCEPTION_HANDLERS
 from lockstep.http.server.server import listen, serving, url_of
 from lockstep.render import Renderer
 from lockstep.tokens import RoutedExperts, Sample
-from tests.gateway.sessions.test_sessions import ASK, completion, talk
+from tests.gateway.sessions.test_sessions import QUESTION, completion, talk
 
 
 @pytest.fixture(scope="session")
@@ -72,7 +72,7 @@ async def test_sessions_are_listed_in_pages(admin: Admin, renderer: Renderer) ->
 async def test_every_branch_comes_as_a_sample(admin: Admin, renderer: Renderer) -> None:
     await talk(admin.sessions, "a", renderer, 3)
     session = await admin.sessions.open("a", renderer)
-    plan = await session.plan([ASK])
+    plan = await session.plan([QUESTION])
     message = {"role": "assistant", "content": "else"}
     await session.commit(plan, [(completion(renderer, plan, "else"), message)])
     expected = await admin.sessions.samples("a")
@@ -89,7 +89,7 @@ async def test_every_branch_comes_as_a_sample(admin: Admin, renderer: Renderer) 
 async def test_kinds_and_weights_are_chosen_by_the_query(admin: Admin, renderer: Renderer) -> None:
     await talk(admin.sessions, "a", renderer, 2)
     session = await admin.sessions.open("a", renderer)
-    plan = await session.plan([ASK])
+    plan = await session.plan([QUESTION])
     message = {"role": "assistant", "content": "else"}
     await session.commit(plan, [(completion(renderer, plan, "else"), message)])
     async with RemoteFleet(admin.url, token="any") as fleet:
@@ -105,7 +105,7 @@ async def test_kinds_and_weights_are_chosen_by_the_query(admin: Admin, renderer:
 
 async def test_experts_are_bytes_in_msgpack(admin: Admin, renderer: Renderer) -> None:
     session = await admin.sessions.open("a", renderer)
-    plan = await session.plan([ASK])
+    plan = await session.plan([QUESTION])
     rows = len(plan.prompt_ids) + 1
     experts = RoutedExperts(bytes(rows * 4), (rows, 2, 2), "uint8")
     turn = completion(renderer, plan, "x", experts=experts)
@@ -116,7 +116,7 @@ async def test_experts_are_bytes_in_msgpack(admin: Admin, renderer: Renderer) ->
 
 async def test_an_aborted_turn_is_trained_only_on_request(admin: Admin, renderer: Renderer) -> None:
     session = await admin.sessions.open("a", renderer)
-    plan = await session.plan([ASK])
+    plan = await session.plan([QUESTION])
     cut = completion(renderer, plan, "half", finish="abort")
     await session.commit(plan, [(cut, {"role": "assistant", "content": "half"})])
     for query, trained in (({}, False), ({"train_aborted": "true"}, True)):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.gateway.sessions.sessions import Sessions
 from lockstep.render import Renderer
-from tests.gateway.sessions.test_sessions import ASK, MORE, say
+from tests.gateway.sessions.test_sessions import MORE, QUESTION, say
 
 SESSIONS = 8
 
@@ -19,7 +19,7 @@ async def commit_for_ever(path: str) -> None:
     renderer = Renderer.load("tiny")
 
     async def talk(name: str) -> None:
-        messages: list[object] = [ASK]
+        messages: list[object] = [QUESTION]
         turns = 0
         while True:
             await say(await sessions.open(name, renderer), renderer, messages, f"answer {turns}")

@@ -36,7 +36,7 @@ from lockstep.tokens.errors import (
     Unavailable,
 )
 
-ASK = {"role": "user", "content": "1 + 2?"}
+QUESTION = {"role": "user", "content": "1 + 2?"}
 MORE = {"role": "user", "content": "And?"}
 
 
@@ -73,7 +73,7 @@ async def say(
 async def talk(sessions: Sessions, name: str, renderer: Renderer, turns: int) -> list[Any]:
     messages: list[Any] = []
     for turn in range(turns):
-        messages.append(ASK if turn == 0 else MORE)
+        messages.append(QUESTION if turn == 0 else MORE)
         await say(await sessions.open(name, renderer), renderer, messages, f"answer {turn}")
     return messages
 
@@ -100,7 +100,7 @@ async def test_choices_are_branches_and_all_of_them_are_kept(
 ) -> None:
     path = str(tmp_path / "sessions.db")
     async with Sessions(path) as sessions:
-        messages: list[Any] = [ASK]
+        messages: list[Any] = [QUESTION]
         session = await sessions.open("a", renderer)
         await say(session, renderer, messages, "three", "four", "five")
         await say(session, renderer, [*messages, MORE], "yes")
@@ -113,7 +113,7 @@ async def test_choices_are_branches_and_all_of_them_are_kept(
 async def test_a_commit_is_whole_or_not_at_all(renderer: Renderer) -> None:
     async with Sessions() as sessions:
         session = await sessions.open("a", renderer)
-        plan = await session.plan([ASK])
+        plan = await session.plan([QUESTION])
         good = completion(renderer, plan, "three")
         other = await session.plan([MORE])
         bad = completion(renderer, other, "no")
@@ -151,7 +151,7 @@ async def test_a_break_is_counted_once_and_survives_a_restart(
     renderer: Renderer, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "sessions.db")
-    edited = [ASK, {"role": "assistant", "content": "I never said this"}, MORE]
+    edited = [QUESTION, {"role": "assistant", "content": "I never said this"}, MORE]
     async with Sessions(path) as sessions:
         await talk(sessions, "a", renderer, 2)
         strict = await sessions.open("a", renderer, breaks="strict")
@@ -398,7 +398,7 @@ async def test_damaged_rows_are_typed_errors_and_spare_the_others(
     async with Sessions(path) as sessions:
         await talk(sessions, "bad", renderer, 2)
         session = await sessions.open("bad", renderer)
-        edited = [ASK, {"role": "assistant", "content": "I never said this"}, MORE]
+        edited = [QUESTION, {"role": "assistant", "content": "I never said this"}, MORE]
         await say(session, renderer, edited, "so")
         await talk(sessions, "good", renderer, 2)
         good = await sessions.samples("good")
@@ -464,7 +464,7 @@ async def test_a_client_that_leaves_while_its_turn_is_stored_loses_nothing(
 ) -> None:
     async with Sessions() as sessions:
         session = await sessions.open("a", renderer)
-        plan = await session.plan([ASK])
+        plan = await session.plan([QUESTION])
         choices = [(completion(renderer, plan, "x"), {"role": "assistant", "content": "x"})]
         task = asyncio.create_task(session.commit(plan, choices))
         await asyncio.sleep(0)
@@ -530,7 +530,7 @@ async def test_turns_that_cannot_be_read_are_not_the_callers_fault(
             await sessions.samples("a")
         kept = await sessions.open("b", renderer)
     with pytest.raises(Unavailable, match="not open"):
-        await say(kept, renderer, [ASK], "too late")
+        await say(kept, renderer, [QUESTION], "too late")
 
 
 async def test_many_expire_at_once(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -592,7 +592,7 @@ async def test_turns_of_one_moment_share_a_transaction(
     monkeypatch.setattr(store, "_transact", counted)
     async with Sessions() as sessions:
         opened = [await sessions.open(f"s{at}", renderer) for at in range(8)]
-        plans = [await each.plan([ASK]) for each in opened]
+        plans = [await each.plan([QUESTION]) for each in opened]
         reply = {"role": "assistant", "content": "3"}
         commits = (
             each.commit(plan, [(completion(renderer, plan, "3"), reply)])
@@ -606,7 +606,7 @@ async def test_turns_of_one_moment_share_a_transaction(
 async def test_the_ids_kept_as_json_count_as_memory(renderer: Renderer) -> None:
     async with Sessions() as sessions:
         session = await sessions.open("s", renderer)
-        messages: list[Any] = [ASK]
+        messages: list[Any] = [QUESTION]
         await say(session, renderer, messages, "3")
         without = sessions.cache.nbytes
         plan = await session.plan([*messages, MORE])

@@ -18,7 +18,7 @@ from tests.processes import WorkerProcess
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 CHAT, TOKENS = "/v1/chat/completions", "/v1/chat/completions/tokens"
 IDS = [71, 72, 12, 85, 90]
-ASK = [{"role": "user", "content": "Reverse: 40213"}]
+QUESTION = [{"role": "user", "content": "Reverse: 40213"}]
 
 
 class Gateway:
@@ -99,13 +99,13 @@ async def test_a_turn_of_ids_follows_one_of_messages_on_every_route(
     gateway: Gateway, renderer: Renderer
 ) -> None:
     options = {"temperature": 0, "max_tokens": 6, "return_token_ids": True}
-    chat = await gateway.post(CHAT, "mixed", messages=ASK, **options)
+    chat = await gateway.post(CHAT, "mixed", messages=QUESTION, **options)
     ids = [*chat["prompt_token_ids"], *chat["choices"][0]["token_ids"]]
     for path in (GENERATE, COMPLETIONS, TOKENS):
         await gateway.turn(path, "mixed", [*ids, 33])
     samples = await gateway.sessions.samples("mixed", dedupe=False)
     assert [sample.token_ids[: len(ids)] for sample in samples] == [ids] * 3
-    more = [*ASK, chat["choices"][0]["message"], *ASK]
+    more = [*QUESTION, chat["choices"][0]["message"], *QUESTION]
     again = await gateway.post(CHAT, "mixed", messages=more, **options)
     assert again["prompt_token_ids"][: len(ids)] == ids
     assert all(sample.breaks == () for sample in await gateway.sessions.samples("mixed"))

@@ -28,10 +28,10 @@ def say(text):
         return json.load(response)["choices"][0]["message"]["content"]
 
 
-said = say(f"Reverse: {digits}")
+words = say(f"Reverse: {digits}")
 with open("answer.txt", "w") as file:
-    file.write(said)
-print("the model said", said)
+    file.write(words)
+print("the model said", words)
 if kind == "fail":
     sys.exit(3)
 if kind in ("hang", "stray"):
