@@ -189,7 +189,7 @@ class _Writer:
         self._unsynced += len(data)
         if self._unsynced >= SYNCED:
             self._unsynced = 0
-            self._synced.append(self._syncing.submit(os.fdatasync, self._file.fileno()))
+            self._synced.append(self._syncing.submit(os.fsync, self._file.fileno()))
 
 
 def _header(items: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
