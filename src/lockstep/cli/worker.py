@@ -159,7 +159,8 @@ def worker(
         _join_network(network)  # before torch is loaded, which takes seconds
     elif network.given:
         raise BadRequest(
-            "--discovery, --request-plane, --event-plane and --advertise are for --runtime dynamo",
+            "--discovery, --request-plane, --event-plane and --advertise are for --runtime dynamo: "
+            "leave them out, or give it",
             param="runtime",
         )
     if arithmetic == "portable":  # torch reads it when it is loaded
@@ -172,7 +173,10 @@ def worker(
     settings = Settings.read()
     http, limits = parse_limits(limit or ())
     if script is not None and runtime == "dynamo":
-        raise BadRequest("--script is for --runtime http only", param="script")
+        raise BadRequest(
+            "--script is for --runtime http: leave out one of --script and --runtime dynamo",
+            param="script",
+        )
     start = run_dynamo_worker if runtime == "dynamo" else run_worker
     if script is not None:
         from lockstep.scripted.core import scripted_engine

@@ -92,7 +92,10 @@ class Chat:
         """
         calls = self._last[0].tool_calls if self._last is not None else ()
         if not calls:
-            raise Conflict("the last turn made no tool call that takes a result")
+            raise Conflict(
+                "the last turn made no tool call that takes a result: go on with `send`, and see "
+                "`turn.calls` for calls that could not be read"
+            )
         ids = [call.id for call in calls]
         if isinstance(results, str):
             results = [results]
@@ -122,7 +125,7 @@ class Chat:
         not aborted, or is held to a grammar.
         """
         if self._last is None:
-            raise Conflict("there is no turn to continue")
+            raise Conflict("there is no turn to continue: begin with `send`")
         before, node = self._last
         used, sampling = len(before.token_ids), self._options.sampling
         left: dict[str, Any] = {"min_tokens": max(sampling.min_tokens - used, 0)}

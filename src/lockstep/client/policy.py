@@ -153,7 +153,10 @@ class Policy:
         logprobs, BadRequest for a single token, and PromptTooLong when they fill the context.
         """
         if len(token_ids) < 2:
-            raise BadRequest("a sequence of one token has nothing to score", param="token_ids")
+            raise BadRequest(
+                f"token_ids has {len(token_ids)} ids: the first has no logprob, so give 2 or more",
+                param="token_ids",
+            )
         processed = temperature != 1.0 or start is not None
         mode = {"logprob_mode": "processed"} if processed else {}
         # What is sampled after the scored tokens is not looked at, so it is as short as it may be.

@@ -196,7 +196,10 @@ class Fleet:
         operation says so.
         """
         if (weight_dir is None) == (source is None):
-            raise BadRequest("give a weight_dir, or another source", param="weight_dir")
+            raise BadRequest(
+                f"weight_dir is {weight_dir!r}, and the source {source!r}: give one of the two",
+                param="weight_dir",
+            )
         label = version or (Path(weight_dir).name if weight_dir else "")
         check_label(label, "version")
         request = {"weight_dir": weight_dir, "version": label, "mode": mode}

@@ -65,7 +65,7 @@ class WeightReader:
         """
         if weight_dir is None:
             if source is None:
-                raise BadRequest("there is no source of weights", param="weight_dir")
+                raise BadRequest("weight_dir is missing: name the checkpoint", param="weight_dir")
             if version in desired.agreed:
                 raise _taken(version)
             return NewWeights(version, source, Proof())

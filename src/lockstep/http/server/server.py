@@ -66,7 +66,10 @@ def admin_token(chosen: str | None) -> Iterator[tuple[str, str | None]]:
     """The token and, when it was made here, the 0600 file that holds it while the process lives."""
     if chosen is not None:
         if len(chosen) < 8:
-            raise BadRequest("the admin token is shorter than 8 characters", param="admin_token")
+            raise BadRequest(
+                f"the admin token has {len(chosen)} characters: choose one of 8 or more",
+                param="admin_token",
+            )
         yield chosen, None
         return
     token = secrets.token_urlsafe(32)

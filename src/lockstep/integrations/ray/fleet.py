@@ -180,7 +180,11 @@ class RayFleet:
     def _publish(self, directory: Path) -> Path:
         """Puts the checkpoint where every worker, and one that starts meanwhile, finds it."""
         if self._weights_dir is None:
-            raise BadRequest("there is no weights_dir", param="weights_dir")
+            raise BadRequest(
+                "weights_dir is None: give RayFleet a directory of every node, or checkpoints on a "
+                "path that all nodes share",
+                param="weights_dir",
+            )
         checkpoint = ObjectCheckpoint.put(directory)
         ray.get(self._holder.add.remote(checkpoint))
         ray.get([actor.fetch.remote(checkpoint) for actor in self._actors.values()])

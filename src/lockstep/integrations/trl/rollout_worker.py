@@ -60,7 +60,7 @@ class LockstepRolloutWorker:
         self._policy = policy
         self._rows = list(dataset)
         if not self._rows:
-            raise BadRequest("the dataset has no row to play", param="dataset")
+            raise BadRequest("dataset is empty: give at least one row to play", param="dataset")
         self._rewards = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
         self._size = num_generations
         self._staleness = max_staleness

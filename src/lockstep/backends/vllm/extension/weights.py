@@ -175,7 +175,7 @@ class RankWeights:
     def add(self, request: Stage) -> None:
         """Reads a part; the model is left alone until `finish`."""
         if self._session is None:
-            raise Conflict("no weight update was started")
+            raise Conflict("no weight update was started: POST /start_weight_update first")
         self._session |= self._read(request).tensors
         self._session_version = request.weight_version or self._session_version
 
@@ -183,7 +183,7 @@ class RankWeights:
         """Serves all that was added, in one step."""
         parts, self._session = self._session, None
         if parts is None:
-            raise Conflict("no weight update was started")
+            raise Conflict("no weight update was started: POST /start_weight_update first")
         whole = completed(parts, self._live.tensors, tied=self._tied, partial=partial)
         self._swap(HeldWeights(whole, self._session_version))
 
