@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--exact", action="store_true", help="trainer and engine agree bit for bit")
+    parser.add_argument("--exact", action="store_true", help="raise where it cannot be bit for bit")
     options = parser.parse_args()
     rows = [
         {"prompt": list(task.messages), "answer": task.facts["answer"]}
@@ -48,7 +48,7 @@ def main() -> None:
         train_dataset=Dataset.from_list(rows),
     )  # fmt: skip
     lockstep = LockstepGeneration(options.url)
-    lockstep.attach(trainer, exact=options.exact)
+    lockstep.attach(trainer, exact=options.exact or None)
     trainer.train()
     lockstep.close()
     for entry in trainer.state.log_history:
