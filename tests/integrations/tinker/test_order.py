@@ -162,3 +162,15 @@ async def test_those_who_wait_are_sent_home_when_the_server_ends() -> None:
         nothing, (ended, _) = await waits
         assert (nothing, ended) == (None, [])
         assert await futures.wait(pending.request_id, 60) is None
+
+
+async def test_a_bug_is_told_to_the_client_and_its_traceback_is_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = Calls()
+    refused = await calls.result(calls.send(1, error=BadRequest("no such loss")))
+    assert (refused.failed, caplog.text) == (True, "")
+    broken = await calls.result(calls.send(2, error=ZeroDivisionError("half a batch")))
+    assert b"half a batch" in broken.body
+    assert "ZeroDivisionError" in caplog.text
+    assert "Traceback" in caplog.text

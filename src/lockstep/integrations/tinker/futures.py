@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ import msgspec
 
 from lockstep.tokens.errors import Gone, LockstepError, NotFound
 
+log = logging.getLogger(__name__)
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 RETRIEVED_SECONDS = 600.0
 """How long a result stays after it was first fetched: a response may have been lost on its way."""
@@ -41,7 +43,12 @@ class Result:
 
     @classmethod
     def failure(cls, error: BaseException) -> Result:
-        """The failure that an error is; the caller's fault where its status says so."""
+        """The failure that an error is; the caller's fault where its status says so.
+
+        One that is none of Lockstep's own is a bug, and is logged with its traceback.
+        """
+        if not isinstance(error, LockstepError):
+            log.error("a call failed: %r", error, exc_info=error)
         status = error.status if isinstance(error, LockstepError) else 500
         message = error.message if isinstance(error, LockstepError) else f"internal error: {error}"
         category = "user" if 400 <= status < 500 else "server"
