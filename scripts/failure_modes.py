@@ -125,7 +125,7 @@ def page() -> str:
         "| id | elsewhere | Lockstep | tests |",
         "|---|---|---|---|",
     ]
-    for mode, (wrong, right) in MODES.items():
+    for mode, (wrong, right) in sorted(MODES.items()):
         named = tests.get(mode, [])
         first = named[0] if named else "none yet"
         more = f" and {len(named) - 1} more" if len(named) > 1 else ""
