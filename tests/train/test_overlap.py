@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from lockstep.engine.probe import save_checkpoint
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.tokens import Sample
 from lockstep.tokens.errors import CheckpointError
 from lockstep.tokens.operation import Operation
 from lockstep.train.learning.batch import TrainBatch
 from lockstep.train.learning.learner import Learner, StepOutcome
+from lockstep.train.publish import Publisher, Worker, workers_of
+from lockstep.train.retry import RetryPolicy
 from lockstep.train.steps import StepRunner
 from tests.processes import TOKEN
 from tests.train.conftest import Stack, run_config
-from tests.train.rollouts import grouped, relabelled, sampled
+from tests.train.rollouts import directory, grouped, relabelled, sampled
 
 AHEAD = {"mode": "async", "max_off_policy": 1, "steps": 3}
 
@@ -70,6 +75,49 @@ async def test_an_update_that_fails_beside_the_next_step_ends_the_run(
         with pytest.raises(CheckpointError, match="are refused"):
             await stack.trainer(run_config(tmp_path / "run", loop=AHEAD), fleet=fleet).run()
     assert not (tmp_path / "run/checkpoints/step-3").exists()
+
+
+class CountingFleet(RemoteFleet):
+    """Counts who asks for its state between updates, and may tell of a worker that took no part."""
+
+    asked = 0
+    updates = 0
+    absent: str | None = None
+
+    async def state(self) -> dict[str, Any]:
+        self.asked += 1
+        return await super().state()
+
+    async def update_weights(self, weight_dir: Any, version: Any = None, **more: Any) -> Operation:
+        self.updates += 1
+        operation = await super().update_weights(weight_dir, version, **more)
+        if self.updates > 1 and self.absent is not None:
+            operation.workers[next(iter(operation.workers))].status = "quarantined"
+        return operation
+
+
+def by_id(worker: Worker) -> str:
+    return str(worker["id"])
+
+
+@pytest.mark.parametrize(("absent", "asked"), [(None, 1), ("one", 3)])
+async def test_only_an_update_of_the_whole_fleet_tells_what_it_serves(
+    stack: Stack, tmp_path: Path, absent: str | None, asked: int
+) -> None:
+    async with CountingFleet(stack.process.admin_url, token=TOKEN) as fleet:
+        fleet.absent = absent
+        publisher = Publisher(
+            fleet, RetryPolicy(60), adapter=None, mode="keep", suffix=f"-{absent}"
+        )
+        model = AutoModelForCausalLM.from_pretrained(directory("tiny"), dtype=torch.float32)
+        for step in range(3):
+            where = save_checkpoint(model, tmp_path / f"step-{step}")
+            published = await publisher.publish(where, step)
+            state = await RemoteFleet.state(fleet)
+            assert sorted(published.workers, key=by_id) == sorted(workers_of(state), key=by_id)
+            assert published.version == state["version"] == f"step-{step}-{absent}"
+            assert publisher.serving() == 2
+        assert fleet.asked == asked
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,7 @@ class Publisher:
         self.suffix = suffix
         self._lock = asyncio.Lock()
         self.current: Published | None = None
+        self._seen: tuple[Worker, ...] = ()
 
     def serving(self) -> int:
         """How many workers served the weights when they were published; 0 before that."""
@@ -94,7 +95,7 @@ class Publisher:
         """Pushes the current weights again when the fleet does not serve them any more."""
         async with self._lock:
             current = self.current
-            if current is not None and not _serves(await self._fleet.state(), current):
+            if current is not None and not _serves(await self._fleet.state(), current.label):
                 await self._publish(current.directory, current.step)
 
     async def _publish(self, directory: Path, step: int) -> Published:
@@ -120,10 +121,7 @@ class Publisher:
             # Another run has used this label on this fleet: ours are told apart from now on.
             self.suffix = f"-{self._nonce}"
             return await self._publish(directory, step)
-        state = await self._retry.call("state", lambda _: self._fleet.state())
-        label = version
-        if self._adapter is not None:
-            label = joined(str(state["version"]), self._adapter, operation.version or "")
+        label, workers = await self._as_served(operation, version)
         self.current = Published(
             step,
             directory,
@@ -131,14 +129,36 @@ class Publisher:
             label,
             perf_counter() - begun,
             operation.pause_seconds or 0.0,
-            workers_of(state),
+            workers,
         )
-        if not _serves(state, self.current):
+        return self.current
+
+    async def _as_served(
+        self, operation: Operation, version: str
+    ) -> tuple[str, tuple[Worker, ...]]:
+        """What tokens sampled now are labelled with, and all workers of the fleet.
+
+        An operation on the whole fleet tells it, where the weights are no adapter. Raises Conflict
+        when the fleet serves other weights.
+        """
+        results = operation.workers
+        whole = results.keys() == {worker["id"] for worker in self._seen} and all(
+            result.status == "ok" for result in results.values()
+        )
+        if self._adapter is None and results and whole:
+            states = [{"id": name, "version": version, "state": "serving"} for name in results]
+            return version, tuple(states)
+        state = await self._retry.call("state", lambda _: self._fleet.state())
+        self._seen = workers_of(state)
+        label = version
+        if self._adapter is not None:
+            label = joined(str(state["version"]), self._adapter, operation.version or "")
+        if not _serves(state, label):
             raise Conflict(
                 f"version {version!r} was published, but the fleet serves "
                 f"{state['version']!r}: another trainer updates it too"
             )
-        return self.current
+        return label, self._seen
 
     async def _give_up_if_disproved(self, version: str, error: LockstepError) -> None:
         """Raises CheckpointError when workers failed the probe of this version several times."""
@@ -162,7 +182,8 @@ class Publisher:
         known: dict[str, str] = {}
         while True:
             with suppress(LockstepError):  # whoever needs a gateway that is away sees it themselves
-                for worker in workers_of(await self._fleet.state()):
+                self._seen = workers_of(await self._fleet.state())
+                for worker in self._seen:
                     before, now = known.get(worker["id"]), str(worker["state"])
                     if before is not None and (before == "serving") != (now == "serving"):
                         on_change("worker_back" if now == "serving" else "worker_lost", worker)
@@ -178,8 +199,8 @@ def workers_of(state: Mapping[str, Any]) -> tuple[Worker, ...]:
     )
 
 
-def _serves(state: Mapping[str, Any], published: Published) -> bool:
-    label = VersionLabel.parse(published.label)
+def _serves(state: Mapping[str, Any], served: str) -> bool:
+    label = VersionLabel.parse(served)
     if label.adapter is not None and state["adapters"].get(label.adapter) != label.contents:
         return False
     return bool(state["version"] == label.weights)
