@@ -46,6 +46,10 @@ def test_a_sampler_is_a_model_of_the_other_dialects(server: TinkerProcess, saved
     assert choice["logprobs"]["token_logprobs"] == saved["logprobs"]
     assert response["model"].startswith("tinker-")
     assert f"+{response['model']}@" in choice["weight_versions"][0]["version"]
+    sampling = {"max_tokens": 8, "temperature": 1.0, "seed": 11, "logprobs": 0, "ignore_eos": True}
+    body = {"model": saved["path"], "token_ids": saved["prompt"], "sampling_params": sampling}
+    (choice,) = call(server, "/inference/v1/generate", body)["choices"]
+    assert choice["token_ids"] == saved["tokens"]
     question = [{"role": "user", "content": "Reverse: 40213"}]
     body = {"model": saved["path"], "messages": question, "max_tokens": 8, "temperature": 0.0}
     for path in ("/v1/chat/completions", "/v1/messages"):

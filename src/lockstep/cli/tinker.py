@@ -64,14 +64,14 @@ def tinker(
         int, _engine_option(help="Samplers that a worker holds at a time; more wait on disk.")
     ] = 32,
     max_lora_rank: Annotated[int, _engine_option(help="Highest rank of a LoRA adapter.")] = 64,
-    train_unembed: Annotated[
+    no_train_unembed: Annotated[
         bool,
         _engine_option(
-            "--train-unembed/--no-train-unembed",
-            help="Whether adapters may have a part for the head (lm_head), as recipes want it by "
-            "default; vLLM cannot serve it.",
+            "--no-train-unembed",
+            help="Leave the head (lm_head) out of all adapters, whatever recipes ask for: vLLM "
+            "cannot serve it.",
         ),
-    ] = True,
+    ] = False,
     *,
     arguments: GatewayArguments,
 ) -> None:
@@ -97,7 +97,7 @@ def tinker(
         threads=threads,
         slots=max_loras,
         max_rank=max_lora_rank,
-        train_unembed=train_unembed,
+        train_unembed=not no_train_unembed,
     )
     trainer.check()
     # The API's logprobs are the model's own, whatever the temperature.

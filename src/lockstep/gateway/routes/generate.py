@@ -84,7 +84,9 @@ class GenerateRoutes:
         if tracing.active is not None:
             tracing.active.start_turn("text_completion", model.name, session_id(http))
         if request.cache_salt != fields.cache_salt:
-            raw = _with_salt(raw, request.cache_salt)
+            raw = _with_field(raw, "cache_salt", request.cache_salt)
+        if fields.model not in (None, request.model):
+            raw = _with_field(raw, "model", request.model)
         turn = await self._turn(http, request, model)
         affinity = Affinity.of(
             request.prompt_ids,
@@ -189,10 +191,10 @@ class GenerateRoutes:
         return json_response({"status": "aborted", "aborted": stopped})
 
 
-def _with_salt(raw: bytes, salt: str | None) -> bytes:
-    """The body with that salt: of a field that comes twice, decoders of the workers take the last.
+def _with_field(raw: bytes, name: str, value: str | None) -> bytes:
+    """The body with that value: of a field that comes twice, decoders of the workers take the last.
     It is an object with fields, or it would not have been decoded."""
-    return raw.rstrip()[:-1] + b',"cache_salt":' + msgspec.json.encode(salt) + b"}"
+    return raw.rstrip()[:-1] + f',"{name}":'.encode() + msgspec.json.encode(value) + b"}"
 
 
 def _shown_as(response: Body, request: GenerateRequest, shown: str) -> Body:
@@ -361,7 +363,7 @@ def _generate_request(
     return GenerateRequest(
         prompt_ids=ids,
         sampling=fields.sampling(),
-        model=fields.model or model.name,
+        model=model.name,
         request_id=name,
         cache_salt=caller.cache_salt(fields.cache_salt),
         priority=fields.priority,
