@@ -106,7 +106,15 @@ def read_request(
             "or continue an aborted turn with continue_",
             param="messages",
         )
-    return TurnRequest(plain, specs, history, key, match)
+    return TurnRequest(plain, specs, _with_stored_reply(history, match), key, match)
+
+
+def _with_stored_reply(history: tuple[Message, ...], match: Match) -> tuple[Message, ...]:
+    """The history with the reply that was stored in the place of one that says exactly the same:
+    it is in memory once, and the next turn need not compare them again."""
+    if match.node is None or match.node.reply != history[match.length - 1]:
+        return history
+    return (*history[: match.length - 1], match.node.reply, *history[match.length :])
 
 
 def find_prompt(request: TurnRequest, roots: Sequence[Node], renderer: Renderer) -> PlannedPrompt:

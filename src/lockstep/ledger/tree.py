@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,29 +121,25 @@ class Match:
 
 def longest(roots: Iterable[Node], messages: Sequence[Message]) -> Match:
     """The longest stored history; among equals the latest turn."""
-    best = Match()
-    for node, length in _matches(roots, messages):
-        if best.node is None or (length, node.index) > (best.length, best.node.index):
-            best = Match(node, length)
-    return best
-
-
-def _matches(roots: Iterable[Node], messages: Sequence[Message]) -> Iterator[tuple[Node, int]]:
+    best, best_length, end = None, 0, len(messages)
     waiting = [(root, 0) for root in roots]
     while waiting:
         node, at = waiting.pop()
         if node.by_ids or not starts_with(messages, node.new_messages, at):
             continue
-        # Where the reply of this node would stand.
+        # Where the reply of this node would stand. One that was stored here is the same object.
         spoken = at + len(node.new_messages)
-        fits = spoken < len(messages) and same(node.reply, messages[spoken])
-        if fits:
-            yield node, spoken + 1
+        fits = spoken < end and (
+            node.reply is messages[spoken] or same(node.reply, messages[spoken])
+        )
+        if fits and (best is None or (spoken + 1, node.index) > (best_length, best.index)):
+            best, best_length = node, spoken + 1
         for child in node.children:
             if child.continues:
                 waiting.append((child, spoken))
             elif fits:
                 waiting.append((child, spoken + 1))
+    return Match(best, best_length)
 
 
 def longest_by_ids(roots: Sequence[Node], ids: array[int]) -> tuple[Node | None, bool]:

@@ -34,8 +34,6 @@ class KeptIds:
 
 def bare_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages without the token ids that some of them carry: templates must not see those."""
-    if not _any_kept(messages):
-        return list(messages)
     kept = (PROMPT, SAMPLED, LOGPROBS)
     return [
         {key: value for key, value in message.items() if key not in kept}
@@ -45,7 +43,8 @@ def bare_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _any_kept(messages: Sequence[dict[str, Any]]) -> bool:
+def any_ids(messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether a message carries token ids."""
     return any(
         SAMPLED in message or PROMPT in message or LOGPROBS in message for message in messages
     )
@@ -57,8 +56,6 @@ def kept_by_messages(messages: Sequence[dict[str, Any]]) -> KeptIds | None:
     Raises BadRequest when only a part is there, when lengths differ, or when a turn's prompt does
     not start with the ids of the turn before.
     """
-    if not _any_kept(messages):
-        return None
     last: KeptIds | None = None
     for at, message in enumerate(messages):
         if message.get("role") != "assistant":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.gateway.chat.prefix import KeptIds, bare_messages, kept_by_messages, prefixed
+from lockstep.gateway.chat.prefix import KeptIds, any_ids, bare_messages, kept_by_messages, prefixed
 from lockstep.gateway.chat.room import is_light
 from lockstep.gateway.sessions.session import Session
 from lockstep.ledger import PromptPlan
@@ -29,7 +29,8 @@ async def prompt_of(chat: ChatRequest, renderer: Renderer, session: Session | No
         # Messages beside ids are a placeholder that some clients must send.
         plan = None if session is None else await session.plan_ids(sent[1])
         return ChatPrompt(sent[1], plan)
-    kept = kept_by_messages(chat.messages)
+    with_ids = any_ids(chat.messages)
+    kept = kept_by_messages(chat.messages) if with_ids else None
     if kept is not None or chat.required_prefix_token_ids is not None:
         field = "required_prefix_token_ids" if kept is None else f"{kept.field}.prompt_token_ids"
         _refuse_with_session(session, field)
@@ -37,7 +38,8 @@ async def prompt_of(chat: ChatRequest, renderer: Renderer, session: Session | No
         return ChatPrompt(await _off_loop(chat, renderer, kept))
     if session is not None:
         _refuse_unopened(chat, "a session")
-        plan = await session.plan(bare_messages(chat.messages), chat.tools)
+        messages = bare_messages(chat.messages) if with_ids else chat.messages
+        plan = await session.plan(messages, chat.tools)
         return ChatPrompt(plan.prompt_ids, plan)
     return ChatPrompt(await _off_loop(chat, renderer, None))
 

@@ -58,7 +58,6 @@ MESSAGE_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "reasoning_content": ((str,), "text"),
 }
 """What the keys of a message hold; templates may know more keys than these."""
-BARE = {"role", "content"}
 ROLES = ("user", "assistant", "tool", "system")
 NEUTRAL_STREAM: dict[str, tuple[object, ...]] = {
     "continuous_usage_stats": (False,),
@@ -145,16 +144,14 @@ def _read_messages(messages: list[dict[str, Any]]) -> None:
     """Puts messages of an older time into the shape of today. Raises BadRequest for one that holds
     what no message does."""
     for at, message in enumerate(messages):
-        if message.keys() == BARE and type(message["content"]) is str and message["role"] in ROLES:
-            continue  # most messages of a long history, all of which comes with every turn
-        messages[at] = message = read_message(message)
+        # All of a long history comes with every turn: most messages are looked at no closer.
+        if message.get("role") not in ROLES or "function_call" in message:
+            messages[at] = message = read_message(message)
         for key, value in message.items():
-            if value is None or key not in MESSAGE_KINDS:
-                continue
-            kinds, expected = MESSAGE_KINDS[key]
-            if not isinstance(value, kinds):
+            kinds = MESSAGE_KINDS.get(key)
+            if kinds is not None and value is not None and type(value) not in kinds[0]:
                 raise BadRequest(
-                    f"messages[{at}].{key} is a {type(value).__name__}: expected {expected}",
+                    f"messages[{at}].{key} is a {type(value).__name__}: expected {kinds[1]}",
                     param=f"messages[{at}].{key}",
                 )
 
