@@ -8,6 +8,7 @@ import os
 # on waiting for each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -37,6 +38,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     numerics.make_reproducible()
     bf16.make_bf16_safe()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: every full collection would look through half a million objects."""
+    gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # or libraries report as leaks what they would have let go
 
 
 @pytest.fixture(scope="session")
