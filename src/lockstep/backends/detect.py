@@ -36,9 +36,10 @@ async def detect_transport(http: HttpClient) -> TransportName:
     """What the data port speaks: by the owner of its models, its API description, or its workers.
 
     `dynamo-generate` is never chosen here: nothing shows whether its workers opted in.
-    Raises Unavailable that lists what was tried.
+    Raises Unavailable that lists what was tried, or says that no server responds there.
     """
     tried: list[str] = []
+    responds = False
     for path, recognise in (
         ("/v1/models", _by_owner),
         ("/openapi.json", _by_description),
@@ -47,11 +48,18 @@ async def detect_transport(http: HttpClient) -> TransportName:
         try:
             name = recognise(await http.get(path))
         except LockstepError as error:
+            responds |= not isinstance(error, Unavailable)
             tried.append(f"{path}: {error.message}")
             continue
         if name is not None:
             return name
+        responds = True
         tried.append(f"{path}: nothing known in it")
+    if not responds:
+        raise Unavailable(
+            f"no server responds at {http.base_url}: start one (`lockstep serve MODEL`), or "
+            f"correct the URL; {tried[0]}"
+        )
     raise Unavailable(
         f"cannot tell what {http.base_url} speaks, name it with transport=... "
         f"({', '.join(get_args(TransportName))}); {'; '.join(tried)}"
