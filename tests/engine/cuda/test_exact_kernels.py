@@ -102,20 +102,9 @@ def test_tokens_attend_alike_in_a_prompt_and_one_by_one() -> None:
     expected = attend_ragged_reference(scaled, keys.float(), values.float(), blocks)
     torch.testing.assert_close(whole.float(), expected, rtol=2e-2, atol=2e-2)
     some = torch.tensor([0, 15, 16, 39], dtype=torch.int32)
-    own = [cache[1, :, some.long()].transpose(0, 1).flatten(1) for cache in (keys, values)]
-    keys[1, :, some.long()] = 0
-    values[1, :, some.long()] = 0
-    # One after the other: later tokens see what earlier ones wrote.
-    for at, position in enumerate(some):
-        alone = attention.attend_tokens(
-            torch.cat((q[position], own[0][at], own[1][at]))[None],
-            keys, values, torch.tensor([1], dtype=torch.int32), position[None],
-            torch.ones(48, dim).half(), torch.zeros(48, dim).half(), 0.2,
-            q_norm=None, k_norm=None, eps=0.0,
-        )  # fmt: skip
-        torch.testing.assert_close(alone[0], whole[position], **ROUNDED)
-        assert torch.equal(keys[1, :, position].flatten(), own[0][at])
-        assert torch.equal(values[1, :, position].flatten(), own[1][at])
+    slots = torch.full_like(some, 1)
+    alone = attention.attend_tokens(q[some.long()], keys, values, slots, some, 0.2)
+    torch.testing.assert_close(alone, whole[some.long()], **ROUNDED)
 
 
 @pytest.mark.parametrize("norms", [False, True])

@@ -60,7 +60,7 @@ def test_adapters_and_plain_requests_in_one_batch(tiny: Path, lora_a: Path, lora
     for mine, its in pairs:
         alike(mine.one, its.one)
     assert ours.core.overlapped is not None
-    assert all(adapted for _, adapted in ours.core.overlapped._decoder._tables)
+    assert all(adapted for _, adapted in ours.core.overlapped.decoder._tables)
     scored = ours.core.score(ids(1, 12), adapter="a")
     assert scored == pytest.approx(theirs.core.score(ids(1, 12), adapter="a"), abs=2e-5)
     assert scored != pytest.approx(ours.core.score(ids(1, 12)), abs=1e-3)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.cuda import exact_kernels, experts
+from lockstep.engine.cuda import exact_kernels, experts, selftest
 from lockstep.engine.cuda.adapters import NONE, AdapterBank
 from lockstep.engine.model.arithmetic import route
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows, LoraDelta
@@ -102,3 +102,20 @@ def test_an_adapter_gives_way_to_another_only_when_its_batch_is_over(config: Mod
     bank.add_to(out, x, torch.tensor([1, 0], dtype=torch.int32), 0, "out")
     torch.testing.assert_close(out, expected, **ROUNDED)
 
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_adapters_that_a_graph_would_compute_otherwise_are_left_out_of_it(
+    config: ModelConfig, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank = AdapterBank(config, 4, 8, numbers(1))
+    # By the interpreter, whose sums have another order in every shape: exact for these numbers.
+    monkeypatch.setattr(selftest, "_numbers", lambda _device, kind, *shape: whole(kind, *shape))
+    if wrong:
+        monkeypatch.setattr(type(bank), "add_to", lambda *_: None)
+    problem = selftest.why_not_adapted(config, bank, numbers(1))
+    assert (problem is not None) == wrong
+
+
+def whole(kind: torch.dtype, *shape: int) -> Tensor:
+    """Small whole numbers, whose products and sums are exact."""
+    return (torch.arange(torch.tensor(shape).prod()) * 7 % 3 - 1).view(shape).to(kind)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engine.cuda import kernels, prefill, prefill_kernels, start
+from lockstep.engine.cuda import kernels, prefill, prefill_kernels, single_row, start
 from lockstep.engine.cuda.graphs import Decoder, GraphPool
 from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller, token_sizes
@@ -36,6 +36,7 @@ SMALL = {
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "SPLIT_TARGET", 4)
     monkeypatch.setattr(kernels, "NARROW", 512)
+    monkeypatch.setattr(single_row, "NARROW", 512)
     monkeypatch.setattr(prefill, "SMALLEST", 8)
     monkeypatch.setattr(prefill, "SPARE_BLOCKS", 3)
     monkeypatch.setattr(prefill_kernels, "ROWS", 32)

@@ -26,7 +26,8 @@ from lockstep.engine.model.lora import HEAD_LAYER, Adapter
 
 NONE = -1
 """The place of a row that has no adapter."""
-NARROW, COLUMNS, TERMS = 16, 128, 512
+LANES, NARROW, COLUMNS, TERMS = 16, 16, 128, 256
+"""Rows that matrix instructions want, of which one is there; and the tiles of both products."""
 
 
 class _Module(NamedTuple):
@@ -55,7 +56,7 @@ class AdapterBank:
         self._addresses = torch.zeros((places, len(spans), 2), dtype=torch.int64, device=device)
         self._ranks = torch.zeros(places, dtype=torch.int32, device=device)
         self._scales = torch.zeros(places, dtype=torch.float32, device=device)
-        self._most = max(pow2(max_rank), NARROW)
+        self.max_rank, self._most = max_rank, max(pow2(max_rank), NARROW)
         self._held: OrderedDict[int, tuple[int, Adapter]] = OrderedDict()
 
     def places(self, adapters: Seq[Adapter | None]) -> list[int]:
@@ -66,6 +67,10 @@ class AdapterBank:
                 self._put(adapter, keep=wanted.keys())
             self._held.move_to_end(uid)
         return [NONE if each is None else self._held[each.uid][0] for each in adapters]
+
+    def clear(self) -> None:
+        """Lets go of all adapters."""
+        self._held.clear()
 
     def _put(self, adapter: Adapter, keep: Container[int]) -> None:
         place = len(self._held)
@@ -95,12 +100,13 @@ class AdapterBank:
         options = launch(x)
         _shrink[(rows, count, self._most // NARROW)](
             x, places, self._addresses, self._ranks, small, where.first, **sizes, inner=inner,
-            part=part, block_n=NARROW, block_k=min(TERMS, part if inner <= part else part // 2),
-            num_warps=2, **options,
+            part=part, lanes=LANES, block_n=NARROW,
+            block_k=min(TERMS, part if inner <= part else part // 2), num_warps=2, **options,
         )  # fmt: skip
         _expand[(triton.cdiv(where.longest, COLUMNS), count, rows)](
             small, places, self._addresses, self._ranks, self._scales, self._spans, out,
-            where.first, out.shape[1], **sizes, block_n=COLUMNS, num_warps=4, **options,
+            where.first, out.shape[1], **sizes, lanes=LANES, block_n=COLUMNS, num_warps=4,
+            **options,
         )  # fmt: skip
 
 
@@ -120,7 +126,8 @@ def _sizes(config: ModelConfig) -> list[tuple[tuple[int, str], list[int]]]:
 def _shrink(
     x, places, addresses, ranks, small, first,
     targets: tl.constexpr, deltas: tl.constexpr, most: tl.constexpr, inner: tl.constexpr,
-    part: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, early: tl.constexpr,
+    part: tl.constexpr, lanes: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     """One row times some columns of the first matrix of its adapter."""
     if early:
@@ -134,25 +141,26 @@ def _shrink(
         if (address != 0) & (column * block_n < rank):
             matrix = tl.multiple_of(address, 16).to(x.dtype)
             n, k = column * block_n + tl.arange(0, block_n), tl.arange(0, block_k)
-            some, real = (tl.arange(0, 1) == 0)[:, None], (n < rank)[None, :]
-            lines = x + row.to(tl.int64) * inner + k[None, :]
+            lane = tl.arange(0, lanes)
+            some, real = (lane == 0)[:, None], (n < rank)[None, :]
+            lines = x + row.to(tl.int64) * inner + lane[:, None] * 0 + k[None, :]
             columns = matrix + n[None, :] * inner + k[:, None]
-            total = tl.zeros((1, block_n), tl.float32)
+            total = tl.zeros((lanes, block_n), tl.float32)
             total = _part(lines, columns, some, real, 0, part, total, inner, block_k)
             if inner > part:
                 for begin in range(part, inner, part):
-                    summed = tl.zeros((1, block_n), tl.float32)
+                    summed = tl.zeros((lanes, block_n), tl.float32)
                     end = begin + part
                     total += _part(lines, columns, some, real, begin, end, summed, inner, block_k)
-            out = small + (row * deltas + delta) * most + n[None, :]
-            tl.store(out, total.to(small.dtype.element_ty), mask=real)
+            out = small + (row * deltas + delta) * most + lane[:, None] * 0 + n[None, :]
+            tl.store(out, total.to(small.dtype.element_ty), mask=some & real)
 
 
 @triton.jit(do_not_specialize=["first"])
 def _expand(
     small, places, addresses, ranks, scales, spans, out, first, width,
-    targets: tl.constexpr, deltas: tl.constexpr, most: tl.constexpr, block_n: tl.constexpr,
-    early: tl.constexpr,
+    targets: tl.constexpr, deltas: tl.constexpr, most: tl.constexpr, lanes: tl.constexpr,
+    block_n: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row: what its adapter's second matrix makes of it is added."""
     if early:
@@ -168,12 +176,13 @@ def _expand(
             rank = tl.load(ranks + place)
             kind = out.dtype.element_ty
             n, k = column * block_n + tl.arange(0, block_n), tl.arange(0, most)
-            real, inside = (n < size)[None, :], k < rank
-            line = small + (row * deltas + delta) * most + k
-            values = tl.load(line, mask=inside, other=0.0)[None, :]
+            lane = tl.arange(0, lanes)
+            some, real, inside = (lane == 0)[:, None], (n < size)[None, :], k < rank
+            line = small + (row * deltas + delta) * most + lane[:, None] * 0 + k[None, :]
+            values = tl.load(line, mask=some & inside[None, :], other=0.0)
             columns = tl.multiple_of(address, 16).to(out.dtype) + n[None, :] * rank + k[:, None]
             total = tl.dot(values, tl.load(columns, mask=real & inside[:, None], other=0.0))
             added = (total.to(kind).to(tl.float32) * tl.load(scales + place)).to(kind)
-            cell = out + row.to(tl.int64) * width + start + n[None, :]
-            old = tl.load(cell, mask=real, other=0.0).to(tl.float32)
-            tl.store(cell, (old + added.to(tl.float32)).to(kind), mask=real)
+            cell = out + row.to(tl.int64) * width + start + lane[:, None] * 0 + n[None, :]
+            old = tl.load(cell, mask=some & real, other=0.0).to(tl.float32)
+            tl.store(cell, (old + added.to(tl.float32)).to(kind), mask=some & real)

@@ -9,7 +9,7 @@ from torch import Tensor
 from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.engine.cuda.exact_kernels import _turned, launch
+from lockstep.engine.cuda.exact_kernels import launch
 from lockstep.engine.cuda.kernels import LOG2_E
 
 KEYS = 64
@@ -110,32 +110,19 @@ def _attend_ragged(
 
 
 def attend_tokens(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    scale: float,
-    *,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    """Attention of one new token per row over slot slots[r] up to position positions[r], itself
-    too; its key and value are written to its slot, as `exact_kernels.store_heads` does it."""
-    rows, width = qkv.shape
+    """Attention of one token per row over slot slots[r] up to position positions[r], itself too."""
+    rows = q.shape[0]
     _, kv_heads, capacity, dim = keys.shape
-    heads = width // dim - 2 * kv_heads
+    heads = q.shape[1] // dim
     splits = triton.cdiv(capacity, SPLIT)
-    out = torch.empty((rows, heads * dim), dtype=keys.dtype, device=keys.device)
-    sums = out.new_empty((rows, heads, splits, dim), dtype=torch.float32)
-    tops = out.new_empty((rows, heads, splits, 2), dtype=torch.float32)
+    out = torch.empty_like(q)
+    sums = q.new_empty((rows, heads, splits, dim), dtype=torch.float32)
+    tops = q.new_empty((rows, heads, splits, 2), dtype=torch.float32)
     options = launch(keys)
     _attend_tokens[(splits, kv_heads, rows)](
-        qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm, sums, tops,
-        eps, capacity, keys.stride(0), scale * LOG2_E,
+        q, keys, values, slots, positions, sums, tops, capacity, keys.stride(0), scale * LOG2_E,
         kv_heads=kv_heads, group=heads // kv_heads, dim=dim, splits=splits,
         padded=max(16, pow2(heads // kv_heads)), block=KEYS, size=SPLIT,
         num_warps=4, num_stages=2, **options,
@@ -148,8 +135,7 @@ def attend_tokens(
 
 @triton.jit
 def _attend_tokens(
-    qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm, sums, tops,
-    eps, capacity, slot_stride, scale,
+    q, keys, values, slots, positions, sums, tops, capacity, slot_stride, scale,
     kv_heads: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, splits: tl.constexpr,
     padded: tl.constexpr, block: tl.constexpr, size: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
@@ -159,36 +145,19 @@ def _attend_tokens(
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     begin = split * size
-    heads: tl.constexpr = kv_heads * group
     if begin <= position:
         slot = tl.load(slots + row).to(tl.int64)
         keys += slot * slot_stride + head * capacity * dim
         values += slot * slot_stride + head * capacity * dim
-        qkv += row.to(tl.int64) * (heads + 2 * kv_heads) * dim
-        cos += position * dim
-        sin += position * dim
         lane, at = tl.arange(0, padded), tl.arange(0, dim)
         real = lane < group
-        low, high = _turned(qkv, cos, sin, q_norm, head * group + lane, real, eps, dim)
-        query = tl.join(low, high).permute(0, 2, 1).reshape(padded, dim)
-        if position < begin + size:
-            # The new token is of this split, and the only one that a program writes and reads.
-            one, part = tl.arange(0, 1), tl.arange(0, dim // 2)
-            new_low, new_high = _turned(
-                qkv, cos, sin, k_norm, heads + head + one, one == 0, eps, dim
-            )
-            place = keys + (position + one)[:, None] * dim + part[None, :]
-            tl.store(place, new_low)
-            tl.store(place + dim // 2, new_high)
-            tl.store(
-                values + position * dim + at, tl.load(qkv + (heads + kv_heads + head) * dim + at)
-            )
-            tl.debug_barrier()
+        mine = (row * kv_heads + head) * group + lane
+        query = tl.load(q + mine[:, None] * dim + at[None, :], mask=real[:, None], other=0.0)
         last = (position + lane * 0)[:, None]
         top, total, summed = _split(
             query, keys, values, begin, position + 1, last, scale, dim, block, size, padded
         )
-        which = (row * heads + head * group + lane) * splits + split
+        which = mine * splits + split
         tl.store(sums + which[:, None] * dim + at[None, :], summed, mask=real[:, None])
         tl.store(tops + which * 2, top, mask=real)
         tl.store(tops + which * 2 + 1, total, mask=real)

@@ -104,10 +104,6 @@ def _tile(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
     Measured on an H200, with weights that are not in its cache.
     """
     wide = outer > 8192  # the head
-    if rows == 1:
-        if wide:
-            return 1, 64, 256, 4, 4
-        return (1, 8, 1024, 1, 2) if outer <= 2048 else (1, 32, 1024, 4, 2)
     if rows <= 16:
         return (16, 32, 256, 4, 4) if wide else (16, 16, 1024, 2, 2)
     if rows <= 32:
@@ -253,8 +249,8 @@ def _gated_step(
 def add_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of the rows of x with the sum of `parts`, rounded, added, which is left in x.
 
-    No parts are one row of zeros, so that the kernel loads the same in every use. Its sum over a
-    row is made in fp64, as in `_normed`.
+    No parts are one row of zeros, so that the kernel loads the same in every use: the order of its
+    sum over a row is the compiler's, and the self-test at start tells if that were another.
     """
     rows, width = x.shape
     out = torch.empty_like(x)
@@ -298,8 +294,8 @@ def _add_norm(
         added += tl.load(source + split * split_stride, mask=inside, other=0.0)
     value = (value + added.to(kind).to(tl.float32)).to(kind)
     tl.store(x + row * width + at, value, mask=inside)
-    wide, value = value.to(tl.float64), value.to(tl.float32)
-    size = tl.rsqrt((tl.sum(wide * wide) / width).to(tl.float32) + eps)
+    value = value.to(tl.float32)
+    size = tl.rsqrt(tl.sum(value * value) / width + eps)
     tl.store(out + row * width + at, (value * size * scale).to(kind), mask=inside)
 
 

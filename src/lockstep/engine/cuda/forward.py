@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +40,10 @@ def forward(
     Every product is rounded before an adapter's part is added, as PEFT's modules do it.
     """
     x = F.embedding(ids, weights.embed)
-    plain = adapt is None and not config.moe_layers
-    if plain and single_row.fits(x):
-        return _one_row(config.eps, weights, x, attend, exact=exact)
     if exact:
         return _exact_layers(config, weights, x, attend, adapt, record)
-    return _close_layers(config.eps, weights, x, attend)
+    run = _one_row if single_row.fits(x) else _close_layers
+    return run(config.eps, weights, x, attend)
 
 
 def recorder(config: ModelConfig, cache: SlotCache, slots: Tensor, positions: Tensor) -> Record:
@@ -101,7 +98,7 @@ def _exact_layers(
     def parts(x: Tensor, weight: Tensor, i: int, module: str) -> Tensor:
         if adapt is None:
             return k.linear_parts(x, weight)
-        return linear(x, weight, i, module)[None]
+        return linear(x, weight, i, module).float()[None]
 
     delta: Tensor | None = None
     for i, layer in enumerate(weights.layers):
@@ -113,7 +110,7 @@ def _exact_layers(
             shares, chosen = route(logits, config.experts_per_token, config.normalize_top_k)
             if record is not None:
                 record(i, chosen)
-            delta = experts.mix(h, chosen, shares, layer.gate_up, layer.down)[None]
+            delta = experts.mix(h, chosen, shares, layer.gate_up, layer.down).float()[None]
             continue
         if adapt is None:
             inner = k.linear_gated(h, layer.gate_up)
@@ -123,16 +120,17 @@ def _exact_layers(
     return k.add_norm(x, delta, weights.norm, eps)
 
 
-def _one_row(eps: float, weights: Weights, x: Tensor, attend: Attend, *, exact: bool) -> Tensor:
-    """The layers of a batch of one row, in fewer launches."""
+def _one_row(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Tensor:
+    """The layers of a batch of one row in close arithmetic, in fewer launches."""
     delta: Tensor | None = None
-    k = exact_kernels if exact else kernels
-    parts = exact_kernels.linear_parts if exact else kernels.linear
-    norm_linear = partial(single_row.norm_linear, eps=eps, exact=exact)
+    k = kernels
     for i, layer in enumerate(weights.layers):
-        x, product = norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
-        attended = attend(i, layer, product if exact else product[None])
-        delta = parts(attended, layer.out)
-        x, inner = norm_linear(x, delta, layer.post_norm, layer.gate_up, gated=True)
-        delta = parts(inner, layer.down)
+        x, product = single_row.norm_linear(
+            x, delta, layer.input_norm, layer.qkv, layer.qkv_bias, eps=eps
+        )
+        delta = k.linear(attend(i, layer, product[None]), layer.out)
+        x, inner = single_row.norm_linear(
+            x, delta, layer.post_norm, layer.gate_up, eps=eps, gated=True
+        )
+        delta = k.linear(inner, layer.down)
     return k.add_norm(x, delta, weights.norm, eps)

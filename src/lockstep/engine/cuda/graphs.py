@@ -64,10 +64,10 @@ class Decoder:
         cos, sin = model.rotation
         self._turns = cos.to(cache.k.dtype), sin.to(cache.k.dtype)
         self._tables: dict[tuple[int, bool], Table] = {}
-        self._bank: AdapterBank | None = None
+        self.bank: AdapterBank | None = None
         largest = bucket(cache.slots)
         if self._exact and 0 < max_rank <= exact_kernels.PART:
-            self._bank = AdapterBank(model.config, largest, max_rank, cache.k)
+            self.bank = AdapterBank(model.config, largest, max_rank, cache.k)
         self._places = torch.full((largest,), NONE, dtype=torch.int32, device=cache.k.device)
         self._weights: Weights | None = None
         self._packed: Mapping[str, Tensor] | None = None
@@ -75,8 +75,8 @@ class Decoder:
 
     @property
     def adapts(self) -> bool:
-        """Whether rows may have adapters."""
-        return self._bank is not None
+        """Whether rows may have adapters; never again once `bank` was set to None."""
+        return self.bank is not None
 
     def launch(
         self, weights: Weights, rows: Seq[GraphRow], adapters: Seq[Adapter | None] = ()
@@ -85,9 +85,9 @@ class Decoder:
         adapted = any(each is not None for each in adapters)
         table = self.table(weights, len(rows), adapted=adapted)
         table.fill(rows, self._cache.scratch)
-        if adapted and self._bank is not None:
+        if adapted and self.bank is not None:
             spare = [NONE] * (len(table.slots) - len(rows))
-            places = index_on([*self._bank.places(adapters), *spare], self._places.device)
+            places = index_on([*self.bank.places(adapters), *spare], self._places.device)
             self._places[: len(places)].copy_(places)
         return self._replay(table, rows)
 
@@ -136,11 +136,12 @@ class Decoder:
                     product, *cache, slots, positions, *model.rotation, model.scale,
                     eps=eps, **norms,
                 )  # fmt: skip
-            return exact_attention.attend_tokens(
-                product, *cache, slots, positions, *self._turns, model.scale, eps=eps, **norms
+            q = exact_kernels.store_heads(
+                product, *cache, slots, positions, *self._turns, eps=eps, **norms
             )
+            return exact_attention.attend_tokens(q, *cache, slots, positions, model.scale)
 
-        places, bank = self._places[: len(table.slots)], self._bank if adapted else None
+        places, bank = self._places[: len(table.slots)], self.bank if adapted else None
 
         def adapt(out: Tensor, x: Tensor, layer: int, module: str) -> None:
             if bank is not None:

@@ -95,7 +95,7 @@ class OverlappedRunner:
         take: Callable[[Sequence, Sampled], None],
         wipe: Callable[[Sequence], None],
     ) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._prefiller = prefiller
         self._scheduler = scheduler
         self._runner = runner
@@ -109,7 +109,7 @@ class OverlappedRunner:
 
     def shapes(self, weights: Weights) -> list[tuple[str, list[int], Callable[[int], object]]]:
         """All batch shapes by what they are for, and what captures one of them."""
-        decoder, prefiller, slots = self._decoder, self._prefiller, self._scheduler.slots
+        decoder, prefiller, slots = self.decoder, self._prefiller, self._scheduler.slots
         shapes: list[tuple[str, list[int], Callable[[int], object]]] = [
             ("decoding", buckets(slots), lambda size: decoder.table(weights, size)),
             ("prompt tokens", prefiller.sizes, lambda size: prefiller.table(weights, size)),
@@ -128,7 +128,7 @@ class OverlappedRunner:
         adapted: list[Work] = []
         for work in works:
             plain = work.sequence.adapter is None
-            if _decodes(work) and (plain or self._decoder.adapts):
+            if _decodes(work) and (plain or self.decoder.adapts):
                 decodes.append(work)
             else:
                 (prefills if plain else adapted).append(work)
@@ -154,7 +154,7 @@ class OverlappedRunner:
         if decode is not None and self._continues(current):
             # The token in flight is counted here, though the host has not seen it yet.
             uniforms = [uniform(each.seed, each.generated + 1) for each in decode.sequences]
-            step = self._decoder.follow(decode.step, uniforms)
+            step = self.decoder.follow(decode.step, uniforms)
             for sequence in decode.sequences:
                 sequence.computed += 1
             self._current = _InFlight(replace(decode, step=step))
@@ -175,7 +175,7 @@ class OverlappedRunner:
             for work, row in zip(works, options, strict=True)
         ]
         adapters = [work.sequence.adapter for work in works]
-        drawing = _drawing(self._decoder.launch(weights, rows, adapters), works, options)
+        drawing = _drawing(self.decoder.launch(weights, rows, adapters), works, options)
         for work in works:
             work.sequence.computed += 1
         return drawing

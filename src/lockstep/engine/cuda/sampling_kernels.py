@@ -7,9 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2 as pow2
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from lockstep.engine.cuda.kernels import early
 
 CHUNK = 4096
 """Logits that one program looks at."""
@@ -38,16 +35,14 @@ def draw(
     wide = pow2(chunks)
     stats = torch.empty((4, rows, wide), dtype=torch.float32, device=logits.device)
     chosen = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    sizes, options = {"wide": wide, "chunk": CHUNK}, early(logits.device)
-    _weigh[(wide, rows)](logits, temperatures, stats, vocab, rows, **sizes, num_warps=8, **options)
-    _normalize[(rows,)](
-        temperatures, processed, stats, highest, logs, rows, wide=wide, num_warps=1, **options
-    )
+    sizes = {"wide": wide, "chunk": CHUNK}
+    _weigh[(wide, rows)](logits, temperatures, stats, vocab, rows, **sizes, num_warps=8)
+    _normalize[(rows,)](temperatures, processed, stats, highest, logs, rows, wide=wide, num_warps=1)
     _pick[(rows,)](
         logits, uniforms, temperatures, processed, stats, tokens, logprobs, chosen, ranks,
-        highest, logs, vocab, rows, **sizes, num_warps=8, **options,
+        highest, logs, vocab, rows, **sizes, num_warps=8,
     )  # fmt: skip
-    _rank[(chunks, rows)](logits, chosen, ranks, vocab, chunk=CHUNK, num_warps=8, **options)
+    _rank[(chunks, rows)](logits, chosen, ranks, vocab, chunk=CHUNK, num_warps=8)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -61,14 +56,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
     heats = torch.full((rows,), temperature, dtype=torch.float32, device=logits.device)
     processed = torch.ones(rows, dtype=torch.int32, device=logits.device)
     highest, logs, out = torch.empty((3, rows), dtype=torch.float32, device=logits.device)
-    options, tokens = early(logits.device), tokens.to(torch.int32)
-    _weigh[(wide, rows)](
-        logits, heats, stats, vocab, rows, wide=wide, chunk=CHUNK, num_warps=8, **options
-    )
-    _normalize[(rows,)](
-        heats, processed, stats, highest, logs, rows, wide=wide, num_warps=1, **options
-    )
-    _score[(rows,)](logits, tokens, heats, highest, logs, out, vocab, num_warps=1, **options)
+    _weigh[(wide, rows)](logits, heats, stats, vocab, rows, wide=wide, chunk=CHUNK, num_warps=8)
+    _normalize[(rows,)](heats, processed, stats, highest, logs, rows, wide=wide, num_warps=1)
+    _score[(rows,)](logits, tokens.to(torch.int32), heats, highest, logs, out, vocab, num_warps=1)
     return out
 
 
@@ -79,14 +69,8 @@ def token_logprobs_reference(logits: Tensor, tokens: Tensor, temperature: float 
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _weigh(
-    logits, temperatures, stats, vocab, rows,
-    wide: tl.constexpr, chunk: tl.constexpr, early: tl.constexpr,
-):  # fmt: skip
+def _weigh(logits, temperatures, stats, vocab, rows, wide: tl.constexpr, chunk: tl.constexpr):
     """Of each chunk: its highest logit, where that is, and its sums of exp, plain and tempered."""
-    if early:
-        gdc_launch_dependents()
-        gdc_wait()
     part, row = tl.program_id(0), tl.program_id(1)
     at = part * chunk + tl.arange(0, chunk)
     inside = at < vocab
@@ -115,17 +99,12 @@ def _weigh(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _normalize(
-    temperatures, processed, stats, highest, logs, rows, wide: tl.constexpr, early: tl.constexpr
-):  # fmt: skip
+def _normalize(temperatures, processed, stats, highest, logs, rows, wide: tl.constexpr):
     """The highest logit of a row, and the logarithm of the sum of its shares.
 
     NaN for a row that is no distribution. A kernel of its own, so that whoever needs a logprob gets
     it with the same bits.
     """
-    if early:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     part = row * wide + tl.arange(0, wide)
     high = tl.load(stats + part)
@@ -147,10 +126,7 @@ def _logprob(logit, top, log, heat):
 
 
 @triton.jit
-def _score(logits, tokens, temperatures, highest, logs, out, vocab, early: tl.constexpr):
-    if early:
-        gdc_launch_dependents()
-        gdc_wait()
+def _score(logits, tokens, temperatures, highest, logs, out, vocab):
     row = tl.program_id(0)
     heat = tl.load(temperatures + row)
     logit = tl.load(logits + row.to(tl.int64) * vocab + tl.load(tokens + row)).to(tl.float32)
@@ -161,13 +137,9 @@ def _score(logits, tokens, temperatures, highest, logs, out, vocab, early: tl.co
 @triton.jit(do_not_specialize=["rows"])
 def _pick(
     logits, uniforms, temperatures, processed, stats, tokens, logprobs, chosen, ranks,
-    highest, logs, vocab, rows,
-    wide: tl.constexpr, chunk: tl.constexpr, early: tl.constexpr,
+    highest, logs, vocab, rows, wide: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """The token of one row: first its chunk, by the chunks' shares, then its place in there."""
-    if early:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     part = tl.arange(0, wide)
     high = tl.load(stats + row * wide + part)
@@ -204,11 +176,8 @@ def _pick(
 
 
 @triton.jit
-def _rank(logits, chosen, ranks, vocab, chunk: tl.constexpr, early: tl.constexpr):
+def _rank(logits, chosen, ranks, vocab, chunk: tl.constexpr):
     """Adds how many logits of a chunk are above the chosen one."""
-    if early:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(1)
     at = tl.program_id(0) * chunk + tl.arange(0, chunk)
     line = logits + row.to(tl.int64) * vocab

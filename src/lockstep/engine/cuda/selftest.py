@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.errors import TritonError
 
+from lockstep.engine.config import ModelConfig
 from lockstep.engine.cuda import exact_kernels as kernels
+from lockstep.engine.cuda.adapters import AdapterBank
 from lockstep.engine.cuda.prefill import Prefiller
 from lockstep.engine.cuda.sampling_kernels import token_logprobs
 from lockstep.engine.cuda.trainer import attend, mix
 from lockstep.engine.model.arithmetic import route
+from lockstep.engine.model.lora import HEAD_LAYER, Adapter, LoraDelta, adapter_rows
 from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.weights.weights import Layer, Weights
 
@@ -84,6 +88,53 @@ def _why_unlike_decoding(core: Core, ids: list[int]) -> str | None:
     return None
 
 
+def why_not_adapted(config: ModelConfig, bank: AdapterBank, like: Tensor) -> str | None:
+    """How adapters in a graph differ from those that are applied one by one; None where they do
+    not."""
+    device, kind, rank = str(like.device), like.dtype, min(bank.max_rank, 12)
+    pairs = []
+    for first in (1, 7):
+        deltas = {}
+        for (layer, module), (inner, *sizes) in _adapted(config).items():
+            starts = [0, *accumulate(sizes)]
+            deltas[layer, module] = tuple(
+                LoraDelta(
+                    _numbers(device, kind, rank, inner + first)[:, first:].contiguous(),
+                    _numbers(device, kind, size + first, rank)[first:].contiguous(),
+                    start,
+                )
+                for start, size in zip(starts, sizes, strict=False)
+            )
+        pairs.append(Adapter("self-test", Path(), "", 1.3 / rank, deltas))
+    one, other = pairs
+    rows = [one, None, other, one]
+    places = torch.tensor(bank.places(rows), dtype=torch.int32, device=device)
+    with torch.inference_mode():
+        for (layer, module), (inner, *sizes) in _adapted(config).items():
+            x, out = (_numbers(device, kind, 4, width) for width in (inner, sum(sizes)))
+            expected = out.clone()
+            for chosen in adapter_rows(((each, 1) for each in rows), like.device):
+                chosen.add_to(expected, x, layer, module, kernels.linear)
+            bank.add_to(out, x, places, layer, module)
+            if not torch.equal(out, expected):
+                return f"{module} differs by up to {_gap(out, expected)}"
+    bank.clear()
+    return None
+
+
+def _adapted(config: ModelConfig) -> dict[tuple[int, str], tuple[int, ...]]:
+    """Inputs and outputs of what adapters update, in one layer and the head."""
+    sizes = {
+        (HEAD_LAYER, "head"): (config.hidden, config.vocab_size),
+        (0, "qkv"): (config.hidden, config.q_size, config.kv_size, config.kv_size),
+        (0, "out"): (config.q_size, config.hidden),
+    }
+    if 0 not in config.moe_layers:
+        sizes[0, "gate_up"] = (config.hidden, config.intermediate, config.intermediate)
+        sizes[0, "down"] = (config.intermediate, config.hidden)
+    return sizes
+
+
 def trainer_logits(model: Model, weights: Weights, ids: list[int]) -> Tensor:
     """The logits of one sequence as a prepared transformers module computes them, without it."""
     c, kind = model.config, weights.embed.dtype
@@ -138,13 +189,15 @@ def fingerprint_on(device: str, dtype: str) -> str:
         return ""
 
 
+def _numbers(device: str, kind: torch.dtype, *shape: int) -> Tensor:
+    """Numbers from -1 to 1 that are the same everywhere."""
+    count = int(torch.tensor(shape).prod())
+    mixed = (torch.arange(count, dtype=torch.int64) * 2654435761 + 12345) % 65521
+    return ((mixed - 32760).float() / 32768).view(shape).to(device, kind)
+
+
 def _fingerprint(device: str, kind: torch.dtype) -> str:
-
-    def numbers(*shape: int) -> Tensor:
-        count = int(torch.tensor(shape).prod())
-        mixed = (torch.arange(count, dtype=torch.int64) * 2654435761 + 12345) % 65521
-        return ((mixed - 32760).float() / 32768).view(shape).to(device, kind)
-
+    numbers = partial(_numbers, device, kind)
     digest = hashlib.sha256(torch.cuda.get_device_name(device).encode())
     with torch.inference_mode():
         x = numbers(40, 1024)

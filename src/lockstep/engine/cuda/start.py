@@ -136,6 +136,7 @@ def prove(core: Core) -> None:
     except (RuntimeError, TritonError) as error:  # a device that lacks what a kernel needs
         problem = f"the kernels do not run here: {error}"
     if problem is None:
+        _prove_adapters(core)
         return
     if core.options.arithmetic == "exact":
         raise EngineFailure(f"exact arithmetic does not hold on this GPU: {problem}")
@@ -145,3 +146,19 @@ def prove(core: Core) -> None:
     core.plan = replace(core.plan, arithmetic="close", reason=core.arithmetic_note, fingerprint="")
     core.model.prefiller = None
     core.overlapped = overlapped_runner(core)
+
+
+def _prove_adapters(core: Core) -> None:
+    """Leaves adapters to kernels that were proved with them, launch by launch, where those that a
+    graph can hold do not give the same bits."""
+    from lockstep.engine.cuda.selftest import why_not_adapted
+
+    if core.overlapped is None or (decoder := core.overlapped.decoder).bank is None:
+        return
+    try:
+        problem = why_not_adapted(core.config, decoder.bank, core.cache.k)
+    except (RuntimeError, TritonError) as error:
+        problem = f"the kernels do not run here: {error}"
+    if problem is not None:
+        log.warning("requests under adapters are decoded without graphs: %s", problem)
+        decoder.bank = None
