@@ -39,6 +39,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_rows_without_their_padding_have_the_logprobs_of_each_alone(model: Any) -> None:
     ids, mask, labels = batch()
+    labels[0, 0] = PROMPT[0]  # nothing stands before it: it has no logprob
     packed = _pack(ids, mask, labels)
     assert packed is not None
     # Four rows of two prompts: each prompt is there once, and no padding.

@@ -43,8 +43,8 @@ def learn_in_one_pass(trainer: Any) -> None:
     rollouts, or whose sampler truncates the distribution.
     """
     args = trainer.args
-    aligned = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
-    if aligned or not samples_untruncated(args) or not trainer.vllm_importance_sampling_correction:
+    several = args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations)
+    if several or not samples_untruncated(args) or not trainer.vllm_importance_sampling_correction:
         return
     trainer.vllm_importance_sampling_correction = False
     score, compute = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
