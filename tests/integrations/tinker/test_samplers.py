@@ -32,11 +32,13 @@ class FewSlots:
         self.finish = finish
         self.pool = self
         self.others: list[str] = []
+        self.paths: dict[str, str] = {}
         self.checkpoint: str | None = None
 
     @property
     def desired(self) -> Desired:
-        specs = {name: AdapterSpec("nowhere", "label") for name in (*self.loaded, *self.others)}
+        held = (*self.loaded, *self.others)
+        specs = {name: AdapterSpec(self.paths.get(name, ""), "label") for name in held}
         return Desired(adapters=specs, checkpoint=self.checkpoint)
 
     async def load_adapter(self, name: str, path: str, *, version: str | None) -> None:
@@ -44,6 +46,7 @@ class FewSlots:
         if len(self.loaded) + len(self.others) >= SLOTS:
             raise Busy("too many adapters")
         self.loaded.add(name)
+        self.paths[name] = path
         self.loads += 1
 
     async def unload_adapter(self, name: str) -> None:
@@ -204,3 +207,21 @@ async def test_no_sample_is_of_a_base_that_the_trainer_does_not_have(tmp_path: P
     fleet.checkpoint = "/checkpoints/step-1"
     with pytest.raises(Conflict, match="trained on the weights that it was started with"):
         await samplers.sample("s0", [1], Sampling())
+
+
+async def test_what_an_earlier_process_left_loaded_is_known_to_the_next(tmp_path: Path) -> None:
+    fleet = FewSlots()
+    before = made(tmp_path, fleet)
+    for number in range(SLOTS):
+        await before.sample(f"s{number}", [1], Sampling())
+    (Path(before.find("s2").directory or "") / "adapter_model.safetensors").unlink()
+    after = Named(Store(tmp_path), Samplers(cast("Fleet", fleet), "tiny", SLOTS))
+    await after.samplers.adopt()
+    assert len(fleet.loaded) == SLOTS - 1, "deleted weights are held by no worker"
+    await after.sample("s0", [1], Sampling())
+    assert fleet.loads == SLOTS, "what is loaded is not loaded again"
+    for number in range(3, 7):
+        await after.sample(f"s{number}", [1], Sampling())
+    fleet.loaded.add("mine")
+    await after.samplers.close()
+    assert fleet.loaded == {"mine"}
