@@ -81,17 +81,10 @@ def shared_worker() -> Iterator[WorkerProcess]:
 
 @pytest.fixture(scope="session")
 def real_tokenizer() -> Callable[[str], Path]:
-    """A real tokenizer's directory; the test is skipped where it cannot be had.
-
-    What was loaded of another one before is let go.
-    """
-    last = ""
+    """A real tokenizer's directory; the test is skipped where it cannot be had."""
 
     def obtain(name: str) -> Path:
-        nonlocal last
-        if name != last:
-            tokenizers.forget_loaded()
-            last = name
+        tokenizers.forget_loaded()
         try:
             place: Path = tokenizers.directory(name)
         except tokenizers.Unobtainable as why:

