@@ -59,23 +59,6 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     return _run(x, weight, None, out, spread=spread)
 
 
-def linear_gated(x: Tensor, weight: Tensor) -> Tensor:
-    """`gate` of `linear`; for few rows in one launch, of which no program splits the sum."""
-    rows, width, inner = x.shape[0], weight.shape[0] // 2, x.shape[1]
-    if rows > AHEAD:
-        return gate(linear(x, weight))
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    part = min(PART, max(pow2(inner), 16))
-    block_m, block_n, block_k, warps, stages = _gated_tile(rows)
-    _linear_gated[(triton.cdiv(width, block_n),)](
-        x, weight, out, rows, inner=inner, width=width, part=part, block_m=block_m,
-        block_n=block_n, block_k=min(block_k, part if inner <= part else part // 2),
-        num_warps=warps, num_stages=stages,
-        **launch(x),
-    )  # fmt: skip
-    return out
-
-
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear` in plain torch, up to the order of its sums."""
     out = x.float() @ weight.float().T
@@ -107,7 +90,9 @@ def _tile(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
     if rows <= 16:
         return (16, 32, 256, 4, 4) if wide else (16, 16, 1024, 2, 2)
     if rows <= 32:
-        return (32, 64, 128, 4, 4) if wide else (32, 16, 1024, 4, 1)
+        if wide:
+            return 32, 64, 128, 4, 4
+        return (32, 64, 256, 4, 3) if 2048 < outer <= 4096 else (32, 16, 256, 4, 4)
     if rows <= 64:
         return (64, 128, 64, 4, 4) if wide else (64, 32, 128, 4, 4)
     if rows <= 256:
@@ -118,11 +103,6 @@ def _tile(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
         return 128, 64, 64, 4, 4
     # Two sums are held where there are several parts: a larger tile would not fit in registers.
     return (128, 128, 64, 8, 4) if rows <= 1024 or inner > PART else (128, 256, 64, 8, 3)
-
-
-def _gated_tile(rows: int) -> tuple[int, int, int, int, int]:
-    """As `_tile`, of a product that is gated."""
-    return max(pow2(rows), 16), 16, 256, 2, 4
 
 
 @triton.jit
@@ -181,66 +161,6 @@ def _linear(
         total += tl.load(bias + n, mask=n < outer, other=0.0).to(tl.float32)[None, :]
     place = (split.to(tl.int64) * rows + m)[:, None] * outer + n[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=some & real)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _linear_gated(
-    x, weight, out, rows, inner: tl.constexpr, width: tl.constexpr, part: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, early: tl.constexpr,
-):  # fmt: skip
-    if early:
-        gdc_launch_dependents()
-    m, k = tl.arange(0, block_m), tl.arange(0, block_k)
-    n = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    some, real = (m < rows)[:, None], (n < width)[None, :]
-    lines = x + m[:, None] * inner + k[None, :]
-    columns = weight + n.to(tl.int64)[None, :] * inner + k[:, None]
-    inside = (k < inner)[:, None]
-    first = tl.load(columns, mask=real & inside, other=0.0)
-    second = tl.load(columns + width * inner, mask=real & inside, other=0.0)
-    if early:
-        gdc_wait()
-    a = tl.load(lines, mask=some & (k < inner)[None, :], other=0.0)
-    total = tl.dot(a, first)
-    total_up = tl.dot(a, second)
-    for start in range(block_k, tl.minimum(part, inner), block_k):
-        a, first, second = _gated_step(lines, columns, some, real, k, start, inner, width, block_k)
-        total = tl.dot(a, first, total)
-        total_up = tl.dot(a, second, total_up)
-    if inner > part:
-        for begin in range(part, inner, part):
-            summed = tl.zeros((block_m, block_n), tl.float32)
-            summed_up = tl.zeros((block_m, block_n), tl.float32)
-            for start in range(begin, tl.minimum(begin + part, inner), block_k):
-                a, first, second = _gated_step(
-                    lines, columns, some, real, k, start, inner, width, block_k
-                )
-                summed = tl.dot(a, first, summed)
-                summed_up = tl.dot(a, second, summed_up)
-            total += summed
-            total_up += summed_up
-    kind = out.dtype.element_ty
-    total, total_up = total.to(kind).to(tl.float32), total_up.to(kind).to(tl.float32)
-    place = m[:, None] * width + n[None, :]
-    tl.store(out + place, _gate_value(total, total_up, kind), mask=some & real)
-
-
-@triton.jit
-def _gated_step(
-    lines, columns, some, real, k, start,
-    inner: tl.constexpr, width: tl.constexpr, block_k: tl.constexpr,
-):  # fmt: skip
-    """Terms of the rows, of the gate's columns and of those that it gates."""
-    if inner % block_k == 0:
-        a = tl.load(lines + start, mask=some, other=0.0)
-        first = tl.load(columns + start, mask=real, other=0.0)
-        second = tl.load(columns + width * inner + start, mask=real, other=0.0)
-    else:
-        inside = k + start < inner
-        a = tl.load(lines + start, mask=some & inside[None, :], other=0.0)
-        first = tl.load(columns + start, mask=real & inside[:, None], other=0.0)
-        second = tl.load(columns + width * inner + start, mask=real & inside[:, None], other=0.0)
-    return a, first, second
 
 
 # Norms

@@ -112,10 +112,7 @@ def _exact_layers(
                 record(i, chosen)
             delta = experts.mix(h, chosen, shares, layer.gate_up, layer.down).float()[None]
             continue
-        if adapt is None:
-            inner = k.linear_gated(h, layer.gate_up)
-        else:
-            inner = k.gate(linear(h, layer.gate_up, i, "gate_up"))
+        inner = k.gate(linear(h, layer.gate_up, i, "gate_up"))
         delta = parts(inner, layer.down, i, "down")
     return k.add_norm(x, delta, weights.norm, eps)
 
