@@ -77,6 +77,7 @@ def main() -> None:
         "served_cpu": [b - a for a, b in itertools.pairwise(served)],
         "reward": [step.reward for step in result.steps],
         "tokens": [step.tokens / (GROUPS * GROUP_SIZE) for step in result.steps],
+        "dropped": [step.dropped for step in result.steps],
         "mismatch": max(fresh, default=0.0),
         "parts": {
             part: [getattr(step, f"time_{part}") for step in result.steps]
