@@ -124,6 +124,8 @@ def compared(
     if task == "long":
         lengths = (median(mean(each["tokens"]) for each in runs) for runs in (ours, alone))
         remark += "; tokens an answer {:.0f}, alone {:.0f}".format(*lengths)
+        if dropped := sum(sum(each.get("dropped", ())) for each in ours):
+            remark += f"; {dropped} answers were too old to learn from"
     return Row(
         what=f"{task}: {what}", against="TRL alone", ours=figure(task, ours, wall),
         theirs=figure(task, alone, wall), unit="s", at_most=at_most, note=remark,
