@@ -160,7 +160,7 @@ async def test_a_worker_that_dies_with_requests_on_it_loses_none() -> None:
 
 
 async def test_no_worker_is_asked_twice_and_not_all_of_a_large_fleet() -> None:
-    async with fleet(6) as (pool, fakes):
+    async with fleet(6, probe_seconds=60.0) as (pool, fakes):
         for fake in fakes:
             fake.healthy = False
             fake.behave = fake.states(503)
