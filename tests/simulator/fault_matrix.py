@@ -49,7 +49,7 @@ PHASES = {
 """The call, counted from the beginning of the update, in which each phase can be struck."""
 NEW = "step_1"
 LOOKS = 10
-HEAL_SECONDS = 140.0
+HEAL_SECONDS = 60.0
 """On a busy machine a worker may be too slow for its budget at times, and is looked at again."""
 
 
