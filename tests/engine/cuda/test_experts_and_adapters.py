@@ -45,6 +45,15 @@ def test_every_row_gets_the_weighted_sum_of_its_experts(
     torch.testing.assert_close(experts.mix(x, chosen, shares, gate_up, down), expected, **ROUNDED)
 
 
+def test_experts_are_added_in_order_of_their_numbers_not_of_their_shares() -> None:
+    mixed = torch.tensor([2048.0, 1.0, -2048.0]).half()[:, None].repeat(1, 16)
+    out, shares = numbers(1, 16), torch.ones(1, 3).half()
+    experts._weigh_up[(1,)](
+        mixed, torch.tensor([[5, 0, 3]]), shares, out, 16, top=3, lanes=4, block=16, early=False
+    )
+    assert out.unique().tolist() == [1.0]  # 2048 + 1 would have been rounded to 2048
+
+
 def adapter(config: ModelConfig, rank: int, keys: list[tuple[int, str, int, int, int]]) -> Adapter:
     deltas: dict[tuple[int, str], tuple[LoraDelta, ...]] = {}
     for layer, module, start, inner, outer in keys:
