@@ -74,6 +74,16 @@ def test_a_key_is_taken_byte_for_byte() -> None:
     assert presented_key({b"authorization": b"Basic abc"}) == b""
 
 
+async def test_of_two_keys_in_one_request_the_first_counts() -> None:
+    auth = RequestAuth(nothing, keys=FixedKeys(["right"]))
+    request = scope(b"Bearer right")
+    request["headers"].append((b"authorization", b"Bearer wrong"))
+    await auth.check(request)
+    request["headers"].reverse()
+    with pytest.raises(Unauthorized):
+        await auth.check(request)
+
+
 async def test_one_key_is_the_default_tenant_and_several_are_tenants_each(
     sessions: Sessions,
 ) -> None:
