@@ -180,8 +180,8 @@ async def test_only_requests_that_differ_in_the_next_seed_alone_are_one() -> Non
     assert await sent(request(5), request(5)) == [(5, 1), (5, 1)]
     assert await sent(request(5), request(6, temperature=0.5)) == [(5, 1), (6, 1)]
     assert await sent(request(None), request(None)) == [(None, 1), (None, 1)]
-    named = replace(request(6), request_id="mine")
-    assert sorted(await sent(request(5), named)) == [(5, 1), (6, 1)]
+    named = [replace(request(seed), request_id="mine") for seed in (5, 6)]
+    assert sorted(await sent(*named)) == [(5, 1), (6, 1)]
 
 
 async def test_who_comes_alone_is_not_kept_waiting() -> None:
@@ -240,4 +240,6 @@ async def test_rollouts_that_go_on_and_wait_too_long_have_requests_of_their_own(
     later = [request(TURN_STRIDE + seed) for seed in range(2)]
     await asyncio.gather(*(m.generate(r) for m, r in zip(members, later, strict=True)))
     assert waits.too_long
-    assert [each.sampling.n for each in scripted.requests] == [2, 1, 1]
+    next_group = group_of(scripted, 2, waits)
+    await asyncio.gather(*(next_group.member().generate(request(seed)) for seed in range(2)))
+    assert [each.sampling.n for each in scripted.requests] == [2, 1, 1, 1, 1]
