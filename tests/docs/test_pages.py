@@ -8,7 +8,7 @@ from tests.docs.page_runner import RUN_ELSEWHERE
 MOST_NOT_RUN = 9
 # Never there when tests run.
 ABSENT = ("needs a GPU", "needs a Ray cluster", "needs Docker", "needs Kubernetes",
-          "needs Phoenix")  # fmt: skip
+          "needs Phoenix", "needs vLLM beside the SDK")  # fmt: skip
 ENGINES = ("vllm", "dynamo", "tinker", "trl", "verifiers", "postgres", "ray")
 
 
