@@ -122,6 +122,39 @@ async def test_a_queue_tells_the_end_of_its_tasks_after_the_last_group() -> None
             assert await queue.take() is None
 
 
+async def test_a_queue_gives_groups_in_the_order_of_their_tasks_whichever_end_first() -> None:
+    """A step that took what ends first would learn from short answers, and drop long ones."""
+    gate, played = asyncio.Event(), []
+
+    async def play(number: int, _: Task) -> RolloutGroup:
+        if number == 0:
+            await gate.wait()
+        played.append(number)
+        return RolloutGroup((Rollout(Reward(float(number), False), (), 0, 1),))
+
+    async with asyncio.timeout(SECONDS):
+        async with GroupQueue(enumerate([TASK] * 3), play, limit=3) as queue:
+            first = asyncio.create_task(queue.take())
+            while played != [1, 2]:
+                await asyncio.sleep(0)
+            assert not first.done()
+            gate.set()
+            taken = [await first, await queue.take(), await queue.take()]
+    assert [group.rollouts[0].reward.value for group in taken if group] == [0.0, 1.0, 2.0]
+
+
+async def test_a_group_that_fails_is_told_while_an_earlier_one_still_plays() -> None:
+    async def play(number: int, _: Task) -> RolloutGroup:
+        if number == 0:
+            await asyncio.Event().wait()
+        raise BadRequest(f"group {number}")
+
+    async with asyncio.timeout(SECONDS):
+        async with GroupQueue(enumerate([TASK] * 2), play, limit=2) as queue:
+            with pytest.raises(BadRequest, match="group 1"):
+                await queue.take()
+
+
 async def test_a_queue_raises_what_its_tasks_raise() -> None:
     def broken() -> Iterator[tuple[int, Task]]:
         yield 0, TASK

@@ -1,4 +1,8 @@
-"""A queue of rollout groups that are played while the trainer learns, in the order they end."""
+"""A queue of rollout groups that are played while the trainer learns, in the order of their tasks.
+
+The order they end in would be that of their length: a trainer that takes what is there first learns
+from short answers, and long ones grow too old for it.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +23,9 @@ class GroupQueue:
         self._tasks = tasks
         self._play = play
         self._permits = asyncio.Semaphore(limit)
-        self._ended: asyncio.Queue[asyncio.Task[RolloutGroup] | BaseException | None] = (
-            asyncio.Queue()
-        )
+        self._begun: asyncio.Queue[asyncio.Task[RolloutGroup] | None] = asyncio.Queue()
         self._running: set[asyncio.Task[RolloutGroup]] = set()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> GroupQueue:
         self._feeder = asyncio.create_task(self._feed(), name="rollouts")
@@ -36,16 +39,23 @@ class GroupQueue:
         for task in every:
             with suppress(asyncio.CancelledError, Exception):
                 await task
+        self._failed.cancel()
 
     async def take(self) -> RolloutGroup | None:
         """The next group; None when the tasks have ended and all of them were taken.
 
-        Raises the error of a group that failed for good, and that of the task source.
+        Raises the error of a group that failed for good, of any that runs, and that of the source
+        of tasks once its groups were taken.
         """
-        played = await self._ended.get()
-        if isinstance(played, BaseException):
-            raise played
-        return None if played is None else played.result()
+        playing = await self._begun.get()
+        if playing is None:
+            self._begun.put_nowait(None)
+            self._feeder.result()
+            return None
+        await asyncio.wait((playing, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done():
+            self._failed.result()
+        return playing.result()
 
     def release(self, count: int) -> None:
         """Lets so many more be played, now that the weights that learnt from others are served."""
@@ -58,20 +68,17 @@ class GroupQueue:
             playing = asyncio.ensure_future(self._play(number, task))
             self._running.add(playing)
             playing.add_done_callback(self._on_end)
+            self._begun.put_nowait(playing)
 
     def _on_end(self, playing: asyncio.Task[RolloutGroup]) -> None:
         self._running.discard(playing)
-        if not playing.cancelled():
-            playing.exception()  # of several that fail only the first is taken: no log of the rest
-            self._ended.put_nowait(playing)
-        self._tell_end()
+        if playing.cancelled():
+            return
+        error = playing.exception()  # of several that fail only the first is told
+        if error is not None and not self._failed.done():
+            self._failed.set_exception(error)
+            self._failed.exception()
 
-    def _on_fed(self, feeder: asyncio.Task[None]) -> None:
-        if not feeder.cancelled() and (error := feeder.exception()) is not None:
-            self._ended.put_nowait(error)
-        self._tell_end()
-
-    def _tell_end(self) -> None:
+    def _on_fed(self, _: asyncio.Task[None]) -> None:
         """Wakes whoever waits in `take` for a source that gives nothing more."""
-        if self._feeder.done() and not self._running:
-            self._ended.put_nowait(None)
+        self._begun.put_nowait(None)

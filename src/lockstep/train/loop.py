@@ -213,7 +213,8 @@ class Trainer:
             await self._evaluate_after(step)
 
     async def _train_async(self, first: int) -> None:
-        """Learns from groups as they end, while others are played with older weights."""
+        """Learns from groups in the order of their tasks, while others are played with older
+        weights: with what a step leaves in the queue, none of them grows too old."""
         per_step, limit = self.config.rollout.groups, self.config.loop.max_off_policy
         size = self.config.rollout.group_size
 
