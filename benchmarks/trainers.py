@@ -181,7 +181,9 @@ def run(
 
 
 def on_gateway(module: str, task: str, *arguments: str, threads: int | None = None) -> Measured:
-    with served("serve", "--admin-port", "0", "--sessions", "memory") as (pid, ready):
+    # A place for each rollout of a step: with fewer, the last ones wait for the first.
+    at_once = ("--worker-args", "--max-num-seqs 128")
+    with served("serve", "--admin-port", "0", "--sessions", "memory", *at_once) as (pid, ready):
         where = ["--url", ready["url"], "--admin-url", ready["admin_url"], "--token", TOKEN]
         return run(module, task, *where, "--served-pid", str(pid), *arguments, threads=threads)
 
