@@ -241,3 +241,11 @@ async def test_workers_see_another_salt_and_another_id_for_each_key(
     assert len(salts) == len(ids) == 2
     assert not salts & {None, "5"}
     assert "mine" not in ids
+
+
+async def test_a_client_of_tinker_is_told_that_there_is_no_trainer_here() -> None:
+    async with gateway(whole({})) as (http, _):
+        for method, path in (("GET", "healthz"), ("POST", "create_session")):
+            async with http.request(method, f"/api/v1/{path}", json={}) as response:
+                assert response.status == 404
+                assert "lockstep tinker MODEL" in (await response.json())["error"]["message"]

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.routing import BaseRoute, Mount
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp
 
 from lockstep.fleet.fleet import Fleet
@@ -49,8 +51,9 @@ from lockstep.http.server.server import Endpoint, listen, serving, url_of
 from lockstep.http.tls import TlsFiles, without_ca
 from lockstep.protocol.json.limits import LIMITS as REQUEST_LIMITS
 from lockstep.protocol.json.limits import RequestLimits
-from lockstep.tokens.errors import Forbidden, LockstepError
+from lockstep.tokens.errors import Forbidden, LockstepError, NotFound
 
+ANY_METHOD = ["GET", "POST", "PUT", "DELETE"]
 DashboardFactory = Callable[[GatewayContext, GatewayMetrics], ASGIApp]
 
 
@@ -137,7 +140,7 @@ def data_app(
         *ServerInfoRoutes(context).routes,
         *metrics.routes,
         *OpenApiRoutes().routes,
-        *attached,
+        *(attached or [Route("/api/v1/{path:path}", _no_trainer, methods=ANY_METHOD)]),
         Mount(SESSION_TEMPLATE, routes=session_routes),
     ]
     auth = partial(
@@ -168,6 +171,15 @@ def data_app(
         metrics,
         at_root=[abort],
         in_sessions=session_routes,
+    )
+
+
+async def _no_trainer(_: Request) -> Response:
+    """What clients of the Tinker API are told by a gateway that only serves."""
+    raise NotFound(
+        "this gateway has no trainer, which the Tinker API is for: start one with "
+        "`lockstep tinker MODEL`, which serves all that this one does",
+        param="path",
     )
 
 
