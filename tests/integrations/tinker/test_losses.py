@@ -55,7 +55,7 @@ def test_a_prompt_token_whose_ratio_overflows_does_not_spoil_the_loss() -> None:
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     loss = loss_of("importance_sampling").compute(logprobs, inputs, {})
     loss.backward()
-    assert float(loss) == -1.0
+    assert loss.item() == -1.0
     assert logprobs.grad.tolist() == [0.0, -1.0]
 
 

@@ -124,10 +124,10 @@ def test_losses_and_gradients_are_those_of_plain_torch(base: LoraModel) -> None:
     total = torch.zeros(())
     for each in (datum(3, 30), datum(4, 21)):
         logits = own(torch.tensor([each.tokens])).logits[0]
-        targets = torch.from_numpy(each.inputs["target_tokens"].array("t"))
+        targets = torch.tensor(each.inputs["target_tokens"].array("t"))
         total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum") * 0.1
     total.backward()
-    assert result.metrics["loss:sum"] == pytest.approx(float(total), rel=1e-5)
+    assert result.metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-5)
     plain = [each.grad for pair in pairs for each in pair]
     for got, expected in zip(gradients(model), plain, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)

@@ -87,7 +87,7 @@ class TrainingModel:
                 ]
                 summed = torch.stack(losses).sum()
                 if not bool(torch.isfinite(summed)):
-                    raise BadRequest(f"the loss is {float(summed)}: are the inputs finite?")
+                    raise BadRequest(f"the loss is {summed.item()}: are the inputs finite?")
                 if learns and summed.requires_grad:
                     summed.backward()
                 total += float(summed.detach())
