@@ -13,6 +13,7 @@ anything but the accepted version.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from time import perf_counter
@@ -110,11 +111,14 @@ class Transaction:
 
     async def _stage(self) -> list[Worker]:
         """Loads beside the live weights, which go on serving; and takes the scores of those."""
-        await self._proof.before(self._workers, self._budget, self._operation)
-        staged, failed = await each(
-            "stage", self._workers,
-            lambda worker: worker.control.stage(self._source, self._version),
-            self._budget.stage, self._operation, straggler=self._budget.stage_straggler,
+        # At once: a worker reads the new weights while it computes with those it has.
+        _, (staged, failed) = await asyncio.gather(
+            self._proof.before(self._workers, self._budget, self._operation),
+            each(
+                "stage", self._workers,
+                lambda worker: worker.control.stage(self._source, self._version),
+                self._budget.stage, self._operation, straggler=self._budget.stage_straggler,
+            ),
         )  # fmt: skip
         lost = {w: e for w, e in failed.items() if is_lost(e)}
         refused = {w: e for w, e in failed.items() if w not in lost}
