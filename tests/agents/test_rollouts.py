@@ -102,5 +102,6 @@ async def test_a_model_is_trained_on_a_real_agent_without_any_mismatch(tmp_path:
     assert result["mismatch_max"] == 0.0
     assert result["version"].startswith("step-2")
     for step in steps:
-        assert step["tokens"] >= 4
+        # A program draws without a seed, and the model may end a turn with its first token.
+        assert step["tokens"] >= 1
         assert (step["dropped"], step["off_policy_max"]) == (0, 0)
