@@ -71,10 +71,13 @@ def test_an_answer_with_an_error_status_fails_its_command(tmp_path: Path) -> Non
             server.shutdown()
 
 
-SCRIPT = """#!/bin/sh
-trap 'exit 0' INT
-echo Ready: $*
-while sleep 0.1; do :; done
+# Not a shell's: one that waits for its child in that moment may lose the signal.
+SCRIPT = f"""#!{sys.executable}
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+print("Ready:", *sys.argv[1:], flush=True)
+while True:
+    time.sleep(0.1)
 """
 
 
