@@ -8,11 +8,12 @@ import pytest
 from benchmarks.gateway.bench import Bench, Failed, bench
 from benchmarks.gateway.reading import check
 from benchmarks.gateway.responses import vllm_generate, vllm_generate_events
-from benchmarks.gateway.traffic import CannedCompletion
+from benchmarks.gateway.traffic import CannedCompletion, Case
 
 CASES = ("2k", "2k-sessions", "stream", "stream-sessions")
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 1"
 COMPLETION = CannedCompletion([5, 6, 7], [-0.5, -0.25, -1.0], ["a", " b"])
+WHOLE, STREAMED = Case(8, 3), Case(8, 3, stream=True)
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +53,19 @@ def test_a_round_that_was_not_prepared_fails_and_the_next_one_works(running: Ben
 def test_an_answer_that_differs_from_what_was_sent_is_found(
     sent: CannedCompletion, trouble: str
 ) -> None:
-    check("generate", HEAD, vllm_generate(COMPLETION, 8), COMPLETION, stream=False)
+    check("generate", HEAD, vllm_generate(COMPLETION, 8), COMPLETION, WHOLE)
     with pytest.raises(ValueError, match=trouble):
-        check("generate", HEAD, vllm_generate(sent, 8), COMPLETION, stream=False)
+        check("generate", HEAD, vllm_generate(sent, 8), COMPLETION, WHOLE)
 
 
 def test_a_stream_without_its_end_is_found() -> None:
     *events, end = vllm_generate_events(COMPLETION)
-    check("generate", HEAD, b"".join([*events, end]), COMPLETION, stream=True)
+    check("generate", HEAD, b"".join([*events, end]), COMPLETION, STREAMED)
     with pytest.raises(ValueError, match="no end"):
-        check("generate", HEAD, b"".join(events), COMPLETION, stream=True)
+        check("generate", HEAD, b"".join(events), COMPLETION, STREAMED)
 
 
 def test_a_session_that_broke_is_found() -> None:
     head = HEAD + b"\r\nx-lockstep-break: edited_history"
     with pytest.raises(ValueError, match="a session broke"):
-        check("generate", head, vllm_generate(COMPLETION, 8), COMPLETION, stream=False)
+        check("generate", head, vllm_generate(COMPLETION, 8), COMPLETION, WHOLE)
