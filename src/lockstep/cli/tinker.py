@@ -84,8 +84,8 @@ def tinker(
     saved does not.
     """
     require_extra("engine")
+    from lockstep.backends.vllm.adapters import TARGETS
     from lockstep.integrations.tinker.attached import TrainerOptions
-    from lockstep.integrations.tinker.lora import ATTENTION, MLP
 
     settings = Settings.read()
     _check(arguments, settings)
@@ -106,7 +106,7 @@ def tinker(
     if engine == "vllm" and not worker:
         # Without the head: vLLM 0.32 that may adapt it dies of prompt logprobs, which proofs need,
         # in a batch with other requests.
-        targets = ("--lora-target-modules", *ATTENTION, *MLP)
+        targets = ("--lora-target-modules", *TARGETS.split())
         vllm = ("--enable-lora", *loras, *targets, "--dtype", dtype, *vllm)
     source = worker_source(
         model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Digester:
         self._pending: deque[tuple[str, Future[str]]] = deque()
         self._digests: dict[str, str] = {}
 
-    def __enter__(self) -> Digester:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -66,34 +66,19 @@ def copier(device: str, whole: Tensor | None) -> TensorCopier:
     return HostCopier()
 
 
-class HostCopier:
+class HostCopier(Digester):
     """Copies within host memory. The copy is what will serve, so it is the better evidence."""
-
-    def __init__(self) -> None:
-        self._digester = Digester()
-
-    def __enter__(self) -> Self:
-        self._digester.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._digester.__exit__(kind, error, trace)
 
     def fill(self, name: str, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
         check_finite(name, target)
-        self._digester.add(name, target if target.dtype == source.dtype else source)
+        self.add(name, target if target.dtype == source.dtype else source)
 
     def read(self, name: str, source: Tensor) -> None:
-        self._digester.add(name, source)
+        self.add(name, source)
 
     def finish(self) -> dict[str, str]:
-        return self._digester.digests()
+        return self.digests()
 
 
 class DeviceCopier:
