@@ -34,6 +34,20 @@ def test_keys_are_added_listed_and_revoked(tmp_path: Path) -> None:
     assert isinstance(RUN.invoke(app, ["revoke", stored[0].id, *place]).exception, NotFound)
 
 
+def test_a_key_begins_as_its_client_demands(tmp_path: Path) -> None:
+    place = ["--key-file", str(tmp_path / "keys.json")]
+    keys = [
+        RUN.invoke(app, ["add", "alice", *prefix, *place]).stdout.strip()
+        for prefix in ([], ["--prefix", "tml-"])
+    ]
+    assert [key[: key.index("-") + 1] for key in keys] == ["lk-", "tml-"]
+    stored = KeyFile(tmp_path / "keys.json").read()
+    assert [one.sha256 for one in stored] == [key_digest(key.encode()).hex() for key in keys]
+    # A key of a session begins with ls-, and ends with it: no other key may look like one.
+    assert RUN.invoke(app, ["add", "alice", "--prefix", "ls-", *place]).exit_code == 2
+    assert KeyFile(tmp_path / "keys.json").read() == stored
+
+
 def test_the_file_comes_from_the_environment_or_must_be_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

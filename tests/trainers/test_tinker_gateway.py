@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.trainers.tinker_server import KEY, TinkerProcess
+from tests.trainers.tinker_server import KEY, PROGRAMS, PYTHON, TinkerProcess
 
 pytestmark = pytest.mark.timeout(600)
 
 
+def new_key(key_file: Path, *options: str) -> str:
+    """The key that `lockstep keys add` prints."""
+    command = [sys.executable, "-m", "lockstep", "keys", "add", "alice", *options]
+    return subprocess.run(
+        [*command, "--key-file", str(key_file)], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinkerProcess]:
-    process = TinkerProcess(tmp_path_factory.mktemp("state"), "--max-loras", "2")
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.json"
+
+
+@pytest.fixture(scope="module")
+def alice(key_file: Path) -> str:
+    return new_key(key_file, "--prefix", "tml-")
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, key_file: Path, alice: str
+) -> Iterator[TinkerProcess]:
+    arguments = ("--max-loras", "2", "--key-file", str(key_file))
+    process = TinkerProcess(tmp_path_factory.mktemp("state"), *arguments)
     yield process
     assert process.stop() == 0
 
@@ -92,3 +116,31 @@ def test_one_key_is_for_both(server: TinkerProcess, saved: Any) -> None:
         with pytest.raises(urllib.error.HTTPError) as refused:
             call(server, path, key="tml-another-secret")
         assert refused.value.code == 401
+
+
+def test_the_sdk_sends_a_key_that_was_made_for_it(
+    server: TinkerProcess, saved: Any, alice: str, tmp_path: Path
+) -> None:
+    own = server.program(tmp_path, "tinker_gateway", TINKER_API_KEY=alice)
+    runs = [run["training_run_id"] for run in runs_of(server, alice)]
+    assert runs == [own["path"].removeprefix("tinker://").split("/")[0]]
+    assert not set(runs) & {run["training_run_id"] for run in runs_of(server, KEY)}
+
+
+def runs_of(server: TinkerProcess, key: str) -> Any:
+    return call(server, "/api/v1/training_runs", key=key)["training_runs"]
+
+
+def test_the_sdk_sends_no_other_key_and_the_gateway_would_take_it(
+    server: TinkerProcess, key_file: Path, tmp_path: Path
+) -> None:
+    key = new_key(key_file)
+    time.sleep(1.1)  # for so long the gateway may have the old keys
+    assert runs_of(server, key) is not None
+    result = subprocess.run(
+        [str(PYTHON), str(PROGRAMS / "tinker_gateway.py")], cwd=tmp_path,
+        env=server.environ(tmp_path) | {"TINKER_API_KEY": key},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert result.returncode != 0
+    assert "must start with the 'tml-' prefix" in result.stderr

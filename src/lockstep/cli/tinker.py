@@ -14,8 +14,8 @@ from lockstep.cli.extras import require_extra
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.engine_choice import EngineChoice, worker_source
 from lockstep.cli.serving.run import GatewayProcess
-from lockstep.cli.serving.trainer_view import PREFIX
 from lockstep.cli.shared_options import takes
+from lockstep.gateway.key_file import TINKER_PREFIX
 from lockstep.models import bundled
 from lockstep.settings import Settings
 from lockstep.tokens.errors import BadRequest
@@ -80,8 +80,8 @@ def tinker(
     LoRA adapters are trained in this process and sampled by workers, with equal logprobs where the
     machine allows it. Everything else of `lockstep serve` is there as well, on the same port and
     with the same keys: samplers are models of chat, messages and responses. Clients of Tinker send
-    keys that begin with `tml-` only. Checkpoints and samplers survive the server; what was not
-    saved does not.
+    keys that begin with `tml-` only: make them with `lockstep keys add TENANT --prefix tml-`.
+    Checkpoints and samplers survive the server; what was not saved does not.
     """
     require_extra("engine")
     from lockstep.backends.vllm.adapters import TARGETS
@@ -128,9 +128,12 @@ def _check(arguments: GatewayArguments, settings: Settings) -> None:
             param="store",
         )
     keys = settings.api_keys
-    if keys and not any(key.startswith((PREFIX, "eyJ")) for key in keys):
+    if arguments.key_file or settings.key_file:
+        return  # it has digests only, and may get such a key at any time
+    if keys and not any(key.startswith((TINKER_PREFIX, "eyJ")) for key in keys):
         raise BadRequest(
-            f"LOCKSTEP_API_KEYS has no key that begins with {PREFIX}: clients of Tinker refuse to "
-            "send others",
+            f"LOCKSTEP_API_KEYS has no key that begins with {TINKER_PREFIX}, and clients of Tinker "
+            "refuse to send others: add one, or give --key-file FILE with a key of `lockstep keys "
+            f"add TENANT --prefix {TINKER_PREFIX} --key-file FILE`",
             param="api_keys",
         )

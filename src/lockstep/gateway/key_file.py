@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -13,7 +14,10 @@ from lockstep.gateway.tenants import DEFAULT, check_tenant
 from lockstep.http.auth import key_digest
 from lockstep.tokens.errors import BadRequest, Conflict, NotFound
 
-PREFIX = "lk-"
+KeyPrefix = Literal["lk-", "tml-"]
+OWN_PREFIX: KeyPrefix = "lk-"
+TINKER_PREFIX: KeyPrefix = "tml-"
+"""How the keys begin that clients of Tinker are willing to send."""
 
 
 class StoredKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,10 +29,10 @@ class StoredKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: int = 0
 
 
-def new_key(tenant: str) -> tuple[StoredKey, str]:
+def new_key(tenant: str, prefix: KeyPrefix = OWN_PREFIX) -> tuple[StoredKey, str]:
     """A key of that tenant: what is stored of it, and itself. Raises BadRequest."""
     check_tenant(tenant)
-    key = PREFIX + secrets.token_urlsafe(32)
+    key = prefix + secrets.token_urlsafe(32)
     stored = StoredKey(
         id=f"key-{secrets.token_hex(4)}",
         sha256=key_digest(key.encode()).hex(),
@@ -68,9 +72,9 @@ class KeyFile:
             ) from None
         return keys
 
-    def add(self, tenant: str) -> tuple[StoredKey, str]:
+    def add(self, tenant: str, prefix: KeyPrefix = OWN_PREFIX) -> tuple[StoredKey, str]:
         """A new key of that tenant, which is written nowhere else: its entry and itself."""
-        stored, key = new_key(tenant)
+        stored, key = new_key(tenant, prefix)
         keys = self.read() if self.path.exists() else []
         self._write([*keys, stored])
         return stored, key

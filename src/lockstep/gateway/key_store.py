@@ -7,7 +7,7 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from lockstep.gateway.key_file import StoredKey, new_key
+from lockstep.gateway.key_file import OWN_PREFIX, KeyPrefix, StoredKey, new_key
 from lockstep.tokens.errors import LockstepError, NotFound
 
 if TYPE_CHECKING:
@@ -63,9 +63,9 @@ class KeyStore:
             self.keys = keys
         return self.keys
 
-    async def add(self, tenant: str) -> tuple[StoredKey, str]:
+    async def add(self, tenant: str, prefix: KeyPrefix = OWN_PREFIX) -> tuple[StoredKey, str]:
         """A new key of that tenant, which is written nowhere else: its entry and itself."""
-        stored, key = new_key(tenant)
+        stored, key = new_key(tenant, prefix)
         async with self._database.connection() as connection:
             await connection.execute(
                 ADD, stored.id, stored.sha256, stored.tenant, stored.created

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from lockstep.cli.output import print_json
-from lockstep.gateway.key_file import KeyFile
+from lockstep.gateway.key_file import OWN_PREFIX, KeyFile, KeyPrefix
 from lockstep.settings import Settings
 from lockstep.tokens.errors import BadRequest
 
@@ -40,6 +40,13 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for script
 @app.command()
 def add(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant that the key is for.")],
+    prefix: Annotated[
+        KeyPrefix,
+        typer.Option(
+            help="How the key begins: tml- for clients of Tinker, which refuse to send others. "
+            "The gateway takes both alike."
+        ),
+    ] = OWN_PREFIX,
     key_file: PathOption = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
@@ -48,7 +55,7 @@ def add(
 
     A tenant may have several: to rotate one, add another, and revoke the first.
     """
-    stored, key = asyncio.run(_on_keys(key_file, store, lambda keys: keys.add(tenant)))
+    stored, key = asyncio.run(_on_keys(key_file, store, lambda keys: keys.add(tenant, prefix)))
     if as_json:
         print_json({"id": stored.id, "tenant": stored.tenant, "key": key})
         return

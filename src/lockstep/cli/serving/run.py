@@ -143,7 +143,7 @@ class GatewayProcess:
                         else:
                             _print_ready(entry, len(workers), _key_to_paste(options))
                             if attached is not None:
-                                print_trainer(attached, url, keys=options.api_keys)
+                                print_trainer(attached, url, options)
                             if arguments.prime_rl:
                                 _print_prime_rl(entry, arguments, options)
 

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-if TYPE_CHECKING:
-    from lockstep.gateway.app import Attachment
-    from lockstep.integrations.tinker.attached import AttachedTrainer
+from lockstep.gateway.key_file import TINKER_PREFIX
 
-PREFIX = "tml-"
-"""How keys begin that clients of Tinker are willing to send."""
+if TYPE_CHECKING:
+    from lockstep.gateway.app import Attachment, GatewayOptions
+    from lockstep.integrations.tinker.attached import AttachedTrainer
 
 
 def attachment_of(trainer: AttachedTrainer) -> Attachment:
@@ -32,13 +31,25 @@ def trainer_fields(trainer: AttachedTrainer) -> dict[str, Any]:
     }
 
 
-def print_trainer(trainer: AttachedTrainer, url: str, *, keys: tuple[str, ...]) -> None:
+def print_trainer(trainer: AttachedTrainer, url: str, options: GatewayOptions) -> None:
     """Prints what a recipe needs, and how closely sampler and trainer agree."""
     out = Console(highlight=False)
     exact = "equal bit for bit" if not trainer.note else f"close, not equal ({trainer.note})"
     out.print(f"\nLogprobs of trainer and samplers: {exact}", soft_wrap=True)
     out.print(f"Training runs and checkpoints: {trainer.state_dir}", soft_wrap=True)
-    key = f"a key of LOCKSTEP_API_KEYS that begins with {PREFIX}" if keys else f"{PREFIX}local"
+    key = _key_to_export(options)
     out.print(f"export TINKER_BASE_URL={url} TINKER_API_KEY={key}", soft_wrap=True, markup=False)
     directory = trainer.tenants.base.directory
     out.print(f"model_name in recipes: {directory}", soft_wrap=True, markup=False)
+
+
+def _key_to_export(options: GatewayOptions) -> str:
+    """A key that clients of Tinker send and the gateway takes; in words where there are several."""
+    made = (
+        f"a key that `lockstep keys add TENANT --prefix {TINKER_PREFIX} --key-file "
+        f"{options.key_file}` made"
+    )
+    if options.api_keys:
+        named = f"a key of LOCKSTEP_API_KEYS that begins with {TINKER_PREFIX}"
+        return named if options.key_file is None else f"{named}, or {made}"
+    return f"{TINKER_PREFIX}local" if options.key_file is None else made
