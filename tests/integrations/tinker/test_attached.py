@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from starlette.requests import Request
 
 from lockstep.engine import exact
-from lockstep.gateway.tenants import Caller
-from lockstep.http.handlers import CALLER
-from lockstep.integrations.tinker import types
 from lockstep.integrations.tinker.attached import AttachedTrainer, TrainerOptions
 from lockstep.integrations.tinker.lora import LoraModel, LoraSettings
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.models import bundled
-from lockstep.tokens.errors import BadRequest, Gone, NotFound, UpdateFailed
+from lockstep.tokens.errors import BadRequest, UpdateFailed
 from lockstep.tokens.numerics import NumericsPlan
 from tests.integrations.tinker.test_trainer import load
 
@@ -98,29 +94,3 @@ async def test_own_workers_are_not_tried(made: Any) -> None:
 def test_how_closely_others_must_follow_is_measured_in_16_bits_only(made: Any) -> None:
     assert made(PickyWorkers()).model.close_tolerance == 1e-3
     assert made(PickyWorkers(), dtype="bfloat16").model.close_tolerance is None
-
-
-async def test_runs_of_a_tenant_are_out_of_reach_for_others(made: Any) -> None:
-    trainer = made(PickyWorkers())
-
-    def by(tenant: str) -> Any:
-        scope = {"type": "http", "state": {CALLER: Caller(tenant, cache_scope=tenant)}}
-        return trainer.tenants.of(Request(scope))
-
-    mine = by("mine").create_session(types.CreateSession())
-    assert by("mine").store.live_session(mine.session_id) == mine
-    for other in ("..", "his", "default"):
-        with pytest.raises(Gone):
-            by(other).store.live_session(mine.session_id)
-        assert by(other).store.sessions() == []
-    assert by("mine").sampling.cache_salt == "mine"
-    # The default tenant's own, and one for each of the others: nothing lies beside them.
-    assert len(list(trainer.state_dir.rglob("sessions"))) == 4
-    assert len(list(trainer.state_dir.parents[1].rglob("sessions"))) == 4
-
-
-async def test_names_of_other_models_are_not_those_of_samplers(made: Any) -> None:
-    tenants = made(PickyWorkers()).tenants
-    assert await tenants.served_as("gpt-4") is None
-    with pytest.raises(NotFound, match="does not exist here"):
-        await tenants.served_as("tinker://run/sampler_weights/name")

@@ -75,12 +75,15 @@ class TinkerService:
         trainer: LoraTrainer,
         store: Store,
         samplers: Samplers,
+        on_session: Callable[[str], None],
     ) -> None:
+        """`on_session` is told the id of every session that is created."""
         self.base = base
         self.store = store
         self.futures = Futures()
         self.sampling = SamplingService(base, store, samplers, self.futures)
         self._trainer = trainer
+        self._on_session = on_session
         self._models: dict[str, LiveModel] = {}
         self._created: dict[str, tuple[bytes, Pending]] = {}
         store.sweep(EPHEMERAL_AGE)
@@ -112,6 +115,7 @@ class TinkerService:
             display_name=request.display_name,
         )
         self.store.put_session(record)
+        self._on_session(record.session_id)
         return record
 
     # Models

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -110,6 +110,11 @@ class Store:
     def sessions(self) -> list[SessionRecord]:
         """All of them, the youngest first."""
         return _all(self.root.glob("sessions/*.json"), SessionRecord)
+
+    def session_ids(self) -> list[str]:
+        """The ids of all of them, in any order."""
+        files = self.root.glob("sessions/*.json")
+        return [unquote(path.stem) for path in files if not path.name.startswith(".")]
 
     def put_run(self, record: RunRecord) -> None:
         directory = self.root / "runs" / file_name(record.model_id)

@@ -11,7 +11,7 @@ from lockstep.gateway.tenants import DEFAULT, Caller, caller_of
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.sampling import BaseModel
 from lockstep.integrations.tinker.service import LoraTrainer, TinkerService
-from lockstep.integrations.tinker.store import SCHEME, Store, file_name
+from lockstep.integrations.tinker.store import SCHEME, Store, file_name, parse
 from lockstep.tokens.errors import NotFound
 
 TENANTS = "tenants"
@@ -29,6 +29,9 @@ class TinkerTenants:
         self._samplers = samplers
         self._root = root
         self._services: dict[str, TinkerService] = {}
+        # Ids of runs and samplers begin with that of the session that made them, and a session
+        # stays with its tenant for good: nothing has to be taken out when a run is deleted.
+        self._by_session: dict[str, TinkerService] = {}
         self._open(Caller())
         for directory in sorted((root / TENANTS).glob("*")):
             self._open(Caller(unquote(directory.name)))  # what has expired is deleted now
@@ -45,7 +48,14 @@ class TinkerTenants:
         root = self._root
         if caller.tenant != DEFAULT:
             root = root / TENANTS / file_name(caller.tenant)
-        service = TinkerService(self.base, self._trainer, Store(root), self._samplers)
+        store = Store(root)
+
+        def own(session_id: str) -> None:
+            self._by_session[session_id] = service
+
+        service = TinkerService(self.base, self._trainer, store, self._samplers, own)
+        for session_id in store.session_ids():
+            own(session_id)
         self._services[caller.tenant] = service
         return service
 
@@ -54,20 +64,21 @@ class TinkerTenants:
         name that is none of a sampler.
 
         Samplers are named by the paths of their checkpoints (tinker://...), or by their ids. Both
-        hold an id that nobody can guess. Raises NotFound for one that is gone.
+        hold an id that nobody can guess. Raises NotFound for one that is gone, and BadRequest for a
+        path that is none.
         """
-        if not (name.startswith(SCHEME) or ":sample:" in name):
+        if name.startswith(SCHEME):
+            owner_id = parse(name)[0]
+        elif ":sample:" in name:
+            owner_id = name
+        else:
             return None
-        error: NotFound | None = None
-        for service in self._services.values():
-            try:
-                directory = service.sampling.directory(name)
-            except NotFound as raised:
-                error = raised
-                continue
-            self._samplers.check_base()
-            return await self._samplers.serve(directory)
-        raise error or NotFound(f"sampler {name!r} does not exist here", param="model")
+        service = self._by_session.get(owner_id.partition(":")[0])
+        if service is None:
+            raise NotFound(f"sampler {name!r:.200} does not exist here", param="model")
+        directory = service.sampling.directory(name)
+        self._samplers.check_base()
+        return await self._samplers.serve(directory)
 
     def end_polls(self) -> None:
         """Has everybody who waits come back later: the server ends."""
