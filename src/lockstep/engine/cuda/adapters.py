@@ -28,6 +28,7 @@ NONE = -1
 """The place of a row that has no adapter."""
 LANES, NARROW, COLUMNS, TERMS = 16, 16, 128, 256
 """Rows that matrix instructions want, of which one is there; and the tiles of both products."""
+TERMS_FP32 = 32
 
 
 class _Module(NamedTuple):
@@ -97,16 +98,18 @@ class AdapterBank:
         small = x.new_empty((rows, count, self._most))
         part = min(exact_kernels.PART, max(pow2(inner), 16))
         sizes = {"targets": len(self._spans), "deltas": count, "most": self._most}
-        options = launch(x)
+        options, lanes, terms, ranks = launch(x), LANES, TERMS, self._most
+        if x.dtype == torch.float32:
+            lanes, terms, ranks = 1, TERMS_FP32, min(TERMS_FP32, self._most)
         _shrink[(rows, count, self._most // NARROW)](
             x, places, self._addresses, self._ranks, small, where.first, **sizes, inner=inner,
-            part=part, lanes=LANES, block_n=NARROW,
-            block_k=min(TERMS, part if inner <= part else part // 2), num_warps=2, **options,
+            part=part, lanes=lanes, block_n=NARROW,
+            block_k=min(terms, part if inner <= part else part // 2), num_warps=2, **options,
         )  # fmt: skip
         _expand[(triton.cdiv(where.longest, COLUMNS), count, rows)](
             small, places, self._addresses, self._ranks, self._scales, self._spans, out,
-            where.first, out.shape[1], **sizes, lanes=LANES, block_n=COLUMNS, num_warps=4,
-            **options,
+            where.first, out.shape[1], **sizes, lanes=lanes, block_n=COLUMNS, block_k=ranks,
+            num_warps=4, **options,
         )  # fmt: skip
 
 
@@ -160,7 +163,7 @@ def _shrink(
 def _expand(
     small, places, addresses, ranks, scales, spans, out, first, width,
     targets: tl.constexpr, deltas: tl.constexpr, most: tl.constexpr, lanes: tl.constexpr,
-    block_n: tl.constexpr, early: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row: what its adapter's second matrix makes of it is added."""
     if early:
@@ -175,13 +178,17 @@ def _expand(
         if (address != 0) & (column * block_n < size):
             rank = tl.load(ranks + place)
             kind = out.dtype.element_ty
-            n, k = column * block_n + tl.arange(0, block_n), tl.arange(0, most)
-            lane = tl.arange(0, lanes)
-            some, real, inside = (lane == 0)[:, None], (n < size)[None, :], k < rank
-            line = small + (row * deltas + delta) * most + lane[:, None] * 0 + k[None, :]
-            values = tl.load(line, mask=some & inside[None, :], other=0.0)
-            columns = tl.multiple_of(address, 16).to(out.dtype) + n[None, :] * rank + k[:, None]
-            total = tl.dot(values, tl.load(columns, mask=real & inside[:, None], other=0.0))
+            n, lane = column * block_n + tl.arange(0, block_n), tl.arange(0, lanes)
+            some, real = (lane == 0)[:, None], (n < size)[None, :]
+            line = small + (row * deltas + delta) * most + lane[:, None] * 0
+            columns = tl.multiple_of(address, 16).to(out.dtype) + n[None, :] * rank
+            total = tl.zeros((lanes, block_n), tl.float32)
+            for term in tl.static_range(0, most, block_k):
+                k = term + tl.arange(0, block_k)
+                inside = k < rank
+                values = tl.load(line + k[None, :], mask=some & inside[None, :], other=0.0)
+                matrix = tl.load(columns + k[:, None], mask=real & inside[:, None], other=0.0)
+                total = tl.dot(values, matrix, total, input_precision="ieee")
             added = (total.to(kind).to(tl.float32) * tl.load(scales + place)).to(kind)
             cell = out + row.to(tl.int64) * width + start + lane[:, None] * 0 + n[None, :]
             old = tl.load(cell, mask=some & real, other=0.0).to(tl.float32)

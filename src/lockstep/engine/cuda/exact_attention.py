@@ -17,7 +17,10 @@ KEYS = 64
 SPLIT = 128
 """Keys whose blocks are folded into each other; the results of splits are joined in order."""
 QUERIES = 128
-"""Queries, over all heads that share their keys, that one program of a prefill computes."""
+"""Queries, over all heads that share their keys, of one block of a prefill."""
+KEYS_FP32, QUERIES_FP32 = 32, 64
+"""The most that a program takes at a time in fp32, where all terms of a product are held in
+registers: several programs compute a block of queries."""
 
 
 @triton.jit
@@ -42,12 +45,13 @@ def _split(
         there = where < end
         key = tl.load(keys + where[None, :] * dim + at[:, None], mask=there[None, :], other=0.0)
         value = tl.load(values + where[:, None] * dim + at[None, :], mask=there[:, None], other=0.0)
-        scores = tl.where(where[None, :] <= last, tl.dot(query, key) * scale, float("-inf"))
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.where(where[None, :] <= last, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, axis=1))
         old = tl.exp2(top - highest)[:, None]
         shares = tl.exp2(scores - highest[:, None]).to(value.dtype)
-        total = tl.dot(shares, ones, total * old)
-        summed = tl.dot(shares, value, summed * old)
+        total = tl.dot(shares, ones, total * old, input_precision="ieee")
+        summed = tl.dot(shares, value, summed * old, input_precision="ieee")
         top = highest
     return top, tl.sum(total, axis=1), summed
 
@@ -66,10 +70,13 @@ def attend_ragged(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, scale
     _, kv_heads, capacity, dim = keys.shape
     group = q.shape[1] // dim // kv_heads
     out = torch.empty_like(q)
-    _attend_ragged[(blocks.shape[0], kv_heads)](
+    lanes = rows = max(QUERIES, pow2(group))
+    if q.dtype == torch.float32:
+        rows = min(lanes, QUERIES_FP32 * 128 // max(dim, 128))
+    _attend_ragged[(blocks.shape[0], kv_heads, lanes // rows)](
         q, keys, values, blocks, out, capacity, keys.stride(0), scale * LOG2_E,
-        kv_heads=kv_heads, group=group, dim=dim, rows=max(QUERIES, pow2(group)),
-        block=KEYS, size=SPLIT, num_warps=8, num_stages=2, **launch(keys),
+        kv_heads=kv_heads, group=group, dim=dim, rows=rows,
+        block=_keys(q.dtype), size=SPLIT, num_warps=8, num_stages=2, **launch(keys),
     )  # fmt: skip
     return out
 
@@ -88,7 +95,8 @@ def _attend_ragged(
     count = tl.load(blocks + which * 4 + 1)
     slot = tl.load(blocks + which * 4 + 2).to(tl.int64)
     start = tl.load(blocks + which * 4 + 3)
-    lane, at = tl.arange(0, rows), tl.arange(0, dim)
+    before = tl.program_id(2) * rows
+    lane, at = before + tl.arange(0, rows), tl.arange(0, dim)
     token = lane // group
     real = (token < count)[:, None]
     place = ((first + token) * kv_heads + head) * group + lane % group
@@ -100,13 +108,20 @@ def _attend_ragged(
     top = tl.full((rows,), -1e30, tl.float32)
     total = tl.zeros((rows,), tl.float32)
     summed = tl.zeros((rows, dim), tl.float32)
-    end = start + count
+    # Behind the last key that any of these queries sees: beyond it there is nothing to add.
+    end = start + tl.minimum(count, (before + rows - 1) // group + 1)
+    end = tl.where(before // group < count, end, 0)
     for begin in range(0, end, size):
         more_top, more_total, more_summed = _split(
             query, keys, values, begin, end, last, scale, dim, block, size, rows
         )
         top, total, summed = _joined(top, total, summed, more_top, more_total, more_summed)
     tl.store(out + place, (summed / total[:, None]).to(out.dtype.element_ty), mask=real)
+
+
+def _keys(kind: torch.dtype) -> int:
+    """Keys of one block of a softmax, the same for every kernel that computes in this type."""
+    return min(KEYS, KEYS_FP32) if kind == torch.float32 else KEYS
 
 
 def attend_tokens(
@@ -120,11 +135,13 @@ def attend_tokens(
     out = torch.empty_like(q)
     sums = q.new_empty((rows, heads, splits, dim), dtype=torch.float32)
     tops = q.new_empty((rows, heads, splits, 2), dtype=torch.float32)
-    options = launch(keys)
+    options, padded = launch(keys), pow2(heads // kv_heads)
+    if q.dtype != torch.float32:
+        padded = max(padded, 16)  # matrix instructions want so many
     _attend_tokens[(splits, kv_heads, rows)](
         q, keys, values, slots, positions, sums, tops, capacity, keys.stride(0), scale * LOG2_E,
         kv_heads=kv_heads, group=heads // kv_heads, dim=dim, splits=splits,
-        padded=max(16, pow2(heads // kv_heads)), block=KEYS, size=SPLIT,
+        padded=padded, block=_keys(q.dtype), size=SPLIT,
         num_warps=4, num_stages=2, **options,
     )  # fmt: skip
     _join_tokens[(heads, rows)](

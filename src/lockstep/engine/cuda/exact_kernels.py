@@ -7,6 +7,11 @@ of a sequence, each by itself, joined in order; other sums over a row are made b
 fp64, where squares of bf16 numbers add up without rounding; and every intermediate is
 rounded to the type of the model where a trainer's module would round it. Multiplications and
 additions are not fused.
+
+In fp32 a product is a chain of fused multiply-adds, one term after the other ("ieee"): that is
+what fp32 means to a user, and no tile can change it. The matrix units have no fp32; three passes of
+tf32 would come near, faster, but with an order that is the tile's. Every term of a step is held in
+registers, so steps are short.
 """
 
 from __future__ import annotations
@@ -67,7 +72,8 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, spread: bool) -> Tensor:
     (rows, inner), outer = x.shape, weight.shape[0]
-    block_m, block_n, block_k, warps, stages = _tile(rows, outer, inner)
+    tile = _tile_fp32 if x.dtype == torch.float32 else _tile
+    block_m, block_n, block_k, warps, stages = tile(rows, outer, inner)
     part = min(PART, max(pow2(inner), 16))
     splits = triton.cdiv(inner, part) if spread else 1
     if splits == 1 and inner > part:
@@ -105,6 +111,21 @@ def _tile(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
     return (128, 128, 64, 8, 4) if rows <= 1024 or inner > PART else (128, 256, 64, 8, 3)
 
 
+def _tile_fp32(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
+    """As `_tile`, for chains of multiply-adds, which need no sixteen rows.
+
+    Compiled for Hopper, none of these keeps anything outside of registers.
+    """
+    narrow = outer <= 2048
+    if rows <= 16:
+        return pow2(rows), 16 if narrow else 32, 64, 4, 4
+    if rows <= 32:
+        return (32, 16, 32, 4, 4) if narrow else (32, 32, 32, 4, 4)
+    if rows <= 256 and narrow:
+        return 64, 32, 32, 4, 4
+    return (64, 64, 16, 4, 4) if rows <= 256 or inner > PART else (128, 64, 16, 8, 4)
+
+
 @triton.jit
 def _part(
     lines, columns, some, real, begin, end, summed, inner: tl.constexpr, block_k: tl.constexpr
@@ -119,7 +140,7 @@ def _part(
             inside = k + start < inner
             a = tl.load(lines + start, mask=some & inside[None, :], other=0.0)
             b = tl.load(columns + start, mask=real & inside[:, None], other=0.0)
-        summed = tl.dot(a, b, summed)
+        summed = tl.dot(a, b, summed, input_precision="ieee")
     return summed
 
 
@@ -147,7 +168,7 @@ def _linear(
         if early:
             gdc_wait()
         a = tl.load(lines + first, mask=some & (k + first < inner)[None, :], other=0.0)
-        total = tl.dot(a, b, total)
+        total = tl.dot(a, b, total, input_precision="ieee")
         begin += block_k
     elif early:
         gdc_wait()
@@ -231,14 +252,22 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _normed(low, high, norm, eps, kind: tl.constexpr, dim: tl.constexpr):
     """Rows of heads, as their two halves, normed and rounded.
 
-    The sum is made in fp64, where squares of bf16 numbers add up without rounding: two kernels have
-    it, whose compilers may choose another order.
+    Two kernels have this sum, whose compilers may choose another order. It is made in fp64, where
+    squares of bf16 numbers add up without rounding; those of fp32 numbers do not, and are a product
+    with ones, which is a chain in order.
     """
     half: tl.constexpr = dim // 2
     at = tl.arange(0, half)
-    wide_low, wide_high = low.to(tl.float64), high.to(tl.float64)
-    squares = tl.sum(wide_low * wide_low, axis=1) + tl.sum(wide_high * wide_high, axis=1)
-    size = tl.rsqrt((squares / dim).to(tl.float32) + eps)[:, None]
+    if kind == tl.float32:
+        ones = tl.full((half, 16), 1.0, tl.float32)
+        squares = tl.dot(low * low, ones, input_precision="ieee")
+        squares = tl.dot(high * high, ones, squares, input_precision="ieee")
+        squares = tl.max(squares, axis=1)  # all columns are the same
+        size = tl.rsqrt(squares / dim + eps)[:, None]
+    else:
+        wide_low, wide_high = low.to(tl.float64), high.to(tl.float64)
+        squares = tl.sum(wide_low * wide_low, axis=1) + tl.sum(wide_high * wide_high, axis=1)
+        size = tl.rsqrt((squares / dim).to(tl.float32) + eps)[:, None]
     low = low * size * tl.load(norm + at).to(tl.float32)[None, :]
     high = high * size * tl.load(norm + half + at).to(tl.float32)[None, :]
     return low.to(kind), high.to(kind)

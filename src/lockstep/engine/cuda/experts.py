@@ -19,7 +19,7 @@ from lockstep.engine.model.arithmetic import mix_experts
 
 FEW, MANY = 16, 64
 """Rows of one expert that a program computes, where few share one, and where many do."""
-COLUMNS, TERMS = 32, 128
+COLUMNS, TERMS, TERMS_FP32 = 32, 128, 32
 PAIRS = 256
 """Pairs of a row and an expert that are counted at a time."""
 
@@ -39,6 +39,7 @@ def mix(x: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -
     options = launch(x)
     _plan[(1,)](ids, plan, pairs, wide=wide, block_m=block_m, chunk=PAIRS, **options)
     blocks = min(pairs, experts + pairs // block_m)
+    steps = TERMS_FP32 if x.dtype == torch.float32 else TERMS
     sizes = {"experts": experts, "wide": wide, "block_m": block_m, "block_n": COLUMNS}
     inner = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     mixed = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
@@ -50,7 +51,7 @@ def mix(x: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -
         part = min(exact_kernels.PART, max(pow2(terms), 16))
         _grouped[(blocks, triton.cdiv(outer, COLUMNS))](
             source, weight, out, order, plan, inner=terms, outer=outer, lines_of=lines,
-            part=part, gated=gated, block_k=min(TERMS, part if terms <= part else part // 2),
+            part=part, gated=gated, block_k=min(steps, part if terms <= part else part // 2),
             **sizes, num_warps=4, num_stages=3, **options,
         )  # fmt: skip
     out = torch.empty_like(x)
