@@ -16,10 +16,10 @@ from lockstep.backends.registry import open_admin
 from lockstep.backends.vllm.admin import VllmAdmin
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.routing.pool import Pool
-from lockstep.integrations.tinker import types
 from lockstep.integrations.tinker.attached import AttachedTrainer, TrainerOptions, attached_trainer
-from lockstep.integrations.tinker.futures import Pending
-from lockstep.integrations.tinker.messages import Datum, ForwardBackwardRequest, Tensor
+from lockstep.integrations.tinker.calls.futures import Pending
+from lockstep.integrations.tinker.protocol import types
+from lockstep.integrations.tinker.protocol.messages import Datum, ForwardBackwardRequest, Tensor
 from lockstep.integrations.tinker.service import TinkerService
 from lockstep.tokens import Completion, Sampling
 from tests.engine.rig import ids

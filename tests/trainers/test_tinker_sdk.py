@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.integrations.tinker.protobuf import write_bytes, write_int
+from lockstep.integrations.tinker.protocol.protobuf import write_bytes, write_int
 from tests.trainers.dropping_proxy import DroppingProxy
 from tests.trainers.tinker_server import KEY, PROGRAMS, PYTHON, TinkerProcess
 

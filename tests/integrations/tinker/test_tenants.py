@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from lockstep.gateway.tenants import Caller
 from lockstep.http.handlers import CALLER
-from lockstep.integrations.tinker import types
+from lockstep.integrations.tinker.protocol import types
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.sampling import BaseModel, SamplingService
 from lockstep.integrations.tinker.service import LoraTrainer, TinkerService

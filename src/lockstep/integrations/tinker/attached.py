@@ -20,14 +20,14 @@ from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.numerics import plan as numerics
 from lockstep.fleet.control.file_lock import FileLock
 from lockstep.fleet.fleet import Fleet
-from lockstep.integrations.tinker import types
-from lockstep.integrations.tinker.lora import LoraModel, LoraSettings
+from lockstep.integrations.tinker.protocol import types
 from lockstep.integrations.tinker.rest import RestRoutes
 from lockstep.integrations.tinker.routes import TinkerRoutes
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.sampling import BaseModel
 from lockstep.integrations.tinker.tenants import TinkerTenants
-from lockstep.integrations.tinker.trainer import TrainingModel
+from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.trainer import TrainingModel
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, LockstepError
 from lockstep.tokens.numerics import NumericsPlan

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lockstep.http.handlers import json_response
-from lockstep.integrations.tinker import types
+from lockstep.integrations.tinker.protocol import types
 from lockstep.integrations.tinker.routes import PREFIX, body_of
 from lockstep.integrations.tinker.store import KINDS, SCHEME, CheckpointRecord, RunRecord, Store
 from lockstep.integrations.tinker.tenants import TinkerTenants

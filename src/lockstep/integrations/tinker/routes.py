@@ -13,9 +13,9 @@ from starlette.routing import Route
 
 from lockstep.http.body import JSON, read_pieces
 from lockstep.http.handlers import json_response
-from lockstep.integrations.tinker import types
-from lockstep.integrations.tinker.futures import PROTOBUF, Pending
-from lockstep.integrations.tinker.messages import ForwardBackwardRequest, identity
+from lockstep.integrations.tinker.calls.futures import PROTOBUF, Pending
+from lockstep.integrations.tinker.protocol import types
+from lockstep.integrations.tinker.protocol.messages import ForwardBackwardRequest, identity
 from lockstep.integrations.tinker.service import TinkerService
 from lockstep.integrations.tinker.tenants import TinkerTenants
 from lockstep.tokens.errors import BadRequest, Gone

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.integrations.tinker import types
-from lockstep.integrations.tinker.futures import PROTOBUF, Futures, Pending, Result
-from lockstep.integrations.tinker.messages import encode_samples
+from lockstep.integrations.tinker.calls.futures import PROTOBUF, Futures, Pending, Result
+from lockstep.integrations.tinker.protocol import types
+from lockstep.integrations.tinker.protocol.messages import encode_samples
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.store import SCHEME, SamplerRecord, Store, now
 from lockstep.tokens.errors import BadRequest, Busy, NotFound

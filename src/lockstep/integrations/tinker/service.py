@@ -15,11 +15,13 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from lockstep.integrations.tinker import types
-from lockstep.integrations.tinker.futures import PROTOBUF, Futures, Pending, Result
-from lockstep.integrations.tinker.lora import LoraModel, LoraSettings
-from lockstep.integrations.tinker.messages import ForwardBackwardRequest, encode_forward_backward
-from lockstep.integrations.tinker.order import Sequencer
+from lockstep.integrations.tinker.calls.futures import PROTOBUF, Futures, Pending, Result
+from lockstep.integrations.tinker.calls.sequencer import Sequencer
+from lockstep.integrations.tinker.protocol import types
+from lockstep.integrations.tinker.protocol.messages import (
+    ForwardBackwardRequest,
+    encode_forward_backward,
+)
 from lockstep.integrations.tinker.samplers import Samplers
 from lockstep.integrations.tinker.sampling import BaseModel, SamplingService, digest_of
 from lockstep.integrations.tinker.store import (
@@ -31,7 +33,8 @@ from lockstep.integrations.tinker.store import (
     Store,
     now,
 )
-from lockstep.integrations.tinker.trainer import TrainingModel
+from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.trainer import TrainingModel
 from lockstep.tokens.errors import BadRequest, NotFound, UnsupportedField
 
 log = logging.getLogger(__name__)

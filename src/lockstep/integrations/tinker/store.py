@@ -267,7 +267,7 @@ def _read(path: Path, kind: type[T], shown: str) -> T:
 
 
 def _all(paths: Iterator[Path], kind: type[T]) -> list[T]:
-    # Those with a dot are being written. The names of whole ones have none: see `_file`.
+    # Those with a dot are being written. The names of whole ones have none: see `file_name`.
     whole = (path for path in paths if not path.parent.name.startswith("."))
     found = [
         msgspec.json.decode(path.read_bytes(), type=kind)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lockstep.engine import exact
-from lockstep.integrations.tinker import passes
-from lockstep.integrations.tinker.passes import TrainingSequence, target_logprobs
+from lockstep.integrations.tinker.training import passes
+from lockstep.integrations.tinker.training.passes import TrainingSequence, target_logprobs
 from tests.engine.rig import ids
-from tests.integrations.tinker.test_trainer import load
+from tests.integrations.tinker.training.test_trainer import load
 
 PROMPT = 20
 

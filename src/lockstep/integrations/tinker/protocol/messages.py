@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.integrations.tinker.protobuf import (
+from lockstep.integrations.tinker.protocol.protobuf import (
     MessageReader,
     as_bytes,
     as_double,

@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 
 from lockstep.engine.probe import write_probe
-from lockstep.integrations.tinker.lora import LoraModel, LoraSettings, LoraTensors
-from lockstep.integrations.tinker.losses import Loss, loss_of
-from lockstep.integrations.tinker.messages import Datum, ForwardBackwardRequest
-from lockstep.integrations.tinker.passes import TrainingSequence, batches, target_logprobs
-from lockstep.integrations.tinker.types import AdamParams
+from lockstep.integrations.tinker.protocol.messages import Datum, ForwardBackwardRequest
+from lockstep.integrations.tinker.protocol.types import AdamParams
+from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings, LoraTensors
+from lockstep.integrations.tinker.training.losses import Loss, loss_of
+from lockstep.integrations.tinker.training.passes import TrainingSequence, batches, target_logprobs
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 
 OPTIMIZER = "optimizer.pt"

@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.integrations.tinker.messages import (
+from lockstep.integrations.tinker.protocol.messages import (
     ForwardBackwardRequest,
     encode_forward_backward,
     encode_samples,
     identity,
 )
-from lockstep.integrations.tinker.protobuf import write_int
+from lockstep.integrations.tinker.protocol.protobuf import write_int
 from lockstep.tokens import Completion, PromptLogprob, VersionSpan
 from lockstep.tokens.completion import Finish, Ranked
 from lockstep.tokens.errors import BadRequest
 
-VECTORS = json.loads((Path(__file__).parents[2] / "data/tinker/golden_protobuf.json").read_bytes())
+VECTORS = json.loads((Path(__file__).parents[3] / "data/tinker/golden_protobuf.json").read_bytes())
 REQUESTS = {each["name"]: bytes.fromhex(each["hex"]) for each in VECTORS["requests"]}
 RESPONSES = {each["name"]: bytes.fromhex(each["hex"]) for each in VECTORS["responses"]}
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from lockstep.integrations.tinker.futures import Futures, Pending, Result
+from lockstep.integrations.tinker.calls.futures import Futures, Pending, Result
 from lockstep.tokens.errors import BadRequest, Conflict
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep.engine import exact
-from lockstep.integrations.tinker.lora import LoraModel, LoraSettings
-from lockstep.integrations.tinker.messages import Datum, ForwardBackwardRequest, Tensor
-from lockstep.integrations.tinker.trainer import TrainingModel
-from lockstep.integrations.tinker.types import AdamParams
+from lockstep.integrations.tinker.protocol.messages import Datum, ForwardBackwardRequest, Tensor
+from lockstep.integrations.tinker.protocol.types import AdamParams
+from lockstep.integrations.tinker.training.lora import LoraModel, LoraSettings
+from lockstep.integrations.tinker.training.trainer import TrainingModel
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest, CheckpointError, Conflict
 from tests.engine.rig import Rig, ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.integrations.tinker.losses import LOSSES, loss_of
+from lockstep.integrations.tinker.training.losses import LOSSES, loss_of
 from lockstep.tokens.errors import BadRequest
 
 Q = torch.tensor([0.0, -1.0, -0.5, -2.0, -1.5])

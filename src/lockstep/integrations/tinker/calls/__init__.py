@@ -1,0 +1,1 @@
+"""Calls of training clients: in order, each once, with results that are fetched later."""

@@ -1,0 +1,1 @@
+"""The bodies of the Tinker API: JSON and protobuf, requests in and results out."""

@@ -1,0 +1,1 @@
+"""Training of LoRA adapters over one base model: passes, losses, gradients and steps."""
