@@ -14,13 +14,13 @@ import os
 import random
 import sys
 from time import perf_counter
-from typing import Any
 
 import tinker
 from tinker import types
 
 from benchmarks.measure import cpu_seconds, tree
 from benchmarks.trainer_tasks import GROUP_SIZE, GROUPS, TASKS, reverse_reward
+from examples.tinker.reverse import datum, difference
 
 LEARNING_RATE = 2e-3
 """Of the adapter, which has few weights and begins at nothing."""
@@ -82,10 +82,7 @@ def main() -> None:
         stepping = client.optim_step(adam)
         outputs = learning.result().loss_fn_outputs
         stepping.result()
-        for one, output in zip(data, outputs, strict=True):
-            sampled, trained = one.loss_fn_inputs["logprobs"].tolist(), output["logprobs"].tolist()
-            pairs = zip(sampled, trained, strict=True)
-            worst = max([worst, *(abs(ours - own) for ours, own in pairs if ours)])
+        worst = max(worst, difference(data, outputs))
         rewards.append(sum(scores) / len(scores))
         mark()
     wall, cpu, served = (
@@ -95,20 +92,6 @@ def main() -> None:
     result = {"wall": wall, "cpu": cpu, "served_cpu": served, "reward": rewards,
               "mismatch": worst}  # fmt: skip
     print(json.dumps(result))
-
-
-def datum(prompt: list[int], sequence: Any, advantage: float) -> types.Datum:
-    """A sampled answer to learn from: position i predicts token i + 1."""
-    tokens = [*prompt, *sequence.tokens]
-    before, count = len(prompt) - 1, len(sequence.tokens)
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": tokens[1:],
-            "logprobs": [0.0] * before + list(sequence.logprobs),
-            "advantages": [0.0] * before + [advantage] * count,
-        },
-    )
 
 
 if __name__ == "__main__":

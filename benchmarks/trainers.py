@@ -191,7 +191,7 @@ def on_gateway(module: str, task: str, *arguments: str, threads: int | None = No
 def on_tinker() -> Measured:
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-bench-") as state,
-        served("tinker", "--state-dir", state) as (pid, ready),
+        served("tinker", "--admin-port", "0", "--state-dir", state) as (pid, ready),
     ):
         own = {"TINKER_BASE_URL": ready["url"], "TINKER_API_KEY": "tml-benchmark", "HOME": state}
         return run(TINKER, "short", "--served-pid", str(pid), **own)

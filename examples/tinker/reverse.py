@@ -54,7 +54,7 @@ def main() -> None:
             prompt = tokenizer.encode(text, add_special_tokens=False)
             model_input = types.ModelInput.from_ints(prompt)
             calls.append((task, prompt, sampler.sample(model_input, options.group_size, params)))
-        data, rewards, worst = [], [], 0.0
+        data, rewards = [], []
         for task, prompt, call in calls:
             sequences = call.result().sequences
             answers = [
@@ -68,14 +68,9 @@ def main() -> None:
         learning = client.forward_backward(data, "importance_sampling")
         client.optim_step(types.AdamParams(learning_rate=options.learning_rate, eps=1e-8)).result()
         outputs = learning.result().loss_fn_outputs
-        for one, output in zip(data, outputs, strict=True):
-            sampled = one.loss_fn_inputs["logprobs"].tolist()
-            trained = output["logprobs"].tolist()
-            pairs = zip(sampled, trained, strict=True)
-            worst = max([worst, *(abs(ours - own) for ours, own in pairs if ours)])
         print(
             f"step {step + 1}: reward {sum(rewards) / len(rewards):.3f}, "
-            f"trainer and sampler differ by {worst:g}",
+            f"trainer and sampler differ by {difference(data, outputs):g}",
             flush=True,
         )
     print(client.save_state("last").result().path, flush=True)
@@ -93,6 +88,19 @@ def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) 
             "advantages": [0.0] * before + [advantage] * count,
         },
     )
+
+
+def difference(data: list[types.Datum], outputs: list[types.LossFnOutput]) -> float:
+    """By how much the logprobs of trainer and sampler differ at most, over all sampled tokens."""
+    pairs = (
+        pair
+        for one, output in zip(data, outputs, strict=True)
+        for pair in zip(
+            one.loss_fn_inputs["logprobs"].tolist(), output["logprobs"].tolist(), strict=True
+        )
+    )
+    worst: float = max(abs(trained - sampled) for sampled, trained in pairs if sampled)
+    return worst
 
 
 if __name__ == "__main__":

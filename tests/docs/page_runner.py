@@ -179,7 +179,7 @@ class PageRunner:
         rest = re.sub(r" +#.*$", "", rest)
         if kind != "worker" and "--port" not in head:
             head += f" --port {self.ports['8000']}"
-        if kind in ("serve", "gateway") and "--admin-port" not in head:
+        if kind in ("serve", "gateway", "tinker") and "--admin-port" not in head:
             head += f" --admin-port {self.ports['8001']}"
         if kind == "dynamo up" and "--rl-port" not in head:
             head += f" --rl-port {self.ports['8001']}"
