@@ -113,7 +113,7 @@ def shares(fleet: Fleet, costs: UnitCosts) -> list[Share]:
         + costs.gateway_idle_cores
     )
     stored = fleet.kept_sessions * fleet.turns_per_session * costs.stored_bytes_per_turn
-    found = [
+    parts = [
         Share("gateway: turns, probes, its own upkeep", gateway, fleet.gateway_cores, "cores each",
               "more gateways, or --gateways N on a machine of many cores"),
         Share("leader: calls of updates, beside its turns",
@@ -142,7 +142,7 @@ def shares(fleet: Fleet, costs: UnitCosts) -> list[Share]:
               fleet.storage_gb_per_second, "GB/s",
               "a copy on each node (RayFleet's weights_dir), adapters, or fewer updates"),
     ]  # fmt: skip
-    return sorted(found, key=lambda each: each.used, reverse=True)
+    return sorted(parts, key=lambda each: each.used, reverse=True)
 
 
 def most_sessions(fleet: Fleet, costs: UnitCosts, part: str) -> float:

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 
 def files_below(path: str) -> set[str]:
     place = ROOT / path
-    found = [place] if place.is_file() else place.rglob("test_*.py")
-    return {str(each.relative_to(ROOT)) for each in found}
+    files = [place] if place.is_file() else place.rglob("test_*.py")
+    return {str(each.relative_to(ROOT)) for each in files}
 
 
 def files_of(target: str) -> set[str]:
@@ -23,9 +23,9 @@ def files_of(target: str) -> set[str]:
     shown = subprocess.run(done, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     (line,) = [line for line in shown.splitlines() if "/pytest " in line]
     words = shlex.split(line.partition("/pytest ")[2])
-    given = [word for word in words if word.startswith("tests")] or ["tests"]
+    paths = [word for word in words if word.startswith("tests")] or ["tests"]
     ignored = [word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
-    return {file for path in given for file in files_below(path)} - {
+    return {file for path in paths for file in files_below(path)} - {
         file for path in ignored for file in files_below(path)
     }
 

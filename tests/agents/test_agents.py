@@ -228,10 +228,10 @@ async def test_a_compaction_of_qwen_code_begins_a_new_branch(
     url = f"{server.url}/sessions/compacted-qwen"
     ended = await sandbox.qwen(url, "openai", TASK, window=WINDOW)
     assert "Done after the summary." in ended.check().output
-    found = {sample.kind: sample for sample in await server.samples("compacted-qwen")}
-    assert set(found) == {"main", "auxiliary", "compaction"}
-    assert found["compaction"].parent == found["main"].branch
-    assert "it follows the summary" in found["compaction"].evidence
-    assert found["main"].breaks == ()
-    words = server.renderer.decode(found["compaction"].token_ids)
+    samples = {sample.kind: sample for sample in await server.samples("compacted-qwen")}
+    assert set(samples) == {"main", "auxiliary", "compaction"}
+    assert samples["compaction"].parent == samples["main"].branch
+    assert "it follows the summary" in samples["compaction"].evidence
+    assert samples["main"].breaks == ()
+    words = server.renderer.decode(samples["compaction"].token_ids)
     assert "Done after the summary." in words

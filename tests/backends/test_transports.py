@@ -133,7 +133,7 @@ async def test_whole_and_streamed_give_equal_completions(name: Any) -> None:
 
 @pytest.mark.failure_mode("F11")
 @pytest.mark.parametrize("name", ["dynamo", "dynamo-generate", "sglang"])
-async def test_n_is_asked_n_times_where_one_answer_holds_one_choice(name: Any) -> None:
+async def test_n_is_n_requests_where_one_response_holds_one_choice(name: Any) -> None:
     sampling = Sampling(n=3, seed=5, stop_token_ids=(12,), max_tokens=4)
     async with serving(script(name)) as server:
         transport = await open_transport(server.url, name)
@@ -257,7 +257,7 @@ async def test_an_error_in_the_middle_of_a_recorded_stream_is_raised() -> None:
 
 @pytest.mark.failure_mode("F47")
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_cancelled_ask_leaves_the_server_at_once(name: Any) -> None:
+async def test_a_cancelled_request_leaves_the_server_at_once(name: Any) -> None:
     def reply_to(request: Request) -> Reply:
         return models(OWNERS[name]) if request.path == "/v1/models" else Reply(fault="hang")
 

@@ -47,10 +47,10 @@ def test_a_part_needs_what_its_units_cost(part: str, needed: float) -> None:
 
 
 def test_the_most_used_part_comes_first() -> None:
-    found = shares(FLEET, COSTS)
-    assert found[0].part == "storage: every worker reads a checkpoint"
-    assert found[0].used == pytest.approx(2.0)
-    assert [each.used for each in found] == sorted((each.used for each in found), reverse=True)
+    parts = shares(FLEET, COSTS)
+    assert parts[0].part == "storage: every worker reads a checkpoint"
+    assert parts[0].used == pytest.approx(2.0)
+    assert [each.used for each in parts] == sorted((each.used for each in parts), reverse=True)
 
 
 def test_a_small_fleet_is_looked_at_once_a_second() -> None:

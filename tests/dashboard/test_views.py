@@ -111,11 +111,11 @@ async def test_a_break_is_shown_from_where_the_texts_part() -> None:
         tree = await shown.tree("s")
         assert [turn.broke for turn in tree.turns] == [False, True]
         assert tree.row.breaks == {"edited_history": 1}
-        found = await shown.prefix_break("s", 1)
-        assert (found.cause, found.other) == ("edited_history", 0)
-        assert found.before.endswith("assistant\n")
-        assert found.stored.startswith("21")
-        assert found.sent.startswith("never said")
+        shown_break = await shown.prefix_break("s", 1)
+        assert (shown_break.cause, shown_break.other) == ("edited_history", 0)
+        assert shown_break.before.endswith("assistant\n")
+        assert shown_break.stored.startswith("21")
+        assert shown_break.sent.startswith("never said")
         with pytest.raises(NotFound):
             await shown.prefix_break("s", 0)
 
@@ -128,9 +128,9 @@ async def test_the_table_is_searched_by_session_and_the_last_used_comes_first() 
         table = await shown.table("", limit=2, offset=0)
         assert [row.info.id for row in table.rows] == ["one-c", "two-b"]
         assert table.total == 3
-        found = await shown.table("ONE", limit=10, offset=0)
-        assert [row.info.id for row in found.rows] == ["one-c", "one-a"]
-        assert found.rows[0].prompt == "I am one-c"
+        table = await shown.table("ONE", limit=10, offset=0)
+        assert [row.info.id for row in table.rows] == ["one-c", "one-a"]
+        assert table.rows[0].prompt == "I am one-c"
 
 
 def test_messages_keep_the_template_that_frames_them() -> None:

@@ -32,7 +32,7 @@ def compose() -> dict[str, Any]:
 
 def command_lines() -> dict[str, list[str]]:
     """Every command line of ours in deploy/, by where it stands."""
-    found = {
+    commands = {
         f"compose {name}": service["command"]
         for name, service in compose()["services"].items()
         if service["image"].startswith("lockstep")
@@ -41,5 +41,5 @@ def command_lines() -> dict[str, list[str]]:
         for name, each in of_kind(kind).items():
             for container in each["spec"]["template"]["spec"]["containers"]:
                 if container["image"].startswith("lockstep"):
-                    found[f"{kind} {name}"] = container["args"]
-    return found
+                    commands[f"{kind} {name}"] = container["args"]
+    return commands

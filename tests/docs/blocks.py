@@ -58,13 +58,13 @@ class Block:
 
 def pages() -> list[str]:
     """README and every page under docs/, as paths from the root."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    return [path.relative_to(ROOT).as_posix() for path in found]
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [path.relative_to(ROOT).as_posix() for path in paths]
 
 
 def blocks(page: str) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    found: list[Block] = []
+    fenced: list[Block] = []
     lines = (ROOT / page).read_text("utf-8").splitlines()
     at = 0
     while at < len(lines):
@@ -79,7 +79,7 @@ def blocks(page: str) -> list[Block]:
         text = "\n".join(line[indent:] for line in lines[at + 1 : end])
         mark = MARK.match(lines[at - 1].strip()) if at else None
         kind, note = (mark["kind"], mark["text"]) if mark else (None, None)
-        found.append(
+        fenced.append(
             Block(
                 page,
                 at + 1,
@@ -90,7 +90,7 @@ def blocks(page: str) -> list[Block]:
             )
         )
         at = end + 1
-    return found
+    return fenced
 
 
 def runnable(page: str, needs: str | None = None) -> list[Block]:
@@ -109,14 +109,14 @@ def is_quickstart(page: str) -> bool:
 
 def loose_commands(page: str) -> list[str]:
     """Commands in indented blocks, which no test would run."""
-    found = []
+    commands = []
     fenced = False
     for number, line in enumerate((ROOT / page).read_text("utf-8").splitlines(), 1):
         if FENCE.match(line):
             fenced = not fenced
         elif not fenced and COMMAND.match(line):
-            found.append(f"{page}:{number}: {line.strip()}")
-    return found
+            commands.append(f"{page}:{number}: {line.strip()}")
+    return commands
 
 
 def _is_open(text: str) -> bool:

@@ -256,10 +256,10 @@ def _free_ports() -> dict[str, str]:
         sock = socket.socket()
         sock.bind(("127.0.0.1", 0))
         held.append(sock)
-    found = {str(port): str(sock.getsockname()[1]) for port, sock in zip(PORTS, held, strict=True)}
+    ports = {str(port): str(sock.getsockname()[1]) for port, sock in zip(PORTS, held, strict=True)}
     for sock in held:
         sock.close()
-    return found
+    return ports
 
 
 def _check_install(command: str, place: str) -> None:

@@ -34,9 +34,9 @@ ADDED = (
 
 
 def directory(name: str) -> Path:
-    found = bundled(name)
-    assert found is not None
-    return found
+    path = bundled(name)
+    assert path is not None
+    return path
 
 
 @pytest.fixture(scope="module", params=BUNDLED)
@@ -84,8 +84,8 @@ def test_all_models_together_stay_under_eight_megabytes() -> None:
 def test_added_tokens_are_the_last_ids_and_flagged_as_in_qwen3(tokenizer: Any) -> None:
     assert len(tokenizer) == 512
     decoder = tokenizer.added_tokens_decoder
-    found = [(decoder[i].content, decoder[i].special) for i in sorted(decoder)]
-    assert found == list(ADDED)
+    added = [(decoder[i].content, decoder[i].special) for i in sorted(decoder)]
+    assert added == list(ADDED)
     assert sorted(decoder) == list(range(503, 512))
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert tokenizer.bos_token is None

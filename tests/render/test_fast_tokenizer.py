@@ -1,4 +1,4 @@
-"""The slim tokenizer: the ids of the whole one, in less time."""
+"""The fast tokenizer: the ids of the whole one, in less time."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ def test_a_format_without_a_grammar_is_refused_with_the_reason() -> None:
 )
 def test_only_what_is_demanded_is_held_to(choice: Any, parallel: bool, kind: str | None) -> None:
     grammar = tool_grammar(Renderer.load("tiny"), [TOOL], choice, parallel=parallel)
-    found = None if grammar is None else json.loads(grammar.text)["format"]["type"]
-    assert found == kind
+    form = None if grammar is None else json.loads(grammar.text)["format"]["type"]
+    assert form == kind
 
 
 def test_without_tools_the_content_s_own_grammar_stays() -> None:

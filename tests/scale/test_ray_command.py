@@ -42,16 +42,16 @@ def answers() -> dict[str, Any]:
 
 
 def test_a_worker_is_started_with_what_it_needs_and_nothing_that_is_not_its() -> None:
-    found = answers()
-    assert found["open"].startswith("BadRequest: vLLM would listen on 10.0.0.7")
-    assert "--logprobs-mode" in found["loopback"]
-    assert "--insecure" not in found["own"], "its own worker refuses to be open by itself"
-    assert found["own"][-2:] == ["--device", "cuda"]
-    assert found["environment"] == {
+    results = answers()
+    assert results["open"].startswith("BadRequest: vLLM would listen on 10.0.0.7")
+    assert "--logprobs-mode" in results["loopback"]
+    assert "--insecure" not in results["own"], "its own worker refuses to be open by itself"
+    assert results["own"][-2:] == ["--device", "cuda"]
+    assert results["environment"] == {
         "A": "b",
         "LOCKSTEP_ADMIN_TOKEN": "token",
         "LOCKSTEP_API_KEYS": "key-of-the-workers",
         "VLLM_API_KEY": "key-of-the-workers",
     }
-    assert found["none"].startswith("BadRequest: workers is 0")
-    assert found["nowhere"].startswith("BadRequest: gateway is empty")
+    assert results["none"].startswith("BadRequest: workers is 0")
+    assert results["nowhere"].startswith("BadRequest: gateway is empty")

@@ -94,8 +94,8 @@ async def test_turns_that_alternate_between_gateways_give_the_samples_of_one(
             messages.append({"role": "user", "content": f"Again: {turn}"})
         return await samples(gateways[-1], "alternating")
 
-    def tokens(found: list[dict[str, Any]]) -> list[Any]:
-        return [(each["token_ids"], each["logprobs"]) for each in found]
+    def tokens(samples: list[dict[str, Any]]) -> list[Any]:
+        return [(each["token_ids"], each["logprobs"]) for each in samples]
 
     both = await conversation(pair)
     assert len(both) == 1
@@ -114,9 +114,9 @@ async def test_concurrent_turns_of_one_session_through_all_gateways_are_all_kept
             messages.append({"role": "user", "content": "more"})
 
     await asyncio.gather(*(talk(who) for who in range(4)))
-    found = await samples(pair[0], "crowded")
-    assert len(found) == 4
-    assert all(len(each["versions"]) == 4 for each in found)
+    crowd = await samples(pair[0], "crowded")
+    assert len(crowd) == 4
+    assert all(len(each["versions"]) == 4 for each in crowd)
 
 
 async def test_a_crash_of_postgresql_loses_no_answered_turn_and_meanwhile_they_are_503(

@@ -247,9 +247,9 @@ async def test_a_key_of_a_session_works_everywhere_until_the_session_is_deleted(
     key, key_id = await one.keys.mint("a", cache_salt="g")
     digest = key_digest(key.encode())
     for sessions in (one, two):
-        found = await sessions.keys.find(digest)
-        assert found is not None
-        assert (found[0], found[1].key_id) == ("a", key_id)
+        session = await sessions.keys.find(digest)
+        assert session is not None
+        assert (session[0], session[1].key_id) == ("a", key_id)
     with pytest.raises(Conflict, match="there is a session 'a'"):
         await two.keys.mint("a")
     await two.delete("a")

@@ -68,15 +68,15 @@ def test_a_stream_shows_what_the_whole_text_shows(
     data = text.encode()
     marks = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     pieces = [text[a:b] for a, b in itertools.pairwise(marks)]
-    found = fed(stops, [piece.encode() for piece in pieces])
-    last = len(pieces) - 1 if found is None else found[0]
+    match = fed(stops, [piece.encode() for piece in pieces])
+    last = len(pieces) - 1 if match is None else match[0]
     held = HeldText(stops)
     shown = "".join(held.feed(piece) for piece in pieces[: last + 1])
-    shown += held.finish(None if found is None else found[1].stop, include=include)
+    shown += held.finish(None if match is None else match[1].stop, include=include)
     whole = text
-    if found is not None:
+    if match is not None:
         encoded = [piece.encode() for piece in pieces[: last + 1]]
-        whole = text_before_stop(encoded, found[1].stop, include=include)
+        whole = text_before_stop(encoded, match[1].stop, include=include)
     assert shown == whole
     assert data.startswith(shown.encode())
 

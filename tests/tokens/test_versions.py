@@ -73,13 +73,13 @@ async def test_a_gateway_that_follows_looks_before_it_refuses_a_version_that_it_
 ):
     accepted = AcceptedVersions()
     accepted.follow(["v1"])
-    agreed = ["v1"]
+    versions = ["v1"]
     looks = 0
 
     async def read_anew() -> None:
         nonlocal looks
         looks += 1
-        accepted.follow(agreed)
+        accepted.follow(versions)
 
     accepted.read_anew = read_anew
     since = accepted.mark()
@@ -87,7 +87,7 @@ async def test_a_gateway_that_follows_looks_before_it_refuses_a_version_that_it_
     assert looks == 0
     for label, known in (("v2", False), ("v2", True)):
         if known:
-            agreed.append("v2")
+            versions.append("v2")
         await accepted.learn([VersionSpan(label, 0, 1)], since)
         if known:
             accepted.check_spans([VersionSpan(label, 0, 1)], since, "w0")

@@ -80,12 +80,12 @@ async def test_an_update_that_fails_beside_the_next_step_ends_the_run(
 class CountingFleet(RemoteFleet):
     """Counts who asks for its state between updates, and may tell of a worker that took no part."""
 
-    asked = 0
+    state_calls = 0
     updates = 0
     absent: str | None = None
 
     async def state(self) -> dict[str, Any]:
-        self.asked += 1
+        self.state_calls += 1
         return await super().state()
 
     async def update_weights(self, weight_dir: Any, version: Any = None, **more: Any) -> Operation:
@@ -100,9 +100,9 @@ def by_id(worker: Worker) -> str:
     return str(worker["id"])
 
 
-@pytest.mark.parametrize(("absent", "asked"), [(None, 1), ("one", 3)])
+@pytest.mark.parametrize(("absent", "state_calls"), [(None, 1), ("one", 3)])
 async def test_only_an_update_of_the_whole_fleet_tells_what_it_serves(
-    stack: Stack, tmp_path: Path, absent: str | None, asked: int
+    stack: Stack, tmp_path: Path, absent: str | None, state_calls: int
 ) -> None:
     async with CountingFleet(stack.process.admin_url, token=TOKEN) as fleet:
         fleet.absent = absent
@@ -117,7 +117,7 @@ async def test_only_an_update_of_the_whole_fleet_tells_what_it_serves(
             assert sorted(published.workers, key=by_id) == sorted(workers_of(state), key=by_id)
             assert published.version == state["version"] == f"step-{step}-{absent}"
             assert publisher.serving() == 2
-        assert fleet.asked == asked
+        assert fleet.state_calls == state_calls
 
 
 @pytest.fixture(scope="module")

@@ -117,11 +117,11 @@ async def test_the_scheduler_sees_every_engine_under_the_names_it_reads(
     assert len(workers) == 2
     assert all(capacity[worker] > 1000 for worker in workers)
     for worker in workers:
-        found = engines[worker]
-        assert found["vllm:num_preemptions_total"] == 0
-        assert 0.0 <= found["vllm:kv_cache_usage_perc"] <= 1.0
-        assert found["vllm:num_requests_waiting"] == 0
-        assert "vllm:prefix_cache_queries_total" in found
+        load = engines[worker]
+        assert load["vllm:num_preemptions_total"] == 0
+        assert 0.0 <= load["vllm:kv_cache_usage_perc"] <= 1.0
+        assert load["vllm:num_requests_waiting"] == 0
+        assert "vllm:prefix_cache_queries_total" in load
     assert sum(engines[worker]["vllm:generation_tokens_total"] for worker in workers) > 8
     assert engines["gateway"]["vllm:num_requests_waiting"] == 0
 

@@ -62,9 +62,9 @@ def call(server: TinkerProcess, path: str, body: Any = None, key: str = KEY) -> 
 
 
 def test_a_sampler_is_a_model_of_the_other_dialects(server: TinkerProcess, saved: Any) -> None:
-    asked = {"prompt": saved["prompt"], "max_tokens": 8, "temperature": 1.0, "seed": 11}
+    request = {"prompt": saved["prompt"], "max_tokens": 8, "temperature": 1.0, "seed": 11}
     ids = {"return_token_ids": True, "logprobs": 0, "ignore_eos": True}
-    response = call(server, "/v1/completions", {"model": saved["path"], **asked, **ids})
+    response = call(server, "/v1/completions", {"model": saved["path"], **request, **ids})
     (choice,) = response["choices"]
     assert choice["token_ids"] == saved["tokens"]
     assert choice["logprobs"]["token_logprobs"] == saved["logprobs"]

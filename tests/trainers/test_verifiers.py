@@ -24,9 +24,9 @@ PROGRAMS, EXAMPLE = Path(__file__).parent / "programs", ROOT / "examples" / "ver
 def run(*command: str, home: Path) -> str:
     if not PYTHON.exists():
         pytest.fail(f"{PYTHON} is missing: make test-trainers installs it")
-    given = os.environ.get("PYTHONPATH", "")
+    inherited = os.environ.get("PYTHONPATH", "")
     environ = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_PROXY": "127.0.0.1",
-               "LOCKSTEP_ADMIN_TOKEN": TOKEN, "PYTHONPATH": f"{EXAMPLE}:{given}"}  # fmt: skip
+               "LOCKSTEP_ADMIN_TOKEN": TOKEN, "PYTHONPATH": f"{EXAMPLE}:{inherited}"}  # fmt: skip
     result = subprocess.run(
         [str(PYTHON), *command], cwd=home, env=environ, capture_output=True, text=True, timeout=380
     )

@@ -59,11 +59,11 @@ class ModelRegistry:
         if not self._cards:
             await self._refresh()
         if name is not None and name not in self._cards and self._find_adapter is not None:
-            found, base = await self._find_adapter(name), self._base()
-            if found is not None and found != base.id:
+            adapter, base = await self._find_adapter(name), self._base()
+            if adapter is not None and adapter != base.id:
                 # Not looked up: a list that is a moment old does not have it yet.
-                return ServedModel(found, found, base.max_model_len, base.weight_version)
-            name = found or name
+                return ServedModel(adapter, adapter, base.max_model_len, base.weight_version)
+            name = adapter or name
         if name is not None and name not in self._cards:
             if monotonic() - self._fetched_at > FRESH_SECONDS:
                 await self._refresh()

@@ -224,7 +224,7 @@ class _Lineage:
 
     def _task(self, node: Node) -> tuple[str, _Line] | None:
         """The call, and its branch, whose argument is what this conversation begins with."""
-        asked = next((m.content for m in reversed(node.new_messages) if m.role == "user"), "")
+        question = next((m.content for m in reversed(node.new_messages) if m.role == "user"), "")
         for earlier in reversed(self._nodes[max(0, node.index - RECENT) : node.index]):
             line = self._of[earlier.index]
             # Not only the last turn of its branch: an agent may go on while its child works.
@@ -232,7 +232,7 @@ class _Lineage:
                 continue
             for call in earlier.reply.tool_calls:
                 for task in _texts(call.arguments):
-                    if task == asked or (len(task) >= LONG_TASK and asked.endswith(task)):
+                    if task == question or (len(task) >= LONG_TASK and question.endswith(task)):
                         return call.id or call.name, line
         return None
 

@@ -22,8 +22,8 @@ WIDTH = 71  # of no multiple
 
 @pytest.fixture(scope="module", params=["tiny", "moe"])
 def directory(request: pytest.FixtureRequest) -> Path:
-    found: Path = request.getfixturevalue(request.param)
-    return found
+    directory: Path = request.getfixturevalue(request.param)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,12 @@ def sequences() -> list[list[int]]:
 def alone(model: Any, sequences: list[list[int]]) -> list[Tensor]:
     """Logits of each sequence by itself, in the shape that the engine's are compared with."""
     multiple = exact.row_multiple_of(model)
-    found = []
+    logits = []
     for sequence in sequences:
         padded = sequence + [0] * (-len(sequence) % multiple)
         with torch.no_grad():
-            found.append(model(input_ids=torch.tensor([padded])).logits[0, : len(sequence)])
-    return found
+            logits.append(model(input_ids=torch.tensor([padded])).logits[0, : len(sequence)])
+    return logits
 
 
 def padded(sequences: list[list[int]], side: str, width: int = WIDTH) -> tuple[Tensor, Tensor]:
@@ -93,8 +93,8 @@ def test_sequences_packed_into_one_row_change_no_bit(
     positions = torch.tensor([[at for sequence in sequences for at in range(len(sequence))]])
     with torch.no_grad():
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
-    for found, expected in zip(logits.split(LENGTHS), alone, strict=True):
-        assert torch.equal(found, expected)
+    for packed, expected in zip(logits.split(LENGTHS), alone, strict=True):
+        assert torch.equal(packed, expected)
 
 
 def test_a_mask_of_the_callers_own_with_four_dimensions_changes_no_bit(
@@ -103,9 +103,9 @@ def test_a_mask_of_the_callers_own_with_four_dimensions_changes_no_bit(
     rows, mask = padded(sequences, "left")
     causal = torch.ones(WIDTH, WIDTH).tril().bool() & mask[:, None, None].bool()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    for given in (causal, torch.where(causal, 0.0, torch.finfo(torch.float32).min)):
+    for mask in (causal, torch.where(causal, 0.0, torch.finfo(torch.float32).min)):
         with torch.no_grad():
-            logits = model(input_ids=rows, attention_mask=given, position_ids=positions).logits
+            logits = model(input_ids=rows, attention_mask=mask, position_ids=positions).logits
         assert all(torch.equal(logits[row, -len(e) :], e) for row, e in enumerate(alone))
 
 

@@ -286,8 +286,8 @@ def test_the_label_is_of_the_contents_and_their_scaling(rig: Rig, lora_a: Path, 
 def test_every_row_of_a_run_belongs_to_its_adapter(rig: Rig) -> None:
     a, b = (rig.core.served.adapter(name) for name in "ab")
     runs = [(None, 2), (a, 3), (b, 1), (None, 1), (a, 0), (a, 2), (b, 2)]
-    found = adapter_rows(runs, torch.device("cpu"), lambda adapter: 2 if adapter is a else 1)
-    assert [(each.adapter, each.rows.tolist(), each.multiple) for each in found] == [
+    rows = adapter_rows(runs, torch.device("cpu"), lambda adapter: 2 if adapter is a else 1)
+    assert [(each.adapter, each.rows.tolist(), each.multiple) for each in rows] == [
         (a, [2, 3, 4, 7, 8], 2),
         (b, [5, 9, 10], 1),
     ]

@@ -75,7 +75,7 @@ def test_tasks_are_the_same_for_a_seed_and_none_is_in_both_splits(name: str) -> 
 async def test_reverse_gives_credit_for_digits_in_place() -> None:
     env = load_environment("reverse")
     task = Task(({"role": "user", "content": "Reverse: 1234"},), facts={"answer": "4321"})
-    assert await play(env, task, "4321") == Reward(1.0, True, {"said": "4321"})
+    assert await play(env, task, "4321") == Reward(1.0, True, {"response": "4321"})
     assert (await play(env, task, "4300")).value == 0.25
     assert (await play(env, task, "43210000")).value == 0.25
     assert (await play(env, task, "")).value == 0.0
@@ -90,7 +90,7 @@ async def test_calc_is_solved_only_through_the_tool() -> None:
         return SimpleNamespace(name="calc", arguments=f'{{"expression": "{expression}"}}')
 
     assert await play(env, task, call(right), answer) == Reward(
-        1.0, True, {"called": True, "right_call": True, "said": answer}
+        1.0, True, {"called": True, "right_call": True, "response": answer}
     )
     assert (await play(env, task, answer)).value == 0.0
     assert (await play(env, task, call(right), "7")).value == pytest.approx(0.4)

@@ -117,7 +117,7 @@ async def test_the_agent_sees_a_clean_environment_and_its_own_home(
     reward, (sample,) = await play(stack, made)
     assert (reward.value, reward.failure) == (1.0, None), reward.detail
     assert (sample.reward, sample.kind) == (1.0, "main")
-    assert "the model said" in reward.detail["said"]
+    assert "the model said" in reward.detail["agent_output"]
 
 
 @pytest.mark.parametrize(

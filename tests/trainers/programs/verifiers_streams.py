@@ -32,7 +32,7 @@ response = {
          "arguments": '{"expression": "1 + 2"}', "status": "completed"},
     ],
 }  # fmt: skip
-found = []
+results = []
 for dialect in DIALECTS:
     raw = {"/v1/messages": message, "/v1/responses": response}.get(dialect.routes[0])
     if raw is None:
@@ -42,5 +42,7 @@ for dialect in DIALECTS:
         parser.feed(event)
     read = parser.finish()
     (call,) = read.message.tool_calls
-    found.append([read.message.content, call.name, json.loads(call.arguments), read.finish_reason])
-print(json.dumps(found))
+    results.append(
+        [read.message.content, call.name, json.loads(call.arguments), read.finish_reason]
+    )
+print(json.dumps(results))

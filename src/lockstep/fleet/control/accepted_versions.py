@@ -25,13 +25,13 @@ class AcceptedVersions:
         """From now on the fleet serves this version."""
         self._versions.append(version)
 
-    def follow(self, agreed: Sequence[str]) -> None:
-        """Accepts those that came after what is known; `agreed` is the fleet's whole list."""
+    def follow(self, versions: Sequence[str]) -> None:
+        """Accepts those that came after what is known; `versions` is the fleet's whole list."""
         known = self._versions[-1] if self._versions else None
         start = 0
-        if known in agreed:
-            start = len(agreed) - agreed[::-1].index(known)
-        self._versions.extend(agreed[start:])
+        if known in versions:
+            start = len(versions) - versions[::-1].index(known)
+        self._versions.extend(versions[start:])
 
     def mark(self) -> int:
         """A request begins now; to be passed to `check` with its completions."""

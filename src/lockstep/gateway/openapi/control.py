@@ -96,7 +96,7 @@ CONTROL_ROUTE_DOCS: tuple[RouteDoc, ...] = (
     _view("/v1/rl/state", None, FleetState, "Versions, pause, workers, last operations."),
     _view("/v1/rl/health", None, ControlHealth, "200 while the control plane runs."),
     _view("/v1/rl/ready", None, Readiness, "200 when the fleet serves, else 503."),
-    _view("/v1/rl/weight_version", None, WeightVersion, "The version that the fleet agreed on."),
+    _view("/v1/rl/weight_version", None, WeightVersion, "The version that the fleet has accepted."),
     _view("/v1/rl/workers", None, WorkerList, "Every worker: state, version, why it is out."),
     _view("/v1/rl/workers/{worker}/ready", None, Readiness,
           "200 while a worker is proved and gets traffic, else 503."),

@@ -83,7 +83,7 @@ class SamplingService:
         return None if where is None else Path(where)
 
     def create_sampling_session(self, request: types.CreateSamplingSession) -> SamplerRecord:
-        """A sampler of the base model or of a checkpoint; asked again, it is the same one.
+        """A sampler of the base model or of a checkpoint; sent again, it is the same one.
 
         Raises Gone, NotFound or BadRequest for what is not there, or an id that is taken.
         """
@@ -112,7 +112,7 @@ class SamplingService:
         return known
 
     def sample(self, request: types.SampleCall) -> Pending:
-        """A sample under way; asked again, it is the same one.
+        """A sample under way; sent again, it is the same one.
 
         Raises NotFound, BadRequest for a seq_id that was used for another sample, and Busy when too
         many are under way.

@@ -124,7 +124,7 @@ class TinkerService:
     # Models
 
     def create_model(self, request: types.CreateModel) -> tuple[str, Pending]:
-        """The id of a new model, and the request that makes it. Asked again, it is the same one.
+        """The id of a new model, and the request that makes it. Sent again, it is the same one.
 
         Raises Gone for an unknown session, BadRequest when the id was used for another model, and
         NotFound when that was in an earlier process.

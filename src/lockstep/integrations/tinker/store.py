@@ -269,9 +269,9 @@ def _read(path: Path, kind: type[T], shown: str) -> T:
 def _all(paths: Iterator[Path], kind: type[T]) -> list[T]:
     # Those with a dot are being written. The names of whole ones have none: see `file_name`.
     whole = (path for path in paths if not path.parent.name.startswith("."))
-    found = [
+    records = [
         msgspec.json.decode(path.read_bytes(), type=kind)
         for path in whole
         if not path.name.startswith(".")
     ]
-    return sorted(found, key=lambda each: each.created, reverse=True)  # type: ignore[attr-defined]
+    return sorted(records, key=lambda each: each.created, reverse=True)  # type: ignore[attr-defined]

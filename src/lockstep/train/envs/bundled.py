@@ -73,7 +73,7 @@ class Reverse:
         in_place = sum(sampled == digit for sampled, digit in pairs) / max(
             len(right), len(turn.text)
         )
-        return Reward(1.0 if solved else 0.5 * in_place, solved, {"said": turn.text})
+        return Reward(1.0 if solved else 0.5 * in_place, solved, {"response": turn.text})
 
 
 class Calc:
@@ -100,13 +100,13 @@ class Calc:
         turn = await chat.send(list(task.messages))
         calls = turn.tool_calls
         if len(calls) != 1 or calls[0].name != "calc":
-            return Reward(0.0, False, {"called": False, "said": turn.text})
+            return Reward(0.0, False, {"called": False, "response": turn.text})
         result, expression = run_calc(calls[0].arguments)
         right = expression == task.facts["expression"]
         turn = await chat.send_tool_results([result])
         solved = turn.finish == "stop" and turn.text == task.facts["answer"]
         value = 1.0 if solved else 0.2 + 0.2 * right
-        return Reward(value, solved, {"called": True, "right_call": right, "said": turn.text})
+        return Reward(value, solved, {"called": True, "right_call": right, "response": turn.text})
 
 
 class Guess:
@@ -125,7 +125,9 @@ class Guess:
         turn = await chat.send(list(task.messages))
         for count in range(1, self.TURNS + 1):
             if turn.finish != "stop" or not re.fullmatch(r"\d{1,2}", turn.text):
-                return Reward(0.5 * heeded / self.TURNS, False, {"turns": count, "said": turn.text})
+                return Reward(
+                    0.5 * heeded / self.TURNS, False, {"turns": count, "response": turn.text}
+                )
             guess = int(turn.text)
             if guess == secret:
                 return Reward(1.0, True, {"turns": count})

@@ -163,7 +163,7 @@ class Harness:
             output=end.output,
         )  # fmt: skip
         reward = await self._judge(run)
-        detail = {**reward.detail, "failure": failure, "said": end.output[-500:]}
+        detail = {**reward.detail, "failure": failure, "agent_output": end.output[-500:]}
         return replace(reward, detail=detail, failure=None if options.train_failed else failure)
 
 

@@ -38,10 +38,10 @@ def plain(name: str, lp: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_and_gradient_are_those_of_plain_torch(name: str) -> None:
-    given = {"dro": {"beta": 0.1}, "gspo": CLIP}.get(name, {})
+    config = {"dro": {"beta": 0.1}, "gspo": CLIP}.get(name, {})
     loss = loss_of(name)
     own, other = fresh(), fresh()
-    value = loss.compute(own, INPUTS, loss.settings(name, given))
+    value = loss.compute(own, INPUTS, loss.settings(name, config))
     expected = plain(name, other)
     value.backward()
     expected.backward()

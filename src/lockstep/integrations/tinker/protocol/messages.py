@@ -120,13 +120,13 @@ class ForwardBackwardRequest:
 
 def identity(body: bytes) -> tuple[str, int] | None:
     """Model and seq_id of a request that may be no good otherwise; None where they are not told."""
-    found: dict[int, int | bytes] = {}
+    values: dict[int, int | bytes] = {}
     try:
         for number, value in MessageReader(body, "ForwardBackwardRequest").fields():
             if number in (1, 2):
-                found[number] = value
-            if len(found) == 2:
-                return as_text(found[1], "model_id"), as_int(found[2], "seq_id")
+                values[number] = value
+            if len(values) == 2:
+                return as_text(values[1], "model_id"), as_int(values[2], "seq_id")
     except BadRequest:
         return None
     return None
@@ -245,13 +245,13 @@ def _tensor(body: bytes, field: str) -> Tensor:
 
 
 def _entry(body: bytes, field: str) -> tuple[str, int | bytes]:
-    key, found = "", b""
+    key, entry = "", b""
     for number, value in MessageReader(body, "map entry").fields():
         if number == 1:
             key = as_text(value, field)
         elif number == 2:
-            found = as_bytes(value, field)
-    return key, found
+            entry = as_bytes(value, field)
+    return key, entry
 
 
 def _config_entry(body: bytes, *, texts: bool) -> dict[str, float | str]:

@@ -42,8 +42,8 @@ class Loss:
                     param=f"loss_fn_config.{key}",
                 )
         chosen: dict[str, float] = {}
-        given: dict[str, float | str | None] = {**self.config, **config}
-        for key, number in given.items():
+        numbers: dict[str, float | str | None] = {**self.config, **config}
+        for key, number in numbers.items():
             if not isinstance(number, float | int):
                 raise BadRequest(
                     f"{name} needs the number loss_fn_config.{key}", param=f"loss_fn_config.{key}"
