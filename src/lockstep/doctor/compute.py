@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
 
 import torch
 
@@ -17,6 +19,9 @@ from lockstep.engine.numerics import selftest
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.models import bundled
 from lockstep.tokens.errors import EngineFailure, LockstepError
+
+GPU_TYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
+ON_GPU = EngineOptions(device="cuda", max_seqs=4, max_model_len=256, warm_seconds=0)
 
 
 def checks() -> Iterator[Check]:
@@ -77,18 +82,19 @@ def cuda() -> Check:
 
 
 def on_gpu() -> str:
-    """What an engine does on the first GPU, in words: one is started with the bundled model."""
+    """What engines do on the first GPU, in words: they are started with the bundled model."""
     directory = bundled("tiny")
     if directory is None:
         raise EngineFailure("the bundled model tiny is missing")
-    options = EngineOptions(
-        device="cuda", dtype="bfloat16", max_seqs=4, max_model_len=256, warm_seconds=0
-    )
-    core = Core(directory, options)
-    speed = "by captured graphs" if core.overlapped else "step by step, as there is no Triton"
-    if core.plan.is_exact:
-        return f"bf16 {speed}, exact: engine and trainer agree bit for bit"
-    return f"bf16 {speed}, close: {core.arithmetic_note}"
+    findings = []
+    for name, dtype in GPU_TYPES.items():
+        core = Core(directory, replace(ON_GPU, dtype=dtype))
+        speed = "by captured graphs" if core.overlapped else "step by step, without kernels"
+        how = f"close: {core.arithmetic_note}"
+        if core.plan.is_exact:
+            how = "exact: engine and trainer agree bit for bit"
+        findings.append(f"{name} {speed}, {how}")
+    return "; ".join(findings)
 
 
 if __name__ == "__main__":

@@ -140,8 +140,8 @@ class EngineOptions:
     """How an engine runs. Raises BadRequest when a value makes no sense.
 
     `arithmetic` "exact" gives logprobs that do not depend on the batch and equal a trainer's bit
-    for bit (fp32 on a CPU, bf16 on a GPU); "portable" does so on another make of x86 CPU too,
-    several times slower; "close" takes the fastest kernels; "auto" is exact where a self-test
+    for bit (in fp32 on a CPU, in any type on a GPU); "portable" does so on another make of x86 CPU
+    too, several times slower; "close" takes the fastest kernels; "auto" is exact where a self-test
     proves it. The KV cache holds `max_seqs` slots of `max_model_len` tokens, fewer when `kv_bytes`
     does not suffice.
     On a GPU, kernels are compiled and graphs captured for at most `warm_seconds` before it starts.
@@ -185,8 +185,6 @@ class EngineOptions:
     def why_not_exact(self) -> str | None:
         """What exact arithmetic lacks on this device in this number format; None if nothing."""
         on_gpu = self.device.startswith("cuda") and self.arithmetic != "portable"
-        if on_gpu and self.dtype == "float32":
-            return f"dtype bfloat16 or float16 on {self.device}, got {self.dtype}"
         if not on_gpu and (self.device != "cpu" or self.dtype != "float32"):
             return f"device cpu and dtype float32, got {self.device} and {self.dtype}"
         return None

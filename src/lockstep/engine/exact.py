@@ -4,7 +4,7 @@
     exact.prepare(model)
     logprobs = exact.token_logprobs(model, sample.token_ids)    # differentiable
 
-Holds for fp32 on the CPU and bf16 on a GPU, where the engine's self-test passed
+Holds for fp32 on the CPU, and for bf16, fp16 and fp32 on a GPU, where the engine's self-test passed
 (`engine.arithmetic == "exact"`).
 """
 
@@ -118,11 +118,10 @@ def own_plan(
     is no model.
     """
     config = ModelConfig.read(directory)
-    on_gpu = device.startswith("cuda") and find_spec("triton") is not None
-    if on_gpu and dtype != "float32":
+    if device.startswith("cuda") and find_spec("triton") is not None:
         return plan("exact", device=device, dtype=dtype, rows=0)
     if device != "cpu" or dtype != "float32":
-        reason = f"exact needs fp32 on a CPU or bf16 on a GPU, not {dtype} on {device}"
+        reason = f"exact needs fp32 on a CPU, or a GPU and Triton, not {dtype} on {device}"
         return plan("close", device=device, dtype=dtype, rows=0, reason=reason)
     problem = _unready(config.products, config.head_dim, portable=portable)
     name: ArithmeticName = "portable" if portable else "exact"
@@ -290,7 +289,7 @@ def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) ->
     By the same sums as in the engine on that device, where nothing but a temperature shapes the
     distribution.
     """
-    if logits.is_cuda and logits.dtype != torch.float32:
+    if logits.is_cuda:
         from lockstep.engine.cuda.trainer import logprobs_of
 
         rows = logits.reshape(-1, logits.shape[-1])

@@ -43,10 +43,12 @@ class GraphPool:
 def supported(model: Model, cache: SlotCache) -> bool:
     """Whether the kernels fit this device, number format and architecture."""
     c = model.config
-    half = cache.k.dtype in (torch.bfloat16, torch.float16)
+    # In fp32 only the exact kernels: the others would take the matrix units, which round to tf32.
+    exact = model.arithmetic.name == "exact"
+    typed = cache.k.dtype in (torch.bfloat16, torch.float16) or exact
     square = c.head_dim >= 32 and c.head_dim & (c.head_dim - 1) == 0
-    known = not c.moe_layers or model.arithmetic.name == "exact"
-    return cache.k.is_cuda and half and square and known
+    known = not c.moe_layers or exact
+    return cache.k.is_cuda and typed and square and known
 
 
 class Decoder:

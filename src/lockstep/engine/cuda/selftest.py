@@ -39,7 +39,8 @@ CUTS = ((7, 16, 40, 87), (64, 64, 14, *[1] * 8), (142, *[1] * 8))
 def why_not_exact(core: Core) -> str | None:
     """How bits depend on cut, batch or who computes them; None where they do not."""
     model, weights, cache = core.model, core.served.weights, core.cache
-    prefiller = Prefiller(model, cache, None, max(core.scheduler.max_batch_tokens, LENGTH))
+    # Room for three sequences, however few tokens a step of this engine takes.
+    prefiller = Prefiller(model, cache, None, max(core.scheduler.max_batch_tokens, 3 * LENGTH))
     length, vocab = min(LENGTH, core.max_len - 1), core.config.vocab_size
     ids = [(i * 2654435761 + 12345) % vocab for i in range(length)]
     others = [ids[::-1][: length // 2], ids[3:]][: max(cache.slots - 1, 0)]

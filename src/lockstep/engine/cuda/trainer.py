@@ -2,7 +2,8 @@
 
 Forward passes are the engine's, bit for bit. Backward passes are ordinary products and torch's own
 attention, told to be deterministic: the gradient of a function does not have to be bit-equal to
-anything, only the same every time.
+anything, only the same every time. In fp32 the products are fp32 as long as torch is not told to
+take TF32, which it does not by itself, and nothing here tells it to.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lockstep.engine.model.arithmetic import in_safe_pieces, mix_experts, route
 from lockstep.engine.model.rope import frequencies
 from lockstep.tokens.errors import NotExact
 
-TYPES = (torch.bfloat16, torch.float16)
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def prepare_modules(model: Any) -> None:
@@ -38,7 +39,7 @@ def prepare_modules(model: Any) -> None:
     config = config_of(model)
     kind = model.dtype
     if kind not in TYPES:
-        raise NotExact(f"exact arithmetic on a GPU needs bfloat16 or float16, not {kind}")
+        raise NotExact(f"exact arithmetic on a GPU needs one of {TYPES}, not {kind}")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
             if module.weight.dtype != kind:
@@ -149,7 +150,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         (grad,), (q, k, v) = grads, ctx.saved_tensors
         queries, keys = q.shape[2], k.shape[2]
         whole = queries == keys and not any(ctx.starts)
-        with torch.enable_grad(), deterministic(strict=whole):
+        with torch.enable_grad(), deterministic(flash=whole and q.dtype != torch.float32):
             leaves = [each.detach().requires_grad_() for each in (q, k, v)]
             mask = None
             if not whole:
@@ -198,16 +199,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> 
 
 
 @contextmanager
-def deterministic(*, strict: bool) -> Iterator[None]:
+def deterministic(*, flash: bool) -> Iterator[None]:
     """Torch's deterministic attention, for the time of a block of code.
 
-    Without cuDNN's, whose backward pass has none. Where not `strict`, torch warns instead of
-    raising: under a mask it may fall back to products that know no such promise.
+    Without cuDNN's, whose backward pass has none. Flash attention takes neither a mask nor fp32:
+    those are plain products, which hold all scores at once, and are as deterministic as the other
+    products here. Torch in its deterministic mode would refuse them for the workspace of cuBLAS.
     """
+    if not flash:
+        with sdpa_kernel([SDPBackend.MATH]):
+            yield
+        return
     kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     before = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    torch.use_deterministic_algorithms(True)
     try:
         with sdpa_kernel(kinds):
             yield
