@@ -125,9 +125,13 @@ def test_a_query_has_the_same_bits_in_a_prompt_in_pieces_and_alone(group: int) -
     pieces = [attended(0, 7), attended(7, 33), attended(40, 10)]
     assert torch.equal(torch.cat(pieces), whole)
     positions = torch.tensor([0, 15, 16, 31, 32, 49], dtype=torch.int32)
-    slots = torch.ones_like(positions)
-    alone = attention.attend_tokens(q[positions.long()], keys, values, slots, positions, 0.2)
-    assert torch.equal(alone, whole[positions.long()])
+    some = positions.long()
+    own = [cache[1, :, some].transpose(0, 1).flatten(1) for cache in (keys, values)]
+    alone = attention.attend_tokens(
+        torch.cat((q[some], *own), 1), keys, values, torch.ones_like(positions), positions,
+        torch.ones(64, dim), torch.zeros(64, dim), 0.2, q_norm=None, k_norm=None, eps=0.0,
+    )  # fmt: skip
+    assert torch.equal(alone, whole[some])
 
 
 @pytest.mark.parametrize("rows", [1, 9, 40])

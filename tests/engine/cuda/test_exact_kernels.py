@@ -14,12 +14,15 @@ from torch import Tensor
 from lockstep.engine.cuda import exact_attention as attention
 from lockstep.engine.cuda import exact_kernels as exact
 from lockstep.engine.cuda import prefill_kernels
+from lockstep.engine.cuda.exact_gated import linear_gated
 from lockstep.engine.cuda.kernels import LOG2_E
 from lockstep.engine.cuda.prefill_kernels import attend_ragged_reference, tokens_per_block
 from lockstep.engine.cuda.sampling_kernels import token_logprobs, token_logprobs_reference
 
 ROUNDED = {"rtol": 2**-9, "atol": 2**-9}
 """About one step of fp16: what is rounded from sums of another order."""
+GATED = {"rtol": 2**-7, "atol": 2**-7}
+"""What is left of it after a gate, which is steep where numbers are large."""
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
@@ -80,6 +83,13 @@ def test_a_gate_rounds_where_a_module_does() -> None:
     assert torch.equal(exact.silu(first.contiguous()) * second, exact.gate(both))
 
 
+@pytest.mark.parametrize(("rows", "inner"), [(1, 300), (20, 64), (17, 300), (32, 128), (70, 48)])
+def test_a_gated_product_is_a_product_and_its_gate(rows: int, inner: int) -> None:
+    x, weight = numbers(rows, inner), numbers(2 * 40, inner)
+    expected = exact.gate_reference(exact.linear_reference(x, weight))
+    torch.testing.assert_close(linear_gated(x, weight), expected, **GATED)
+
+
 def test_tokens_attend_alike_in_a_prompt_and_one_by_one() -> None:
     kv_heads, group, dim, length = 2, 2, 32, 40
     keys, values = numbers(2, 3, kv_heads, 48, dim)
@@ -93,9 +103,20 @@ def test_tokens_attend_alike_in_a_prompt_and_one_by_one() -> None:
     expected = attend_ragged_reference(scaled, keys.float(), values.float(), blocks)
     torch.testing.assert_close(whole.float(), expected, rtol=2e-2, atol=2e-2)
     some = torch.tensor([0, 15, 16, 39], dtype=torch.int32)
-    slots = torch.full_like(some, 1)
-    alone = attention.attend_tokens(q[some.long()], keys, values, slots, some, 0.2)
-    torch.testing.assert_close(alone, whole[some.long()], **ROUNDED)
+    own = [cache[1, :, some.long()].transpose(0, 1).flatten(1) for cache in (keys, values)]
+    keys[1, :, some.long()] = 0
+    values[1, :, some.long()] = 0
+    # One after the other: later tokens see what earlier ones wrote.
+    for at, position in enumerate(some):
+        alone = attention.attend_tokens(
+            torch.cat((q[position], own[0][at], own[1][at]))[None],
+            keys, values, torch.tensor([1], dtype=torch.int32), position[None],
+            torch.ones(48, dim).half(), torch.zeros(48, dim).half(), 0.2,
+            q_norm=None, k_norm=None, eps=0.0,
+        )  # fmt: skip
+        torch.testing.assert_close(alone[0], whole[position], **ROUNDED)
+        assert torch.equal(keys[1, :, position].flatten(), own[0][at])
+        assert torch.equal(values[1, :, position].flatten(), own[1][at])
 
 
 @pytest.mark.parametrize("norms", [False, True])

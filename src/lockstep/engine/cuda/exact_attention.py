@@ -9,7 +9,7 @@ from torch import Tensor
 from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.engine.cuda.exact_kernels import launch
+from lockstep.engine.cuda.exact_kernels import _turned, launch
 from lockstep.engine.cuda.kernels import LOG2_E
 
 KEYS = 64
@@ -25,27 +25,33 @@ registers: several programs compute a block of queries."""
 
 @triton.jit
 def _split(
-    query, keys, values, begin, end, last, scale,
+    low, high, keys, values, begin, end, last, scale,
     dim: tl.constexpr, block: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     """Softmax over one split of the keys: highest score, sum of shares, weighed values.
 
-    `end` is behind the last key that is there, `last` (rows, 1) the last key that each query sees.
+    `low` and `high` are the halves of the queries: joined in registers, they would be multiplied
+    in another order than when they are loaded whole. `end` is behind the last key that is there,
+    `last` (rows, 1) the last key that each query sees.
     """
-    at, step = tl.arange(0, dim), tl.arange(0, block)
+    half: tl.constexpr = dim // 2
+    at, part, step = tl.arange(0, dim), tl.arange(0, half), tl.arange(0, block)
     # Lower than any score, and yet a number: of a block that a query does not see, nothing is NaN.
     top = tl.full((rows,), -1e30, tl.float32)
     total = tl.zeros((rows, 16), tl.float32)
     summed = tl.zeros((rows, dim), tl.float32)
     # A sum by the matrix units: its order does not depend on how a tile lies in registers.
     first = (tl.arange(0, 16)[None, :] + step[:, None] * 0) == 0
-    ones = tl.where(first, 1.0, 0.0).to(query.dtype)
+    ones = tl.where(first, 1.0, 0.0).to(low.dtype)
     for start in range(begin, tl.minimum(begin + size, end), block):
         where = start + step
         there = where < end
-        key = tl.load(keys + where[None, :] * dim + at[:, None], mask=there[None, :], other=0.0)
+        key = keys + where[None, :] * dim + part[:, None]
+        key_low = tl.load(key, mask=there[None, :], other=0.0)
+        key_high = tl.load(key + half, mask=there[None, :], other=0.0)
         value = tl.load(values + where[:, None] * dim + at[None, :], mask=there[:, None], other=0.0)
-        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.dot(low, key_low, input_precision="ieee")
+        scores = tl.dot(high, key_high, scores, input_precision="ieee") * scale
         scores = tl.where(where[None, :] <= last, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, axis=1))
         old = tl.exp2(top - highest)[:, None]
@@ -96,12 +102,13 @@ def _attend_ragged(
     slot = tl.load(blocks + which * 4 + 2).to(tl.int64)
     start = tl.load(blocks + which * 4 + 3)
     before = tl.program_id(2) * rows
-    lane, at = before + tl.arange(0, rows), tl.arange(0, dim)
+    lane, at, half = before + tl.arange(0, rows), tl.arange(0, dim), tl.arange(0, dim // 2)
     token = lane // group
     real = (token < count)[:, None]
     place = ((first + token) * kv_heads + head) * group + lane % group
-    place = place.to(tl.int64)[:, None] * dim + at[None, :]
-    query = tl.load(q + place, mask=real, other=0.0)
+    place = place.to(tl.int64)[:, None] * dim
+    low = tl.load(q + place + half[None, :], mask=real, other=0.0)
+    high = tl.load(q + place + dim // 2 + half[None, :], mask=real, other=0.0)
     keys += slot * slot_stride + head * capacity * dim
     values += slot * slot_stride + head * capacity * dim
     last = (start + token)[:, None]
@@ -113,10 +120,11 @@ def _attend_ragged(
     end = tl.where(before // group < count, end, 0)
     for begin in range(0, end, size):
         more_top, more_total, more_summed = _split(
-            query, keys, values, begin, end, last, scale, dim, block, size, rows
+            low, high, keys, values, begin, end, last, scale, dim, block, size, rows
         )
         top, total, summed = _joined(top, total, summed, more_top, more_total, more_summed)
-    tl.store(out + place, (summed / total[:, None]).to(out.dtype.element_ty), mask=real)
+    result = (summed / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + place + at[None, :], result, mask=real)
 
 
 def _keys(kind: torch.dtype) -> int:
@@ -125,23 +133,36 @@ def _keys(kind: torch.dtype) -> int:
 
 
 def attend_tokens(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, scale: float
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    *,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
 ) -> Tensor:
-    """Attention of one token per row over slot slots[r] up to position positions[r], itself too."""
-    rows = q.shape[0]
+    """Attention of one new token per row over slot slots[r] up to position positions[r], itself
+    too; its key and value are written to its slot, as `exact_kernels.store_heads` does it."""
+    rows, width = qkv.shape
     _, kv_heads, capacity, dim = keys.shape
-    heads = q.shape[1] // dim
+    heads = width // dim - 2 * kv_heads
     splits = triton.cdiv(capacity, SPLIT)
-    out = torch.empty_like(q)
-    sums = q.new_empty((rows, heads, splits, dim), dtype=torch.float32)
-    tops = q.new_empty((rows, heads, splits, 2), dtype=torch.float32)
+    out = torch.empty((rows, heads * dim), dtype=keys.dtype, device=keys.device)
+    sums = out.new_empty((rows, heads, splits, dim), dtype=torch.float32)
+    tops = out.new_empty((rows, heads, splits, 2), dtype=torch.float32)
     options, padded = launch(keys), pow2(heads // kv_heads)
-    if q.dtype != torch.float32:
+    if keys.dtype != torch.float32:
         padded = max(padded, 16)  # matrix instructions want so many
     _attend_tokens[(splits, kv_heads, rows)](
-        q, keys, values, slots, positions, sums, tops, capacity, keys.stride(0), scale * LOG2_E,
+        qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm, sums, tops,
+        eps, capacity, keys.stride(0), scale * LOG2_E,
         kv_heads=kv_heads, group=heads // kv_heads, dim=dim, splits=splits,
-        padded=padded, block=_keys(q.dtype), size=SPLIT,
+        padded=padded, block=_keys(keys.dtype), size=SPLIT,
         num_warps=4, num_stages=2, **options,
     )  # fmt: skip
     _join_tokens[(heads, rows)](
@@ -152,7 +173,8 @@ def attend_tokens(
 
 @triton.jit
 def _attend_tokens(
-    q, keys, values, slots, positions, sums, tops, capacity, slot_stride, scale,
+    qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm, sums, tops,
+    eps, capacity, slot_stride, scale,
     kv_heads: tl.constexpr, group: tl.constexpr, dim: tl.constexpr, splits: tl.constexpr,
     padded: tl.constexpr, block: tl.constexpr, size: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
@@ -162,19 +184,34 @@ def _attend_tokens(
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions + row)
     begin = split * size
+    heads: tl.constexpr = kv_heads * group
+    half: tl.constexpr = dim // 2
     if begin <= position:
         slot = tl.load(slots + row).to(tl.int64)
         keys += slot * slot_stride + head * capacity * dim
         values += slot * slot_stride + head * capacity * dim
+        qkv += row.to(tl.int64) * (heads + 2 * kv_heads) * dim
+        cos += position * dim
+        sin += position * dim
         lane, at = tl.arange(0, padded), tl.arange(0, dim)
         real = lane < group
-        mine = (row * kv_heads + head) * group + lane
-        query = tl.load(q + mine[:, None] * dim + at[None, :], mask=real[:, None], other=0.0)
+        if position < begin + size:
+            # The new token is of this split: no other program reads what is written here.
+            one, part = tl.arange(0, 1), tl.arange(0, half)
+            new = heads + head + one
+            new_low, new_high = _turned(qkv, cos, sin, k_norm, new, one == 0, eps, dim)
+            place = keys + (position + one)[:, None] * dim + part[None, :]
+            tl.store(place, new_low)
+            tl.store(place + half, new_high)
+            value = tl.load(qkv + (heads + kv_heads + head) * dim + at)
+            tl.store(values + position * dim + at, value)
+            tl.debug_barrier()
+        low, high = _turned(qkv, cos, sin, q_norm, head * group + lane, real, eps, dim)
         last = (position + lane * 0)[:, None]
         top, total, summed = _split(
-            query, keys, values, begin, position + 1, last, scale, dim, block, size, padded
+            low, high, keys, values, begin, position + 1, last, scale, dim, block, size, padded
         )
-        which = mine * splits + split
+        which = (row * heads + head * group + lane) * splits + split
         tl.store(sums + which[:, None] * dim + at[None, :], summed, mask=real[:, None])
         tl.store(tops + which * 2, top, mask=real)
         tl.store(tops + which * 2 + 1, total, mask=real)

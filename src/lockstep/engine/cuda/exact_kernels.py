@@ -93,12 +93,14 @@ def _tile(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
     Measured on an H200, with weights that are not in its cache.
     """
     wide = outer > 8192  # the head
+    if rows == 1:
+        if wide:
+            return 1, 64, 256, 4, 4
+        return (1, 8, 1024, 1, 2) if outer <= 2048 else (1, 32, 1024, 4, 2)
     if rows <= 16:
         return (16, 32, 256, 4, 4) if wide else (16, 16, 1024, 2, 2)
     if rows <= 32:
-        if wide:
-            return 32, 64, 128, 4, 4
-        return (32, 64, 256, 4, 3) if 2048 < outer <= 4096 else (32, 16, 256, 4, 4)
+        return (32, 64, 128, 4, 4) if wide else (32, 16, 1024, 4, 1)
     if rows <= 64:
         return (64, 128, 64, 4, 4) if wide else (64, 32, 128, 4, 4)
     if rows <= 256:
@@ -114,16 +116,18 @@ def _tile(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
 def _tile_fp32(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
     """As `_tile`, for chains of multiply-adds, which need no sixteen rows.
 
-    Compiled for Hopper, none of these keeps anything outside of registers.
+    Few warps, and small steps: operands lie in shared memory as in the model's, so that threads of
+    a warp read the same banks, and more of them only wait for each other. Compiled for Hopper, none
+    of these keeps anything outside of registers.
     """
-    narrow = outer <= 2048
-    if rows <= 16:
-        return pow2(rows), 16 if narrow else 32, 64, 4, 4
+    narrow, wide = outer <= 2048, outer > 8192
+    if rows <= 8:
+        return pow2(rows), 16 if narrow else 32, 16, 1, 8
     if rows <= 32:
-        return (32, 16, 32, 4, 4) if narrow else (32, 32, 32, 4, 4)
-    if rows <= 256 and narrow:
-        return 64, 32, 32, 4, 4
-    return (64, 64, 16, 4, 4) if rows <= 256 or inner > PART else (128, 64, 16, 8, 4)
+        return pow2(rows), 16 if narrow else 32, 16, 1 if wide else 2, 6
+    if rows <= 64 or (rows <= 256 and narrow):
+        return 64, 32, 16, 2, 4
+    return (128, 32, 16, 4, 4) if inner > PART else (128, 64, 16, 4, 4)
 
 
 @triton.jit
@@ -190,8 +194,7 @@ def _linear(
 def add_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of the rows of x with the sum of `parts`, rounded, added, which is left in x.
 
-    No parts are one row of zeros, so that the kernel loads the same in every use: the order of its
-    sum over a row is the compiler's, and the self-test at start tells if that were another.
+    No parts are one row of zeros, so that the kernel loads the same in every use.
     """
     rows, width = x.shape
     out = torch.empty_like(x)
@@ -215,6 +218,19 @@ def add_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps: flo
 
 
 @triton.jit
+def _size(value, width, eps):
+    """What RMSNorm multiplies the numbers of a row with.
+
+    Two kernels have this sum for types of 16 bits: it is made in fp64, where their squares add up
+    without rounding. One has it for fp32, in the order of its compiler.
+    """
+    if value.dtype == tl.float32:
+        return tl.rsqrt(tl.sum(value * value) / width + eps)
+    wide = value.to(tl.float64)
+    return tl.rsqrt((tl.sum(wide * wide) / width).to(tl.float32) + eps)
+
+
+@triton.jit
 def _add_norm(
     x, parts, weight, out, width, stride, split_stride, eps,
     splits: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
@@ -235,8 +251,8 @@ def _add_norm(
         added += tl.load(source + split * split_stride, mask=inside, other=0.0)
     value = (value + added.to(kind).to(tl.float32)).to(kind)
     tl.store(x + row * width + at, value, mask=inside)
+    size = _size(value, width, eps)
     value = value.to(tl.float32)
-    size = tl.rsqrt(tl.sum(value * value) / width + eps)
     tl.store(out + row * width + at, (value * size * scale).to(kind), mask=inside)
 
 

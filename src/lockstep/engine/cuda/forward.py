@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.cuda import exact_kernels, experts, kernels, single_row
+from lockstep.engine.cuda.exact_gated import linear_gated
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.arithmetic import route
 from lockstep.engine.weights.weights import Layer, Weights
@@ -40,10 +42,11 @@ def forward(
     Every product is rounded before an adapter's part is added, as PEFT's modules do it.
     """
     x = F.embedding(ids, weights.embed)
+    if single_row.fits(x) and adapt is None and not config.moe_layers:
+        return _one_row(config.eps, weights, x, attend, exact=exact)
     if exact:
         return _exact_layers(config, weights, x, attend, adapt, record)
-    run = _one_row if single_row.fits(x) else _close_layers
-    return run(config.eps, weights, x, attend)
+    return _close_layers(config.eps, weights, x, attend)
 
 
 def recorder(config: ModelConfig, cache: SlotCache, slots: Tensor, positions: Tensor) -> Record:
@@ -112,22 +115,24 @@ def _exact_layers(
                 record(i, chosen)
             delta = experts.mix(h, chosen, shares, layer.gate_up, layer.down).float()[None]
             continue
-        inner = k.gate(linear(h, layer.gate_up, i, "gate_up"))
+        if adapt is None:
+            inner = linear_gated(h, layer.gate_up)
+        else:
+            inner = k.gate(linear(h, layer.gate_up, i, "gate_up"))
         delta = parts(inner, layer.down, i, "down")
     return k.add_norm(x, delta, weights.norm, eps)
 
 
-def _one_row(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Tensor:
-    """The layers of a batch of one row in close arithmetic, in fewer launches."""
+def _one_row(eps: float, weights: Weights, x: Tensor, attend: Attend, *, exact: bool) -> Tensor:
+    """The layers of a batch of one row, in fewer launches."""
     delta: Tensor | None = None
-    k = kernels
+    k = exact_kernels if exact else kernels
+    parts = exact_kernels.linear_parts if exact else kernels.linear
+    norm_linear = partial(single_row.norm_linear, eps=eps, exact=exact)
     for i, layer in enumerate(weights.layers):
-        x, product = single_row.norm_linear(
-            x, delta, layer.input_norm, layer.qkv, layer.qkv_bias, eps=eps
-        )
-        delta = k.linear(attend(i, layer, product[None]), layer.out)
-        x, inner = single_row.norm_linear(
-            x, delta, layer.post_norm, layer.gate_up, eps=eps, gated=True
-        )
-        delta = k.linear(inner, layer.down)
+        x, product = norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)
+        attended = attend(i, layer, product if exact else product[None])
+        delta = parts(attended, layer.out)
+        x, inner = norm_linear(x, delta, layer.post_norm, layer.gate_up, gated=True)
+        delta = parts(inner, layer.down)
     return k.add_norm(x, delta, weights.norm, eps)

@@ -138,10 +138,9 @@ class Decoder:
                     product, *cache, slots, positions, *model.rotation, model.scale,
                     eps=eps, **norms,
                 )  # fmt: skip
-            q = exact_kernels.store_heads(
-                product, *cache, slots, positions, *self._turns, eps=eps, **norms
+            return exact_attention.attend_tokens(
+                product, *cache, slots, positions, *self._turns, model.scale, eps=eps, **norms
             )
-            return exact_attention.attend_tokens(q, *cache, slots, positions, model.scale)
 
         places, bank = self._places[: len(table.slots)], self.bank if adapted else None
 

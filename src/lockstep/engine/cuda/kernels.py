@@ -46,9 +46,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if rows > FEW:
         return F.linear(x, weight, bias)[None]
     outer = weight.shape[0]
-    block_m, block_n, block_k = 1, NARROW, 1024
+    block_m, block_n, block_k, warps = 1, NARROW, 1024, 4
     if rows > 1:
         block_m, block_n, block_k = max(16, pow2(rows)), 64, 512
+        warps = 8 if rows > 16 and outer <= 4096 else 4
     blocks = triton.cdiv(inner, block_k)
     each = triton.cdiv(blocks, MOST_SPLITS)
     splits, part = triton.cdiv(blocks, each), each * block_k
@@ -56,7 +57,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     _linear[(triton.cdiv(outer, block_n), splits)](
         x, weight, bias, out, rows, inner, outer, part,
         block_m=block_m, block_n=block_n, block_k=min(block_k, pow2(inner)),
-        num_warps=4, **early(x.device),
+        num_warps=warps, **early(x.device),
     )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""A Triton kernel for a batch of one row: its norm is part of the product that reads it.
+"""Triton kernels for a batch of one row: its norm is part of the product that reads it.
 
 With one row a launch takes longer than what it computes. Every program norms the row for itself,
 while the weights that it loaded before are on their way.
@@ -7,24 +7,27 @@ while the weights that it loaded before are on their way.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.engine.cuda.kernels import _sum, early
+from lockstep.engine.cuda import exact_kernels
+from lockstep.engine.cuda.exact_kernels import _gate_value, _size
+from lockstep.engine.cuda.kernels import early
 
 WIDEST = 4096
 """Numbers of a row up to which a program holds all of it."""
 NARROW = 4
-"""Outputs that one program computes."""
+"""Outputs that one program computes, in close arithmetic."""
+TILE = 16
+"""Outputs that one program computes by matrix instructions, in exact arithmetic."""
 
 
 def fits(x: Tensor) -> bool:
-    """Whether the kernel takes x, which is one row and not too wide."""
-    return bool(x.shape[0] == 1 and x.shape[1] <= WIDEST)
+    """Whether these kernels take x, which is one row of 16-bit numbers and not too wide."""
+    return bool(x.shape[0] == 1 and x.shape[1] <= WIDEST and x.element_size() == 2)
 
 
 def norm_linear(
@@ -36,19 +39,31 @@ def norm_linear(
     *,
     eps: float,
     gated: bool = False,
+    exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x with the sum of `parts` added, and RMSNorm of that times weight.T, plus bias, in fp32.
+    """x with the sum of `parts` added, and RMSNorm of that times weight.T, plus bias.
 
-    `gated` takes the first half of the outputs as a gate of the second, and rounds the result.
+    `gated` takes the first half of the outputs as a gate of the second. In exact arithmetic the
+    bits are those of `add_norm`, `linear` and `gate` of `exact_kernels`. In close arithmetic the
+    product is not rounded, unless it is gated.
     """
     width, outer = x.shape[1], weight.shape[0] // (2 if gated else 1)
-    kind = x.dtype if gated else torch.float32
+    kind = x.dtype if gated or exact else torch.float32
     out = torch.empty((1, outer), dtype=kind, device=x.device)
     left = torch.empty_like(x)
-    _norm_linear[(triton.cdiv(outer, NARROW),)](
-        x, parts, norm, weight, bias, out, left, eps, width=width, outer=outer,
-        splits=0 if parts is None else parts.shape[0], gated=gated,
-        block=pow2(width), block_n=NARROW, num_warps=4, **early(x.device),
+    splits = 0 if parts is None else parts.shape[0]
+    sizes = {"width": width, "outer": outer, "splits": splits, "gated": gated}
+    tensors = x, parts, norm, weight, bias, out, left
+    if not exact:
+        _close[(triton.cdiv(outer, NARROW),)](
+            *tensors, eps, **sizes, block=pow2(width), block_n=NARROW, num_warps=4,
+            **early(x.device),
+        )  # fmt: skip
+        return left, out
+    part = min(exact_kernels.PART, max(pow2(width), 16))
+    _exact[(triton.cdiv(outer, TILE),)](
+        *tensors, eps, **sizes, block=pow2(width), part=part, block_n=TILE,
+        num_warps=2, **exact_kernels.launch(x),
     )  # fmt: skip
     return left, out
 
@@ -63,18 +78,32 @@ def norm_linear_reference(
     eps: float,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`norm_linear` in plain torch."""
-    total = x.float() if parts is None else x.float() + parts.sum(0)
-    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + eps) * norm.float()
-    out = F.linear(normed, weight.float(), None if bias is None else bias.float())
-    if gated:
-        first, second = out.chunk(2, -1)
-        out = (F.silu(first) * second).to(x.dtype)
-    return total.to(x.dtype), out
+    """`norm_linear` in exact arithmetic in plain torch, up to the order of its sums."""
+    delta = None if parts is None else parts.sum(0).to(x.dtype)
+    normed = exact_kernels.add_norm_reference(x, delta, norm, eps)
+    out = exact_kernels.linear_reference(normed, weight, bias)
+    left = x if delta is None else x + delta
+    return left, exact_kernels.gate_reference(out) if gated else out
 
 
 @triton.jit
-def _norm_linear(
+def _row(x, parts, at, inside, width, splits: tl.constexpr, exact: tl.constexpr):
+    """These numbers of the row, with all parts added."""
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if splits:
+        added = tl.load(parts + at, mask=inside, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, splits):
+            added += tl.load(parts + split * width + at, mask=inside, other=0.0).to(tl.float32)
+        if exact:  # rounded where a trainer's module rounds
+            added = added.to(x.dtype.element_ty).to(tl.float32)
+            value = (value + added).to(x.dtype.element_ty).to(tl.float32)
+        else:
+            value += added
+    return value
+
+
+@triton.jit
+def _close(
     x, parts, norm, weight, bias, out, left, eps,
     width: tl.constexpr, outer: tl.constexpr, splits: tl.constexpr, gated: tl.constexpr,
     block: tl.constexpr, block_n: tl.constexpr, early: tl.constexpr,
@@ -92,9 +121,7 @@ def _norm_linear(
     scale = tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
     if early:
         gdc_wait()
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if splits:
-        value += _sum(parts, width, at, inside, splits)
+    value = _row(x, parts, at, inside, width, splits, False)
     if tl.program_id(0) == 0:
         tl.store(left + at, value.to(left.dtype.element_ty), mask=inside)
     size = tl.rsqrt(tl.sum(value * value) / width + eps)
@@ -106,3 +133,64 @@ def _norm_linear(
         other = tl.sum(second.to(tl.float32) * normed, axis=1)
         total = total / (1 + tl.exp(-total)) * other
     tl.store(out + n, total.to(out.dtype.element_ty), mask=n < outer)
+
+
+@triton.jit
+def _exact(
+    x, parts, norm, weight, bias, out, left, eps,
+    width: tl.constexpr, outer: tl.constexpr, splits: tl.constexpr, gated: tl.constexpr,
+    block: tl.constexpr, part: tl.constexpr, block_n: tl.constexpr, early: tl.constexpr,
+):  # fmt: skip
+    if early:
+        gdc_launch_dependents()
+    # A part that is one dot would be folded into the sum of those before it: see exact_kernels.
+    step: tl.constexpr = part if width <= part else part // 2
+    n = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    at, k = tl.arange(0, block), tl.arange(0, step)
+    inside = at < width
+    real = (n < outer)[None, :]
+    columns = weight + n.to(tl.int64)[None, :] * width + k[:, None]
+    first = tl.load(columns, mask=real & (k < width)[:, None], other=0.0)
+    if gated:
+        columns_up = columns + outer * width
+        second = tl.load(columns_up, mask=real & (k < width)[:, None], other=0.0)
+    if early:
+        gdc_wait()
+    value = _row(x, parts, at, inside, width, splits, True)
+    if tl.program_id(0) == 0:
+        tl.store(left + at, value.to(left.dtype.element_ty), mask=inside)
+    kind = x.dtype.element_ty
+    size = _size(value.to(kind), width, eps)
+    total = tl.zeros((1, block_n), tl.float32)
+    total_up = tl.zeros((1, block_n), tl.float32)
+    for begin in tl.static_range(0, width, part):
+        summed = tl.zeros((1, block_n), tl.float32)
+        summed_up = tl.zeros((1, block_n), tl.float32)
+        for start in tl.static_range(begin, begin + part, step):
+            if start < width:
+                where = start + k
+                there = where < width
+                scale = tl.load(norm + where, mask=there, other=0.0).to(tl.float32)
+                if step == block:  # noqa: SIM108 (decided at compile time)
+                    row = value
+                else:
+                    row = _row(x, parts, where, there, width, splits, True)
+                row = (row * size * scale).to(kind)[None, :]
+                if start > 0:
+                    first = tl.load(columns + start, mask=real & there[:, None], other=0.0)
+                summed = tl.dot(row, first, summed)
+                if gated:
+                    if start > 0:
+                        second = tl.load(columns_up + start, mask=real & there[:, None], other=0.0)
+                    summed_up = tl.dot(row, second, summed_up)
+        if begin == 0:
+            total, total_up = summed, summed_up
+        else:
+            total += summed
+            total_up += summed_up
+    if bias is not None:
+        total += tl.load(bias + n, mask=n < outer, other=0.0).to(tl.float32)[None, :]
+    total = total.to(kind)
+    if gated:
+        total = _gate_value(total.to(tl.float32), total_up.to(kind).to(tl.float32), kind)
+    tl.store(out + n[None, :], total, mask=real)
