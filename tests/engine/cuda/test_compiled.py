@@ -7,15 +7,36 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def test_every_dot_takes_its_terms_in_the_same_order(tmp_path: Path) -> None:
     """Where a thread holds four neighbouring terms instead of two, the matrix units get them in
     another order: a token's attention differed from a prompt's in one of 50,000 numbers."""
+    found = compiled(tmp_path)
+    assert len(found) == 6
+    for name, widths in found.items():
+        assert set(widths) == {"2"}, (name, widths)
+
+
+def test_products_in_fp32_are_chains_that_fit_in_registers(tmp_path: Path) -> None:
+    """Matrix instructions would round to tf32; sums in fp64, which round here, have an order that
+    is the compiler's."""
+    found = compiled(tmp_path, "fp32")
+    assert len(found) == 11
+    for name, (instructions, stack) in found.items():
+        product = "fma.rn.f32" if name != "heads" else "add.rn.f32"
+        assert product in instructions, (name, instructions)
+        assert set(instructions) <= {"fma.rn.f32", "mul.rn.f32", "add.rn.f32"}, name
+        assert stack == 0, (name, stack)
+
+
+def compiled(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    """What the program says of each kernel."""
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     env.pop("TRITON_INTERPRET", None)
     run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.cuda.compiled"],
+        [sys.executable, "-m", "tests.engine.cuda.compiled", *arguments],
         cwd=Path(__file__).parents[3],
         env=env,
         capture_output=True,
@@ -24,7 +45,4 @@ def test_every_dot_takes_its_terms_in_the_same_order(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    found = dict(json.loads(line) for line in run.stdout.splitlines())
-    assert len(found) == 6
-    for name, widths in found.items():
-        assert set(widths) == {"2"}, (name, widths)
+    return dict(json.loads(line) for line in run.stdout.splitlines())

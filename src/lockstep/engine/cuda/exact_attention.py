@@ -156,14 +156,15 @@ def attend_tokens(
     sums = out.new_empty((rows, heads, splits, dim), dtype=torch.float32)
     tops = out.new_empty((rows, heads, splits, 2), dtype=torch.float32)
     options, padded = launch(keys), pow2(heads // kv_heads)
+    warps = 2 if padded <= 4 else 4
     if keys.dtype != torch.float32:
-        padded = max(padded, 16)  # matrix instructions want so many
+        padded, warps = max(padded, 16), 4  # matrix instructions want so many
     _attend_tokens[(splits, kv_heads, rows)](
         qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm, sums, tops,
         eps, capacity, keys.stride(0), scale * LOG2_E,
         kv_heads=kv_heads, group=heads // kv_heads, dim=dim, splits=splits,
         padded=padded, block=_keys(keys.dtype), size=SPLIT,
-        num_warps=4, num_stages=2, **options,
+        num_warps=warps, num_stages=2, **options,
     )  # fmt: skip
     _join_tokens[(heads, rows)](
         sums, tops, positions, out, dim=dim, splits=splits, size=SPLIT, num_warps=1, **options

@@ -116,9 +116,9 @@ def _tile(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
 def _tile_fp32(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
     """As `_tile`, for chains of multiply-adds, which need no sixteen rows.
 
-    Few warps, and small steps: operands lie in shared memory as in the model's, so that threads of
-    a warp read the same banks, and more of them only wait for each other. Compiled for Hopper, none
-    of these keeps anything outside of registers.
+    Few warps, and short steps: numbers lie in shared memory as in the model, where threads of a
+    warp read the same banks, and more warps would only wait for each other. Compiled for Hopper,
+    none of these keeps anything outside of registers.
     """
     narrow, wide = outer <= 2048, outer > 8192
     if rows <= 8:
