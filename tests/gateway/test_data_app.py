@@ -143,6 +143,22 @@ async def test_unknown_paths_are_not_found(path: str) -> None:
         assert response.status == 404
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/messages", "did you mean /v1/messages?"),
+        ("/sessions/s/responses", "did you mean /sessions/s/v1/responses?"),
+        ("/session/s/v1/responses", "did you mean /sessions/s/v1/responses?"),
+        ("/v1/embeddings", "GET /docs lists the routes"),
+    ],
+)
+async def test_a_path_that_is_not_served_is_told_the_one_that_is(path: str, meant: str) -> None:
+    async with gateway(whole({})) as (http, _), http.post(path, json={}) as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["message"].endswith(meant)
+
+
 async def test_a_session_in_the_path_and_another_in_the_header_are_refused() -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     headers = {"X-Session-ID": "other"}

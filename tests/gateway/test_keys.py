@@ -69,6 +69,18 @@ def test_an_admin_token_beyond_ascii_opens() -> None:
         require_bearer(Request(scope(b"Bearer " + ODD[:-1].encode())), ODD)
 
 
+async def test_a_wrong_key_and_no_key_are_told_apart() -> None:
+    auth = RequestAuth(nothing, keys=FixedKeys(["right"]))
+    with pytest.raises(Unauthorized, match="not one of this server's"):
+        await auth.check(scope(b"Bearer wrong"))
+    with pytest.raises(Unauthorized, match="needs an API key"):
+        await auth.check({**scope(b""), "headers": []})
+    with pytest.raises(Unauthorized, match="not the one of this server"):
+        require_bearer(Request(scope(b"Bearer wrong")), "right")
+    with pytest.raises(Unauthorized, match="needs the header"):
+        require_bearer(Request(scope(b"")), "right")
+
+
 def test_a_key_is_taken_byte_for_byte() -> None:
     assert presented_key({b"authorization": b"bearer \xff\xfe"}) == b"\xff\xfe"
     assert presented_key({b"authorization": b"Basic abc"}) == b""

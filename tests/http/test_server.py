@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 from time import monotonic
 
+import pytest
+
+from lockstep.http.server.server import listen
+from lockstep.tokens.errors import BadRequest
 from tests.http.peer import HOST, Handlers, Peer, running
 
 
@@ -75,3 +79,9 @@ async def test_the_end_waits_for_clients_that_still_read() -> None:
         reading = asyncio.create_task(peer.reader.readexactly(len(body)))
     assert await asyncio.wait_for(reading, 5) == body
     peer.writer.close()
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999])
+def test_a_port_that_there_is_not_is_an_error_that_names_it(port: int) -> None:
+    with pytest.raises(BadRequest, match=f"port is {port}: expected 0"):
+        listen("127.0.0.1", port)

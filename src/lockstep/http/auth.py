@@ -86,7 +86,9 @@ class RequestAuth:
             scope.setdefault("state", {})[CALLER] = caller
         elif self._keys.required and scope["path"] not in OPEN_PATHS:
             raise Unauthorized(
-                "this server needs an API key: send 'Authorization: Bearer <key>'",
+                "the API key that was sent is not one of this server's"
+                if presented
+                else "this server needs an API key: send 'Authorization: Bearer <key>'",
                 param="authorization",
             )
         self.admit(scope, caller, presented)

@@ -6,12 +6,15 @@ import asyncio
 import hmac
 import logging
 import math
+import re
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,6 +24,7 @@ from lockstep import tracing
 from lockstep.http import sse
 from lockstep.http.body import ClientGone
 from lockstep.http.presence import GONE
+from lockstep.http.route_templates import UNKNOWN, RouteTemplates
 from lockstep.protocol.common.error_body import error_body, error_fields
 from lockstep.protocol.common.request_id import is_request_id
 from lockstep.protocol.json.limits import too_deep
@@ -46,7 +50,9 @@ def require_bearer(request: Request, token: str) -> None:
     sent = presented.encode("latin-1")
     if scheme.lower() != "bearer" or not hmac.compare_digest(sent, token.encode()):
         raise Unauthorized(
-            "this route needs the header 'Authorization: Bearer <admin token>'",
+            "the admin token that was sent is not the one of this server"
+            if presented
+            else "this route needs the header 'Authorization: Bearer <admin token>'",
             param="authorization",
         )
 
@@ -173,10 +179,31 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         raise error
     where = f"{request.method} {request.url.path}"
     reason = {404: "no_such_route", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    body = error_body(error.status_code, f"{error.detail}: {where}", reason)
+    hint = _hint(request) if error.status_code == 404 else ""
+    body = error_body(error.status_code, f"{error.detail}: {where}{hint}", reason)
     response = json_response(body, error.status_code)
     response.headers.update(error.headers or {})
     return response
+
+
+@lru_cache(maxsize=16)
+def _templates(app: Starlette) -> RouteTemplates:
+    return RouteTemplates(app.routes)
+
+
+def _hint(request: Request) -> str:
+    """The way out for a path that no route has: mostly it is `/v1` too often, or not at all."""
+    path, known = request.url.path, _templates(request.app)
+    guesses = (
+        path.replace("/v1/v1/", "/v1/", 1),
+        f"/v1{path}",
+        path.replace("/session/", "/sessions/", 1),
+        re.sub("^(/sessions/[^/]+)/", r"\1/v1/", path),
+    )
+    for guess in guesses:
+        if guess != path and known.of(guess) != UNKNOWN:
+            return f"; did you mean {guess}?"
+    return "; GET /docs lists the routes" if known.of("/docs") != UNKNOWN else ""
 
 
 async def on_gone(_: Request, __: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -346,7 +347,8 @@ async def test_a_prompt_that_does_not_fit_is_told_in_words_that_clients_know(
 ) -> None:
     response = await server.post(MESSAGES, {**BODY, "messages": [user("word " * 50_000)]})
     assert response.status_code == 400
-    assert "prompt is too long" in response.json()["error"]["message"]
+    message = response.json()["error"]["message"]
+    assert re.fullmatch(r"prompt is too long: \d+ tokens > \d+ maximum", message), message
 
 
 async def test_tokens_are_counted_as_they_are_rendered(server: DialectServer) -> None:

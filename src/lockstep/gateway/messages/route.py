@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -41,6 +42,9 @@ ROUTE_DOCS = (
     RouteDoc("GET", "/api/hello", None, None, "What Claude Code tries first: always 200."),
 )  # fmt: skip
 SWITCH = "enable_thinking"
+CONTEXT = re.compile(
+    r"maximum context length is (?P<limit>\d+) tokens.*your prompt has (?P<length>\d+) tokens"
+)
 """The template variable by which models that can leave out thinking are told to."""
 
 
@@ -126,12 +130,19 @@ def _is_prefill(message: dict[str, object]) -> bool:
     return message["role"] == "assistant" and message.keys() == {"role", "content"}
 
 
+def _too_long(message: str) -> str:
+    """In Anthropic's words, with both numbers where the error has them: agents read them."""
+    if (counts := CONTEXT.search(message)) is None:
+        return f"prompt is too long: {message}"
+    return f"prompt is too long: {counts['length']} tokens > {counts['limit']} maximum"
+
+
 async def _in_shape(http: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
     try:
         return await handle(http)
     except LockstepError as error:
         if isinstance(error, PromptTooLong) and "prompt is too long" not in error.message:
-            error = error.with_message(f"prompt is too long: {error.message}")
+            error = error.with_message(_too_long(error.message))
         response = json_response(error_of(error, request_id_of(http)), error.status)
         if error.retry_after is not None:
             response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))

@@ -41,6 +41,7 @@ from lockstep.http.tls import TlsFiles, listener_certificates
 from lockstep.tokens.errors import BadRequest
 
 log = logging.getLogger(__name__)
+MAX_PORT = 65535
 POLL_SECONDS = 0.01
 CUT_SECONDS = 1.0
 """How long handlers may take to notice that their clients were cut off, before being cancelled."""
@@ -86,6 +87,8 @@ def admin_token(chosen: str | None) -> Iterator[tuple[str, str | None]]:
 def listen(host: str, port: int, *, share: bool = False) -> socket.socket:
     """A bound socket; with `share`, other processes of the same user may bind the same port, and
     each takes some of the connections. Raises BadRequest when the address cannot be had."""
+    if not 0 <= port <= MAX_PORT:
+        raise BadRequest(f"port is {port}: expected 0 (any) to {MAX_PORT}", param="port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
