@@ -2,12 +2,14 @@
 
     python -m benchmarks.gpu [--batches 1 32 256] [--source src]
         [--served | --prefill | --exact | --exact-layers] [--arithmetic close|exact]
+        [--dtype bfloat16|float32]
 
 Needs torch, transformers and this source tree, nothing else installed; with `--served`, which
 measures the whole stack as processes instead, what the package depends on. The model is a random
-bf16 Qwen3 of 0.6 B parameters; prompts have 512 tokens and 128 are drawn at temperature 1. Figures
-are tokens per second while every request of the batch decodes. The limit is what the device's own
-copy bandwidth allows: all weights, and the keys and values of all sequences, read once per token.
+Qwen3 of 0.6 B parameters, in bf16 unless told otherwise (served, always); prompts have 512 tokens
+and 128 are drawn at temperature 1. Figures are tokens per second while every request of the batch
+decodes. The limit is what the device's own copy bandwidth allows: all weights, and the keys and
+values of all sequences, read once per token.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def rate(times: list[list[float]]) -> float:
 
 
 def lockstep(
-    directory: Path, prompts: Prompts, rounds: int, arithmetic: Any
+    directory: Path, prompts: Prompts, rounds: int, arithmetic: Any, dtype: Any
 ) -> tuple[float, list[Any]]:
     """Tokens per second of the engine, through its async API, and its last completions."""
     from lockstep.engine import Engine, EngineOptions, EngineRequest
@@ -58,7 +60,7 @@ def lockstep(
         directory,
         EngineOptions(
             device="cuda",
-            dtype="bfloat16",
+            dtype=dtype,
             arithmetic=arithmetic,
             max_seqs=len(prompts),
             max_model_len=PROMPT + TOKENS + 32,
@@ -101,7 +103,7 @@ def lockstep(
 
 
 def prefill(
-    model: Any, directory: Path, arithmetic: Any, length: int = 256, count: int = 32
+    model: Any, directory: Path, arithmetic: Any, dtype: Any, length: int = 256, count: int = 32
 ) -> None:
     """Prints tokens per second of prompts alone, in one step, beside transformers' forward."""
     from lockstep.engine import EngineOptions
@@ -112,7 +114,7 @@ def prefill(
         directory,
         EngineOptions(
             device="cuda",
-            dtype="bfloat16",
+            dtype=dtype,
             arithmetic=arithmetic,
             max_seqs=count,
             max_model_len=2 * length,
@@ -232,6 +234,8 @@ def main() -> None:
         "--exact-layers", action="store_true", help="the same under adapters and with experts"
     )
     parser.add_argument("--arithmetic", choices=("close", "exact"), default="close")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--requests", type=int, default=256, help="of --exact, at most")
     parser.add_argument("--ours-only", action="store_true", help="leave transformers out")
     parser.add_argument("--source", type=Path, default=Path(__file__).parents[1] / "src")
     options = parser.parse_args()
@@ -248,7 +252,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     with torch.device("cuda"):
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, initializer_range=0.02))
-    model = model.to(torch.bfloat16).eval()
+    model = model.to(getattr(torch, options.dtype)).eval()
     if options.served:
         from benchmarks import gpu_served
 
@@ -257,20 +261,23 @@ def main() -> None:
     if options.exact or options.exact_layers:
         from benchmarks import gpu_exact
 
-        prove = gpu_exact.dense if options.exact else gpu_exact.adapters
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
-            prove(model, Path(directory))
+            if options.exact:
+                gpu_exact.dense(model, Path(directory), options.dtype, options.requests)
+            else:
+                gpu_exact.adapters(model, Path(directory), options.dtype)
         if options.exact_layers:
-            gpu_exact.experts()
+            gpu_exact.experts(options.dtype)
         return
     if options.prefill:
         with tempfile.TemporaryDirectory() as directory:
             model.save_pretrained(directory)
-            prefill(model, Path(directory), options.arithmetic)
+            prefill(model, Path(directory), options.arithmetic, options.dtype)
         return
     weights = sum(each.numel() * each.element_size() for each in model.parameters())
-    per_token = 2 * 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * 128
+    each = SIZES["num_key_value_heads"] * 128 * model.dtype.itemsize
+    per_token = 2 * SIZES["num_hidden_layers"] * each
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {speed / 1e12:.2f} TB/s"
     )
@@ -283,7 +290,7 @@ def main() -> None:
         for batch in options.batches:
             prompts = [[rng.randrange(151_000) for _ in range(PROMPT)] for _ in range(batch)]
             ours, completions = lockstep(
-                Path(directory), prompts, options.rounds, options.arithmetic
+                Path(directory), prompts, options.rounds, options.arithmetic, options.dtype
             )
             torch.cuda.empty_cache()
             gaps = mismatch(model, completions)

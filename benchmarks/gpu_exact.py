@@ -62,7 +62,13 @@ class Proof:
     """
 
     def __init__(
-        self, kind: str, directory: Path, requests: int, tokens: int, adapter: Path | None = None
+        self,
+        kind: str,
+        directory: Path,
+        dtype: Any,
+        requests: int,
+        tokens: int,
+        adapter: Path | None = None,
     ) -> None:
         from lockstep.engine import Engine, EngineOptions
 
@@ -72,8 +78,8 @@ class Proof:
             [rng.randrange(151_000) for _ in range(rng.randrange(16, 400))] for _ in range(requests)
         ]
         self.options = EngineOptions(
-            device="cuda", dtype="bfloat16", arithmetic="exact", max_seqs=requests,
-            max_model_len=832, max_batch_tokens=32 * requests, kv_bytes=40 << 30,
+            device="cuda", dtype=dtype, arithmetic="exact", max_seqs=requests,
+            max_model_len=832, max_batch_tokens=32 * requests, kv_bytes=56 << 30,
             prefix_cache_bytes=4 << 30,
         )  # fmt: skip
         begun = time.perf_counter()
@@ -212,20 +218,23 @@ class Proof:
         claim.show()
 
 
-def dense(model: Any, directory: Path) -> None:
+def dense(model: Any, directory: Path, dtype: Any, requests: int) -> None:
     """Prints a line for every way in which the same tokens were computed."""
-    proof = Proof("dense", directory, 256, 400)
+    proof = Proof("dense", directory, dtype, requests, 400)
 
     async def compare() -> list[Any]:
-        first = await proof.batches(((256, 256), (32, 256), (7, 70), (1, 12)))
-        await proof.as_prompts(first, CUTS)
+        sizes = ((256, 256), (32, 256), (7, 70), (1, 12))
+        first = await proof.batches(
+            tuple((min(size, requests), min(count, requests)) for size, count in sizes)
+        )
+        await proof.as_prompts(first, tuple(min(cut, 32 * requests) for cut in CUTS))
         await proof.after_hits(first)
         return first
 
     proof.by_trainer(model, _run(proof, compare))
 
 
-def adapters(model: Any, directory: Path) -> None:
+def adapters(model: Any, directory: Path, dtype: Any) -> None:
     """The same model under an adapter of all its layers and its head."""
     from peft import LoraConfig, get_peft_model
 
@@ -241,7 +250,7 @@ def adapters(model: Any, directory: Path) -> None:
                 parameter.mul_(0.2)
     with tempfile.TemporaryDirectory() as place:
         tuned.save_pretrained(place, save_embedding_layers=False)
-        proof = Proof("under an adapter", directory, 32, 100, Path(place))
+        proof = Proof("under an adapter", directory, dtype, 32, 100, Path(place))
 
         async def compare() -> list[Any]:
             await proof.engine.load_adapter("tuned", Path(place))
@@ -252,17 +261,17 @@ def adapters(model: Any, directory: Path) -> None:
         proof.by_trainer(tuned, _run(proof, compare))
 
 
-def experts() -> None:
+def experts(dtype: Any) -> None:
     """A random mixture of experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**EXPERTS, architectures=["Qwen3MoeForCausalLM"])
     with torch.device("cuda"):
-        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
+        model = Qwen3MoeForCausalLM(config).to(getattr(torch, dtype)).eval()
     with tempfile.TemporaryDirectory() as place:
         model.save_pretrained(place)
-        proof = Proof("experts", Path(place), 32, 100)
+        proof = Proof("experts", Path(place), dtype, 32, 100)
 
         async def compare() -> list[Any]:
             first = await proof.batches(((32, 32), (7, 28), (1, 6)))
