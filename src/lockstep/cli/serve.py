@@ -122,6 +122,9 @@ def gateway(
             "of the gateways that share it",
             param="worker",
         )
+    for url in [part for one in worker or () for part in one.split(",")] + [dynamo or "http://"]:
+        if not url.startswith(("http://", "https://")):
+            raise BadRequest(f"{url!r} is no URL: expected http://HOST:PORT", param="worker")
     source: WorkerSource
     if workers_join:
         if arguments.tokenizer is None:

@@ -342,10 +342,11 @@ async def test_the_token_limit_ends_a_turn_as_max_tokens(server: DialectServer) 
     assert (await server.ok(MESSAGES, body))["stop_reason"] == "max_tokens"
 
 
+@pytest.mark.parametrize("words", [50_000, 400_000])
 async def test_a_prompt_that_does_not_fit_is_told_in_words_that_clients_know(
-    server: DialectServer,
+    server: DialectServer, words: int
 ) -> None:
-    response = await server.post(MESSAGES, {**BODY, "messages": [user("word " * 50_000)]})
+    response = await server.post(MESSAGES, {**BODY, "messages": [user("word " * words)]})
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert re.fullmatch(r"prompt is too long: \d+ tokens > \d+ maximum", message), message

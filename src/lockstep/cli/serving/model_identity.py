@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ BLOCKS = 16
 BLOCK_BYTES = 4 << 10
 """Blocks of each file of weights that are read: enough to tell a fine-tuned model from its base,
 and seconds for the largest there are."""
+log = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 REQUEST_SECONDS = 5.0
 
@@ -63,6 +65,7 @@ async def served_model(urls: Sequence[str], seconds: float, options: Mapping[str
     from lockstep.backends.registry import open_transport
 
     deadline = asyncio.get_running_loop().time() + seconds
+    said = False
     while True:
         for url in urls:
             try:
@@ -79,6 +82,9 @@ async def served_model(urls: Sequence[str], seconds: float, options: Mapping[str
             reason = f"{url} serves no model yet"
         if asyncio.get_running_loop().time() >= deadline:
             raise Unavailable(f"0 of {len(urls)} workers serve after {seconds:g} s: {reason}")
+        if not said:
+            log.warning("waiting up to %g s for a worker: %s", seconds, reason)
+        said = True
         await asyncio.sleep(POLL_SECONDS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -18,6 +19,10 @@ log = logging.getLogger(__name__)
 WorkerRows = list[dict[str, object]]
 ShowStatus = Callable[[str], None]
 READY_SECONDS = 30.0
+LATE_SECONDS = 0.5
+"""Between two looks for a worker that does not respond yet."""
+JOINED_SECONDS = 1.0
+"""What workers that have just joined get to be proved, when the time is up."""
 
 
 class WorkerSource(Protocol):
@@ -113,29 +118,72 @@ class RunningWorkers:
         URL,ADMIN_URL names a worker's admin port too, for which `token` is used: only then can
         its weights be updated from here.
         """
+        pool = fleet.pool
+        loop = asyncio.get_running_loop()
+        show(f"Connecting to {', '.join(self.urls)}")
+        deadline = loop.time() + self.wait_seconds
+        async with pool, fleet:
+            late: dict[str, str] = {}
+            joining = [
+                loop.create_task(self._take_in(fleet, url, token, late), name=url)
+                for url in self.urls
+            ]
+            try:
+                joined, waiting = await asyncio.wait(
+                    joining, timeout=self.wait_seconds, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for task in joined:
+                    task.result()
+                reasons = [late.get(name := task.get_name(), f"{name} is late") for task in waiting]
+                try:
+                    left = max(deadline - loop.time(), JOINED_SECONDS)
+                    await pool.wait_ready(len(joined), left)
+                except Unavailable as error:
+                    reasons.append(error.message)
+                if not any(worker.state == "serving" for worker in pool.workers):
+                    raise Unavailable(
+                        f"0 of {len(self.urls)} workers serve after {self.wait_seconds:g} s: "
+                        f"{'; '.join(reasons)}"
+                    )
+                if reasons:
+                    log.warning("serving without some of the workers: %s", "; ".join(reasons))
+                for task in waiting:
+                    task.add_done_callback(_report)
+                yield [
+                    {"id": one.id, "url": one.url, "system_url": None, "pid": None}
+                    for one in pool.workers
+                ]
+            finally:
+                for task in joining:
+                    task.cancel()
+                await asyncio.gather(*joining, return_exceptions=True)
+
+    async def _take_in(self, fleet: Fleet, url: str, token: str, late: dict[str, str]) -> None:
+        """Adds a worker to the fleet once its admin port tells what it is; until then, `late` says
+        why not."""
         from lockstep.backends.registry import open_admin
 
-        pool = fleet.pool
-        show(f"Connecting to {', '.join(self.urls)}")
-        async with pool, fleet:
-            for url in self.urls:
-                data_url, _, admin_url = url.partition(",")
-                if admin_url:
-                    await fleet.add(
-                        data_url, await open_admin(admin_url, token), **self.worker_options
-                    )
-                else:
-                    await pool.add(data_url, **self.worker_options)
+        data_url, _, admin_url = url.partition(",")
+        if not admin_url:
+            await fleet.pool.add(data_url, **self.worker_options)
+            return
+        while True:
             try:
-                await pool.wait_ready(len(self.urls), self.wait_seconds)
+                admin = await open_admin(admin_url, token)
+                break
             except Unavailable as error:
-                if not any(worker.state == "serving" for worker in pool.workers):
-                    raise
-                log.warning("serving without some of the workers: %s", error.message)
-            yield [
-                {"id": one.id, "url": one.url, "system_url": None, "pid": None}
-                for one in pool.workers
-            ]
+                if url not in late:
+                    log.warning("worker %s joins once it responds: %s", data_url, error.message)
+                late[url] = error.message
+                await asyncio.sleep(LATE_SECONDS)
+        late.pop(url, None)
+        await fleet.add(data_url, admin, **self.worker_options)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    """Says why a late worker could not be taken in: nobody waits for it any more."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("worker %s is not taken in: %s", task.get_name(), error)
 
 
 @dataclass(frozen=True, slots=True)
