@@ -121,8 +121,8 @@ def _tile_fp32(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, i
     none of these keeps anything outside of registers.
     """
     narrow, wide = outer <= 2048, outer > 8192
-    if rows <= 8:
-        return pow2(rows), 16 if narrow else 32, 16, 1, 8
+    if rows <= 8:  # nearly all programs run at once, so each has many weights on their way
+        return (pow2(rows), 16, 32, 1, 14) if narrow else (pow2(rows), 32, 16, 1, 8 if wide else 14)
     if rows <= 32:
         return pow2(rows), 16 if narrow else 32, 16, 1 if wide else 2, 6
     if rows <= 64 or (rows <= 256 and narrow):
