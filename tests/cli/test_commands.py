@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 
 def lockstep(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("LOCKSTEP_")}
@@ -19,8 +21,9 @@ def lockstep(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_version_prints_the_version() -> None:
-    process = lockstep("version")
+@pytest.mark.parametrize("way", ["version", "--version"])
+def test_version_prints_the_version(way: str) -> None:
+    process = lockstep(way)
     assert process.returncode == 0
     assert process.stdout.startswith("lockstep ")
 

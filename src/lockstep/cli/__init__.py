@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -25,7 +26,7 @@ from lockstep.cli.worker import worker
 from lockstep.http.tls import TlsFiles, use_for_clients
 from lockstep.settings import Settings
 from lockstep.tokens import LockstepError
-from lockstep.tokens.exit_codes import WRONG, exit_code
+from lockstep.tokens.exit_codes import DISK, FULL, TRY_AGAIN, WRONG, exit_code
 
 app = typer.Typer(
     name="lockstep",
@@ -50,6 +51,22 @@ app.add_typer(export.app, name="export")
 control.register(app)
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """The options of the command itself; its help is that of `app`."""
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -70,6 +87,15 @@ def main() -> None:
         for note in getattr(error, "__notes__", ()):
             console.print(f"[dim]{escape(note)}[/]")
         raise SystemExit(exit_code(error)) from None
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        console = Console(stderr=True)
+        console.print(f"[bold red]error[/] (disk): {error.strerror}{escape(where)}", soft_wrap=True)
+        for note in getattr(error, "__notes__", ()):
+            console.print(f"[dim]{escape(note)}[/]", soft_wrap=True)
+        raise SystemExit(TRY_AGAIN if error.errno in FULL else WRONG) from None
     except ModuleNotFoundError as error:
         command = " ".join(["lockstep", *sys.argv[1:2]])
         if (message := missing_extra(error, command)) is None:

@@ -4,12 +4,14 @@
 1   it ran, and the result is no: an operation of the fleet failed, a row of a check, a demo
 2   the command or what it was given is wrong: started again, it would end the same way
 75  it cannot run now, or lost what it needs (an engine, a lease, a server): start it again
+130 a run of training was stopped by SIGINT before its end
 
 75 is EX_TEMPFAIL of sysexits.h. Python itself ends with 1 on a bug, the system with 128 + signal.
 """
 
 from __future__ import annotations
 
+import errno
 from http import HTTPStatus
 from typing import Final
 
@@ -19,6 +21,11 @@ OK: Final = 0
 FAILED: Final = 1
 WRONG: Final = 2
 TRY_AGAIN: Final = 75
+INTERRUPTED: Final = 130
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a disk that pass once somebody makes room."""
+DISK: Final = FULL | {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR}
+"""Errors of the system that say something about a path, and are no bug."""
 
 
 def exit_code(error: LockstepError) -> int:

@@ -12,7 +12,7 @@ from lockstep.client.policy import Policy
 from lockstep.tokens.errors import LockstepError, Unavailable
 from lockstep.train.config import TrainConfig
 from lockstep.train.envs.agent_session import AgentSessions
-from lockstep.train.envs.environment import Environment, Player, Split, Task
+from lockstep.train.envs.environment import Environment, Player, Split, Task, check_reward
 from lockstep.train.failure import from_env, one_error, tasks_ended
 from lockstep.train.group_requests import GroupRequests, SiblingWaits
 from lockstep.train.learning.batch import Rollout, RolloutGroup
@@ -138,7 +138,7 @@ class RolloutRunner:
             # one that a first try would have been.
             policy = self._policy.over(requests.member(), requests.openings)
             player = Player(policy, sessions=self._sessions, train_aborted=keeps, **options)
-            reward = await self._environment.play(task, player)
+            reward = check_reward(await self._environment.play(task, player))
             samples = tuple(player.samples(train_aborted=keeps))
             if version is not None and any(sample.aborts for sample in samples) and attempt < 3:
                 raise Unavailable("a turn was cut off by an abort")

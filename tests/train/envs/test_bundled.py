@@ -6,13 +6,14 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.render.authors import authors
-from lockstep.tokens.errors import BadRequest
+from lockstep.tokens.errors import BadRequest, RolloutFailed
 from lockstep.train.envs.bundled import BUNDLED, run_calc
 from lockstep.train.envs.environment import (
     Environment,
@@ -20,6 +21,7 @@ from lockstep.train.envs.environment import (
     Reward,
     Split,
     Task,
+    check_reward,
     load_environment,
 )
 
@@ -147,6 +149,31 @@ def test_what_cannot_be_loaded_is_named(
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(BadRequest, match=message):
         load_environment(name, options)
+
+
+class Broken:
+    def __init__(self) -> None:
+        raise KeyError("no such dataset")
+
+
+def test_what_an_environment_raises_before_its_first_task_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RolloutFailed, match=r"KeyError: 'no such dataset' .*when it was made"):
+        load_environment("tests.train.envs.test_bundled:Broken")
+    (tmp_path / "half_written_task.py").write_text("def tasks(:\n")
+    (tmp_path / "slipped_task.py").write_text("import os\nos.nothing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RolloutFailed, match=r"SyntaxError: .*half_written_task.py, line 1"):
+        load_environment("half_written_task:Mine")
+    with pytest.raises(RolloutFailed, match=r"has no attribute 'nothing' .*when it was imported"):
+        load_environment("slipped_task:Mine")
+
+
+@pytest.mark.parametrize("reward", [1.0, None, True, Reward(float("nan"), False)])
+def test_a_reward_that_nothing_can_be_learnt_from_is_named(reward: object) -> None:
+    with pytest.raises(RolloutFailed, match=r"play returned .*: expected"):
+        check_reward(reward)
 
 
 def test_every_token_has_an_author() -> None:

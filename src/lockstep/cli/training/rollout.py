@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep.cli.output import print_json
-from lockstep.running_gateways import find_control_plane
-from lockstep.settings import Settings
+from lockstep.cli.training.run_config import read_run
 
 if TYPE_CHECKING:
     from lockstep.train.collect import Collected
@@ -39,12 +38,8 @@ def rollout(
     start or go on now.
     """
     from lockstep.train.collect import collect
-    from lockstep.train.config import TrainConfig
 
-    run = TrainConfig.read(config)
-    if run.serve.admin_token is None and run.serve.admin_token_file is None:
-        _, token = find_control_plane(run.serve.admin_url, None, Settings.read())
-        run = replace(run, serve=replace(run.serve, admin_token=token))
+    run = read_run(config)
     console = Console(highlight=False)
 
     def on_step(step: int, total: Collected) -> None:

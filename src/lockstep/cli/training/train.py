@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,9 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from lockstep.cli.output import print_json
+from lockstep.cli.training.run_config import read_run
 from lockstep.progress import Progress
-from lockstep.running_gateways import find_control_plane
-from lockstep.settings import Settings
+from lockstep.tokens.exit_codes import INTERRUPTED
 
 if TYPE_CHECKING:
     from lockstep.train import RunResult, StepMetrics
@@ -56,15 +57,12 @@ def train(
     in close mode and says why.
 
     Exit codes: 0 the run ended, 1 an environment raised, 2 the command is wrong or --exact was not
-    possible, 75 it cannot start or go on now.
+    possible, 75 it cannot start or go on now, 130 it was stopped by Ctrl-C.
     """
-    from lockstep.train import TrainConfig, Trainer
+    from lockstep.train import Trainer
     from lockstep.train.records.sinks import check_sinks
 
-    run = TrainConfig.read(config)
-    if run.serve.admin_token is None and run.serve.admin_token_file is None:
-        _, token = find_control_plane(run.serve.admin_url, None, Settings.read())
-        run = replace(run, serve=replace(run.serve, admin_token=token))
+    run = read_run(config)
     if exact:
         run = replace(run, learner=replace(run.learner, exact=True))
     if env is not None:
@@ -81,8 +79,19 @@ def train(
             progress.reach(metrics.step)
             if as_json:
                 print_json(metrics.to_json())
+            elif not sys.stderr.isatty():  # a log has no line that changes: one for each step
+                sys.stdout.write(f"step {metrics.step}/{run.loop.steps}  {_figures(metrics)}\n")
+                sys.stdout.flush()
 
-        result = asyncio.run(trainer.run(on_step))
+        again = f"`lockstep train {config} --resume` goes on from the last checkpoint"
+        try:
+            result = asyncio.run(trainer.run(on_step))
+        except KeyboardInterrupt:
+            sys.stderr.write(f"Stopped; {again} in {run.run_dir}, if there is one yet.\n")
+            raise SystemExit(INTERRUPTED) from None
+        except OSError as error:
+            error.add_note(f"the run directory is {run.run_dir}; once that is mended, {again}")
+            raise
     _end(result, as_json)
 
 

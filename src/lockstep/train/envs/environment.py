@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,8 +13,9 @@ from lockstep.client.chat import TURN_STRIDE, Chat
 from lockstep.client.policy import Policy
 from lockstep.ledger.breaks import TRAINER_BREAKS
 from lockstep.tokens import Sample
-from lockstep.tokens.errors import BadRequest, LockstepError
+from lockstep.tokens.errors import BadRequest, LockstepError, RolloutFailed
 from lockstep.train.envs.agent_session import AgentSession, AgentSessions
+from lockstep.train.failure import from_env
 
 Split = Literal["train", "eval"]
 CHAT_STRIDE = TURN_STRIDE << 20
@@ -157,12 +159,13 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
 
         return Harness(**keywords)
     made = BUNDLED.get(name) or _imported(name, sorted(BUNDLED))
-    try:
-        environment = made(**keywords)
-    except TypeError as error:
-        raise BadRequest(
-            f"env {name!r} does not take {keywords}: {error}", param="env.options"
-        ) from None
+    with from_env(name, "when it was made"):
+        try:
+            environment = made(**keywords)
+        except TypeError as error:
+            raise BadRequest(
+                f"env {name!r} does not take {keywords}: {error}", param="env.options"
+            ) from None
     if not isinstance(environment, Environment):
         raise BadRequest(
             f"env {name!r} made a {type(environment).__name__} without tasks and play",
@@ -194,9 +197,27 @@ def _imported(name: str, bundled: Sequence[str]) -> Any:
             "an import path like package.module:Class",
             param="env.name",
         )
+    with from_env(name, "when it was imported"):
+        try:
+            imported = importlib.import_module(module)
+        except ImportError as error:
+            raise BadRequest(f"env {name!r}: {error}", param="env.name") from None
     try:
-        return getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise BadRequest(f"env {name!r}: {error}", param="env.name") from None
+        return getattr(imported, attribute)
     except AttributeError:
         raise BadRequest(f"env {name!r}: {module} has no {attribute!r}", param="env.name") from None
+
+
+def check_reward(reward: object) -> Reward:
+    """What `play` returned, if one can learn from it. Raises RolloutFailed."""
+    if not isinstance(reward, Reward):
+        raise RolloutFailed(
+            f"play returned {str(reward)[:80]!r}, a {type(reward).__name__}: expected "
+            "lockstep.train.Reward(value, solved)",
+            param="env.name",
+        )
+    if not math.isfinite(reward.value):
+        raise RolloutFailed(
+            f"play returned a reward of {reward.value}: expected a finite number", param="env.name"
+        )
+    return reward

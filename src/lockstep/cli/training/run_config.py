@@ -1,0 +1,33 @@
+"""What commands that play a training run's tasks need before they begin."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.running_gateways import find_control_plane
+from lockstep.settings import Settings
+
+if TYPE_CHECKING:
+    from lockstep.train.config import TrainConfig
+
+
+def read_run(config: Path) -> TrainConfig:
+    """The run that a file describes, with the admin token of the gateway that runs here.
+
+    From now on its environment and reward may be modules in the working directory. Raises
+    BadRequest for a file that is wrong.
+    """
+    from lockstep.train.config import TrainConfig
+
+    run = TrainConfig.read(config)
+    if (here := os.getcwd()) not in sys.path:
+        # Last, so that no file there stands in for a package: a command's path is not Python's.
+        sys.path.append(here)
+    if run.serve.admin_token is None and run.serve.admin_token_file is None:
+        _, token = find_control_plane(run.serve.admin_url, None, Settings.read())
+        run = replace(run, serve=replace(run.serve, admin_token=token))
+    return run

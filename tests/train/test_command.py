@@ -1,0 +1,100 @@
+"""`lockstep train` as a person runs it: their own task, a log, Ctrl-C, a disk that is full."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.processes import TOKEN
+from tests.train.conftest import Stack
+
+TASK = """
+from lockstep.train import Reward, Task
+
+class Digits:
+    def tasks(self, split, seed):
+        while True:
+            for digit in "05" if split == "eval" else "12346789":
+                yield Task(({"role": "user", "content": "Reverse: " + digit},), facts={"is": digit})
+
+    async def play(self, task, player):
+        turn = await player.chat(task).send(task.messages[0]["content"])
+        solved = turn.text.strip() == task.facts["is"]
+        return Reward(float(solved), solved)
+"""
+RUN = """
+run_dir = "{run_dir}"
+[serve]
+url = "{url}"
+admin_url = "{admin_url}"
+admin_token = "{token}"
+[env]
+name = "{env}"
+[rollout]
+groups = 4
+group_size = 4
+max_tokens = 8
+[loop]
+steps = {steps}
+[eval]
+prompts = 2
+"""
+
+
+def command(
+    stack: Stack, where: Path, *arguments: str, env: str = "digits:Digits", steps: int = 2,
+    run_dir: str = "run",
+) -> subprocess.Popen[str]:  # fmt: skip
+    """The installed command, whose sys.path begins at its own folder, not at the user's."""
+    (where / "digits.py").write_text(TASK)
+    served = {"url": stack.process.url, "admin_url": stack.process.admin_url, "token": TOKEN}
+    (where / "run.toml").write_text(RUN.format(run_dir=run_dir, env=env, steps=steps, **served))
+    lockstep = Path(sys.executable).with_name("lockstep")
+    return subprocess.Popen(
+        [lockstep, "train", "run.toml", *arguments], cwd=where, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_a_task_beside_the_config_is_trained_on_and_every_step_is_a_line_of_the_log(
+    stack: Stack, tmp_path: Path
+) -> None:
+    out, errors = command(stack, tmp_path).communicate(timeout=120)
+    assert "step 1/2  reward" in out, errors
+    assert "step 2/2  reward" in out, errors
+
+
+def test_after_ctrl_c_the_way_on_is_told_and_taken(stack: Stack, tmp_path: Path) -> None:
+    process = command(stack, tmp_path, steps=400)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.startswith("Stopped; `lockstep train run.toml --resume` goes on"), errors
+    steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    resumed = command(stack, tmp_path, "--resume", steps=steps + 1)
+    out, errors = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, errors
+    assert f"step {steps + 1}/{steps + 1}  reward" in out
+
+
+def test_a_run_directory_that_cannot_be_made_is_one_line(stack: Stack, tmp_path: Path) -> None:
+    process = command(stack, tmp_path, run_dir="/dev/null/run")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert errors.startswith("error (disk): Not a directory: /dev/null/run"), errors
+
+
+def test_a_full_disk_is_one_line_and_may_be_tried_again(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "samples.jsonl").symlink_to("/dev/full")
+    process = command(stack, tmp_path)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 75
+    assert errors.startswith("error (disk): No space left on device"), errors
+    assert "--resume` goes on" in errors
