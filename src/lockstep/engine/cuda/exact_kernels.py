@@ -278,7 +278,8 @@ def _normed(low, high, norm, eps, kind: tl.constexpr, dim: tl.constexpr):
         ones = tl.full((half, 16), 1.0, tl.float32)
         squares = tl.dot(low * low, ones, input_precision="ieee")
         squares = tl.dot(high * high, ones, squares, input_precision="ieee")
-        squares = tl.max(squares, axis=1)  # all columns are the same
+        one = (tl.arange(0, 16) == 0)[None, :]  # all columns are the same
+        squares = tl.sum(tl.where(one, squares, 0.0), axis=1)
         size = tl.rsqrt(squares / dim + eps)[:, None]
     else:
         wide_low, wide_high = low.to(tl.float64), high.to(tl.float64)
