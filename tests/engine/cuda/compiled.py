@@ -1,10 +1,11 @@
 """Compiles exact kernels for Hopper, without a GPU, and prints how their dots are computed.
 
-    python -m tests.engine.cuda.compiled [fp32]
+    python -m tests.engine.cuda.compiled [fp32 | norms]
 
 A line of JSON for each kernel: its name and, for every dot by `mma`, how many neighbouring terms a
 thread holds of an operand; in fp32, the instructions that compute, and the bytes that did not fit
-in registers. Needs Triton without its interpreter, so it is a program of its own.
+in registers; of norms in fp32, how the numbers of their sum lie in threads. Needs Triton without
+its interpreter, so it is a program of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ KINDS = {
     **dict.fromkeys(("x", "norm", "weight", "out", "left", "q"), "*bf16"),
     **dict.fromkeys(("sums", "tops", "parts"), "*fp32"),
     **dict.fromkeys(("slots", "positions", "blocks"), "*i32"),
-    **dict.fromkeys(("capacity", "slot_stride", "rows"), "i32"),
+    **dict.fromkeys(("capacity", "slot_stride", "rows", "stride", "split_stride"), "i32"),
+    "width": "i32",
     **dict.fromkeys(("eps", "scale"), "fp32"),
 }
 HEADS = {"kv_heads": 8, "group": 2, "dim": 128, "block": 64, "size": 128}
@@ -111,9 +113,20 @@ def fp32() -> dict[str, tuple[list[str], int]]:
     return found
 
 
+def norms() -> dict[str, list[str]]:
+    """How the numbers of the one sum that is left to the compiler lie, by the parts added before."""
+    found = {}
+    for splits in (1, 2, 3):
+        program = compiled(exact_kernels._add_norm, {"splits": splits, "block": 1024}, "*fp32")
+        layouts = dict(re.findall(r"^(#\w+) = (#ttg.*)$", program.asm["ttgir"], re.MULTILINE))
+        sums = re.findall(r"tensor<1024xf32, (#\w+)>\) -> f32", program.asm["ttgir"])
+        found[f"after {splits} parts"] = [layouts[name] for name in sums]
+    return found
+
+
 def main() -> None:
-    if sys.argv[1:] == ["fp32"]:
-        for name, result in fp32().items():
+    if mode := sys.argv[1:]:
+        for name, result in (fp32() if mode == ["fp32"] else norms()).items():
             print(json.dumps([name, result]))
         return
     token = HEADS | {"splits": 6, "padded": 16}

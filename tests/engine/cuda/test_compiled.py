@@ -31,6 +31,14 @@ def test_products_in_fp32_are_chains_that_fit_in_registers(tmp_path: Path) -> No
         assert stack == 0, (name, stack)
 
 
+def test_a_norm_in_fp32_has_one_order_of_its_sum(tmp_path: Path) -> None:
+    """A trainer's norm follows one part, an engine's as many as a product has."""
+    (first, *others) = compiled(tmp_path, "norms").values()
+    assert len(first) == 1
+    assert len(others) == 2
+    assert all(each == first for each in others), (first, others)
+
+
 def compiled(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     """What the program says of each kernel."""
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}

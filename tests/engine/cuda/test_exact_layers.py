@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.engine.cuda import exact_attention, prefill, prefill_kernels, trainer
+from lockstep.engine.cuda.adapters import AdapterBank
 from lockstep.engine.cuda.graphs import Decoder, GraphPool
 from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller
@@ -32,21 +33,25 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "SPARE_BLOCKS", 3)
 
 
-def on_kernels(model: Path) -> Rig:
+def on_kernels(model: Path, places: int = 4) -> Rig:
     """An engine whose exact arithmetic is that of the kernels, as it is on a GPU."""
     rig = Rig(model, weight_version="v1", **SMALL)
     core = rig.core
     core.model.arithmetic = ExactOnDevice()
-    decoder = Decoder(core.model, core.cache, GraphPool(), max_rank=8)
-    core.model.prefiller = prefiller = Prefiller(core.model, core.cache, GraphPool(), 64)
+    bank = AdapterBank(core.config, places, 8, core.cache.k) if places else None
+    decoder = Decoder(core.model, core.cache, GraphPool(), bank)
+    core.model.prefiller = prefiller = Prefiller(core.model, core.cache, GraphPool(), 64, bank)
     core.overlapped = OverlappedRunner(
         decoder, prefiller, core.scheduler, core.runner, core.take, core.wipe
     )
     return rig
 
 
-def test_adapters_and_plain_requests_in_one_batch(tiny: Path, lora_a: Path, lora_b: Path) -> None:
-    ours, theirs = on_kernels(tiny), Rig(tiny, weight_version="v1", **SMALL)
+@pytest.mark.parametrize("places", [0, 4])
+def test_adapters_and_plain_requests_in_one_batch(
+    tiny: Path, lora_a: Path, lora_b: Path, places: int
+) -> None:
+    ours, theirs = on_kernels(tiny, places), Rig(tiny, weight_version="v1", **SMALL)
     for rig in (ours, theirs):
         rig.adopt("a", lora_a, "1")
         rig.adopt("b", lora_b, "1")
@@ -60,10 +65,27 @@ def test_adapters_and_plain_requests_in_one_batch(tiny: Path, lora_a: Path, lora
     for mine, its in pairs:
         alike(mine.one, its.one)
     assert ours.core.overlapped is not None
-    assert all(adapted for _, adapted in ours.core.overlapped.decoder._tables)
+    assert all(adapted == bool(places) for _, adapted in ours.core.overlapped.decoder._tables)
     scored = ours.core.score(ids(1, 12), adapter="a")
     assert scored == pytest.approx(theirs.core.score(ids(1, 12), adapter="a"), abs=2e-5)
     assert scored != pytest.approx(ours.core.score(ids(1, 12)), abs=1e-3)
+
+
+def test_an_adapter_whose_place_a_scored_prompt_took_gets_it_back(
+    tiny: Path, lora_a: Path, lora_b: Path
+) -> None:
+    ours, theirs = on_kernels(tiny, places=1), Rig(tiny, weight_version="v1", **SMALL)
+    completions = []
+    for rig in (ours, theirs):
+        rig.adopt("a", lora_a, "1")
+        rig.adopt("b", lora_b, "1")
+        request = rig.submit(ids(1, 5), adapter="a", max_tokens=6)
+        for _ in range(3):
+            rig.core.step()
+        rig.core.score(ids(2, 6), adapter="b")
+        rig.run()
+        completions.append(request.one)
+    alike(*completions)
 
 
 def test_an_adapter_of_the_head(tiny: Path, lora_a: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.cuda import exact_kernels, experts, selftest
-from lockstep.engine.cuda.adapters import NONE, AdapterBank
+from lockstep.engine.cuda.adapters import AdapterBank, Run, block_count
 from lockstep.engine.model.arithmetic import route
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows, LoraDelta
 
@@ -77,22 +77,23 @@ def test_each_row_adds_what_its_own_adapter_adds(config: ModelConfig) -> None:
     one = adapter(c, 3, some)
     other = adapter(c, 20, [*some[:1], (HEAD_LAYER, "head", 0, c.hidden, c.vocab_size)])
     bank = AdapterBank(c, 4, 24, numbers(1))
-    each = [one, None, other, one]
-    places = torch.tensor(bank.places(each), dtype=torch.int32)
-    assert places[1] == NONE
-    assert places[0] == places[3] != places[2]
+    runs: list[Run] = [(one, 1), (None, 1), (other, 18), (other, 1), (one, 2)]
+    table = bank.blocks(runs, 6)
+    assert block_count(runs) == 4
+    assert table.tolist() == [[0, 1, 0], [2, 16, 1], [18, 3, 1], [21, 2, 0], [0, 0, 0], [0, 0, 0]]
+    blocks = torch.from_numpy(table)
     for layer, module, inner, outer in (
         (0, "qkv", c.hidden, c.q_size + 2 * c.kv_size),
         (1, "down", c.intermediate, c.hidden),
         (1, "out", c.q_size, c.hidden),
         (HEAD_LAYER, "head", c.hidden, c.vocab_size),
     ):
-        x, out = numbers(4, inner), numbers(4, outer)
+        x, out = numbers(23, inner), numbers(23, outer)
         expected = out.clone()
-        for lora, rows in ((one, [0, 3]), (other, [2])):
+        for lora, rows in ((one, [0, 21, 22]), (other, [*range(2, 21)])):
             chosen = AdapterRows(lora, torch.tensor(rows), 1)
             chosen.add_to(expected, x, layer, module, exact_kernels.linear_reference)
-        bank.add_to(out, x, places, layer, module)
+        bank.add_to(out, x, blocks, layer, module)
         torch.testing.assert_close(out, expected, **ROUNDED)
 
 
@@ -100,15 +101,18 @@ def test_an_adapter_gives_way_to_another_only_when_its_batch_is_over(config: Mod
     keys = [(0, "out", 0, config.q_size, config.hidden)]
     first, second, third = (adapter(config, 2, keys) for _ in range(3))
     bank = AdapterBank(config, 2, 8, numbers(1))
-    assert bank.places([first, second]) == [0, 1]
-    assert bank.places([third, first]) == [1, 0]
+    assert bank.blocks([(first, 1), (second, 1)], 2)[:, 2].tolist() == [0, 1]
+    assert bank.changes == 0
+    blocks = torch.from_numpy(bank.blocks([(third, 1), (first, 1)], 2))
+    assert blocks[:, 2].tolist() == [1, 0]
+    assert bank.changes == 1
     x = numbers(2, config.q_size)
     out = numbers(2, config.hidden)
     expected = out.clone()
     for at, lora in enumerate((third, first)):
         rows = AdapterRows(lora, torch.tensor([at]), 1)
         rows.add_to(expected, x, 0, "out", exact_kernels.linear_reference)
-    bank.add_to(out, x, torch.tensor([1, 0], dtype=torch.int32), 0, "out")
+    bank.add_to(out, x, blocks, 0, "out")
     torch.testing.assert_close(out, expected, **ROUNDED)
 
 

@@ -1,17 +1,19 @@
 """LoRA adapters in captured graphs: every row of a batch adds the update of its own adapter.
 
-A graph reads where the matrices of each adapter lie from a table on the device, so that adapters
-come and go without another capture. Products and roundings are those of `AdapterRows.add_to` on
-the exact kernels, to the bit.
+A graph reads which rows are under which adapter, and where the matrices of each lie, from tables on
+the device, so that adapters come and go without another capture. Products and roundings are those
+of `AdapterRows.add_to` on the exact kernels, to the bit.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container
-from collections.abc import Sequence as Seq
+from collections.abc import Container, Iterable
+from itertools import groupby
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -24,10 +26,12 @@ from lockstep.engine.cuda import exact_kernels
 from lockstep.engine.cuda.exact_kernels import _part, launch
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter
 
-NONE = -1
-"""The place of a row that has no adapter."""
-LANES, NARROW, COLUMNS, TERMS = 16, 16, 128, 256
-"""Rows that matrix instructions want, of which one is there; and the tiles of both products."""
+Run = tuple[Adapter | None, int]
+"""Rows one after the other under one adapter or none, and how many they are."""
+BLOCK = 16
+"""Rows under one adapter that one program takes: as many as matrix instructions want."""
+NARROW, COLUMNS, TERMS, RANKS = 16, 128, 1024, 64
+"""The tiles of both products: columns and terms of the first, columns and terms of the second."""
 TERMS_FP32 = 32
 
 
@@ -42,7 +46,7 @@ class _Module(NamedTuple):
 class AdapterBank:
     """The adapters that rows of a batch may have, by their places in a table on the device.
 
-    `places` are at least as many as a batch has rows. An adapter stays until its place is needed.
+    `places` are at least as many as a batch has adapters. One stays until its place is needed.
     """
 
     def __init__(self, config: ModelConfig, places: int, max_rank: int, like: Tensor) -> None:
@@ -53,31 +57,51 @@ class AdapterBank:
             self._modules[key] = _Module(len(spans), starts, max(sizes))
             spans += zip(starts, sizes, strict=True)
         device = like.device
+        self._config, self._like = config, like
         self._spans = torch.tensor(spans, dtype=torch.int32, device=device)
         self._addresses = torch.zeros((places, len(spans), 2), dtype=torch.int64, device=device)
         self._ranks = torch.zeros(places, dtype=torch.int32, device=device)
         self._scales = torch.zeros(places, dtype=torch.float32, device=device)
         self.max_rank, self._most = max_rank, max(pow2(max_rank), NARROW)
         self._held: OrderedDict[int, tuple[int, Adapter]] = OrderedDict()
+        self.changes = 0
+        """How often a place was given to another adapter: blocks made before are then stale."""
 
-    def places(self, adapters: Seq[Adapter | None]) -> list[int]:
-        """The place of the adapter of each row, which is put there if it was not; or `NONE`."""
-        wanted = {each.uid: each for each in adapters if each is not None}
-        for uid, adapter in wanted.items():
+    def another(self) -> AdapterBank:
+        """An empty one of the same size, for whoever computes beside this one's user."""
+        return AdapterBank(self._config, len(self._ranks), self.max_rank, self._like)
+
+    def blocks(self, runs: Iterable[Run], most: int) -> npt.NDArray[np.int32]:
+        """The first row, the number of rows and the place of the adapter of every block, of which
+        the last ones, up to `most`, are empty. Adapters that had no place get one."""
+        joined = _joined(runs)
+        wanted = {each.uid: each for each, _ in joined if each is not None}
+        for uid, new in wanted.items():
             if uid not in self._held:
-                self._put(adapter, keep=wanted.keys())
+                self._put(new, keep=wanted.keys())
             self._held.move_to_end(uid)
-        return [NONE if each is None else self._held[each.uid][0] for each in adapters]
+        table = np.zeros((most, 3), dtype=np.int32)
+        row = at = 0
+        for adapter, count in joined:
+            if adapter is not None:
+                place = self._held[adapter.uid][0]
+                for start in range(0, count, BLOCK):
+                    table[at] = row + start, min(BLOCK, count - start), place
+                    at += 1
+            row += count
+        return table
 
     def clear(self) -> None:
         """Lets go of all adapters."""
         self._held.clear()
+        self.changes += 1
 
     def _put(self, adapter: Adapter, keep: Container[int]) -> None:
         place = len(self._held)
         if place == len(self._ranks):
             oldest = next(uid for uid in self._held if uid not in keep)
             place, _ = self._held.pop(oldest)
+            self.changes += 1
         addresses = torch.zeros(self._addresses.shape[1:], dtype=torch.int64)
         for key, deltas in adapter.deltas.items():
             module = self._modules[key]
@@ -89,28 +113,44 @@ class AdapterBank:
         self._scales[place] = adapter.scaling
         self._held[adapter.uid] = place, adapter
 
-    def add_to(self, out: Tensor, x: Tensor, places: Tensor, layer: int, module: str) -> None:
-        """Adds the update of each row's adapter, if it has one of this module, in place."""
+    def add_to(self, out: Tensor, x: Tensor, blocks: Tensor, layer: int, module: str) -> None:
+        """Adds the update of each row's adapter, if it has one of this module, in place.
+
+        `blocks` are those of `blocks`, on the device.
+        """
         where = self._modules.get((layer, module))
         if where is None:
             return
         (rows, inner), count = x.shape, len(where.starts)
         small = x.new_empty((rows, count, self._most))
         part = min(exact_kernels.PART, max(pow2(inner), 16))
-        sizes = {"targets": len(self._spans), "deltas": count, "most": self._most}
-        options, lanes, terms, ranks = launch(x), LANES, TERMS, self._most
+        sizes = {"targets": len(self._spans), "deltas": count, "most": self._most, "lanes": BLOCK}
+        options, terms, ranks = launch(x), TERMS, RANKS
         if x.dtype == torch.float32:
-            lanes, terms, ranks = 1, TERMS_FP32, min(TERMS_FP32, self._most)
-        _shrink[(rows, count, self._most // NARROW)](
-            x, places, self._addresses, self._ranks, small, where.first, **sizes, inner=inner,
-            part=part, lanes=lanes, block_n=NARROW,
-            block_k=min(terms, part if inner <= part else part // 2), num_warps=2, **options,
+            terms = ranks = TERMS_FP32
+        _shrink[(len(blocks), count, self._most // NARROW)](
+            x, blocks, self._addresses, self._ranks, small, where.first, **sizes, inner=inner,
+            part=part, block_n=NARROW,
+            # A part that is one step of the loop would be folded into the sum of those before it.
+            block_k=min(terms, part if inner <= part else part // 4), num_warps=2, **options,
         )  # fmt: skip
-        _expand[(triton.cdiv(where.longest, COLUMNS), count, rows)](
-            small, places, self._addresses, self._ranks, self._scales, self._spans, out,
-            where.first, out.shape[1], **sizes, lanes=lanes, block_n=COLUMNS, block_k=ranks,
+        _expand[(triton.cdiv(where.longest, COLUMNS), count, len(blocks))](
+            small, blocks, self._addresses, self._ranks, self._scales, self._spans, out,
+            where.first, out.shape[1], **sizes, block_n=COLUMNS, block_k=min(ranks, self._most),
             num_warps=4, **options,
         )  # fmt: skip
+
+
+def block_count(runs: Iterable[Run]) -> int:
+    """How many blocks `AdapterBank.blocks` makes of these runs."""
+    return sum(-(-count // BLOCK) for adapter, count in _joined(runs) if adapter is not None)
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Runs, of which neighbours under one adapter are one."""
+    groups = groupby(runs, lambda run: None if run[0] is None else run[0].uid)
+    pairs = (list(group) for _, group in groups)
+    return [(group[0][0], sum(count for _, count in group)) for group in pairs]
 
 
 def _sizes(config: ModelConfig) -> list[tuple[tuple[int, str], list[int]]]:
@@ -127,69 +167,87 @@ def _sizes(config: ModelConfig) -> list[tuple[tuple[int, str], list[int]]]:
 
 @triton.jit(do_not_specialize=["first"])
 def _shrink(
-    x, places, addresses, ranks, small, first,
-    targets: tl.constexpr, deltas: tl.constexpr, most: tl.constexpr, inner: tl.constexpr,
-    part: tl.constexpr, lanes: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+    x, blocks, addresses, ranks, small, first,
+    targets: tl.constexpr, deltas: tl.constexpr, most: tl.constexpr, lanes: tl.constexpr,
+    inner: tl.constexpr, part: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
-    """One row times some columns of the first matrix of its adapter."""
+    """Rows of one block times some columns of the first matrix of their adapter."""
     if early:
         gdc_launch_dependents()
+    block, delta, column = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin, count = tl.load(blocks + block * 3), tl.load(blocks + block * 3 + 1)
+    place = tl.load(blocks + block * 3 + 2).to(tl.int64)
+    rank = tl.load(ranks + place)
+    address = tl.load(addresses + (place * targets + first + delta) * 2)
+    active = (count > 0) & (address != 0) & (column * block_n < rank)
+    n, k, lane = (
+        column * block_n + tl.arange(0, block_n),
+        tl.arange(0, block_k),
+        tl.arange(0, lanes),
+    )
+    some, real = (lane < count)[:, None], (n < tl.where(active, rank, 0))[None, :]
+    columns = tl.multiple_of(address, 16).to(x.dtype) + n[None, :] * inner + k[:, None]
+    # No kernel of a step writes adapters: the first terms are on their way before x is there.
+    matrix = tl.load(columns, mask=real & (k < inner)[:, None], other=0.0)
+    if early:
         gdc_wait()
-    row, delta, column = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    place = tl.load(places + row)
-    if place >= 0:
-        rank = tl.load(ranks + place)
-        address = tl.load(addresses + (place.to(tl.int64) * targets + first + delta) * 2)
-        if (address != 0) & (column * block_n < rank):
-            matrix = tl.multiple_of(address, 16).to(x.dtype)
-            n, k = column * block_n + tl.arange(0, block_n), tl.arange(0, block_k)
-            lane = tl.arange(0, lanes)
-            some, real = (lane == 0)[:, None], (n < rank)[None, :]
-            lines = x + row.to(tl.int64) * inner + lane[:, None] * 0 + k[None, :]
-            columns = matrix + n[None, :] * inner + k[:, None]
-            total = tl.zeros((lanes, block_n), tl.float32)
-            total = _part(lines, columns, some, real, 0, part, total, inner, block_k)
-            if inner > part:
-                for begin in range(part, inner, part):
-                    summed = tl.zeros((lanes, block_n), tl.float32)
-                    end = begin + part
-                    total += _part(lines, columns, some, real, begin, end, summed, inner, block_k)
-            out = small + (row * deltas + delta) * most + lane[:, None] * 0 + n[None, :]
-            tl.store(out, total.to(small.dtype.element_ty), mask=some & real)
+    if active:
+        row = (begin + lane).to(tl.int64)
+        lines = x + row[:, None] * inner + k[None, :]
+        values = tl.load(lines, mask=some & (k < inner)[None, :], other=0.0)
+        total = tl.zeros((lanes, block_n), tl.float32)
+        total = tl.dot(values, matrix, total, input_precision="ieee")
+        total = _part(lines, columns, some, real, block_k, part, total, inner, block_k)
+        if inner > part:
+            for start in range(part, inner, part):
+                summed = tl.zeros((lanes, block_n), tl.float32)
+                end = start + part
+                total += _part(lines, columns, some, real, start, end, summed, inner, block_k)
+        out = small + (row * deltas + delta)[:, None] * most + n[None, :]
+        tl.store(out, total.to(small.dtype.element_ty), mask=some & real)
 
 
 @triton.jit(do_not_specialize=["first"])
 def _expand(
-    small, places, addresses, ranks, scales, spans, out, first, width,
+    small, blocks, addresses, ranks, scales, spans, out, first, width,
     targets: tl.constexpr, deltas: tl.constexpr, most: tl.constexpr, lanes: tl.constexpr,
     block_n: tl.constexpr, block_k: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row: what its adapter's second matrix makes of it is added."""
+    """Some columns of the rows of one block: what their adapter's second matrix makes is added."""
     if early:
         gdc_launch_dependents()
+    column, delta, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    begin, count = tl.load(blocks + block * 3), tl.load(blocks + block * 3 + 1)
+    place = tl.load(blocks + block * 3 + 2).to(tl.int64)
+    target = first + delta
+    start, size = tl.load(spans + target * 2), tl.load(spans + target * 2 + 1)
+    rank, scale = tl.load(ranks + place), tl.load(scales + place)
+    address = tl.load(addresses + (place * targets + target) * 2 + 1)
+    active = (count > 0) & (address != 0) & (column * block_n < size)
+    n, k, lane = (
+        column * block_n + tl.arange(0, block_n),
+        tl.arange(0, block_k),
+        tl.arange(0, lanes),
+    )
+    some, real = (lane < count)[:, None], (n < tl.where(active, size, 0))[None, :]
+    columns = tl.multiple_of(address, 16).to(out.dtype) + n[None, :] * rank + k[:, None]
+    matrix = tl.load(columns, mask=real & (k < rank)[:, None], other=0.0)
+    if early:
         gdc_wait()
-    column, delta, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    place = tl.load(places + row)
-    if place >= 0:
-        target = first + delta
-        start, size = tl.load(spans + target * 2), tl.load(spans + target * 2 + 1)
-        address = tl.load(addresses + (place.to(tl.int64) * targets + target) * 2 + 1)
-        if (address != 0) & (column * block_n < size):
-            rank = tl.load(ranks + place)
-            kind = out.dtype.element_ty
-            n, lane = column * block_n + tl.arange(0, block_n), tl.arange(0, lanes)
-            some, real = (lane == 0)[:, None], (n < size)[None, :]
-            line = small + (row * deltas + delta) * most + lane[:, None] * 0
-            columns = tl.multiple_of(address, 16).to(out.dtype) + n[None, :] * rank
-            total = tl.zeros((lanes, block_n), tl.float32)
-            for term in tl.static_range(0, most, block_k):
-                k = term + tl.arange(0, block_k)
-                inside = k < rank
-                values = tl.load(line + k[None, :], mask=some & inside[None, :], other=0.0)
-                matrix = tl.load(columns + k[:, None], mask=real & inside[:, None], other=0.0)
-                total = tl.dot(values, matrix, total, input_precision="ieee")
-            added = (total.to(kind).to(tl.float32) * tl.load(scales + place)).to(kind)
-            cell = out + row.to(tl.int64) * width + start + lane[:, None] * 0 + n[None, :]
-            old = tl.load(cell, mask=some & real, other=0.0).to(tl.float32)
-            tl.store(cell, (old + added.to(tl.float32)).to(kind), mask=some & real)
+    if active:
+        kind = out.dtype.element_ty
+        row = (begin + lane).to(tl.int64)
+        line = small + (row * deltas + delta)[:, None] * most + k[None, :]
+        values = tl.load(line, mask=some & (k < rank)[None, :], other=0.0)
+        total = tl.zeros((lanes, block_n), tl.float32)
+        total = tl.dot(values, matrix, total, input_precision="ieee")
+        for term in tl.static_range(block_k, most, block_k):
+            inside = term + k < rank
+            values = tl.load(line + term, mask=some & inside[None, :], other=0.0)
+            matrix = tl.load(columns + term, mask=real & inside[:, None], other=0.0)
+            total = tl.dot(values, matrix, total, input_precision="ieee")
+        added = (total.to(kind).to(tl.float32) * scale).to(kind)
+        cell = out + row[:, None] * width + start + n[None, :]
+        old = tl.load(cell, mask=some & real, other=0.0).to(tl.float32)
+        tl.store(cell, (old + added.to(tl.float32)).to(kind), mask=some & real)

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from lockstep.engine.cuda import exact_attention, exact_kernels, kernels
-from lockstep.engine.cuda.adapters import NONE, AdapterBank
+from lockstep.engine.cuda import exact_attention, kernels
+from lockstep.engine.cuda.adapters import AdapterBank
 from lockstep.engine.cuda.forward import forward, head, recorder
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, Table, bucket
 from lockstep.engine.kv.cache import SlotCache, index_on
@@ -52,33 +52,31 @@ def supported(model: Model, cache: SlotCache) -> bool:
 
 
 class Decoder:
-    """Runs decode steps over the slots of one cache, under adapters of up to `max_rank` too.
+    """Runs decode steps over the slots of one cache, under adapters too where there is a bank.
 
     Graphs hold the addresses of the weights they were captured with. An update leaves its numbers
     at the same addresses (`ServedWeights.commit`), so they serve every version.
     """
 
-    def __init__(self, model: Model, cache: SlotCache, pool: GraphPool, max_rank: int = 0) -> None:
+    def __init__(
+        self, model: Model, cache: SlotCache, pool: GraphPool, bank: AdapterBank | None = None
+    ) -> None:
         self._model = model
         self._cache = cache
         self._pool = pool
+        self.bank = bank
         self._exact = model.arithmetic.name == "exact"
         cos, sin = model.rotation
         self._turns = cos.to(cache.k.dtype), sin.to(cache.k.dtype)
         self._tables: dict[tuple[int, bool], Table] = {}
-        self.bank: AdapterBank | None = None
-        largest = bucket(cache.slots)
-        if self._exact and 0 < max_rank <= exact_kernels.PART:
-            self.bank = AdapterBank(model.config, largest, max_rank, cache.k)
-        self._places = torch.full((largest,), NONE, dtype=torch.int32, device=cache.k.device)
+        self._blocks = torch.zeros(
+            (bucket(cache.slots), 3), dtype=torch.int32, device=cache.k.device
+        )
+        self._adapters: Seq[Adapter | None] = ()
+        self._changes = 0
         self._weights: Weights | None = None
         self._packed: Mapping[str, Tensor] | None = None
         self._logits: Tensor | None = None
-
-    @property
-    def adapts(self) -> bool:
-        """Whether rows may have adapters; never again once `bank` was set to None."""
-        return self.bank is not None
 
     def launch(
         self, weights: Weights, rows: Seq[GraphRow], adapters: Seq[Adapter | None] = ()
@@ -87,16 +85,25 @@ class Decoder:
         adapted = any(each is not None for each in adapters)
         table = self.table(weights, len(rows), adapted=adapted)
         table.fill(rows, self._cache.scratch)
-        if adapted and self.bank is not None:
-            spare = [NONE] * (len(table.slots) - len(rows))
-            places = index_on([*self.bank.places(adapters), *spare], self._places.device)
-            self._places[: len(places)].copy_(places)
+        self._adapters = adapters if adapted else ()
+        self._place(len(table.slots))
         return self._replay(table, rows)
 
     def follow(self, step: StepInFlight, uniforms: Seq[float]) -> StepInFlight:
         """Starts the next step of the same rows, before `step` was read."""
         step.table.refill(uniforms)
+        if self.bank is not None and self.bank.changes != self._changes:
+            # A prompt that was scored in between may have taken the place of an adapter.
+            self._place(len(step.table.slots))
         return self._replay(step.table, step.rows)
+
+    def _place(self, size: int) -> None:
+        """Tells the device which rows of the batch are under which adapter."""
+        if self.bank is None or not self._adapters:
+            return
+        blocks = self.bank.blocks(((each, 1) for each in self._adapters), size)
+        self._changes = self.bank.changes
+        self._blocks[:size].copy_(index_on(blocks, self._blocks.device))
 
     def table(self, weights: Weights, rows: int, *, adapted: bool = False) -> Table:
         """The table that serves so many rows, captured if it was not yet."""
@@ -111,7 +118,7 @@ class Decoder:
             self._tables[size, adapted] = table = Table(self._logits[:size])
             if self._cache.k.is_cuda:
                 table.slots.fill_(self._cache.scratch)
-                self._places.fill_(NONE)
+                self._blocks.zero_()
                 table.graph = self._pool.capture(lambda: self._step(table, adapted))
                 table.positions.zero_()
         return self._tables[size, adapted]
@@ -142,11 +149,11 @@ class Decoder:
                 product, *cache, slots, positions, *self._turns, model.scale, eps=eps, **norms
             )
 
-        places, bank = self._places[: len(table.slots)], self.bank if adapted else None
+        blocks, bank = self._blocks[: len(table.slots)], self.bank if adapted else None
 
         def adapt(out: Tensor, x: Tensor, layer: int, module: str) -> None:
             if bank is not None:
-                bank.add_to(out, x, places, layer, module)
+                bank.add_to(out, x, blocks, layer, module)
 
         hidden = forward(
             model.config,

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lockstep.engine.cuda.adapters import AdapterBank
 from lockstep.engine.cuda.graphs import Decoder
 from lockstep.engine.cuda.prefill import Prefiller
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, buckets, powers
@@ -107,6 +108,15 @@ class OverlappedRunner:
     def in_flight(self) -> bool:
         return self._current is not None
 
+    @property
+    def bank(self) -> AdapterBank | None:
+        """What graphs read adapters from; None where those are computed one by one."""
+        return self.decoder.bank
+
+    def drop_bank(self) -> None:
+        """Has adapters computed one by one from now on."""
+        self.decoder.bank = self._prefiller.bank = None
+
     def shapes(self, weights: Weights) -> list[tuple[str, list[int], Callable[[int], object]]]:
         """All batch shapes by what they are for, and what captures one of them."""
         decoder, prefiller, slots = self.decoder, self._prefiller, self._scheduler.slots
@@ -115,9 +125,11 @@ class OverlappedRunner:
             ("prompt tokens", prefiller.sizes, lambda size: prefiller.table(weights, size)),
             ("first tokens", powers(slots), lambda size: prefiller.head(weights, size)),
         ]
-        if decoder.adapts:
+        if self.bank is not None:
             capture = partial(decoder.table, weights, adapted=True)
             shapes.append(("decoding under adapters", buckets(slots), capture))
+            prompts = partial(prefiller.table, weights, adapted=True)
+            shapes.append(("prompt tokens under adapters", prefiller.sizes, prompts))
         return shapes
 
     def launch(self, weights: Weights, works: list[Work]) -> list[Work]:
@@ -128,7 +140,7 @@ class OverlappedRunner:
         adapted: list[Work] = []
         for work in works:
             plain = work.sequence.adapter is None
-            if _decodes(work) and (plain or self.decoder.adapts):
+            if _decodes(work) and (plain or self.bank is not None):
                 decodes.append(work)
             else:
                 (prefills if plain else adapted).append(work)
@@ -136,7 +148,7 @@ class OverlappedRunner:
         decode = self._decode(weights, decodes) if decodes else None
         batches = [*self._batches(prefills)]
         if self._prefiller.exact:
-            # Apart from the others, which are computed by graphs.
+            # Apart from the others, whose graphs do less.
             batches += self._batches(adapted)
             adapted = []
         launched = tuple(self._prefill(weights, batch) for batch in batches)

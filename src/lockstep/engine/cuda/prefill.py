@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.cuda import exact_attention, exact_kernels
+from lockstep.engine.cuda.adapters import AdapterBank, Run, block_count
 from lockstep.engine.cuda.forward import Attend, forward, head, recorder
 from lockstep.engine.cuda.graphs import GraphPool
 from lockstep.engine.cuda.prefill_kernels import attend_ragged, store_heads, tokens_per_block
@@ -24,32 +27,41 @@ from lockstep.engine.weights.weights import Layer, Weights
 SMALLEST = 32
 """Tokens of the smallest batch that is captured."""
 SPARE_BLOCKS = 16
-"""Blocks of queries that a batch may have beside one for every sixteen tokens."""
+"""Blocks that a batch may have beside one for every sixteen tokens."""
 NOWHERE = -1
 """The slot of a row that pads a batch: its keys and values are not kept."""
 
 
 class TokenTable:
-    """The tokens of one ragged batch on the device: ids, positions, slots, and blocks of queries.
+    """The tokens of one ragged batch on the device: ids, positions, slots, and blocks of queries
+    and of rows under an adapter.
 
-    Blocks are those of `attend_ragged`; there are more of them than full ones would be, as every
-    sequence may end with one that is not.
+    Blocks are those of `attend_ragged` and `AdapterBank`; there are more of them than full ones
+    would be, as every sequence may end with one that is not.
     """
 
     def __init__(self, tokens: int, hidden: Tensor, sums: Tensor) -> None:
         self.tokens, self.blocks_max = tokens, most_blocks(tokens)
         self.hidden, self.sums = hidden[:tokens], sums[:tokens]
-        size = 3 * tokens + 4 * self.blocks_max
+        size = 3 * tokens + (4 + 3) * self.blocks_max
         self._words = torch.zeros(size, dtype=torch.int32, device=hidden.device)
         self.ids, self.positions, self.slots = self._words[: 3 * tokens].view(3, tokens)
-        self.blocks = self._words[3 * tokens :].view(-1, 4)
+        queries, adapted = self._words[3 * tokens :].split(
+            (4 * self.blocks_max, 3 * self.blocks_max)
+        )
+        self.blocks, self.adapted_blocks = queries.view(-1, 4), adapted.view(-1, 3)
         self.graph: torch.cuda.CUDAGraph | None = None
         pinned = hidden.is_cuda
         self._up = [torch.zeros(size, dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
         self._copied: list[torch.cuda.Event | None] = [None, None]
 
-    def fill(self, segments: Seq[Segment], per_block: int) -> None:
-        """Puts these segments on the device, one after the other; the rows beyond them pad."""
+    def fill(
+        self, segments: Seq[Segment], per_block: int, adapted: npt.NDArray[np.int32] | None
+    ) -> None:
+        """Puts these segments on the device, one after the other; the rows beyond them pad.
+
+        `adapted` are the blocks of rows under adapters, if there are any.
+        """
         self._up.reverse()
         self._copied.reverse()
         if (copied := self._copied[0]) is not None:
@@ -69,9 +81,12 @@ class TokenTable:
                 for at in range(0, count, per_block)
             ]
             row += count
-        table = words[3 * self.tokens :].reshape(-1, 4)
-        table[:] = 0
+        words[3 * self.tokens :] = 0
+        end = 3 * self.tokens + 4 * self.blocks_max
+        table = words[3 * self.tokens : end].reshape(-1, 4)
         table[: len(blocks)] = blocks
+        if adapted is not None:
+            words[end:] = adapted.ravel()
         self._words.copy_(self._up[0], non_blocking=True)
         if self._words.is_cuda:
             event = self._copied[0] = torch.cuda.Event()
@@ -82,12 +97,21 @@ class Prefiller:
     """Computes tokens of many sequences over the slots of one cache, all layers in one graph.
 
     At most `budget` tokens come at a time. Graphs serve the weights that lie where those lay that
-    they were captured with; others, which are staged, are computed launch by launch, and so are
-    adapters, which only exact arithmetic knows. Without a pool nothing is captured.
+    they were captured with; others, which are staged, are computed launch by launch. Only exact
+    arithmetic knows adapters, one by one where there is no bank. Without a pool nothing is
+    captured.
     """
 
-    def __init__(self, model: Model, cache: SlotCache, pool: GraphPool | None, budget: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        cache: SlotCache,
+        pool: GraphPool | None,
+        budget: int,
+        bank: AdapterBank | None = None,
+    ) -> None:
         self.cache = cache
+        self.bank = bank
         self._pool = pool
         self.sizes = token_sizes(budget)
         self._model = model
@@ -100,7 +124,7 @@ class Prefiller:
         self._hidden = torch.empty((largest, model.config.hidden), dtype=kind, device=device)
         self._sums = torch.empty(largest, dtype=torch.float32, device=device)
         self._logits: Tensor | None = None
-        self._tables: dict[int, TokenTable] = {}
+        self._tables: dict[tuple[int, bool], TokenTable] = {}
         self._heads: dict[int, Table] = {}
         self._packed: Mapping[str, Tensor] | None = None
 
@@ -110,16 +134,19 @@ class Prefiller:
         Writes keys and values to the slots. Both tensors are overwritten by the next run.
         """
         count = sum(len(segment.tokens) for segment in segments)
-        table = self.table(weights, self._size(segments, count))
-        table.fill(segments, self._per_block)
-        runs = ((segment.adapter, len(segment.tokens)) for segment in segments)
-        adapted = adapter_rows(runs, table.ids.device)
-        if adapted:
-            self._step(table, weights, count, adapted)
+        runs = _runs(segments)
+        adapted = self.bank is not None and any(adapter is not None for adapter, _ in runs)
+        table = self.table(weights, self._size(segments, count), adapted=adapted)
+        blocks = None
+        if adapted and self.bank is not None:
+            blocks = self.bank.blocks(runs, table.blocks_max)
+        table.fill(segments, self._per_block, blocks)
+        if self.bank is None and (rows := adapter_rows(runs, table.ids.device)):
+            self._step(table, weights, count, rows)
         elif table.graph is not None and self._captured(weights):
             table.graph.replay()
         else:
-            self._step(table, weights)
+            self._step(table, weights, adapted=adapted)
         return table.hidden[:count], table.sums[:count]
 
     def draw(
@@ -138,7 +165,8 @@ class Prefiller:
 
     def on(self, cache: SlotCache) -> Prefiller:
         """The same over another cache, launch by launch; it may run beside this one."""
-        return Prefiller(self._model, cache, None, self._budget)
+        bank = self.bank and self.bank.another()
+        return Prefiller(self._model, cache, None, self._budget, bank)
 
     def logits(
         self, weights: Weights, hidden: Tensor, adapters: Seq[Adapter | None] = ()
@@ -172,15 +200,16 @@ class Prefiller:
         adapted = any(segment.adapter is not None for segment in segments)
         return (self.exact or not adapted) and self._fitting(segments, count) is not None
 
-    def table(self, weights: Weights, size: int) -> TokenTable:
+    def table(self, weights: Weights, size: int, *, adapted: bool = False) -> TokenTable:
         """The table of this size, captured with the first weights that are ever used."""
         self._packed = self._packed or weights.packed
-        if size not in self._tables:
-            self._tables[size] = table = TokenTable(size, self._hidden, self._sums)
+        if (size, adapted) not in self._tables:
+            self._tables[size, adapted] = table = TokenTable(size, self._hidden, self._sums)
             if self._pool is not None and self.cache.k.is_cuda and self._captured(weights):
                 table.slots.fill_(NOWHERE)
-                table.graph = self._pool.capture(lambda: self._step(table, weights))
-        return self._tables[size]
+                run = partial(self._step, table, weights, adapted=adapted)
+                table.graph = self._pool.capture(run)
+        return self._tables[size, adapted]
 
     def head(self, weights: Weights, rows: int) -> Table:
         """The table that draws for so many rows, captured with the first weights ever used."""
@@ -209,6 +238,8 @@ class Prefiller:
 
     def _fitting(self, segments: Seq[Segment], count: int) -> int | None:
         blocks = sum(-(-len(segment.tokens) // self._per_block) for segment in segments)
+        if self.bank is not None:
+            blocks = max(blocks, block_count(_runs(segments)))
         return next(
             (size for size in self.sizes if size >= count and most_blocks(size) >= blocks), None
         )
@@ -218,13 +249,18 @@ class Prefiller:
         table: TokenTable,
         weights: Weights,
         count: int | None = None,
-        adapters: Seq[AdapterRows] = (),
+        rows_by_adapter: Seq[AdapterRows] = (),
+        *,
+        adapted: bool = False,
     ) -> None:
-        """All rows, or the first so many under adapters."""
+        """All rows, under adapters by the bank if `adapted`; or the first so many, one by one."""
         count = count or table.tokens
+        bank = self.bank if adapted else None
 
         def adapt(out: Tensor, x: Tensor, layer: int, module: str) -> None:
-            for rows in adapters:
+            if bank is not None:
+                bank.add_to(out, x, table.adapted_blocks, layer, module)
+            for rows in rows_by_adapter:
                 rows.add_to(out, x, layer, module, exact_kernels.linear)
 
         config = self._model.config
@@ -234,7 +270,7 @@ class Prefiller:
             table.ids[:count],
             self._attention(table, count),
             exact=self.exact,
-            adapt=adapt if adapters else None,
+            adapt=adapt if bank is not None or rows_by_adapter else None,
             # Experts of rows that pad a batch go to the last slot, which no sequence has.
             record=recorder(config, self.cache, table.slots[:count], table.positions[:count]),
         )
@@ -266,6 +302,10 @@ class Prefiller:
         hidden = self._hidden.index_select(0, table.positions)
         self._logits_to(table.logits, weights, hidden, adapters)
         table.draw()
+
+
+def _runs(segments: Seq[Segment]) -> list[Run]:
+    return [(segment.adapter, len(segment.tokens)) for segment in segments]
 
 
 def most_blocks(tokens: int) -> int:

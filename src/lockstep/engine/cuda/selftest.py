@@ -16,7 +16,7 @@ from triton.errors import TritonError
 
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.cuda import exact_kernels as kernels
-from lockstep.engine.cuda.adapters import AdapterBank
+from lockstep.engine.cuda.adapters import AdapterBank, Run
 from lockstep.engine.cuda.prefill import Prefiller
 from lockstep.engine.cuda.sampling_kernels import token_logprobs
 from lockstep.engine.cuda.trainer import attend, mix
@@ -111,15 +111,16 @@ def why_not_adapted(config: ModelConfig, bank: AdapterBank, like: Tensor) -> str
             )
         pairs.append(Adapter("self-test", Path(), "", 1.3 / rank, deltas))
     one, other = pairs
-    rows = [one, None, other, one]
-    places = torch.tensor(bank.places(rows), dtype=torch.int32, device=device)
+    runs: list[Run] = [(one, 1), (None, 2), (other, 40), (one, 5)]
+    rows = sum(count for _, count in runs)
+    blocks = torch.from_numpy(bank.blocks(runs, rows)).to(device)
     with torch.inference_mode():
         for (layer, module), (inner, *sizes) in _adapted(config).items():
-            x, out = (_numbers(device, kind, 4, width) for width in (inner, sum(sizes)))
+            x, out = (_numbers(device, kind, rows, width) for width in (inner, sum(sizes)))
             expected = out.clone()
-            for chosen in adapter_rows(((each, 1) for each in rows), like.device):
+            for chosen in adapter_rows(runs, like.device):
                 chosen.add_to(expected, x, layer, module, kernels.linear)
-            bank.add_to(out, x, places, layer, module)
+            bank.add_to(out, x, blocks, layer, module)
             if not torch.equal(out, expected):
                 return f"{module} differs by up to {_gap(out, expected)}"
     bank.clear()

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from triton.errors import TritonError
 
+from lockstep.engine.cuda.adapters import AdapterBank
+from lockstep.engine.cuda.exact_kernels import PART
 from lockstep.engine.cuda.graphs import Decoder, GraphPool, supported
 from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller
+from lockstep.engine.cuda.table import bucket
 from lockstep.engine.model.arithmetic import Close
 from lockstep.engine.sequence import EngineRequest, Event, RequestHandle
 from lockstep.tokens import Completion, LockstepError, Sampling
@@ -43,10 +46,12 @@ def overlapped_runner(core: Core) -> OverlappedRunner | None:
     """What runs the steps of an engine by graphs; None where the kernels do not fit it."""
     if not supported(core.model, core.cache):
         return None
-    pool = GraphPool()
+    pool, bank = GraphPool(), None
     max_rank = core.options.max_lora_rank if core.options.max_adapters else 0
-    decoder = Decoder(core.model, core.cache, pool, max_rank)
-    prefiller = Prefiller(core.model, core.cache, pool, core.scheduler.max_batch_tokens)
+    if core.model.arithmetic.name == "exact" and 0 < max_rank <= PART:
+        bank = AdapterBank(core.config, bucket(core.cache.slots), max_rank, core.cache.k)
+    decoder = Decoder(core.model, core.cache, pool, bank)
+    prefiller = Prefiller(core.model, core.cache, pool, core.scheduler.max_batch_tokens, bank)
     core.model.prefiller = prefiller
     return OverlappedRunner(decoder, prefiller, core.scheduler, core.runner, core.take, core.wipe)
 
@@ -153,12 +158,12 @@ def _prove_adapters(core: Core) -> None:
     graph can hold do not give the same bits."""
     from lockstep.engine.cuda.selftest import why_not_adapted
 
-    if core.overlapped is None or (decoder := core.overlapped.decoder).bank is None:
+    if core.overlapped is None or (bank := core.overlapped.bank) is None:
         return
     try:
-        problem = why_not_adapted(core.config, decoder.bank, core.cache.k)
+        problem = why_not_adapted(core.config, bank, core.cache.k)
     except (RuntimeError, TritonError) as error:
         problem = f"the kernels do not run here: {error}"
     if problem is not None:
-        log.warning("requests under adapters are decoded without graphs: %s", problem)
-        decoder.bank = None
+        log.warning("requests under adapters are computed without graphs: %s", problem)
+        core.overlapped.drop_bank()

@@ -191,7 +191,9 @@ class PrefixCache:
             self._experts[targets] = rows.view(-1, BLOCK, *rows.shape[1:])[blocks]
 
 
-def index_on(numbers: Sequence[int] | npt.NDArray[np.int64], device: torch.device) -> Tensor:
+def index_on(
+    numbers: Sequence[int] | npt.NDArray[np.signedinteger], device: torch.device
+) -> Tensor:
     """These numbers on a device, without waiting for what it computes."""
     index = torch.tensor(numbers)
     if device.type != "cuda":
