@@ -114,7 +114,7 @@ def fp32() -> dict[str, tuple[list[str], int]]:
 
 
 def norms() -> dict[str, list[str]]:
-    """How the numbers of the one sum that is left to the compiler lie, by the parts added before."""
+    """How the numbers of the one sum that is the compiler's lie, by the parts added before."""
     found = {}
     for splits in (1, 2, 3):
         program = compiled(exact_kernels._add_norm, {"splits": splits, "block": 1024}, "*fp32")
