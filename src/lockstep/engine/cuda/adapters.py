@@ -99,7 +99,9 @@ class AdapterBank:
     def _put(self, adapter: Adapter, keep: Container[int]) -> None:
         place = len(self._held)
         if place == len(self._ranks):
-            oldest = next(uid for uid in self._held if uid not in keep)
+            oldest = next((uid for uid in self._held if uid not in keep), None)
+            if oldest is None:
+                raise RuntimeError(f"a batch has more than {place} adapters")
             place, _ = self._held.pop(oldest)
             self.changes += 1
         addresses = torch.zeros(self._addresses.shape[1:], dtype=torch.int64)

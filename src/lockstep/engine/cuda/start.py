@@ -40,6 +40,8 @@ REHEARSED = (
 )
 """Options whose first use loads code onto the device."""
 REHEARSED_TOKENS = 40
+FEWEST_PLACES = 2
+"""Adapters that a bank has room for, even if only one sequence runs: its self-test has two."""
 
 
 def overlapped_runner(core: Core) -> OverlappedRunner | None:
@@ -49,7 +51,8 @@ def overlapped_runner(core: Core) -> OverlappedRunner | None:
     pool, bank = GraphPool(), None
     max_rank = core.options.max_lora_rank if core.options.max_adapters else 0
     if core.model.arithmetic.name == "exact" and 0 < max_rank <= PART:
-        bank = AdapterBank(core.config, bucket(core.cache.slots), max_rank, core.cache.k)
+        places = max(bucket(core.cache.slots), FEWEST_PLACES)
+        bank = AdapterBank(core.config, places, max_rank, core.cache.k)
     decoder = Decoder(core.model, core.cache, pool, bank)
     prefiller = Prefiller(core.model, core.cache, pool, core.scheduler.max_batch_tokens, bank)
     core.model.prefiller = prefiller
