@@ -153,3 +153,14 @@ def test_a_frontend_of_dynamo_that_fails_by_itself_is_not_its_engine(
     """Another worker is tried then, and clients are told to come back."""
     body = {"message": "Internal server error", "type": "Internal Server Error", "code": 500}
     assert type(error_of(500, msgspec.json.encode(body | details))) is kind
+
+
+def test_a_page_of_html_is_named_and_not_printed() -> None:
+    page = (
+        b"<!DOCTYPE HTML>\n<html><head><title>Error response</title></head><body>...</body></html>"
+    )
+    message = error_of(404, page).message
+    assert message == (
+        "the server answered 404 with a page of HTML 'Error response': it is no server of models"
+    )
+    assert error_of(502, b"upstream is away").message == "the server answered 502: upstream is away"

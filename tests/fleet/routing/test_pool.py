@@ -220,7 +220,10 @@ async def test_an_engine_that_breaks_after_a_part_was_delivered_is_the_answer() 
         assert len(opened) == 1
 
 
-async def test_a_worker_that_died_comes_back_at_the_same_url() -> None:
+async def test_a_worker_that_died_comes_back_at_the_same_url(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("WARNING")  # as a gateway has it
     async with fleet(2) as (pool, fakes):
         home, other = home_of(pool, fakes, ROUTE)
         await home.die()
@@ -228,6 +231,8 @@ async def test_a_worker_that_died_comes_back_at_the_same_url() -> None:
         await home.start()
         await pool.wait_ready(2, 10)
         assert await pool.run(ROUTE, work) == home.name
+        said = [record.getMessage() for record in caplog.records]
+        assert said[-1].endswith("serves"), "who was told that it is away is told that it is back"
 
 
 async def test_a_failure_of_before_it_came_back_does_not_put_a_worker_out_again() -> None:

@@ -59,10 +59,7 @@ def _leadership(state: dict[str, Any]) -> list[str]:
         leader = state["leader"] or "nobody yet"
         does = "leads the fleet" if state["role"] == "leader" else f"follows {leader}"
         alive = ", ".join(each["address"] for each in state["gateways"])
-        count = len(state["gateways"])
-        lines.append(
-            f"this gateway {does} (generation {state['generation']}); {count} gateways: {alive}"
-        )
+        lines.append(f"this gateway {does} (generation {state['generation']}); gateways: {alive}")
     if state.get("superseded"):
         lines.append(
             "another gateway commands the workers: this one changes nothing any more; stop one of "

@@ -23,7 +23,7 @@ export class FleetView {
   update(parts) {
     if (parts.has("fleet") || parts.has("workers")) this.drawHead();
     if (parts.has("workers") || parts.has("operations")) this.drawLanes();
-    if (parts.has("operations")) this.drawUpdates();
+    if (parts.has("operations") || parts.has("fleet")) this.drawUpdates();
   }
   tick() { if (state.at) { state.at = Math.max(state.at, Date.now() / 1000); this.drawLanes(); this.drawUpdates(); } }
 
@@ -32,7 +32,7 @@ export class FleetView {
     if (!fleet) return;
     const adapters = Object.entries(fleet.adapters).map(([name, label]) => `adapter ${name} ${label}`);
     this.head.replaceChildren(make("h1", {}, `${fleet.model ?? "No model"} at `, make("span", { id: "version" }, fleet.version ?? "–")),
-      make("ul", { class: "facts" }, ...[`${fleet.serving} of ${fleet.workers} workers serve`, ...(fleet.paused ? [`paused (${fleet.paused})`] : []), ...(fleet.role === "alone" ? [] : [`this gateway is ${fleet.role} of ${fleet.gateways}${fleet.leader ? `, ${fleet.leader} leads` : ""}`]), ...adapters].map(text => make("li", {}, text))));
+      make("ul", { class: "facts" }, ...[`${fleet.serving} of ${fleet.workers} workers serve`, ...(fleet.paused ? [`paused (${fleet.paused})`] : []), ...(fleet.role === "alone" ? [] : [`this gateway ${fleet.role === "leader" ? "leads" : `follows ${fleet.leader || "nobody yet"}`}`, `gateways: ${fleet.gateways}`]), ...adapters].map(text => make("li", {}, text))));
     const behind = new Map();
     for (const row of state.workers.values()) for (const [versions, requests] of Object.entries(row.behind)) behind.set(+versions, (behind.get(+versions) || 0) + requests);
     const worst = Math.max(0, ...behind.keys()), stale = [...behind].filter(([versions]) => versions > 0).reduce((sum, [, requests]) => sum + requests, 0);
@@ -91,7 +91,7 @@ export function tile(name, value, note, spark = null, tone = "") {
 }
 
 function proof(evidence, at) {
-  if (!evidence) return [make("span", { class: "muted" }, "not proved by us")];
+  if (!evidence) return [make("span", { class: "muted" }, "not proved by this gateway")];
   const by = { bits: "bit for bit", scores: "by logprobs", digest: "by digest", majority: "by majority" }[evidence.decided_by] ?? "undecided";
   const delta = evidence.max_difference === null ? "" : evidence.max_difference === 0 ? "max |Δ| 0" : `max |Δ| ${digits(+evidence.max_difference.toPrecision(2))}`;
   return [make("span", { title: `digest ${evidence.digest}${evidence.bound === null ? "" : `, allowed ${evidence.bound}`}` }, delta || by), make("br"), make("span", { class: "muted small" }, [delta ? by : "", at ? ago(at) : ""].filter(Boolean).join(" · "))];

@@ -110,7 +110,8 @@ class Grammars:
         matcher = LLMatcher(self._tokenizer, self._source(grammar), log_level=0)
         if matcher.is_error():
             raise BadRequest(
-                f"{FIELD}.{grammar.kind} cannot be held to: {matcher.get_error().splitlines()[0]}",
+                f"the grammar of {FIELD}, response_format or a tool ({grammar.kind}) cannot be "
+                f"held to: {matcher.get_error().splitlines()[0]}",
                 param=FIELD,
             )
         with self._lock:

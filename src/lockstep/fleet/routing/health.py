@@ -208,7 +208,10 @@ class HealthMonitor:
             # Nothing was awaited since the gate: what it proved is still what the fleet wants.
             worker.become("serving")
             worker.epoch += 1
-            log.info("worker %s serves", worker.id)
+            # Whoever was told that it is away is told that it is not.
+            log.log(
+                logging.WARNING if worker.failures else logging.INFO, "worker %s serves", worker.id
+            )
             self._rebuild()
 
     def _call_off(self, worker: Worker, *, gone: bool) -> None:

@@ -36,6 +36,8 @@ TOO_LONG = re.compile(
     r"longer than the maximum model length|maximum context length|longer than the model's context"
 )
 BAD_ID = re.compile(r"[Tt]oken id \S+ is out of vocabulary|token_ids must not contain negative")
+PAGE = re.compile("<!doctype html|<html", re.IGNORECASE)
+TITLE = re.compile("<title>([^<]{1,80})", re.IGNORECASE)
 SHOWN = 500
 DYNAMO_ERROR = {"message", "type", "code"}
 NO_ERROR = msgspec.Raw()
@@ -140,6 +142,10 @@ def _message(fields: dict[str, Any], body: bytes | bytearray, status: int) -> st
             value = fields[name]
             return value if isinstance(value, str) else msgspec.json.encode(value).decode()
     text = bytes(body[:SHOWN]).decode("utf-8", "replace").strip()
+    if PAGE.match(text):
+        title = TITLE.search(text)
+        named = f" {title[1].strip()!r}" if title else ""
+        return f"the server answered {status} with a page of HTML{named}: it is no server of models"
     if text:
         return f"the server answered {status}: {text}"
     if status == 404:
