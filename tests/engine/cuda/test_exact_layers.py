@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lockstep.engine.cuda import exact_attention, prefill, prefill_kernels, trainer
-from lockstep.engine.cuda.adapters import AdapterBank
+from lockstep.engine.cuda import prefill, trainer
 from lockstep.engine.cuda.graphs import Decoder, GraphPool
+from lockstep.engine.cuda.kernels import exact_attention, prefill_kernels
+from lockstep.engine.cuda.kernels.adapters import AdapterBank
 from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller
 from lockstep.engine.model.arithmetic import ExactOnDevice, gated, mix_experts, route

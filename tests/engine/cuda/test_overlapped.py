@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engine.cuda import kernels, prefill, prefill_kernels, single_row, start
+from lockstep.engine.cuda import prefill, start
 from lockstep.engine.cuda.graphs import Decoder, GraphPool
+from lockstep.engine.cuda.kernels import close_kernels, prefill_kernels, single_row
 from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller, token_sizes
 from lockstep.engine.cuda.start import warm
@@ -34,8 +35,8 @@ SMALL = {
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "SPLIT_TARGET", 4)
-    monkeypatch.setattr(kernels, "NARROW", 512)
+    monkeypatch.setattr(close_kernels, "SPLIT_TARGET", 4)
+    monkeypatch.setattr(close_kernels, "NARROW", 512)
     monkeypatch.setattr(single_row, "NARROW", 512)
     monkeypatch.setattr(prefill, "SMALLEST", 8)
     monkeypatch.setattr(prefill, "SPARE_BLOCKS", 3)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.cuda import exact_attention, prefill_kernels, trainer
+from lockstep.engine.cuda import trainer
+from lockstep.engine.cuda.kernels import exact_attention, prefill_kernels
 from lockstep.tokens.errors import NotExact
 
 pytestmark = [

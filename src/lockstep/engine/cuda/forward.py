@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.cuda import exact_kernels, experts, kernels, single_row
-from lockstep.engine.cuda.exact_gated import linear_gated
+from lockstep.engine.cuda.kernels import close_kernels, exact_kernels, experts, single_row
+from lockstep.engine.cuda.kernels.exact_gated import linear_gated
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.arithmetic import route
 from lockstep.engine.weights.weights import Layer, Weights
@@ -70,7 +70,7 @@ def head(hidden: Tensor, weights: Weights, out: Tensor, *, exact: bool) -> None:
 
 def _close_layers(eps: float, weights: Weights, x: Tensor, attend: Attend) -> Tensor:
     delta: Tensor | None = None
-    k = kernels
+    k = close_kernels
     for i, layer in enumerate(weights.layers):
         h = k.add_norm(x, delta, layer.input_norm, eps)
         attended = attend(i, layer, k.linear(h, layer.qkv, layer.qkv_bias))
@@ -126,8 +126,8 @@ def _exact_layers(
 def _one_row(eps: float, weights: Weights, x: Tensor, attend: Attend, *, exact: bool) -> Tensor:
     """The layers of a batch of one row, in fewer launches."""
     delta: Tensor | None = None
-    k = exact_kernels if exact else kernels
-    parts = exact_kernels.linear_parts if exact else kernels.linear
+    k = exact_kernels if exact else close_kernels
+    parts = exact_kernels.linear_parts if exact else close_kernels.linear
     norm_linear = partial(single_row.norm_linear, eps=eps, exact=exact)
     for i, layer in enumerate(weights.layers):
         x, product = norm_linear(x, delta, layer.input_norm, layer.qkv, layer.qkv_bias)

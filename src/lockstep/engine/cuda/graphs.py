@@ -12,9 +12,9 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from lockstep.engine.cuda import exact_attention, kernels
-from lockstep.engine.cuda.adapters import AdapterBank
 from lockstep.engine.cuda.forward import forward, head, recorder
+from lockstep.engine.cuda.kernels import close_kernels, exact_attention
+from lockstep.engine.cuda.kernels.adapters import AdapterBank
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, Table, bucket
 from lockstep.engine.kv.cache import SlotCache, index_on
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter
@@ -141,7 +141,7 @@ class Decoder:
             norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
             eps = model.config.eps
             if not self._exact:
-                return kernels.attend(
+                return close_kernels.attend(
                     product, *cache, slots, positions, *model.rotation, model.scale,
                     eps=eps, **norms,
                 )  # fmt: skip

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.engine.cuda.adapters import AdapterBank
 from lockstep.engine.cuda.graphs import Decoder
+from lockstep.engine.cuda.kernels.adapters import AdapterBank
 from lockstep.engine.cuda.prefill import Prefiller
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, buckets, powers
 from lockstep.engine.kv.cache import index_on

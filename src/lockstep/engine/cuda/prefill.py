@@ -12,12 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.cuda import exact_attention, exact_kernels
-from lockstep.engine.cuda.adapters import AdapterBank, Run, block_count
 from lockstep.engine.cuda.forward import Attend, forward, head, recorder
 from lockstep.engine.cuda.graphs import GraphPool
-from lockstep.engine.cuda.prefill_kernels import attend_ragged, store_heads, tokens_per_block
-from lockstep.engine.cuda.sampling_kernels import token_logprobs
+from lockstep.engine.cuda.kernels import exact_attention, exact_kernels
+from lockstep.engine.cuda.kernels.adapters import AdapterBank, Run, block_count
+from lockstep.engine.cuda.kernels.prefill_kernels import (
+    attend_ragged,
+    store_heads,
+    tokens_per_block,
+)
+from lockstep.engine.cuda.kernels.sampling_kernels import token_logprobs
 from lockstep.engine.cuda.table import GraphRow, StepInFlight, Table, powers
 from lockstep.engine.kv.cache import SlotCache
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows, adapter_rows

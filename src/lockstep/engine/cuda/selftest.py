@@ -15,10 +15,10 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.cuda import exact_kernels as kernels
-from lockstep.engine.cuda.adapters import AdapterBank, Run
+from lockstep.engine.cuda.kernels import exact_kernels as kernels
+from lockstep.engine.cuda.kernels.adapters import AdapterBank, Run
+from lockstep.engine.cuda.kernels.sampling_kernels import token_logprobs
 from lockstep.engine.cuda.prefill import Prefiller
-from lockstep.engine.cuda.sampling_kernels import token_logprobs
 from lockstep.engine.cuda.trainer import attend, mix
 from lockstep.engine.model.arithmetic import route
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter, LoraDelta, adapter_rows

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from triton.errors import TritonError
 
-from lockstep.engine.cuda.adapters import AdapterBank
-from lockstep.engine.cuda.exact_kernels import PART
 from lockstep.engine.cuda.graphs import Decoder, GraphPool, supported
+from lockstep.engine.cuda.kernels.adapters import AdapterBank
+from lockstep.engine.cuda.kernels.exact_kernels import PART
 from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller
 from lockstep.engine.cuda.table import bucket

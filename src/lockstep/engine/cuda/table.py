@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.engine.cuda.sampling_kernels import draw
+from lockstep.engine.cuda.kernels.sampling_kernels import draw
 from lockstep.engine.processing import HIDDEN
 from lockstep.engine.sampler import Sampled
 from lockstep.tokens import Ranked

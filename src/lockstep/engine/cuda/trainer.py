@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lockstep.engine.config import FAMILIES, ModelConfig
-from lockstep.engine.cuda import exact_kernels as kernels
-from lockstep.engine.cuda.exact_attention import attend_ragged
-from lockstep.engine.cuda.prefill_kernels import tokens_per_block
-from lockstep.engine.cuda.sampling_kernels import token_logprobs
+from lockstep.engine.cuda.kernels import exact_kernels as kernels
+from lockstep.engine.cuda.kernels.exact_attention import attend_ragged
+from lockstep.engine.cuda.kernels.prefill_kernels import tokens_per_block
+from lockstep.engine.cuda.kernels.sampling_kernels import token_logprobs
 from lockstep.engine.model.arithmetic import in_safe_pieces, mix_experts, route
 from lockstep.engine.model.rope import frequencies
 from lockstep.tokens.errors import NotExact

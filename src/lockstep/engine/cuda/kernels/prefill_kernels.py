@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.engine.cuda.kernels import LOG2_E, _halves, _sum, early
+from lockstep.engine.cuda.kernels.close_kernels import LOG2_E, _halves, _sum, early
 
 ROWS = 128
 """Queries, over all heads that share their keys, that one attention program computes."""

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.engine.cuda import exact_attention as attention
-from lockstep.engine.cuda import exact_kernels as exact
-from lockstep.engine.cuda import prefill_kernels
-from lockstep.engine.cuda.exact_gated import linear_gated
-from lockstep.engine.cuda.kernels import LOG2_E
-from lockstep.engine.cuda.prefill_kernels import attend_ragged_reference, tokens_per_block
-from lockstep.engine.cuda.sampling_kernels import token_logprobs, token_logprobs_reference
+from lockstep.engine.cuda.kernels import exact_attention as attention
+from lockstep.engine.cuda.kernels import exact_kernels as exact
+from lockstep.engine.cuda.kernels import prefill_kernels
+from lockstep.engine.cuda.kernels.close_kernels import LOG2_E
+from lockstep.engine.cuda.kernels.exact_gated import linear_gated
+from lockstep.engine.cuda.kernels.prefill_kernels import attend_ragged_reference, tokens_per_block
+from lockstep.engine.cuda.kernels.sampling_kernels import token_logprobs, token_logprobs_reference
 
 ROUNDED = {"rtol": 2**-9, "atol": 2**-9}
 """About one step of fp16: what is rounded from sums of another order."""

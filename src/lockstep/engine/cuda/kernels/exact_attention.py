@@ -9,8 +9,8 @@ from torch import Tensor
 from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.engine.cuda.exact_kernels import _turned, launch
-from lockstep.engine.cuda.kernels import LOG2_E
+from lockstep.engine.cuda.kernels.close_kernels import LOG2_E
+from lockstep.engine.cuda.kernels.exact_kernels import _turned, launch
 
 KEYS = 64
 """Keys of one block of a softmax."""

@@ -22,19 +22,10 @@ from triton.runtime import interpreter
 from lockstep.engine import exact as engine_exact
 from lockstep.engine import probe
 from lockstep.engine.config import EngineOptions, ModelConfig
-from lockstep.engine.cuda import (
-    adapters,
-    exact_kernels,
-    experts,
-    graphs,
-    prefill,
-    prefill_kernels,
-    selftest,
-    start,
-    trainer,
-)
-from lockstep.engine.cuda import exact_attention as attention
-from lockstep.engine.cuda.kernels import LOG2_E
+from lockstep.engine.cuda import graphs, prefill, selftest, start, trainer
+from lockstep.engine.cuda.kernels import adapters, exact_kernels, experts, prefill_kernels
+from lockstep.engine.cuda.kernels import exact_attention as attention
+from lockstep.engine.cuda.kernels.close_kernels import LOG2_E
 from lockstep.engine.model.arithmetic import mix_experts, route
 from lockstep.engine.numerics import plan
 from lockstep.tokens.errors import BadRequest, EngineFailure

@@ -44,8 +44,8 @@ def compiled(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     env.pop("TRITON_INTERPRET", None)
     run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.cuda.compiled", *arguments],
-        cwd=Path(__file__).parents[3],
+        [sys.executable, "-m", "tests.engine.cuda.kernels.compiled", *arguments],
+        cwd=Path(__file__).parents[4],
         env=env,
         capture_output=True,
         text=True,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.engine.cuda import kernels
-from lockstep.engine.cuda import sampling_kernels as drawing
+from lockstep.engine.cuda.kernels import close_kernels
+from lockstep.engine.cuda.kernels import sampling_kernels as drawing
 from lockstep.engine.sampler import SamplingRow, sample
 from lockstep.tokens import Sampling
 
@@ -18,7 +18,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs programs one by one: two splits show all that thirty-two would."""
-    monkeypatch.setattr(kernels, "SPLIT_TARGET", 16)
+    monkeypatch.setattr(close_kernels, "SPLIT_TARGET", 16)
     torch.manual_seed(0)
 
 
@@ -31,15 +31,15 @@ def normed(x: Tensor, weight: Tensor) -> Tensor:
 def test_parts_of_a_product_add_up(rows: int, inner: int, biased: bool) -> None:
     x, weight = torch.randn(rows, inner), torch.randn(70, inner)
     bias = torch.randn(70) if biased else None
-    parts = kernels.linear(x, weight, bias)
+    parts = close_kernels.linear(x, weight, bias)
     assert parts.shape[1:] == (rows, 70)
     torch.testing.assert_close(parts.sum(0), F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
 
 
 def test_a_long_inner_dimension_is_cut_into_no_more_parts_than_allowed() -> None:
     x, weight = torch.randn(2, 256 * 9 + 3), torch.randn(8, 256 * 9 + 3)
-    parts = kernels.linear(x, weight)
-    assert 1 < parts.shape[0] <= kernels.MOST_SPLITS
+    parts = close_kernels.linear(x, weight)
+    assert 1 < parts.shape[0] <= close_kernels.MOST_SPLITS
     torch.testing.assert_close(parts.sum(0), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
@@ -47,7 +47,7 @@ def test_a_long_inner_dimension_is_cut_into_no_more_parts_than_allowed() -> None
 def test_the_sum_of_parts_stays_in_x_and_comes_out_normed(splits: int) -> None:
     x, weight, parts = torch.randn(3, 96), torch.randn(96), torch.randn(splits, 3, 96)
     expected = x + parts.sum(0)
-    out = kernels.add_norm(x, parts if splits else None, weight, 1e-6)
+    out = close_kernels.add_norm(x, parts if splits else None, weight, 1e-6)
     torch.testing.assert_close(x, expected, **CLOSE)
     torch.testing.assert_close(out, normed(expected, weight), **CLOSE)
 
@@ -55,7 +55,9 @@ def test_the_sum_of_parts_stays_in_x_and_comes_out_normed(splits: int) -> None:
 def test_a_gate_is_silu_of_one_half_times_the_other() -> None:
     parts = torch.randn(2, 3, 2 * 600)
     first, second = parts.sum(0).chunk(2, -1)
-    torch.testing.assert_close(kernels.gate(parts, torch.float32), F.silu(first) * second, **CLOSE)
+    torch.testing.assert_close(
+        close_kernels.gate(parts, torch.float32), F.silu(first) * second, **CLOSE
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_a_new_token_attends_to_itself_and_all_before_it(
     angles = torch.rand(capacity, dim // 2).repeat(1, 2) * 6
     cos, sin = angles.cos(), angles.sin()
 
-    out = kernels.attend(
+    out = close_kernels.attend(
         qkv, keys, values, slots, positions, cos, sin, dim**-0.5,
         q_norm=q_norm, k_norm=k_norm, eps=1e-6,
     )  # fmt: skip

@@ -22,8 +22,8 @@ from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.cuda import exact_kernels
-from lockstep.engine.cuda.exact_kernels import _part, launch
+from lockstep.engine.cuda.kernels import exact_kernels
+from lockstep.engine.cuda.kernels.exact_kernels import _part, launch
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter
 
 Run = tuple[Adapter | None, int]

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.engine.cuda.kernels import early
+from lockstep.engine.cuda.kernels.close_kernels import early
 
 PART = 1024
 """Terms of a product that are summed up by themselves, in order."""

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from lockstep.engine.config import ModelConfig
-from lockstep.engine.cuda import exact_kernels, experts, selftest
-from lockstep.engine.cuda.adapters import AdapterBank, Run, block_count
+from lockstep.engine.cuda import selftest
+from lockstep.engine.cuda.kernels import exact_kernels, experts
+from lockstep.engine.cuda.kernels.adapters import AdapterBank, Run, block_count
+from lockstep.engine.cuda.start import FEWEST_PLACES
 from lockstep.engine.model.arithmetic import route
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows, LoraDelta
 
@@ -106,6 +108,9 @@ def test_an_adapter_gives_way_to_another_only_when_its_batch_is_over(config: Mod
     blocks = torch.from_numpy(bank.blocks([(third, 1), (first, 1)], 2))
     assert blocks[:, 2].tolist() == [1, 0]
     assert bank.changes == 1
+    with pytest.raises(RuntimeError, match="more than 2 adapters"):
+        bank.blocks([(first, 1), (second, 1), (third, 1)], 3)
+    blocks = torch.from_numpy(bank.blocks([(third, 1), (first, 1)], 2))
     x = numbers(2, config.q_size)
     out = numbers(2, config.hidden)
     expected = out.clone()
@@ -120,7 +125,7 @@ def test_an_adapter_gives_way_to_another_only_when_its_batch_is_over(config: Mod
 def test_adapters_that_a_graph_would_compute_otherwise_are_left_out_of_it(
     config: ModelConfig, wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bank = AdapterBank(config, 4, 8, numbers(1))
+    bank = AdapterBank(config, FEWEST_PLACES, 8, numbers(1))
     # By the interpreter, whose sums have another order in every shape: exact for these numbers.
     monkeypatch.setattr(selftest, "_numbers", lambda _device, kind, *shape: whole(kind, *shape))
     if wrong:

@@ -13,9 +13,9 @@ from torch import Tensor
 from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.engine.cuda import exact_kernels
-from lockstep.engine.cuda.exact_kernels import _gate_value, _size
-from lockstep.engine.cuda.kernels import early
+from lockstep.engine.cuda.kernels import exact_kernels
+from lockstep.engine.cuda.kernels.close_kernels import early
+from lockstep.engine.cuda.kernels.exact_kernels import _gate_value, _size
 
 WIDEST = 4096
 """Numbers of a row up to which a program holds all of it."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.engine.cuda import exact_kernels
-from lockstep.engine.cuda.exact_kernels import _gate_value, _part, launch
+from lockstep.engine.cuda.kernels import exact_kernels
+from lockstep.engine.cuda.kernels.exact_kernels import _gate_value, _part, launch
 from lockstep.engine.model.arithmetic import mix_experts
 
 FEW, MANY = 16, 64

@@ -1,6 +1,6 @@
 """Compiles exact kernels for Hopper, without a GPU, and prints how their dots are computed.
 
-    python -m tests.engine.cuda.compiled [fp32 | norms]
+    python -m tests.engine.cuda.kernels.compiled [fp32 | norms]
 
 A line of JSON for each kernel: its name and, for every dot by `mma`, how many neighbouring terms a
 thread holds of an operand; in fp32, the instructions that compute, and the bytes that did not fit
@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lockstep.engine.cuda import exact_attention, exact_gated, exact_kernels, single_row
+from lockstep.engine.cuda.kernels import exact_attention, exact_gated, exact_kernels, single_row
 
 KINDS = {
     **dict.fromkeys(("qkv", "keys", "values", "cos", "sin", "q_norm", "k_norm"), "*bf16"),

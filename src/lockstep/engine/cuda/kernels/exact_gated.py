@@ -9,8 +9,8 @@ from torch import Tensor
 from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lockstep.engine.cuda import exact_kernels
-from lockstep.engine.cuda.exact_kernels import _gate_value, gate, launch, linear
+from lockstep.engine.cuda.kernels import exact_kernels
+from lockstep.engine.cuda.kernels.exact_kernels import _gate_value, gate, launch, linear
 
 FEWEST, MOST = 17, 32
 """Rows for which one launch is faster than two: measured on an H200."""

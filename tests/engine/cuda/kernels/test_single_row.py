@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.engine.cuda import exact_kernels, single_row
+from lockstep.engine.cuda.kernels import exact_kernels, single_row
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.engine.cuda import prefill_kernels as prefill
-from lockstep.engine.cuda.kernels import LOG2_E
+from lockstep.engine.cuda.kernels import prefill_kernels as prefill
+from lockstep.engine.cuda.kernels.close_kernels import LOG2_E
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 pytestmark = [

@@ -1,0 +1,1 @@
+"""Triton kernels, each with what it computes in plain torch beside it."""
