@@ -53,3 +53,12 @@ def test_a_step_that_did_not_reach_the_disk_whole_is_not_resumed_from(
     assert run.last_step() == 2
     damage(run.path / name)
     assert run.last_step() == 1
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_disk_that_is_full_is_an_error_of_the_disk(tmp_path: Path, size: int) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.start()
+    (tmp_path / "run" / "state" / ".step-1.tmp").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        directory.save_state(1, {"optimizer": torch.ones(size)})

@@ -74,9 +74,19 @@ class RunDirectory:
         return self.checkpoints / f"step-{step}"
 
     def save_state(self, step: int, state: dict[str, Any]) -> None:
-        """Writes it; before the checkpoint is stable, or a crash between the two would lose it."""
+        """Writes it; before the checkpoint is stable, or a crash between the two would lose it.
+
+        Raises OSError where the disk does not take it.
+        """
         scratch = self._states / f".step-{step}.tmp"
-        torch.save(state, scratch)
+        try:
+            with open(scratch, "wb") as file:
+                torch.save(state, file)
+        except RuntimeError as error:
+            # torch's writer covers what the disk said with an error of its own.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         sync(scratch.replace(self._states / f"step-{step}.pt"))
         sync(self._states)
 
