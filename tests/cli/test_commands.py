@@ -52,6 +52,7 @@ def test_help_names_every_command_without_loading_torch() -> None:
 def test_mistakes_end_in_one_line_and_a_code() -> None:
     for arguments, message in (
         (("worker", "/no/such/model"), "config.json does not exist"),
+        (("serve", "Qwen/Qwen3-0.6B"), "`hf download Qwen/Qwen3-0.6B --local-dir"),
         (("worker", "tiny", "--max-model-len", "1"), "max_model_len is 1"),
         (("worker", "tiny", "--kv-cache-mb", "1"), "kv_bytes"),
         (("worker", "tiny", "--arithmetic", "exact", "--dtype", "bfloat16"), "float32"),

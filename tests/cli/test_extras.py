@@ -58,7 +58,8 @@ def test_a_command_that_needs_the_engine_says_what_to_install(
     assert "Traceback" not in process.stderr
     (line,) = [line for line in process.stderr.splitlines() if "error" in line]
     assert f"lockstep {command[0]} needs " in line
-    assert line.endswith("pip install 'lockstep-rl[engine]'")
+    extra = "train" if command[0] in ("train", "demo") else "engine"
+    assert line.endswith(f"pip install 'lockstep-rl[{extra}]'")
     assert not list(tmp_path.glob("**/*.sqlite"))
 
 

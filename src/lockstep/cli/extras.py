@@ -13,6 +13,8 @@ EXTRAS = {
     "export": ("pyarrow",),
 }
 """Modules that a base install lacks, by the extra that installs them."""
+TRAINING = ("lockstep train", "lockstep demo")
+"""Commands for which the extra `engine` alone is not enough: `train` brings it too."""
 
 
 def require_extra(extra: str) -> None:
@@ -27,8 +29,9 @@ def missing_extra(error: ModuleNotFoundError, command: str) -> str | None:
     module = (error.name or "").partition(".")[0]
     for extra, modules in EXTRAS.items():
         if module in modules:
+            whole = "train" if extra == "engine" and command in TRAINING else extra
             return (
                 f"{command} needs {module}, which is not installed: "
-                f"pip install 'lockstep-rl[{extra}]'"
+                f"pip install 'lockstep-rl[{whole}]'"
             )
     return None

@@ -57,7 +57,7 @@ def worker_source(
     if not config.is_file():
         raise UnknownModel(
             f"{config} does not exist: expected tiny, tiny-moe, or a directory with a Hugging Face "
-            "model",
+            f"model; `hf download {model} --local-dir DIRECTORY` gets one from the Hub",
             param="model",
         )
     require_extra("engine")
