@@ -208,6 +208,15 @@ async def test_many_prompts_at_once_load_the_tokenizer_once(
     assert threading.get_ident() not in loads.threads
 
 
+async def test_the_server_refuses_a_wrong_model_and_nobody_looks_for_it_elsewhere(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)  # whoever asks the Hub fails
+    async with lockstep.connect(worker.url, "gpt") as policy:
+        with pytest.raises(errors.UnknownModel, match="'gpt' does not exist; served are tiny"):
+            await policy.generate("Reverse: 12", max_tokens=2)
+
+
 async def test_a_conversation_loads_the_tokenizer_off_the_event_loop(
     worker: WorkerProcess, loads: Loads
 ) -> None:

@@ -19,6 +19,7 @@ from lockstep.client.tokenizer import TokenizerSource
 from lockstep.client.turn import Scores, Turn
 from lockstep.ledger import Breaks, PromptPlan
 from lockstep.ledger.breaks import CLIENT_BREAKS
+from lockstep.models import model_directory
 from lockstep.progress import Progress
 from lockstep.render import Renderer, Thinking
 from lockstep.tokens import Completion, LockstepError, Shaping
@@ -237,14 +238,15 @@ async def connect(
     """A policy at `url`; what the server speaks is detected unless `transport` names it.
 
     `model` defaults to the only one served. `tokenizer` is a directory, a hub name or a tokenizer
-    object; by default that of the model, if it is bundled or a directory on this machine. Token ids
-    in and out need none. `options` hold for every call. Raises Unavailable without a server.
+    object; by default that of the model, which is bundled, a directory on this machine, or on the
+    Hub under its name. Token ids in and out need none. `options` hold for every call. Raises
+    Unavailable without a server.
     """
     settings = Options().with_(**options)
     opened = await open_transport(url, transport, api_key=api_key, timeout=timeout, retries=retries)
     try:
         name = model or await _only_model(opened)
-        source = TokenizerSource(tokenizer or name)
+        source = TokenizerSource(tokenizer or await _tokenizer_name(opened, name))
         yield Policy(opened, name, source, settings, url=url, api_key=api_key)
     finally:
         await opened.close()
@@ -266,6 +268,22 @@ async def _only_model(transport: Transport) -> str:
             param="model",
         )
     return bases[0]
+
+
+async def _tokenizer_name(transport: Transport, model: str) -> str:
+    """The name of a model's tokenizer: of an adapter, and of a name that is not served, it is the
+    base model's. So the server refuses a wrong name, and nobody looks for it on the Hub."""
+    if model_directory(model).is_dir():
+        return model
+    try:
+        cards = await transport.models()
+    except LockstepError:
+        return model
+    parents = {card.id: card.parent for card in cards}
+    if model in parents:
+        return parents[model] or model
+    bases = [name for name, parent in parents.items() if parent is None]
+    return bases[0] if len(bases) == 1 else model
 
 
 def _is_ids(prompt: Any) -> bool:
