@@ -65,7 +65,7 @@ async def served_model(urls: Sequence[str], seconds: float, options: Mapping[str
     from lockstep.backends.registry import open_transport
 
     deadline = asyncio.get_running_loop().time() + seconds
-    said = False
+    warned = False
     while True:
         for url in urls:
             try:
@@ -82,9 +82,9 @@ async def served_model(urls: Sequence[str], seconds: float, options: Mapping[str
             reason = f"{url} serves no model yet"
         if asyncio.get_running_loop().time() >= deadline:
             raise Unavailable(f"0 of {len(urls)} workers serve after {seconds:g} s: {reason}")
-        if not said:
+        if not warned:
             log.warning("waiting up to %g s for a worker: %s", seconds, reason)
-        said = True
+        warned = True
         await asyncio.sleep(POLL_SECONDS)
 
 

@@ -42,10 +42,11 @@ ROUTE_DOCS = (
     RouteDoc("GET", "/api/hello", None, None, "What Claude Code tries first: always 200."),
 )  # fmt: skip
 SWITCH = "enable_thinking"
+"""The template variable by which models that can leave out thinking are told to."""
 CONTEXT = re.compile(
     r"maximum context length is (?P<limit>\d+) tokens.*your prompt has (?P<length>\d+) tokens"
 )
-"""The template variable by which models that can leave out thinking are told to."""
+"""The two numbers in what the gateway says of a prompt that is too long."""
 
 
 class MessagesRoutes:
