@@ -65,6 +65,8 @@ def test_a_task_beside_the_config_is_trained_on_and_every_step_is_a_line_of_the_
     out, errors = command(stack, tmp_path).communicate(timeout=120)
     assert "step 1/2  reward" in out, errors
     assert "step 2/2  reward" in out, errors
+    assert "report.html shows the run" in out
+    assert "step-2" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_after_ctrl_c_the_way_on_is_told_and_taken(stack: Stack, tmp_path: Path) -> None:

@@ -56,10 +56,13 @@ def train(
     LOCKSTEP_ADMIN_TOKEN. Where trainer and workers cannot compute the same bits, the run goes on
     in close mode and says why.
 
+    All files are in `run_dir` of the config, at the end with `report.html`, a page of the run.
+
     Exit codes: 0 the run ended, 1 an environment raised, 2 the command is wrong or --exact was not
     possible, 75 it cannot start or go on now, 130 it was stopped by Ctrl-C.
     """
     from lockstep.train import Trainer
+    from lockstep.train.demo.report_page import write_report
     from lockstep.train.records.sinks import check_sinks
 
     run = read_run(config)
@@ -92,7 +95,7 @@ def train(
         except OSError as error:
             error.add_note(f"the run directory is {run.run_dir}; once that is mended, {again}")
             raise
-    _end(result, as_json)
+    _end(result, write_report(result.run_dir), as_json)
 
 
 def _figures(metrics: StepMetrics) -> str:
@@ -104,12 +107,13 @@ def _figures(metrics: StepMetrics) -> str:
     )
 
 
-def _end(result: RunResult, as_json: bool) -> None:
+def _end(result: RunResult, report: Path, as_json: bool) -> None:
     last = result.steps[-1] if result.steps else None
     if as_json:
         print_json(
             {
                 "run_dir": result.run_dir,
+                "report": str(report),
                 "version": result.version,
                 "reward_before": None if result.before is None else result.before.reward,
                 "reward_after": None if result.after is None else result.after.reward,
@@ -129,4 +133,6 @@ def _end(result: RunResult, as_json: bool) -> None:
     if not result.exactness.is_exact:
         why = f"{result.max_difference:.1e} because {result.exactness.reason}"
         console.print(f"Trainer and engine are [bold]close[/]: max |Δ| {escape(why)}")
-    console.print(f"The fleet serves [bold]{result.version}[/]; all files are in {result.run_dir}")
+    console.print(
+        f"The fleet serves [bold]{result.version}[/]; {report} shows the run", soft_wrap=True
+    )
