@@ -58,10 +58,25 @@ def test_the_self_test_works_in_a_short_context_and_with_one_slot(tiny: Path) ->
     assert len(rig.generate(ids(1, 15)).token_ids) == 1
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"device": "cuda"}])
-def test_exact_is_refused_where_it_is_not_defined(tiny: Path, options: dict[str, str]) -> None:
+def test_exact_is_refused_where_it_is_not_defined(tiny: Path) -> None:
     with pytest.raises(BadRequest, match="exact arithmetic needs"):
-        Rig(tiny, arithmetic="exact", **options)
+        Rig(tiny, arithmetic="exact", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("device", "arithmetic", "problem"),
+    [
+        ("cuda", "auto", "device is cuda, .* sees 0 GPUs here"),
+        ("cuda:99", "exact", "device is cuda:99, .* sees 0 GPUs here"),
+        ("gpu", "auto", "device is 'gpu', expected cpu, cuda or cuda:N"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused(
+    tiny: Path, device: str, arithmetic: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BadRequest, match=problem):
+        Rig(tiny, arithmetic=arithmetic, device=device)
 
 
 def test_auto_in_bfloat16_is_close_and_says_why(tiny: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from functools import lru_cache
 
 import torch
@@ -24,6 +25,7 @@ from lockstep.engine.numerics.bf16 import VARIABLE as ONEDNN_ISA
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.numerics.block_shapes import threads
 from lockstep.engine.numerics.mkl_choice import preferred_mode
+from lockstep.tokens.errors import BadRequest
 from lockstep.tokens.numerics import (
     PORTABLE_ENVIRONMENT,
     PORTABLE_MKL,
@@ -59,14 +61,27 @@ def make_reproducible(*, portable: bool = False) -> bool:
 def prepare_process(options: EngineOptions) -> None:
     """Makes this process ready to compute as these options demand, before its first product.
 
-    Raises EngineFailure where bf16 products end it.
+    Raises BadRequest for a device that is not here, and EngineFailure where bf16 products end it.
     """
     if options.device != "cpu":
+        _check_device(options.device)
         return
     if options.dtype != "float32":
         make_bf16_safe()
     elif options.arithmetic != "close":
         make_reproducible(portable=options.arithmetic == "portable")
+
+
+def _check_device(name: str) -> None:
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        raise BadRequest(f"device is {name!r}, expected cpu, cuda or cuda:N", param="device")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count <= int(name.partition(":")[2] or 0):
+        raise BadRequest(
+            f"device is {name}, but torch {torch.__version__} sees {count} GPUs here: use device "
+            "cpu, or see what `lockstep doctor` says of CUDA",
+            param="device",
+        )
 
 
 def plan(
