@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from tests.processes import TOKEN
@@ -55,8 +54,13 @@ def command(
     lockstep = Path(sys.executable).with_name("lockstep")
     return subprocess.Popen(
         [lockstep, "train", "run.toml", *arguments], cwd=where, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_heed_ctrl_c,
     )  # fmt: skip
+
+
+def _heed_ctrl_c() -> None:
+    """Undoes what a shell does to commands in its background, which tests may be among."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_a_task_beside_the_config_is_trained_on_and_every_step_is_a_line_of_the_log(
@@ -73,7 +77,6 @@ def test_after_ctrl_c_the_way_on_is_told_and_taken(stack: Stack, tmp_path: Path)
     process = command(stack, tmp_path, steps=400)
     assert process.stdout is not None
     process.stdout.readline()
-    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
