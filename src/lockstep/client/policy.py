@@ -246,7 +246,9 @@ async def connect(
     opened = await open_transport(url, transport, api_key=api_key, timeout=timeout, retries=retries)
     try:
         name = model or await _only_model(opened)
-        source = TokenizerSource(tokenizer or await _tokenizer_name(opened, name))
+        if tokenizer is None:
+            tokenizer = name if model is None else await _tokenizer_name(opened, model)
+        source = TokenizerSource(tokenizer)
         yield Policy(opened, name, source, settings, url=url, api_key=api_key)
     finally:
         await opened.close()

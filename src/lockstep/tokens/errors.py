@@ -41,6 +41,7 @@ An error that leaves a process comes back in the next one as the same class with
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Self
 
 from lockstep.tokens.operation import Operation
@@ -108,6 +109,9 @@ class PromptTooLong(BadRequest):
     """The context cannot hold one more token. `of` words it as clients recognise it."""
 
     code = "prompt_too_long"
+    _COUNTS = re.compile(
+        r"maximum context length is (?P<limit>\d+) tokens.*your prompt has (?P<length>\d+) tokens"
+    )
 
     @classmethod
     def of(cls, length: int, limit: int, *, param: str) -> PromptTooLong:
@@ -122,6 +126,13 @@ class PromptTooLong(BadRequest):
             "of the messages.",
             param=param,
         )
+
+    @property
+    def counts(self) -> tuple[int, int] | None:
+        """The length and the limit, where the message is that of `of`: of an error that comes from
+        another process there is nothing else."""
+        found = self._COUNTS.search(self.message)
+        return None if found is None else (int(found["length"]), int(found["limit"]))
 
 
 class Unauthorized(LockstepError):

@@ -139,11 +139,10 @@ class Prefiller:
         """
         count = sum(len(segment.tokens) for segment in segments)
         runs = _runs(segments)
-        adapted = self.bank is not None and any(adapter is not None for adapter, _ in runs)
+        bank = self.bank if any(adapter is not None for adapter, _ in runs) else None
+        adapted = bank is not None
         table = self.table(weights, self._size(segments, count), adapted=adapted)
-        blocks = None
-        if adapted and self.bank is not None:
-            blocks = self.bank.blocks(runs, table.blocks_max)
+        blocks = None if bank is None else bank.blocks(runs, table.blocks_max)
         table.fill(segments, self._per_block, blocks)
         if self.bank is None and (rows := adapter_rows(runs, table.ids.device)):
             self._step(table, weights, count, rows)

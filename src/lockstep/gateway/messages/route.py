@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -43,10 +42,6 @@ ROUTE_DOCS = (
 )  # fmt: skip
 SWITCH = "enable_thinking"
 """The template variable by which models that can leave out thinking are told to."""
-CONTEXT = re.compile(
-    r"maximum context length is (?P<limit>\d+) tokens.*your prompt has (?P<length>\d+) tokens"
-)
-"""The two numbers in what the gateway says of a prompt that is too long."""
 
 
 class MessagesRoutes:
@@ -131,11 +126,12 @@ def _is_prefill(message: dict[str, object]) -> bool:
     return message["role"] == "assistant" and message.keys() == {"role", "content"}
 
 
-def _too_long(message: str) -> str:
+def _too_long(error: PromptTooLong) -> str:
     """In Anthropic's words, with both numbers where the error has them: agents read them."""
-    if (counts := CONTEXT.search(message)) is None:
-        return f"prompt is too long: {message}"
-    return f"prompt is too long: {counts['length']} tokens > {counts['limit']} maximum"
+    if error.counts is None:
+        return f"prompt is too long: {error.message}"
+    length, limit = error.counts
+    return f"prompt is too long: {length} tokens > {limit} maximum"
 
 
 async def _in_shape(http: Request, handle: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -143,7 +139,7 @@ async def _in_shape(http: Request, handle: Callable[[Request], Awaitable[Respons
         return await handle(http)
     except LockstepError as error:
         if isinstance(error, PromptTooLong) and "prompt is too long" not in error.message:
-            error = error.with_message(_too_long(error.message))
+            error = error.with_message(_too_long(error))
         response = json_response(error_of(error, request_id_of(http)), error.status)
         if error.retry_after is not None:
             response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
