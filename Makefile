@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-processes test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard screenshots lint format docs bench chaos soak clean
+.PHONY: demo test test-processes test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard screenshots environments lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,6 +56,10 @@ chaos: $(VENV)/.ready
 soak: SECONDS ?= 900
 soak: $(VENV)/.ready
 	$(BIN)/python -m tests.soak --seconds $(SECONDS)
+
+# The environments of all suites below, which install their own where this was not run.
+environments: $(VENV)/.ready
+	@for script in scripts/install-*.sh; do echo "== $$script"; PYTHON=$(PYTHON) $$script || exit; done
 
 # Real vLLM and real Dynamo, each in an environment of its own.
 test-engines: $(VENV)/.ready
