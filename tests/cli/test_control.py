@@ -142,6 +142,20 @@ def test_a_plane_that_is_not_there_or_not_ours_is_a_failure(
         assert run("state", "--url", f"http://127.0.0.1:{taken.getsockname()[1]}") == 1
 
 
+@pytest.mark.parametrize("serving", [0, 1])
+def test_who_drains_the_last_worker_is_told_so(
+    run: Run, capsys: pytest.CaptureFixture[str], serving: int
+) -> None:
+    Plane.responses |= {
+        "workers/w0": (200, {"status": "ok", "worker": "w0"}),
+        "state": (200, {**STATE, "serving": serving}),
+    }
+    assert run("drain", "w0") == 0
+    shown = capsys.readouterr()
+    assert "w0 is drained" in shown.out
+    assert ("no worker serves now" in shown.err) is (serving == 0)
+
+
 def test_a_command_without_its_token_or_arguments_is_wrong(
     run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

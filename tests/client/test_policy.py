@@ -165,6 +165,14 @@ async def test_the_sync_facade_works_beside_a_running_loop(worker: WorkerProcess
     assert (bool(text), count, first) == (True, 1, 0.0)
 
 
+async def test_a_connection_that_was_not_opened_says_how(worker: WorkerProcess) -> None:
+    connection = lockstep.connect(worker.url)
+    with pytest.raises(AttributeError, match=r"'generate' before.*async with lockstep.connect"):
+        connection.generate("Reverse: 12")
+    with pytest.raises(TypeError, match=r"not awaited.*with lockstep.connect_sync"):
+        await connection
+
+
 async def test_one_call_without_a_connection_at_hand(worker: WorkerProcess) -> None:
     (turn,) = await lockstep.generate(worker.url, "Reverse: 12", max_tokens=8)
     assert turn.text

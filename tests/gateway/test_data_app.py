@@ -265,3 +265,18 @@ async def test_a_client_of_tinker_is_told_that_there_is_no_trainer_here() -> Non
             async with http.request(method, f"/api/v1/{path}", json={}) as response:
                 assert response.status == 404
                 assert "lockstep tinker MODEL" in (await response.json())["error"]["message"]
+
+
+async def test_who_looks_for_the_control_plane_here_is_told_of_the_admin_port() -> None:
+    async with gateway(whole({})) as (http, _):
+        for method, path in (
+            ("GET", "/v1/rl/state"),
+            ("POST", "/v1/rl/pause"),
+            ("GET", "/dashboard"),
+        ):
+            async with http.request(method, path, json={}) as response:
+                assert response.status == 404
+                assert (
+                    f"{path} is a route of the admin port"
+                    in ((await response.json())["error"]["message"])
+                )

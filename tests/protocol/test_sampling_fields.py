@@ -153,3 +153,11 @@ def test_structured_output_that_makes_no_sense_is_refused_by_name(
     with pytest.raises(BadRequest) as refused:
         body.sampling()
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("stop", ["", ["END", ""]])
+def test_an_empty_stop_string_is_refused_and_not_dropped(stop: Any) -> None:
+    body = decode_completion(json.dumps({"prompt": [5], "stop": stop}).encode())
+    with pytest.raises(BadRequest, match="none of them empty") as caught:
+        body.sampling()
+    assert caught.value.param == "stop"

@@ -31,6 +31,10 @@ PLAIN: dict[str, Any] = {
     **{each.name: each.default for each in fields(Shaping) if each.name not in ("end_ids",)},
 }  # fmt: skip
 """Options of a request that only scores: nothing shapes it unless the call says so."""
+OPENED = (
+    "write `async with lockstep.connect(url) as policy:`, or without async "
+    "`with lockstep.connect_sync(url) as policy:`"
+)
 
 
 class Policy:
@@ -223,8 +227,26 @@ class Policy:
         await self.transport.close()
 
 
-@contextlib.asynccontextmanager
-async def connect(
+class PolicyContext(contextlib.AbstractAsyncContextManager[Policy]):
+    """What `connect` returns: the policy is inside of `async with`, and closed after it."""
+
+    def __init__(self, opening: contextlib.AbstractAsyncContextManager[Policy]) -> None:
+        self._opening = opening
+
+    async def __aenter__(self) -> Policy:
+        return await self._opening.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        return await self._opening.__aexit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name!r} before a connection is open: {OPENED}")
+
+    def __await__(self) -> Any:
+        raise TypeError(f"a connection is not awaited: {OPENED}")
+
+
+def connect(
     url: str,
     model: str | None = None,
     *,
@@ -234,7 +256,7 @@ async def connect(
     timeout: float = 1800.0,
     retries: int = 2,
     **options: Any,
-) -> AsyncIterator[Policy]:
+) -> PolicyContext:
     """A policy at `url`; what the server speaks is detected unless `transport` names it.
 
     `model` defaults to the only one served. `tokenizer` is a directory, a hub name or a tokenizer
@@ -243,15 +265,23 @@ async def connect(
     Unavailable without a server.
     """
     settings = Options().with_(**options)
-    opened = await open_transport(url, transport, api_key=api_key, timeout=timeout, retries=retries)
-    try:
-        name = model or await _only_model(opened)
-        if tokenizer is None:
-            tokenizer = name if model is None else await _tokenizer_name(opened, model)
-        source = TokenizerSource(tokenizer)
-        yield Policy(opened, name, source, settings, url=url, api_key=api_key)
-    finally:
-        await opened.close()
+
+    @contextlib.asynccontextmanager
+    async def opening() -> AsyncIterator[Policy]:
+        opened = await open_transport(
+            url, transport, api_key=api_key, timeout=timeout, retries=retries
+        )
+        try:
+            name = model or await _only_model(opened)
+            found = tokenizer
+            if found is None:
+                found = name if model is None else await _tokenizer_name(opened, model)
+            source = TokenizerSource(found)
+            yield Policy(opened, name, source, settings, url=url, api_key=api_key)
+        finally:
+            await opened.close()
+
+    return PolicyContext(opening())
 
 
 async def generate(url: str, prompt: Prompt, model: str | None = None, **options: Any) -> Any:

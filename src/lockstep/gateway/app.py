@@ -141,6 +141,8 @@ def data_app(
         *metrics.routes,
         *OpenApiRoutes().routes,
         *(attached or [Route("/api/v1/{path:path}", _no_trainer, methods=ANY_METHOD)]),
+        Route("/v1/rl/{path:path}", _other_port, methods=ANY_METHOD),
+        Route("/dashboard", _other_port),
         Mount(SESSION_TEMPLATE, routes=session_routes),
     ]
     auth = partial(
@@ -179,6 +181,15 @@ async def _no_trainer(_: Request) -> Response:
     raise NotFound(
         "this gateway has no trainer, which the Tinker API is for: start one with "
         "`lockstep tinker MODEL`, which serves all that this one does",
+        param="path",
+    )
+
+
+async def _other_port(http: Request) -> Response:
+    """What those are told who look for the control plane where the requests go."""
+    raise NotFound(
+        f"{http.url.path} is a route of the admin port, which this is not: the gateway prints its "
+        "address when it starts, and `lockstep state` finds it on the same machine",
         param="path",
     )
 

@@ -274,6 +274,7 @@ async def test_what_claude_code_sends_is_taken_and_listed(server: DialectServer)
     [
         ({"frobnicate": 1}, "frobnicate"),
         ({"max_tokens": None}, "max_tokens"),
+        ({"stop_sequences": ["there", ""]}, "stop_sequences.1"),
         ({"messages": []}, "messages"),
         ({"messages": [user([{"type": "video"}])]}, "messages[0].content[0]"),
         ({"messages": [user([text("a", colour="red")])]}, "colour"),

@@ -231,6 +231,12 @@ def drain(
             print_json(result)
         else:
             Console().print(f"worker {worker} is drained and no longer in the fleet", markup=False)
+        if not (await fleet.state())["serving"]:
+            Console(stderr=True).print(
+                "[yellow]warning: no worker serves now; requests are refused until one does, and "
+                "`lockstep state` shows who is there[/]",
+                soft_wrap=True,
+            )
 
     connection.run(act)
 

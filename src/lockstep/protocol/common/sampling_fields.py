@@ -93,7 +93,7 @@ def read_sampling(body: SamplingFields, *, prefix: str = "", **own: Any) -> Samp
             options[name] = tuple(value) if isinstance(value, list) else value
     if body.stop is not None:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop
-        options["stop"] = tuple(dict.fromkeys(each for each in stops if each))
+        options["stop"] = tuple(dict.fromkeys(stops))
     if body.top_k == -1:
         options["top_k"] = 0  # the other spelling of "off"
     if body.logit_bias is not None:
