@@ -127,18 +127,27 @@ async def test_grammars_and_penalties_reach_the_engine(dense: Vllm) -> None:
     assert len(set(penalized.token_ids)) > len(set(free.token_ids))
 
 
-@pytest.mark.failure_mode("F12")
-@pytest.mark.parametrize("prefix", ["", "generate-tokens-"])
-async def test_an_abort_by_id_keeps_the_partial_tokens(dense: Vllm, prefix: str) -> None:
+async def aborted(dense: Vllm, prefix: str, name: str) -> Completion:
+    """A long completion whose abort is sent, with `prefix` before its id, until it ends."""
     async with dense.transport() as transport:
-        long = request_of(max_tokens=900, ignore_eos=True, request_id=f"victim{prefix}")
+        long = request_of(max_tokens=900, ignore_eos=True, request_id=name)
         running = await begun(dense, long)
         # vLLM does not tell whether an abort met its request, and one right after the first token
         # may miss it.
         while not running.done():
-            await transport.abort(f"{prefix}victim{prefix}")
+            await transport.abort(f"{prefix}{name}")
             await asyncio.wait((running,), timeout=0.03)
-        completion = await running
+        return await running
+
+
+@pytest.mark.failure_mode("F12")
+@pytest.mark.parametrize("prefix", ["", "generate-tokens-"])
+async def test_an_abort_by_id_keeps_the_partial_tokens(dense: Vllm, prefix: str) -> None:
+    # 900 tokens take a second, in which a busy machine may carry no abort at all to the engine.
+    for attempt in range(5):
+        completion = await aborted(dense, prefix, f"victim{prefix}{attempt}")
+        if completion.finish == "abort":
+            break
     assert completion.finish == "abort"
     assert 0 < len(completion.token_ids) == len(completion.logprobs) < 900
 
