@@ -8,6 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from lockstep.doctor import compute
+
 WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
@@ -40,7 +45,18 @@ def test_a_base_install_is_told_which_extra_the_demo_needs(tmp_path: Path) -> No
     assert process.returncode == 1, process.stderr
     report = json.loads(process.stdout)
     assert report["ok"] is False
-    (torch,) = [check for check in report["checks"] if check["status"] == "fail"]
-    assert "torch not installed" in torch["found"]
-    assert torch["way_out"] == "pip install 'lockstep-rl[train]'"
+    (failed,) = [check for check in report["checks"] if check["status"] == "fail"]
+    assert "torch not installed" in failed["found"]
+    assert failed["way_out"] == "pip install 'lockstep-rl[train]'"
     assert f"{tmp_path}/lockstep" in json.dumps(report["checks"])
+
+
+@pytest.mark.parametrize(("made_for", "way_out"), [(None, "install torch"), ("13.0", "nvidia-smi")])
+def test_who_sees_no_gpu_is_told_whether_it_is_torch_or_the_machine(
+    monkeypatch: pytest.MonkeyPatch, made_for: str | None, way_out: str
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", made_for)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    check = compute.cuda()
+    assert check.status == "note"
+    assert way_out in check.way_out

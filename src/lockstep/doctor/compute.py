@@ -69,8 +69,12 @@ def bf16() -> Check:
 def cuda() -> Check:
     """Which GPUs torch can use."""
     if not torch.cuda.is_available():
-        why = "this torch has no CUDA" if torch.version.cuda is None else "no GPU is visible"
-        return Check("CUDA", "note", f"{why} (optional)", "install torch for CUDA on a GPU machine")
+        if (made_for := torch.version.cuda) is None:
+            why, way_out = "this torch has no CUDA", "install torch for CUDA on a GPU machine"
+        else:
+            why = f"no GPU is visible to this torch, made for CUDA {made_for}"
+            way_out = "where there is one, nvidia-smi and CUDA_VISIBLE_DEVICES tell why"
+        return Check("CUDA", "note", f"{why} (optional)", way_out)
     names = {torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())}
     finding = f"{torch.cuda.device_count()} x {', '.join(sorted(names))}, CUDA {torch.version.cuda}"
     try:
