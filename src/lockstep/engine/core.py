@@ -428,10 +428,9 @@ class Core:
         """Compiles what the first requests would wait for; says what was, where anything is."""
         if not self.cache.k.is_cuda or find_spec("triton") is None:
             return ""
-        from lockstep.engine.cuda.start import prove, warm
+        from lockstep.engine.cuda.start import start
 
-        prove(self)
-        return warm(self, self.options.warm_seconds)
+        return start(self, self.options.warm_seconds)
 
     def _move(self, source: int, target: int, sequence: Sequence) -> None:
         self.cache.move(source, target, sequence.computed)

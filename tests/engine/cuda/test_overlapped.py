@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from lockstep.engine.cuda import prefill, start
 from lockstep.engine.cuda.graphs import Decoder, GraphPool
@@ -20,8 +22,9 @@ from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller, token_sizes
 from lockstep.engine.cuda.start import warm
 from lockstep.engine.cuda.table import bucket
+from lockstep.engine.model.arithmetic import ExactOnDevice
 from lockstep.tokens import Completion, Ranked
-from lockstep.tokens.errors import BadLogprob
+from lockstep.tokens.errors import BadLogprob, EngineFailure
 from tests.engine.rig import Rig, ids
 
 SMALL = {
@@ -260,6 +263,75 @@ def test_a_budget_ends_warming_and_says_what_is_left(
 
 def test_no_budget_warms_nothing(rig: Rig) -> None:
     assert warm(rig.core, 0) == ""
+
+
+def no_room(*_: object, **__: object) -> None:
+    raise OutOfResources(196_608, 101_376, "shared memory")
+
+
+def test_kernels_that_a_gpu_has_no_room_for_are_left_for_torchs_own(
+    tiny: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(close_kernels, "linear", no_room)
+    note = start.start(rig.core, 60)
+    assert "torch's own kernels" in note
+    assert "196608" in note
+    assert rig.core.overlapped is None
+    alike(
+        rig.generate(ids(1, 5), max_tokens=4),
+        step_by_step(tiny).generate(ids(1, 5), max_tokens=4),
+    )
+
+
+@pytest.mark.parametrize("demanded", [True, False])
+def test_exact_kernels_that_do_not_fit_are_left_for_close_ones_unless_demanded(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, demanded: bool
+) -> None:
+    core = rig.core
+    core.model.arithmetic = ExactOnDevice()
+    core.options = replace(core.options, arithmetic="exact" if demanded else "auto")
+    monkeypatch.setattr(start, "prove", lambda core: None)
+    monkeypatch.setattr(
+        start,
+        "warm",
+        lambda core, seconds: no_room() if core.model.arithmetic.name == "exact" else "warm",
+    )
+    if demanded:
+        with pytest.raises(EngineFailure, match=r"does not hold on this GPU.*out of resource"):
+            start.start(core, 60)
+        return
+    assert start.start(core, 60) == "warm"
+    assert (core.model.arithmetic.name, core.plan.arithmetic) == ("close", "close")
+    assert "out of resource" in core.arithmetic_note
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable"),
+        CalledProcessError(1, ["gcc", "main.c"]),
+    ],
+)
+def test_a_machine_without_a_compiler_is_told_so(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(start, "warm", fails)
+    with pytest.raises(EngineFailure, match="install gcc and python3-dev"):
+        start.start(rig.core, 60)
+
+
+def test_other_errors_of_a_start_are_not_covered_up(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(start, "warm", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        start.start(rig.core, 60)
 
 
 def test_an_end_that_is_banned_yet_does_not_come(tiny: Path, rig: Rig) -> None:

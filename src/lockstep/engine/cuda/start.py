@@ -10,6 +10,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from subprocess import CalledProcessError
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,29 @@ def overlapped_runner(core: Core) -> OverlappedRunner | None:
     prefiller = Prefiller(core.model, core.cache, pool, core.scheduler.max_batch_tokens, bank)
     core.model.prefiller = prefiller
     return OverlappedRunner(decoder, prefiller, core.scheduler, core.runner, core.take, core.wipe)
+
+
+def start(core: Core, seconds: float) -> str:
+    """Proves what is exact, and warms up; returns what is covered, in words.
+
+    Kernels that this GPU has no room for, or no compiler, are left for slower ones: those of close
+    arithmetic, then torch's own. Raises EngineFailure where exact was demanded, and where the
+    machine lacks what kernels are built with.
+    """
+    prove(core)
+    while True:
+        try:
+            return warm(core, seconds)
+        except (RuntimeError, TritonError, CalledProcessError) as error:
+            problem = _problem(error)
+            if not isinstance(error, TritonError):
+                raise
+        if core.model.arithmetic.name == "exact":
+            _take_close(core, problem)
+            continue
+        log.warning("steps run by torch's own kernels, launch by launch: %s", problem)
+        core.overlapped = core.model.prefiller = None
+        return f"not warm, steps run by torch's own kernels: {problem}"
 
 
 def warm(core: Core, seconds: float) -> str:
@@ -141,16 +165,31 @@ def prove(core: Core) -> None:
         return
     try:
         problem = why_not_exact(core) if core.overlapped else "there are no kernels for this model"
-    except (RuntimeError, TritonError) as error:  # a device that lacks what a kernel needs
-        problem = f"the kernels do not run here: {error}"
+    except (RuntimeError, TritonError, CalledProcessError) as error:
+        problem = _problem(error)
     if problem is None:
         _prove_adapters(core)
-        return
+    else:
+        _take_close(core, f"the self-test failed: {problem}")
+
+
+def _problem(error: Exception) -> str:
+    """Why kernels do not run here. Raises EngineFailure where the machine can be mended."""
+    if isinstance(error, CalledProcessError) or "C compiler" in str(error):
+        raise EngineFailure(
+            f"Triton builds what launches its kernels with a C compiler and Python's headers, and "
+            f"could not: {error}; install gcc and python3-dev, or name a compiler in CC"
+        ) from error
+    return f"the kernels do not run here: {error}"
+
+
+def _take_close(core: Core, problem: str) -> None:
+    """Goes on in close arithmetic. Raises EngineFailure where exact was demanded."""
     if core.options.arithmetic == "exact":
         raise EngineFailure(f"exact arithmetic does not hold on this GPU: {problem}")
     log.warning("falling back to close arithmetic: %s", problem)
     core.model.arithmetic = Close()
-    core.arithmetic_note = f"the self-test failed: {problem}"
+    core.arithmetic_note = problem
     core.plan = replace(core.plan, arithmetic="close", reason=core.arithmetic_note, fingerprint="")
     core.model.prefiller = None
     core.overlapped = overlapped_runner(core)
@@ -165,8 +204,8 @@ def _prove_adapters(core: Core) -> None:
         return
     try:
         problem = why_not_adapted(core.config, bank, core.cache.k)
-    except (RuntimeError, TritonError) as error:
-        problem = f"the kernels do not run here: {error}"
+    except (RuntimeError, TritonError, CalledProcessError) as error:
+        problem = _problem(error)
     if problem is not None:
         log.warning("requests under adapters are computed without graphs: %s", problem)
         core.overlapped.drop_bank()

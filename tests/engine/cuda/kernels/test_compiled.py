@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.engine.cuda.kernels.limits import LIMITS
+
 STACK = 64
 """Bytes that a version of the compiler may keep outside of registers: a tile that is too large has
 a thousand."""
@@ -43,12 +47,25 @@ def test_a_norm_in_fp32_has_one_order_of_its_sum(tmp_path: Path) -> None:
     assert all(each == first for each in others), (first, others)
 
 
-def compiled(tmp_path: Path, *arguments: str) -> dict[str, Any]:
+@pytest.mark.parametrize(
+    ("capability", "arithmetic"), [(80, "close"), (89, "close"), (89, "exact"), (90, "close")]
+)
+def test_every_kernel_has_room_on_gpus_that_are_not_hopper(
+    tmp_path: Path, capability: int, arithmetic: str
+) -> None:
+    """A step that was twice too large for an A100 ended the worker when it warmed up."""
+    found = compiled(tmp_path, str(capability), arithmetic, program="fitted")
+    assert {"close": "close_kernels._linear", "exact": "exact_kernels._linear"}[arithmetic] in found
+    for name, (needs, rows) in found.items():
+        assert needs <= LIMITS[capability], (name, rows)
+
+
+def compiled(tmp_path: Path, *arguments: str, program: str = "compiled") -> dict[str, Any]:
     """What the program says of each kernel."""
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     env.pop("TRITON_INTERPRET", None)
     run = subprocess.run(
-        [sys.executable, "-m", "tests.engine.cuda.kernels.compiled", *arguments],
+        [sys.executable, "-m", f"tests.engine.cuda.kernels.{program}", *arguments],
         cwd=Path(__file__).parents[4],
         env=env,
         capture_output=True,
