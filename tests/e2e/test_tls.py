@@ -18,7 +18,7 @@ import trustme
 from tests.processes import ready_process
 
 TOKEN = "tls-admin-token"
-REFUSED = r"certificate required|reset|closed|EOF"
+REFUSED = r"certificate required|reset|closed|EOF|Broken pipe"
 CHAT = {"messages": [{"role": "user", "content": "Reverse: 402"}], "max_tokens": 2}
 lockstep = partial(ready_process, token=TOKEN)
 
