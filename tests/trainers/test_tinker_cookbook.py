@@ -43,5 +43,6 @@ def test_math_rl_learns_with_no_divergence_between_sampler_and_trainer(tmp_path:
             assert step["optim/kl_sample_train_v1"] == 0.0
             assert step["optim/kl_sample_train_v2"] == 0.0
     # The model is too small to add, but it learns to end its answer, for which there is a reward.
-    assert steps[-1]["env/all/reward/total"] > steps[0]["env/all/reward/total"]
+    # A sum that it guesses by luck, whenever that is, counts ten times as much: no claim is made of
+    # the total.
     assert steps[-1]["env/all/format"] > steps[0]["env/all/format"]
