@@ -173,6 +173,13 @@ async def test_a_connection_that_was_not_opened_says_how(worker: WorkerProcess) 
         await connection
 
 
+def test_a_sync_connection_that_is_refused_leaves_no_thread(worker: WorkerProcess) -> None:
+    before = threading.active_count()
+    with pytest.raises(errors.BadRequest, match="colour"):
+        lockstep.connect_sync(worker.url, colour="red")
+    assert threading.active_count() == before
+
+
 async def test_one_call_without_a_connection_at_hand(worker: WorkerProcess) -> None:
     (turn,) = await lockstep.generate(worker.url, "Reverse: 12", max_tokens=8)
     assert turn.text

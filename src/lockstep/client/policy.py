@@ -264,10 +264,10 @@ def connect(
     Hub under its name. Token ids in and out need none. `options` hold for every call. Raises
     Unavailable without a server.
     """
-    settings = Options().with_(**options)
 
     @contextlib.asynccontextmanager
     async def opening() -> AsyncIterator[Policy]:
+        settings = Options().with_(**options)
         opened = await open_transport(
             url, transport, api_key=api_key, timeout=timeout, retries=retries
         )

@@ -232,10 +232,9 @@ def drain(
         else:
             Console().print(f"worker {worker} is drained and no longer in the fleet", markup=False)
         if not (await fleet.state())["serving"]:
-            Console(stderr=True).print(
-                "[yellow]warning: no worker serves now; requests are refused until one does, and "
-                "`lockstep state` shows who is there[/]",
-                soft_wrap=True,
+            _warn(
+                "no worker serves now; requests are refused until one does, and `lockstep state` "
+                "shows who is there"
             )
 
     connection.run(act)
@@ -261,6 +260,10 @@ def _print_operation_json(operation: Operation) -> None:
     )
 
 
+def _warn(warning: str) -> None:
+    Console(stderr=True).print(f"[yellow]{escape(f'warning: {warning}')}[/]", soft_wrap=True)
+
+
 def _print_operation(operation: Operation) -> None:
     parts = [f"{operation.kind} done"]
     if operation.version:
@@ -269,7 +272,7 @@ def _print_operation(operation: Operation) -> None:
         parts.append(f"paused for {operation.pause_seconds * 1e3:.0f} ms")
     Console().print(", ".join(parts))
     for warning in operation.warnings:
-        Console(stderr=True).print(f"[yellow]{escape(f'warning: {warning}')}[/]", soft_wrap=True)
+        _warn(warning)
     for name, result in operation.workers.items():
         if result.status != "ok":
             message = escape(f"{name}: {result.status}: {result.error}")

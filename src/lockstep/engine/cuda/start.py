@@ -71,10 +71,11 @@ def start(core: Core, seconds: float) -> str:
     while True:
         try:
             return warm(core, seconds)
-        except (RuntimeError, TritonError, CalledProcessError) as error:
+        except TritonError as error:
             problem = _problem(error)
-            if not isinstance(error, TritonError):
-                raise
+        except (RuntimeError, CalledProcessError) as error:
+            _problem(error)
+            raise
         if core.model.arithmetic.name == "exact":
             _take_close(core, problem)
             continue

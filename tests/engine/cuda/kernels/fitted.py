@@ -33,8 +33,10 @@ from lockstep.engine.cuda.kernels import (
 from lockstep.engine.cuda.kernels.adapters import AdapterBank
 from lockstep.engine.cuda.kernels.exact_gated import linear_gated
 from lockstep.models import model_directory
-from tests.engine.cuda.kernels.limits import LIMITS
 
+LIMITS = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+"""Bytes of shared memory that a program may have, by compute capability: A100, L4 and RTX 40, H100,
+B200, RTX 50."""
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, CAPACITY = 4096, 32, 8, 128, 12288, 151936, 4096
 """Qwen3 8B. Smaller models have the same tiles, over fewer terms."""
 NARROW = 1024

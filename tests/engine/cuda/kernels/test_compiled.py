@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.cuda.kernels.limits import LIMITS
+from tests.engine.cuda.kernels.fitted import LIMITS
 
 STACK = 64
 """Bytes that a version of the compiler may keep outside of registers: a tile that is too large has
