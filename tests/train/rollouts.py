@@ -22,9 +22,16 @@ def directory(model: str) -> Path:
     return directory
 
 
-def sampled(model: str = "tiny", count: int = 4, tokens: int = 12, **options: Any) -> list[Sample]:
-    """Samples of the model's own, all of VERSION."""
-    rig = Rig(directory(model), weight_version=VERSION, logprob_mode="processed")
+def engine(model: str) -> Rig:
+    """Return an engine whose completions a learner can be given: processed logprobs of VERSION."""
+    return Rig(directory(model), weight_version=VERSION, logprob_mode="processed")
+
+
+def sampled(
+    model: str | Rig = "tiny", count: int = 4, tokens: int = 12, **options: Any
+) -> list[Sample]:
+    """Return samples of VERSION drawn by a model, or by an engine that was started before."""
+    rig = model if isinstance(model, Rig) else engine(model)
     return [
         sample_of(rig.generate(ids(at, 9 + at), max_tokens=tokens, seed=at, **options))
         for at in range(count)
