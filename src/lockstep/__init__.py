@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lockstep import fleet
+    from lockstep import models
     from lockstep.client import (
         Chat,
         Policy,
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         connect_sync,
         generate,
     )
+    from lockstep.engine import exact, probe
     from lockstep.fleet.remote import RemoteFleet
     from lockstep.tokens import Completion, LockstepError, Sample, Sampling, errors
 
@@ -45,11 +46,19 @@ __all__ = [
     "connect_fleet",
     "connect_sync",
     "errors",
-    "fleet",
+    "exact",
     "generate",
+    "models",
+    "probe",
 ]
 
 _TOKENS = ("Completion", "LockstepError", "Sample", "Sampling", "errors")
+_MODULES = {
+    "exact": "lockstep.engine.exact",
+    "models": "lockstep.models",
+    "probe": "lockstep.engine.probe",
+}
+"""Submodules offered under a short name. `exact` and `probe` need the extra `engine`."""
 
 
 def connect_fleet(
@@ -59,11 +68,14 @@ def connect_fleet(
     token_file: str | Path | None = None,
     timeout: float = 1800.0,
 ) -> RemoteFleet:
-    """The control plane of a running gateway: weights, pauses, adapters, workers, samples.
+    """Connect to the control plane of a running gateway: weights, pauses, workers, samples.
 
-    `async with lockstep.connect_fleet() as fleet` finds the gateway of this machine and user, and
-    its admin token; give `url` and `token` or `token_file` for any other. An update may take
-    `timeout` seconds. Raises BadRequest when there is no such gateway, or no token.
+        async with lockstep.connect_fleet() as fleet:
+            operation = await fleet.update_weights("run/step-1")
+
+    Without `url`, find the gateway that this user runs on this machine, and its admin token. Pass
+    `url` and `token` or `token_file` for another one. `timeout` bounds an update, in seconds.
+    Raises BadRequest if no such gateway or token exists.
     """
     from lockstep.fleet.remote import RemoteFleet
     from lockstep.running_gateways import find_control_plane
@@ -77,9 +89,9 @@ def connect_fleet(
 
 
 def __getattr__(name: str) -> Any:
-    """Public names are imported when they are first used: `lockstep --help` needs none of them."""
-    if name == "fleet":
-        return import_module("lockstep.fleet")
+    """Import a public name on first use, so that `lockstep --help` imports none of them."""
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in __all__:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     module = "lockstep.tokens" if name in _TOKENS else "lockstep.client"

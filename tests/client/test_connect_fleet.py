@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-import warnings
 from pathlib import Path
 
 import pytest
@@ -50,12 +48,3 @@ def test_the_token_may_come_from_the_caller_a_file_or_the_environment(
     assert isinstance(lockstep.connect_fleet(token_file=tmp_path / "token"), RemoteFleet)
     monkeypatch.setenv("LOCKSTEP_ADMIN_TOKEN", TOKEN)
     assert isinstance(lockstep.connect_fleet(), RemoteFleet)
-
-
-def test_the_module_is_a_module_and_its_old_call_warns_and_works() -> None:
-    assert isinstance(lockstep.fleet, types.ModuleType)
-    with pytest.warns(DeprecationWarning, match=r"connect_fleet\(\.\.\.\)"):
-        assert isinstance(lockstep.fleet(token=TOKEN), RemoteFleet)  # type: ignore[operator]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        lockstep.connect_fleet(token=TOKEN)
