@@ -1,4 +1,4 @@
-"""The client of a served policy: connect, generate, chat, score."""
+"""Client of a served policy: connect, generate, chat, score."""
 
 from lockstep.client.chat import Chat
 from lockstep.client.policy import Policy, connect, generate

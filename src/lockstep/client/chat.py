@@ -1,4 +1,4 @@
-"""One conversation, token-exact over any number of turns."""
+"""One token-exact conversation of any number of turns."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ from lockstep.tokens.errors import BadRequest, Conflict, ContractError
 from lockstep.tokens.lineage import check_kinds, check_weights
 
 TURN_STRIDE = 1 << 20
-"""How far the seeds of a conversation's turns are apart."""
+"""Distance between the seeds of consecutive turns of a conversation."""
 
 
 class Chat:
-    """A conversation with a policy. Turns are sampled one after the other.
+    """A conversation with a policy, sampled turn by turn.
 
-    `messages` is the history as it stands. A call that raises leaves it, and the ledger, as they
-    were: a turn is committed whole or not at all.
+        chat = policy.chat(system="You reverse strings.")
+        turn = await chat.send("Reverse: 40213")
+        sample = chat.sample()
 
-    Tool calls are parsed when there are `tools`, or `call_tools`: tools that the model knows and
-    that are not in the prompt. Otherwise what looks like a call is text.
+    `messages` is the current history. A call that raises leaves the history and the ledger
+    unchanged: a turn is committed whole or not at all.
+
+    Tool calls are parsed if there are `tools`, or `call_tools`: tools the model was trained to call
+    that are not in the prompt. Otherwise text that looks like a call stays text.
     """
 
     def __init__(
@@ -47,7 +51,9 @@ class Chat:
         breaks: Breaks = CLIENT_BREAKS,
         openings: Openings | None = None,
     ) -> None:
-        """`openings` are plans that conversations which open alike have in common."""
+        """Create a conversation; `openings` shares the plans of first prompts between
+        conversations.
+        """
         self.messages: list[Any] = list(messages)
         self.tools = tools
         self.call_tools = call_tools
@@ -63,32 +69,32 @@ class Chat:
 
     @property
     def ledger(self) -> Ledger:
-        """The turns so far. Raises Conflict before the first one."""
+        """The ledger of the turns so far. Raises Conflict before the first turn."""
         if self._ledger is None:
             raise Conflict("there is nothing in this conversation yet: send a message first")
         return self._ledger
 
     @property
     def break_counts(self) -> Mapping[str, int]:
-        """How often the prefix broke, by cause."""
+        """Number of prefix breaks by cause."""
         return {} if self._ledger is None else self._ledger.break_counts
 
     async def send(self, message: str | Any | Sequence[Any], **options: Any) -> Turn:
-        """Appends a user message (or a message, or several) and returns the turn sampled for it.
+        """Append a user message (or one or more message dicts) and return the sampled turn.
 
-        With breaks="strict" raises PrefixBreak where append only is impossible, and Conflict where
-        the options could not be in one sample with the turns before.
+        With breaks="strict", raises PrefixBreak if the prompt cannot be append-only, and Conflict
+        if the options do not fit into one sample with the earlier turns.
         """
         return await self._turn(_messages(message), options)
 
     async def send_tool_results(
         self, results: Mapping[str, Any] | Sequence[Any] | str, **options: Any
     ) -> Turn:
-        """Appends the results of the last turn's tool calls and returns the turn that follows.
+        """Append the results of the last turn's tool calls and return the next turn.
 
         `results` maps call ids to contents, or lists contents in the order of the calls; a single
-        string is the result of a single call. What is not a string is sent as JSON. Raises
-        BadRequest unless every call gets one result.
+        string is the result of a single call. Values other than strings are sent as JSON. Raises
+        BadRequest unless every call has exactly one result.
         """
         calls = self._last[0].tool_calls if self._last is not None else ()
         if not calls:
@@ -119,10 +125,10 @@ class Chat:
         return await self._turn(new, options)
 
     async def continue_(self, **options: Any) -> Turn:
-        """Goes on, token for token, where the last turn was aborted; returns the whole turn.
+        """Continue an aborted last turn token for token, and return the whole turn.
 
-        Token limits hold for the whole turn, unless set here. Raises Conflict when the turn was
-        not aborted, or is held to a grammar.
+        Token limits apply to the whole turn unless set here. Raises Conflict if the turn was not
+        aborted or is constrained by a grammar.
         """
         if self._last is None:
             raise Conflict("there is no turn to continue: begin with `send`")
@@ -136,7 +142,7 @@ class Chat:
             raise Conflict(f"the turn has used all of its {sampling.max_tokens} tokens already")
         merged = self._options.with_(**left)
         if merged.sampling.grammar is not None:
-            # The engine would begin the grammar anew, in the middle of what it holds to.
+            # The engine would restart the grammar in the middle of the text it constrains.
             raise Conflict("a turn that is held to a grammar cannot be continued: send it again")
         async with self._alone():
             turn = await self._sample(self.ledger.continue_(node), merged)
@@ -144,7 +150,7 @@ class Chat:
             return turn
 
     def sample(self, *, train_aborted: bool = False) -> Sample:
-        """What a trainer learns from: the branch that ends with the last turn.
+        """Return the sample to train on: the branch that ends with the last turn.
 
         Tokens of an aborted turn that was not continued are masked, unless `train_aborted`. Raises
         Conflict before the first turn, and for turns whose logprobs are not comparable.
@@ -161,11 +167,11 @@ class Chat:
         kinds: Iterable[str] | None = None,
         weights: str | None = None,
     ) -> list[Sample]:
-        """The samples of every branch; more than one only with breaks="fork".
+        """Return the samples of every branch; there are several only with breaks="fork".
 
-        With `dedupe` a token is trained in one of them only; `kinds` leaves out branches of other
-        kinds, `weights` sets how much samples count; see Ledger.samples. Raises BadRequest for
-        kinds and weights that there are not.
+        With `dedupe`, a token is trained in only one of them; `kinds` selects branches by kind, and
+        `weights` sets the weight of each sample; see Ledger.samples. Raises BadRequest for unknown
+        kinds and weights.
         """
         if self._ledger is None:
             check_kinds(kinds)
@@ -205,7 +211,7 @@ class Chat:
         ids = [*plan.partial, *completion.token_ids]
         opened = plan.prompt_ids[: len(plan.prompt_ids) - len(plan.partial)]
         tools = self.tools if self.call_tools is None else self.call_tools
-        # What an aborted turn had sampled is part of this message, and no part of its prompt.
+        # The tokens sampled before an abort belong to this message, not to its prompt.
         parsed = await renderer.parse_async(
             ids, tools, prompt_ids=opened, stop=completion.stop_reason
         )
@@ -215,9 +221,10 @@ class Chat:
         return turn
 
     def _seeded(self, options: Options) -> Options:
-        """A seed of its own for every turn: one seed on all would repeat the same draws.
+        """Return options with a separate seed for this turn: the same seed would repeat the same
+        draws.
 
-        Turns are far apart, as other conversations have the seeds next to this one's.
+        Seeds of turns are far apart because other conversations use the seeds next to this one's.
         """
         seed = options.sampling.seed
         if seed is None or not self.ledger.nodes:

@@ -1,4 +1,4 @@
-"""The first prompts of conversations that open alike: planned once for all of them."""
+"""Plans of first prompts, shared by conversations with the same opening."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.tokens.errors import LockstepError
 
 
 class Openings:
-    """Plans that are shared; of one event loop, and for as long as this object is kept."""
+    """Cache of shared plans, for one event loop and the lifetime of this object."""
 
     def __init__(self) -> None:
         self._plans: dict[bytes, asyncio.Task[PromptPlan]] = {}
@@ -21,7 +21,9 @@ class Openings:
     async def plan(
         self, ledger: Ledger, messages: list[Any], tools: Sequence[Any] | None
     ) -> PromptPlan:
-        """What `ledger.plan_async` gives for the first turn of a ledger; it raises the same."""
+        """Return the result of `ledger.plan_async` for the first turn of a ledger; raise as it
+        does.
+        """
         key = _key(ledger, messages, tools)
         if key is None:
             return await ledger.plan_async(messages, tools)
@@ -30,15 +32,16 @@ class Openings:
             planning = asyncio.create_task(ledger.plan_async(messages, tools))
             self._plans[key] = planning
         try:
-            # Shielded: one that is cancelled must not cancel the plan that others wait for.
+            # Shielded: cancelling one caller must not cancel the plan that others wait for.
             return await asyncio.shield(planning)
         except LockstepError:
-            # Each finds out for itself: an error is that of one conversation.
+            # Every conversation plans for itself after a failure, so that each raises its own
+            # error.
             return await ledger.plan_async(messages, tools)
 
 
 def _key(ledger: Ledger, messages: list[Any], tools: Sequence[Any] | None) -> bytes | None:
-    """Everything that decides the plan; None where that cannot be told."""
+    """Return a key of everything that determines the plan, or None if that is not hashable."""
     try:
         contents = msgspec.json.encode((messages, tools))
     except (TypeError, ValueError, OverflowError, RecursionError):

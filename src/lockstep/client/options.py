@@ -10,7 +10,7 @@ from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest
 
-SAMPLING = frozenset(each.name for each in fields(Sampling))
+SAMPLING = frozenset(field.name for field in fields(Sampling))
 SENDING = frozenset(
     ("cache_salt", "priority", "experts_start", "weight_version", "min_weight_version", "nvext",
      "headers", "timeout", "allow_nonfinite", "request_id")
@@ -20,19 +20,19 @@ SEQUENCES = ("stop", "stop_token_ids", "allowed_token_ids")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a caller may set on a policy, a chat or a single call; the later beats the earlier."""
+    """Options of a policy, a chat or a single call; the more specific ones take precedence."""
 
     sampling: Sampling = field(default_factory=Sampling)
     sending: Mapping[str, Any] = field(default_factory=dict)
 
     def with_(self, **changes: Any) -> Options:
-        """These options with some changed. Raises BadRequest that names an unknown one."""
+        """Return these options with some changed. Raises BadRequest that names an unknown one."""
         if not changes:
             return self
         for name in changes:
             if name not in SAMPLING | SENDING:
-                known = ", ".join(sorted(SAMPLING | SENDING))
-                raise BadRequest(f"unknown option {name!r}: expected one of {known}", param=name)
+                names = ", ".join(sorted(SAMPLING | SENDING))
+                raise BadRequest(f"unknown option {name!r}: expected one of {names}", param=name)
         sampling = {name: value for name, value in changes.items() if name in SAMPLING}
         for name in SEQUENCES:
             if sampling.get(name) is not None:
@@ -44,7 +44,7 @@ class Options:
     def request(
         self, prompt_ids: Sequence[int], model: str | None, stop_token_ids: tuple[int, ...] = ()
     ) -> GenerateRequest:
-        """The request to send; `stop_token_ids` are added to those of the caller."""
+        """Return the request to send; `stop_token_ids` are added to the caller's."""
         stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *stop_token_ids)))
         return GenerateRequest(
             prompt_ids=prompt_ids,

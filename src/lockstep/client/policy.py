@@ -1,4 +1,4 @@
-"""A policy behind a URL: generate, chat, score, and do so for many prompts at once."""
+"""A policy behind a URL: generate, chat and score, for one or many prompts."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from lockstep.tokens.errors import BadRequest, Conflict, ContractError
 Prompt = str | Sequence[int] | Sequence[Any]
 PLAIN: dict[str, Any] = {
     "n": 1, "max_tokens": 1, "min_tokens": 0, "stop": (), "logprobs": 0, "prompt_logprobs": 0,
-    **{each.name: each.default for each in fields(Shaping) if each.name not in ("end_ids",)},
+    **{field.name: field.default for field in fields(Shaping) if field.name not in ("end_ids",)},
 }  # fmt: skip
-"""Options of a request that only scores: nothing shapes it unless the call says so."""
+"""Options of a scoring request: no option shapes the distribution unless the call sets it."""
 OPENED = (
     "write `async with lockstep.connect(url) as policy:`, or without async "
     "`with lockstep.connect_sync(url) as policy:`"
@@ -38,7 +38,13 @@ OPENED = (
 
 
 class Policy:
-    """A served model. Made by `lockstep.connect`; options set there hold for every call."""
+    """A served model, created by `lockstep.connect`; options set there apply to every call.
+
+        async with lockstep.connect("http://127.0.0.1:8000", model="tiny") as policy:
+            (turn,) = await policy.generate("Reverse: 40213", max_tokens=8)
+
+    Its calls raise subclasses of LockstepError.
+    """
 
     def __init__(
         self,
@@ -60,17 +66,16 @@ class Policy:
         self._openings = openings
 
     def over(self, transport: Transport, openings: Openings | None = None) -> Policy:
-        """This policy with its requests sent by another transport, and with plans of first prompts
-        that its conversations have in common with others."""
+        """Return this policy with another transport and with a shared cache of first prompts."""
         return Policy(
             transport, self.model, self._tokenizer, self._options,
             url=self.url, api_key=self.api_key, openings=openings,
         )  # fmt: skip
 
     def renderer(self, thinking: Thinking = "keep") -> Renderer:
-        """The model's renderer; made once. Raises UnknownModel when there is no tokenizer.
+        """The model's renderer, created once. Raises UnknownModel without a tokenizer.
 
-        It waits for the tokenizer to be loaded: on an event loop, call it in a thread.
+        Blocks until the tokenizer is loaded: on an event loop, call it in a thread.
         """
         return self._tokenizer.get(thinking)
 
@@ -83,9 +88,9 @@ class Policy:
     async def generate(
         self, prompt: Prompt, *, tools: Sequence[Any] | None = None, **options: Any
     ) -> list[Completion] | list[Turn]:
-        """One call: token ids give completions, messages (or one as a string) give turns.
+        """Sample once: token ids return completions, messages (or a string) return turns.
 
-        With n > 1 there are as many, in order of their index.
+        With n > 1, return n results in the order of their index.
         """
         merged = self._options.with_(**options)
         if _is_ids(prompt):
@@ -106,7 +111,7 @@ class Policy:
     def stream(
         self, prompt_ids: list[int], **options: Any
     ) -> AsyncIterator[StreamDelta | Completion]:
-        """Deltas as they come, then the completions that `generate` would have given."""
+        """Yield deltas as they arrive, then the completions that `generate` would return."""
         request = self._options.with_(**options).request(prompt_ids, self.model)
         return self.transport.stream(request)
 
@@ -121,11 +126,11 @@ class Policy:
         thinking: Thinking = "keep",
         **options: Any,
     ) -> Chat:
-        """A new conversation. `messages` open it; `options` hold for all its turns.
+        """Start a conversation; `messages` open it, and `options` apply to all its turns.
 
         `tools` are put into the prompt, and their calls are parsed out of completions; `call_tools`
-        are only parsed: tools that the model was trained to call without their schema. The
-        tokenizer is loaded by the first turn, which raises UnknownModel when there is none.
+        are only parsed: tools that the model was trained to call without their schema. The first
+        turn loads the tokenizer and raises UnknownModel if there is none.
         """
         opening = [] if system is None else [{"role": "system", "content": system}]
         return Chat(
@@ -148,14 +153,14 @@ class Policy:
         start: int | None = None,
         **options: Any,
     ) -> Scores:
-        """The logprob of every token given those before it: teacher logprobs for distillation.
+        """Return the logprob of every token given the tokens before it, e.g. for distillation.
 
-        With `start`, tokens from there on are scored as if they had been sampled with these
-        options (top_p, penalties and the like): their processed logprobs. A token that could not
-        have been drawn is a BadLogprob, or -inf with `allow_nonfinite`.
+        With `start`, tokens from there on are scored as if sampled with these options (top_p,
+        penalties and the like): their processed logprobs. A token that could not have been drawn
+        raises BadLogprob, or is -inf with `allow_nonfinite`.
 
-        Raises Conflict when another temperature than 1 is requested of a server that reports raw
-        logprobs, BadRequest for a single token, and PromptTooLong when they fill the context.
+        Raises Conflict if a temperature other than 1 is requested from a server that reports raw
+        logprobs, BadRequest for a single token, and PromptTooLong if the tokens fill the context.
         """
         if len(token_ids) < 2:
             raise BadRequest(
@@ -164,7 +169,7 @@ class Policy:
             )
         processed = temperature != 1.0 or start is not None
         mode = {"logprob_mode": "processed"} if processed else {}
-        # What is sampled after the scored tokens is not looked at, so it is as short as it may be.
+        # The tokens sampled after the scored ones are discarded, so request as few as possible.
         shortest = {"max_tokens": max(1, options.get("min_tokens", 0))}
         scoring = {"temperature": temperature, "score_start": start, **mode, **shortest}
         merged = self._options.with_(**PLAIN).with_(**scoring | options)
@@ -190,9 +195,10 @@ class Policy:
         keep_errors: bool = False,
         **options: Any,
     ) -> list[Any]:
-        """`generate` for many prompts; results in their order.
+        """Run `generate` for many prompts and return the results in order.
 
-        The first error cancels the rest and is raised; with `keep_errors` it stands in its place.
+        The first error cancels the rest and is raised; with `keep_errors` it takes its result's
+        place.
         """
         if concurrency < 1:
             raise BadRequest(f"concurrency is {concurrency}: expected >= 1", param="concurrency")
@@ -220,7 +226,7 @@ class Policy:
         return results
 
     async def models(self) -> list[ModelCard]:
-        """What the server serves now."""
+        """Return the cards of the models that the server serves now."""
         return await self.transport.models()
 
     async def close(self) -> None:
@@ -228,7 +234,7 @@ class Policy:
 
 
 class PolicyContext(contextlib.AbstractAsyncContextManager[Policy]):
-    """What `connect` returns: the policy is inside of `async with`, and closed after it."""
+    """Async context manager returned by `connect`: opens the policy and closes it."""
 
     def __init__(self, opening: contextlib.AbstractAsyncContextManager[Policy]) -> None:
         self._opening = opening
@@ -257,12 +263,15 @@ def connect(
     retries: int = 2,
     **options: Any,
 ) -> PolicyContext:
-    """A policy at `url`; what the server speaks is detected unless `transport` names it.
+    """Connect to a policy at `url`; the server's dialect is detected unless `transport` is set.
+
+        async with lockstep.connect("http://127.0.0.1:8000", model="tiny") as policy:
+            chat = policy.chat()
 
     `model` defaults to the only one served. `tokenizer` is a directory, a hub name or a tokenizer
-    object; by default that of the model, which is bundled, a directory on this machine, or on the
-    Hub under its name. Token ids in and out need none. `options` hold for every call. Raises
-    Unavailable without a server.
+    object; the default is the model's own, which is bundled, a directory on this machine, or on the
+    Hub under its name. Calls with token ids need no tokenizer. `options` apply to every call.
+    Raises Unavailable without a server.
     """
 
     @contextlib.asynccontextmanager
@@ -273,10 +282,10 @@ def connect(
         )
         try:
             name = model or await _only_model(opened)
-            found = tokenizer
-            if found is None:
-                found = name if model is None else await _tokenizer_name(opened, model)
-            source = TokenizerSource(found)
+            tokenizer_source = tokenizer
+            if tokenizer_source is None:
+                tokenizer_source = name if model is None else await _tokenizer_name(opened, model)
+            source = TokenizerSource(tokenizer_source)
             yield Policy(opened, name, source, settings, url=url, api_key=api_key)
         finally:
             await opened.close()
@@ -285,7 +294,12 @@ def connect(
 
 
 async def generate(url: str, prompt: Prompt, model: str | None = None, **options: Any) -> Any:
-    """One call and no more: `connect`, `Policy.generate`, close. Takes the options of both."""
+    """Connect, call `Policy.generate` once, and close. Accepts the options of both.
+
+        (turn,) = await lockstep.generate("http://127.0.0.1:8000", "Reverse: 40213", max_tokens=8)
+
+    Use `connect` for more than one call: it keeps connections and the tokenizer.
+    """
     opening = ("tokenizer", "transport", "api_key", "retries")
     first = {name: options.pop(name) for name in opening if name in options}
     async with connect(url, model, **first) as policy:
@@ -303,8 +317,10 @@ async def _only_model(transport: Transport) -> str:
 
 
 async def _tokenizer_name(transport: Transport, model: str) -> str:
-    """The name of a model's tokenizer: of an adapter, and of a name that is not served, it is the
-    base model's. So the server refuses a wrong name, and nobody looks for it on the Hub."""
+    """Return the name of a model's tokenizer: the base model's for an adapter or an unknown name.
+
+    For an unknown name, the server then rejects the request, and the Hub is not searched for it.
+    """
     if model_directory(model).is_dir():
         return model
     try:

@@ -1,4 +1,4 @@
-"""The same client for notebooks: every call blocks, on an event loop in a thread of its own."""
+"""Blocking version of the client for notebooks; it runs an event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop in a thread. Ctrl-C cancels the call that is waited for."""
+    """An event loop in a thread. Ctrl-C cancels the call in progress."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -26,7 +26,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, waited for in the calling thread. Raises what it raises."""
+        """Run `work` on the loop, blocking, and return its result or raise its error."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -35,14 +35,14 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """Ends the loop and its thread."""
+        """Stop the loop and its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
 class SyncChat:
-    """`Chat` with calls that block."""
+    """`Chat` with blocking calls."""
 
     def __init__(self, loop: LoopThread, chat: Chat) -> None:
         self._loop = loop
@@ -69,7 +69,7 @@ class SyncChat:
 
 
 class SyncPolicy:
-    """`Policy` with calls that block. A context manager; or call `close` at the end."""
+    """`Policy` with blocking calls. Use it as a context manager, or call `close` at the end."""
 
     def __init__(self, url: str, model: str | None = None, **options: Any) -> None:
         self._loop = LoopThread()
@@ -116,5 +116,11 @@ class SyncPolicy:
 
 
 def connect_sync(url: str, model: str | None = None, **options: Any) -> SyncPolicy:
-    """`connect` without async: `with lockstep.connect_sync(url) as policy: ...`."""
+    """Connect as `connect` does, without async.
+
+        with lockstep.connect_sync("http://127.0.0.1:8000") as policy:
+            (turn,) = policy.generate("Reverse: 40213")
+
+    Every call blocks until it is done.
+    """
     return SyncPolicy(url, model, **options)

@@ -1,4 +1,4 @@
-"""The renderers of a policy's tokenizer: loaded once, when first needed, off the event loop."""
+"""Renderers of a policy's tokenizer, loaded once, on first use, off the event loop."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from lockstep.render import Renderer, Thinking
 
 
 class TokenizerSource:
-    """A tokenizer by name, directory or as an object. Safe in any thread and on any loop.
+    """A tokenizer given by name, directory or object. Safe in any thread and on any loop.
 
-    However many callers there are at once, it is loaded once. A load that failed is tried again by
-    the next call.
+    Concurrent callers share one load. After a failed load, the next call tries again.
     """
 
     def __init__(self, source: str | Path | Any) -> None:
@@ -25,15 +24,17 @@ class TokenizerSource:
         self._lock = threading.Lock()
 
     def get(self, thinking: Thinking) -> Renderer:
-        """The renderer; waits for it. Raises UnknownModel when there is no such tokenizer."""
+        """Return the renderer, blocking until it is loaded. Raises UnknownModel without a
+        tokenizer.
+        """
         return self._load(thinking).result()
 
     async def get_async(self, thinking: Thinking) -> Renderer:
-        """`get`, with the event loop left free."""
+        """Return the renderer without blocking the event loop; raise as `get` does."""
         load = self._load(thinking)
         if load.done():
             return load.result()
-        # Shielded: one that is cancelled must not cancel the load that others wait for.
+        # Shielded: cancelling one caller must not cancel the load that others wait for.
         return await asyncio.shield(asyncio.wrap_future(load))
 
     def _load(self, thinking: Thinking) -> Future[Renderer]:

@@ -13,9 +13,9 @@ from lockstep.tokens import Completion, Finish, VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One sampled turn; its ids, logprobs and versions include parts from before an abort.
+    """One sampled turn; its ids, logprobs and versions include the part sampled before an abort.
 
-    `finish` is `tool_calls` when a call really parsed; `calls` also lists the attempts that failed.
+    `finish` is `tool_calls` if a call was parsed; `calls` also lists the failed attempts.
     """
 
     parsed: ParsedMessage
@@ -28,13 +28,13 @@ class Turn:
 
     @classmethod
     def of(cls, plan: PromptPlan, parsed: ParsedMessage, completion: Completion) -> Turn:
-        """The turn that `completion` ended, after what an abort had left of it (`plan.partial`)."""
+        """Build a turn from `completion` and the part sampled before an abort."""
         ids, logprobs = list(completion.token_ids), list(completion.logprobs)
         versions = list(completion.versions)
         node = plan.parent if plan.continues else None
         while node is not None:
-            kept = len(node.sampled)
-            shifted = [VersionSpan(s.version, s.start + kept, s.end + kept) for s in versions]
+            offset = len(node.sampled)
+            shifted = [VersionSpan(s.version, s.start + offset, s.end + offset) for s in versions]
             versions = [*node.versions, *shifted]
             ids, logprobs = [*node.sampled, *ids], [*node.logprobs, *logprobs]
             node = node.parent if node.continues else None
@@ -59,7 +59,7 @@ class Turn:
 
     @property
     def tool_parse_error(self) -> str | None:
-        """What is wrong with a tool call that could not be read and stayed in the text."""
+        """Error of a tool call that could not be parsed and stayed in the text."""
         return self.parsed.tool_parse_error
 
     @property
@@ -68,20 +68,22 @@ class Turn:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """What the engine was sent for this turn (with the partial completion, after an abort)."""
+        """Token ids sent to the engine for this turn, including the partial completion after an
+        abort.
+        """
         return as_list(self.completion.prompt_ids)
 
     @property
     def message(self) -> Plain:
-        """The assistant message to hand on."""
+        """The assistant message to append to a history."""
         return self.parsed.message()
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Logprobs of tokens, each conditioned on those before it; the first has 0.0.
+    """Logprobs of tokens, each conditioned on the tokens before it; the first is 0.0.
 
-    `version` labels the weights, `temperature` what the logits were divided by.
+    `version` labels the weights; `temperature` is the divisor of the logits.
     """
 
     token_ids: list[int]
