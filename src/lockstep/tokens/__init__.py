@@ -1,4 +1,4 @@
-"""The shared values: how to sample, what was sampled, and what a trainer may learn from."""
+"""Shared values: sampling options, completions, and training samples."""
 
 from lockstep.tokens import errors
 from lockstep.tokens.completion import (

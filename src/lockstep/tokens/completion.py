@@ -1,4 +1,4 @@
-"""What an engine sampled: ids and logprobs from one record, with the versions behind them."""
+"""Result of a generation: ids and logprobs from one engine record, with their weight versions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lockstep.tokens.shaping import Shaping
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 FINISHES: tuple[str, ...] = get_args(Finish)
 SENTINEL = -9999.0
-"""Some engines write this where they have no logprob; it is never a real one."""
+"""Value that some engines write in place of a missing logprob; it is never a real one."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Tokens [start, end) of a completion were sampled under `version` (an opaque string)."""
+    """Range [start, end) of a completion's tokens, sampled under `version` (an opaque string)."""
 
     version: str
     start: int
@@ -44,7 +44,7 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprob:
-    """The logprob of a prompt token given those before it, and the most likely alternatives."""
+    """Logprob of a prompt token given the tokens before it, and the most likely alternatives."""
 
     token_id: int
     logprob: float
@@ -54,15 +54,15 @@ class PromptLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One finished generation. Checked when made: an instance that exists keeps the contract.
+    """One finished generation, checked on construction: every instance satisfies the contract.
 
-    token_ids and logprobs have the same length; version spans cover the tokens without gaps;
-    every logprob is finite (unless `allow_nonfinite`, which leaves them as they came);
-    experts, when present, have a row for every token but the last. `prompt_ids` are those that were
-    sent; a gateway that only relays them leaves them undecoded, and they read like a list.
-    `shaping` is what beside the temperature shaped the distribution, None where nothing did.
-    `stop_reason` is the stop string that ended it, `stop_tokens` how many of the last tokens hold
-    part of it; they stay in `token_ids`, and None says that the server did not count them.
+    token_ids and logprobs have the same length; version spans cover the tokens without gaps; every
+    logprob is finite (unless `allow_nonfinite`, which keeps them as received); experts, if present,
+    have a row for every token but the last. `prompt_ids` are the ids that were sent; a gateway that
+    only relays them leaves them undecoded, and they read like a list. `shaping` lists the options
+    besides the temperature that shaped the distribution, or is None. `stop_reason` is the stop
+    string that ended the generation, and `stop_tokens` is how many of the last tokens contain part
+    of it; they stay in `token_ids`. None means the server did not report it.
     """
 
     token_ids: list[int]
@@ -105,24 +105,24 @@ class Completion:
 
     @property
     def complete(self) -> bool:
-        """Whether the model ended this turn itself; not so after `abort` or `length`."""
+        """Whether the model ended this turn itself: false for `abort` and `length`."""
         return self.finish in ("stop", "tool_calls")
 
 
 def usable(logprob: float) -> bool:
-    """Whether this is a real logprob: a finite number, and no sentinel."""
+    """Return whether this is a real logprob: a finite number and not a sentinel."""
     return isfinite(logprob) and logprob > SENTINEL
 
 
 def check_aligned(tokens: int, values: Sequence[object], name: str) -> None:
-    """Raises Misaligned unless there is one value per token."""
+    """Raise Misaligned unless there is one value per token."""
     if len(values) != tokens:
         raise Misaligned(f"{tokens} token ids but {len(values)} {name}")
 
 
 def check_logprobs(logprobs: Sequence[float]) -> None:
-    """Raises BadLogprob with the first position that holds NaN, an infinity or a sentinel."""
-    # One sum finds NaN and infinities in a tenth of the time that a test per value takes.
+    """Raise BadLogprob at the first position that is NaN, infinite or a sentinel."""
+    # One sum detects NaN and infinities in a tenth of the time of a test per value.
     if not logprobs or (isfinite(sum(logprobs)) and min(logprobs) > SENTINEL):
         return
     for at, value in enumerate(logprobs):
@@ -131,7 +131,7 @@ def check_logprobs(logprobs: Sequence[float]) -> None:
 
 
 def check_spans(spans: Sequence[VersionSpan], tokens: int) -> None:
-    """Raises BadVersions unless the spans cover [0, tokens) in order and without gaps."""
+    """Raise BadVersions unless the spans cover [0, tokens) in order and without gaps."""
     at = 0
     for span in spans:
         if span.start != at or span.end <= span.start:
@@ -145,7 +145,7 @@ def check_spans(spans: Sequence[VersionSpan], tokens: int) -> None:
 
 
 def merge_spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
-    """Spans for one version label per token."""
+    """Return the spans for one version label per token."""
     spans: list[VersionSpan] = []
     at = 0
     for version, run in groupby(versions):

@@ -1,41 +1,41 @@
-"""The one error hierarchy: each error has a stable code, says what was expected and what came.
+"""The error hierarchy. Every error has a stable code and says what was expected and received.
 
 LockstepError
 ├── BadRequest                400  the caller sent something wrong; `param` names the field
-│   ├── UnknownField               a field nobody knows
-│   ├── UnsupportedField           a known field, at a value this server cannot honour
+│   ├── UnknownField               a field that the server does not know
+│   ├── UnsupportedField           a known field at a value that the server does not support
 │   ├── BadTokenId                 empty, negative, out of vocabulary or not an integer
 │   └── PromptTooLong              the context cannot hold one more token
 ├── Unauthorized              401  no token, or the wrong one
 ├── Forbidden                 403  a path, host or key that is not allowed here
 ├── NotFound                  404  no such route, model, session or operation
 │   ├── UnknownModel               neither a served model nor a loaded adapter
-│   └── Gone                  410  it was there, and is not kept any more
-├── Conflict                  409  right request, wrong moment
-│   ├── VersionUnavailable         the demanded weight version is not the one served
-│   ├── Superseded                 a command of a gateway whose workers obey a later one now
+│   └── Gone                  410  it existed and is no longer kept
+├── Conflict                  409  valid request at the wrong time
+│   ├── VersionUnavailable         the required weight version is not served
+│   ├── Superseded                 a command of a gateway that a later one has replaced
 │   ├── PrefixBreak                the next prompt cannot start with the stored ids
-│   └── NotExact                   trainer and engine cannot agree bit for bit; says why
-├── TooLarge                  413  a body, or a session, past its limit
-├── CheckpointError           422  weights that must not be loaded; nothing was touched
+│   └── NotExact                   trainer and engine cannot agree bit for bit, with the reason
+├── TooLarge                  413  a body or a session beyond its limit
+├── CheckpointError           422  weights that must not be loaded; nothing was changed
 │   └── AdapterError               the same for a LoRA adapter
-├── Busy                      429  a queue is full; try again later
-├── EngineFailure             500  the engine broke while it worked on the request
-│   └── WeightsLost                it holds neither the new weights nor the old ones any more
-├── RolloutFailed             500  an environment raised while a task was played
-├── UpdateFailed              502  an update that did not happen; its workers hold what they held
-├── ContractError             502  a response that breaks the token contract
+├── Busy                      429  a queue is full; retry later
+├── EngineFailure             500  the engine failed while processing the request
+│   └── WeightsLost                it holds neither the new weights nor the old ones
+├── RolloutFailed             500  an environment raised during a rollout
+├── UpdateFailed              502  an update did not happen; the workers keep their weights
+├── ContractError             502  a response that violates the token contract
 │   ├── MissingTokenIds            no ids in the response: they are never made from text
 │   ├── Misaligned                 ids and logprobs that do not belong together
 │   ├── BadLogprob                 null, NaN, infinite or a sentinel
-│   ├── MissingFinish              a response that ends without saying why
-│   ├── BadExperts                 routed experts whose rows, shape or dtype are off
+│   ├── MissingFinish              a response without a finish reason
+│   ├── BadExperts                 routed experts with wrong rows, shape or dtype
 │   ├── BadVersions                spans that do not cover the tokens
 │   └── Disproved                  other logprobs than the claimed weights would give
-├── Unavailable               503  no server can take this now
-└── DeadlineExceeded          504  it took longer than it may
+├── Unavailable               503  no server can take the request now
+└── DeadlineExceeded          504  the time limit was exceeded
 
-An error that leaves a process comes back in the next one as the same class with the same fields:
+An error that crosses a process boundary is raised again as the same class with the same fields:
 `protocol.common.error_body` writes it, `protocol.common.decode_error` finds the class by its code.
 """
 
@@ -48,12 +48,14 @@ from lockstep.tokens.operation import Operation
 
 
 class LockstepError(Exception):
-    """Base of every error that Lockstep raises on purpose. Each class has a `code` of its own."""
+    """Base class of every error that Lockstep raises on purpose. Each subclass has its own
+    `code`.
+    """
 
     code: ClassVar[str] = "internal_error"
     status: ClassVar[int] = 500
     fields: ClassVar[tuple[str, ...]] = ()
-    """Attributes, each a string, that a class has beside those of every error."""
+    """Additional string attributes of a class, besides those of every error."""
 
     def __init__(
         self,
@@ -67,9 +69,9 @@ class LockstepError(Exception):
         self.message = message
         self.param = param
         self.retry_after = retry_after
-        """Seconds after which trying again makes sense, where somebody knows."""
+        """Seconds after which a retry makes sense, if known."""
         self.operation = operation
-        """The operation of a fleet that failed with this, and how each worker fared."""
+        """The failed fleet operation, with the result of each worker."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -78,14 +80,14 @@ class LockstepError(Exception):
         BY_CODE[cls.code] = cls
 
     def with_message(self, message: str) -> Self:
-        """The same error in other words; all its fields stay."""
+        """Return the same error with another message and all its fields."""
         same = type(self).__new__(type(self), message)
         same.__dict__.update(self.__dict__, message=message)
         return same
 
 
 BY_CODE: dict[str, type[LockstepError]] = {LockstepError.code: LockstepError}
-"""Every class by its code; a class enters it when it is defined."""
+"""Every error class by its code; classes register when they are defined."""
 
 
 class BadRequest(LockstepError):
@@ -106,7 +108,7 @@ class BadTokenId(BadRequest):
 
 
 class PromptTooLong(BadRequest):
-    """The context cannot hold one more token. `of` words it as clients recognise it."""
+    """The context cannot hold one more token. `of` words the message as clients recognise it."""
 
     code = "prompt_too_long"
     _COUNTS = re.compile(
@@ -115,10 +117,10 @@ class PromptTooLong(BadRequest):
 
     @classmethod
     def of(cls, length: int, limit: int, *, param: str) -> PromptTooLong:
-        """The error of a prompt of `length` tokens for a context of `limit`.
+        """Return the error of a prompt of `length` tokens for a context of `limit`.
 
-        Clients that shorten the conversation, or give up at once, look for the first words and for
-        "reduce the length of the messages"; without them they take it for a passing fault.
+        Clients that shorten the conversation or give up match the first words and "reduce the
+        length of the messages"; without them, they treat the error as transient.
         """
         return cls(
             f"This model's maximum context length is {limit} tokens. However, your prompt has "
@@ -129,10 +131,11 @@ class PromptTooLong(BadRequest):
 
     @property
     def counts(self) -> tuple[int, int] | None:
-        """The length and the limit, where the message is that of `of`: of an error that comes from
-        another process there is nothing else."""
-        found = self._COUNTS.search(self.message)
-        return None if found is None else (int(found["length"]), int(found["limit"]))
+        """The length and the limit, parsed from a message of `of`: an error that was received from
+        another process has nothing else.
+        """
+        match = self._COUNTS.search(self.message)
+        return None if match is None else (int(match["length"]), int(match["limit"]))
 
 
 class Unauthorized(LockstepError):
@@ -169,13 +172,13 @@ class VersionUnavailable(Conflict):
 
 
 class Superseded(Conflict):
-    """The worker has obeyed a later generation of its gateway: this one controls it no more."""
+    """The worker obeys a later generation of its gateway and rejects this one."""
 
     code = "superseded"
 
 
 class PrefixBreak(Conflict):
-    """The next prompt cannot start with the ids of the turns before it; `cause` says why."""
+    """The next prompt cannot start with the ids of the turns before it; `cause` is the reason."""
 
     code = "prefix_break"
 
@@ -195,7 +198,7 @@ class PrefixBreak(Conflict):
 
 
 class NotExact(Conflict):
-    """Bit-equal logprobs were demanded where these processes cannot have them."""
+    """Bit-equal logprobs were required, but these processes cannot produce them."""
 
     code = "not_exact"
 
@@ -225,13 +228,13 @@ class EngineFailure(LockstepError):
 
 
 class WeightsLost(EngineFailure):
-    """The new weights did not load and the old ones could not be put back: start it again."""
+    """The new weights did not load and the old ones could not be restored: restart the worker."""
 
     code = "weights_lost"
 
 
 class UpdateFailed(LockstepError):
-    """The update did not happen: every worker that gets traffic holds what it held before."""
+    """The update did not happen: every worker that gets traffic keeps its weights."""
 
     code = "update_failed"
     status = 502

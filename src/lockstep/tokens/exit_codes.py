@@ -1,12 +1,12 @@
-"""The exit codes of Lockstep's processes, by which a supervisor knows whether to start one again.
+"""Exit codes of Lockstep's processes, by which a supervisor decides whether to restart one.
 
-0   it was done, or it was stopped by SIGTERM or SIGINT
-1   it ran, and the result is no: an operation of the fleet failed, a row of a check, a demo
-2   the command or what it was given is wrong: started again, it would end the same way
-75  it cannot run now, or lost what it needs (an engine, a lease, a server): start it again
-130 a run of training was stopped by SIGINT before its end
+0   done, or stopped by SIGTERM or SIGINT
+1   ran and failed: a fleet operation, a row of a check, a demo
+2   the command or its input is wrong: it would fail again
+75  temporarily unable to run, or lost what it needs (an engine, a lease, a server): restart it
+130 a training run was stopped by SIGINT before its end
 
-75 is EX_TEMPFAIL of sysexits.h. Python itself ends with 1 on a bug, the system with 128 + signal.
+75 is EX_TEMPFAIL of sysexits.h. Python exits with 1 on a bug, the system with 128 + signal.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ WRONG: Final = 2
 TRY_AGAIN: Final = 75
 INTERRUPTED: Final = 130
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors of a disk that pass once somebody makes room."""
+"""Disk errors that end when space is freed."""
 DISK: Final = FULL | {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR}
-"""Errors of the system that say something about a path, and are no bug."""
+"""System errors about a path that are not bugs."""
 
 
 def exit_code(error: LockstepError) -> int:
-    """The code of a process that ends with `error`.
+    """Return the exit code of a process that ends with `error`.
 
-    What the caller did wrong is WRONG. So is a gateway that another one replaced: started again, it
-    would take the workers back. A server that breaks the contract, or an environment that raises,
-    does so again: FAILED.
+    A caller's mistake is WRONG. So is a replaced gateway: restarted, it would take the workers
+    back. A server that violates the contract, or an environment that raises, would do so again:
+    FAILED.
     """
     if isinstance(error, (ContractError, RolloutFailed)):
         return FAILED

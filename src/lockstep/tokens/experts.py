@@ -1,4 +1,4 @@
-"""Which experts each token was routed to, kept as bytes until the array is needed."""
+"""The experts each token was routed to, kept as bytes until the array is needed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ DTYPES = ("uint8", "uint16", "int16", "int32")
 class RoutedExperts:
     """Expert ids of shape (rows, layers, top_k); row 0 belongs to the token at position `start`.
 
-    The last token of a sequence was never forwarded and has no row: a completion over
-    `total` tokens has `total - 1 - start` rows. Raises BadExperts when shape, dtype and
-    size do not fit together.
+    The last token of a sequence was never forwarded and has no row: a completion over `total`
+    tokens has `total - 1 - start` rows. Raises BadExperts if shape, dtype and size do not match.
     """
 
     data: Buffer
@@ -36,11 +35,13 @@ class RoutedExperts:
         return self.shape[0]
 
     def numpy(self) -> npt.NDArray[np.integer]:
-        """The ids as an array of shape (rows, layers, top_k), sharing the bytes."""
+        """Return the ids as an array of shape (rows, layers, top_k) that shares the bytes."""
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
 
     def from_row(self, start: int) -> RoutedExperts:
-        """The rows from position `start` on, not copied. Raises BadExperts if not here."""
+        """Return the rows from position `start` on, without a copy. Raises BadExperts if
+        missing.
+        """
         if not self.start <= start <= self.start + self.rows:
             raise BadExperts(
                 f"rows from {start} were requested, but rows {self.start} to "
@@ -52,7 +53,7 @@ class RoutedExperts:
         return RoutedExperts(data, (self.rows - skip, *self.shape[1:]), self.dtype, start)
 
     def check_covers(self, total_tokens: int) -> None:
-        """Raises BadExperts unless the rows end where a sequence of `total_tokens` must end."""
+        """Raise BadExperts unless the rows end where a sequence of `total_tokens` must end."""
         expected = max(total_tokens - 1 - self.start, 0)
         if self.rows != expected:
             raise BadExperts(
@@ -64,7 +65,7 @@ class RoutedExperts:
 def check_size(
     size: int, shape: tuple[int, int, int], dtype: str, start: int, *, skip: int = 0
 ) -> None:
-    """Raises BadExperts unless `size` bytes, `skip` of them before the first row, hold it."""
+    """Raise BadExperts unless `size` bytes, `skip` of them before the first row, contain it."""
     if dtype not in DTYPES:
         raise BadExperts(f"routed experts have dtype {dtype!r}, expected one of {DTYPES}")
     if len(shape) != 3 or min(shape) < 0:

@@ -1,4 +1,4 @@
-"""A grammar that holds a completion to a form, in the words of vLLM's `structured_outputs`."""
+"""A grammar that constrains a completion, with the fields of vLLM's `structured_outputs`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THOUGHT_END = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a completion must look like.
+    """Constraint on the text of a completion.
 
     `text` is a JSON schema (json), a regular expression (regex), a JSON list of strings (choice), a
     Lark grammar (grammar) or a structural tag as JSON (structural_tag); empty for json_object.
@@ -23,10 +23,12 @@ class Grammar:
 
     @property
     def digest(self) -> str:
-        """Names this grammar: two that are written the same have the same."""
+        """Digest of the grammar's text: equal texts have equal digests."""
         return sha256(f"{self.kind}\n{self.text}".encode()).hexdigest()[:16]
 
     @property
     def has_thought(self) -> bool:
-        """Whether it says itself where a thought goes, so that it holds from the first token."""
+        """Whether the grammar itself places the thinking, so that it applies from the first
+        token.
+        """
         return self.kind == "structural_tag" and THOUGHT_END in self.text

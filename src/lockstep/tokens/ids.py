@@ -1,4 +1,4 @@
-"""Checks token ids that come from outside against the vocabulary."""
+"""Validation of token ids from outside against the vocabulary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lockstep.tokens.errors import BadTokenId
 
 
 def check_ids(ids: list[int], vocab_size: int, field: str = "token_ids") -> None:
-    """Raises BadTokenId that names the first id outside [0, vocab_size), or an empty list."""
+    """Raise BadTokenId for the first id outside [0, vocab_size), or for an empty list."""
     if not ids:
         raise BadTokenId(f"{field} is empty: at least one token id is needed", param=field)
     if min(ids) >= 0 and max(ids) < vocab_size:

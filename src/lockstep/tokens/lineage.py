@@ -1,4 +1,4 @@
-"""What a branch of a session is, and how much a sample of it weighs."""
+"""Kinds of branches of a session, and the weights of their samples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from lockstep.tokens.sample import Sample
 
 Kind = Literal["main", "subagent", "fork", "compaction", "retry", "auxiliary", "unknown"]
-"""`compaction` is what goes on behind a summary, `auxiliary` a title, a summary or a memory call,
-`retry` an attempt that the harness threw away, `unknown` a branch without evidence."""
+"""Kind of a branch: `compaction` continues after a summary, `auxiliary` is a title, summary or
+memory call, `retry` a discarded attempt, `unknown` a branch without evidence.
+"""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 Weights = Literal["session", "token"]
@@ -21,7 +22,7 @@ WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 
 
 def check_kinds(kinds: Iterable[str] | None) -> frozenset[Kind] | None:
-    """The kinds of branches that are asked for, None for all. Raises BadRequest for others."""
+    """Return the requested kinds of branches, None for all. Raises BadRequest for unknown ones."""
     if kinds is None:
         return None
     named = [kinds] if isinstance(kinds, str) else list(kinds)
@@ -32,22 +33,22 @@ def check_kinds(kinds: Iterable[str] | None) -> frozenset[Kind] | None:
 
 
 def check_weights(weights: str | None) -> Weights | None:
-    """How samples are weighted, None for alike. Raises BadRequest for what is no such way."""
-    for known in WEIGHTS:
-        if weights == known:
-            return known
+    """Return how samples are weighted, None for equally. Raises BadRequest for an unknown way."""
+    for names in WEIGHTS:
+        if weights == names:
+            return names
     if weights is None:
         return None
     raise BadRequest(f"weights is {weights!r}: expected {' or '.join(WEIGHTS)}", param="weights")
 
 
 def weighted(samples: Sequence[Sample], weights: Weights | None) -> list[Sample]:
-    """The samples of one session with their weights.
+    """Return the samples of one session with their weights.
 
-    They are for a loss that is the mean over the trainable tokens of each sample. With "session"
-    they add up to 1, shared out by tokens: a session counts once, however many branches it has.
-    With "token" a weight is the number of tokens: every token counts once, and a long session more
-    than a short one. None leaves 1 for each: a session counts as often as it has branches.
+    The weights are for a loss that averages over the trainable tokens of each sample. With
+    "session" they sum to 1 in proportion to the tokens: a session counts once, however many
+    branches it has. With "token" a weight is the number of tokens: every token counts once, and a
+    long session more than a short one. None keeps 1: a session counts once per branch.
     """
     if weights is None:
         return list(samples)

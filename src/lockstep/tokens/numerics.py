@@ -1,4 +1,4 @@
-"""How a process computes: everything that decides the bits of its logprobs, in one value.
+"""Description of a process's arithmetic: everything that determines the bits of its logprobs.
 
 An engine reports its plan on its model card and in its ready line. A trainer compares it with its
 own before the first step: two processes whose fingerprints differ cannot agree bit for bit.
@@ -11,19 +11,19 @@ from typing import Any, Literal
 
 PORTABLE_MKL = "COMPATIBLE"
 PORTABLE_ENVIRONMENT = {"MKL_CBWR": PORTABLE_MKL, "ATEN_CPU_CAPABILITY": "default"}
-"""What a process must find in its environment when it starts, to compute portable bits."""
+"""Environment variables that a process needs at start to compute portable bits."""
 ArithmeticName = Literal["exact", "portable", "close"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumericsPlan:
-    """What was found on this machine for one model.
+    """Arithmetic of this machine for one model.
 
-    `rows` is the multiple in which rows of matrix products come, 0 where it does not matter. `mkl`
-    is MKL's reproducibility mode (`MKL_CBWR`), `isa` the vector instructions that torch uses.
-    `fingerprint` is a digest of the bits of a fixed computation, so two machines are compared by
-    what they compute and not by what they are called. `reason` says why it is not what was wanted.
-    `onednn` is the most that oneDNN may use of the CPU (`ONEDNN_MAX_CPU_ISA`), empty for all.
+    `rows` is the multiple to which rows of matrix products are padded, 0 if irrelevant. `mkl` is
+    MKL's reproducibility mode (`MKL_CBWR`), `isa` the vector instructions that torch uses.
+    `fingerprint` is a digest of the bits of a fixed computation, so that machines are compared by
+    their results, not by their names. `reason` says why the plan is not what was requested.
+    `onednn` limits the instructions oneDNN may use (`ONEDNN_MAX_CPU_ISA`), empty for no limit.
     """
 
     arithmetic: ArithmeticName
@@ -46,12 +46,12 @@ class NumericsPlan:
         return asdict(self)
 
     def joined(self, other: NumericsPlan) -> NumericsPlan:
-        """What holds of both: this plan where they agree bit for bit, else close, with why."""
+        """Return this plan if both agree bit for bit, else a close plan with the reason."""
         reason = self.mismatch(other)
         return self if reason is None else replace(self, arithmetic="close", reason=reason)
 
     def mismatch(self, other: NumericsPlan) -> str | None:
-        """Why `other` cannot agree with this one bit for bit; None where it can."""
+        """Return why `other` cannot agree with this plan bit for bit; None if it can."""
         for plan in (self, other):
             if not plan.is_exact:
                 return plan.reason or "one side computes in close mode"

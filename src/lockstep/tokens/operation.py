@@ -1,4 +1,4 @@
-"""The record of one change of a fleet, as its gateway keeps it and its callers get it."""
+"""Record of one change of a fleet, as the gateway stores it and callers receive it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ OperationStatus = Literal["running", "done", "failed", "lost"]
 
 @dataclass(slots=True)
 class Evidence:
-    """Why a worker was believed or not: how far its logprobs were off, and what was allowed.
+    """Evidence for accepting or rejecting a worker: the differences of its logprobs and the bound.
 
-    `digest` says whether it reports the checkpoint's very contents.
+    `digest` says whether the worker reports exactly the checkpoint's contents.
     """
 
     decided_by: Literal["bits", "scores", "digest", "majority"] | None = None
@@ -24,7 +24,7 @@ class Evidence:
 
 @dataclass(slots=True)
 class WorkerResult:
-    """How one worker fared: `ok`, or in which phase it failed and why; seconds per phase."""
+    """Result of one worker: `ok`, or the phase and reason of its failure; seconds per phase."""
 
     status: Literal["ok", "failed", "quarantined", "rolled_back"] = "ok"
     phase: str | None = None
@@ -35,12 +35,12 @@ class WorkerResult:
 
 @dataclass(slots=True)
 class Operation:
-    """One change of the fleet, from its beginning on. The same key gives the same operation.
+    """One change of the fleet, recorded from its start. The same key returns the same operation.
 
-    One that is `lost` was under way when its gateway ended: nobody knows how far it came. Of one
-    that failed, `error`, `code` and `param` are those of the error that its caller got. `warnings`
-    say what its caller should know although it went on. `nbytes` is the size of new weights, where
-    it is known.
+    A `lost` operation was in progress when its gateway ended; how far it got is unknown. For a
+    failed one, `error`, `code` and `param` are those of the error that its caller received.
+    `warnings` tell the caller about problems that did not stop it. `nbytes` is the size of the new
+    weights, if known.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""What a trainer learns from: one sequence, which of it was sampled, and how far to trust it."""
+"""Training sample: one sequence, which of its tokens were sampled, and their provenance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainedSpan:
-    """Tokens [start, end) that sample number `sample` of the same session trains already."""
+    """Range [start, end) of tokens that sample number `sample` of the same session already
+    trains.
+    """
 
     sample: int
     start: int
@@ -30,27 +32,27 @@ class TrainedSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trainable sequence: arrays of one length, and the record of what happened on the way.
+    """One trainable sequence: arrays of equal length, and the record of how it was sampled.
 
-    logprobs are 0.0 where nothing is to be trained, never null. Version spans use positions of this
-    sequence and cover exactly the tokens of `sampled_mask`. `breaks` lists the causes of prefix
-    breaks before this branch, `aborts` counts turns that were cut by an abort, `workers` names who
-    sampled. Raises Misaligned, BadLogprob or BadVersions when the parts do not fit together.
+    logprobs are 0.0 where there is nothing to train, never null. Version spans use positions of
+    this sequence and cover exactly the tokens of `sampled_mask`. `breaks` lists the causes of
+    prefix breaks before this branch, `aborts` counts aborted turns, `workers` names the workers
+    that sampled. Raises Misaligned, BadLogprob or BadVersions if the parts do not match.
 
-    `trained_in` are the sampled tokens that an earlier sample of the session trains; unless they
-    were asked for, they are masked, as are those of branches that were not asked for. `split` names
-    what differs between the turns of this branch, which is why it is several samples. `shaping`
-    says what beside the temperature shaped the distribution of which tokens. `stops` are the spans
-    of tokens that hold a stop string, and `tool_parse_errors` counts turns with a tool call that
-    could not be read. `notes` are what clients said about the turns: each different set of `user`,
-    `metadata` and the like once.
-    `reward` is what the session was finished with, None where nobody said.
+    `trained_in` lists the sampled tokens that an earlier sample of the session trains; they are
+    masked unless requested, like those of branches that were not selected. `split` names the
+    difference between turns that splits this branch into several samples. `shaping` lists the
+    options besides the temperature that shaped the distribution, with their tokens. `stops` are the
+    spans of tokens that contain a stop string, and `tool_parse_errors` counts turns with a tool
+    call that could not be parsed. `notes` are the client's annotations of the turns: each distinct
+    set of `user`, `metadata` and the like once. `reward` is the reward the session was finished
+    with, None without one.
 
-    `kind` says what the branch is and `evidence` how that is known. `branch` is the index, in the
-    session, of the first turn that is the branch's own, `turn_index` that of the last turn of the
-    sample. `parent` is the branch it came from (for a compaction the one it replaced), `depth` how
-    many there are above. `harness` names the program that made the turns. `weight` is how much the
-    sample counts, 1 unless weights were asked for.
+    `kind` is the kind of the branch and `evidence` how it was determined. `branch` is the index, in
+    the session, of the first turn that belongs to this branch only, `turn_index` that of the
+    sample's last turn. `parent` is the branch it came from (for a compaction, the one it replaced),
+    `depth` the number of branches above it. `harness` names the program that made the turns.
+    `weight` is the weight of the sample, 1 unless weights were requested.
     """
 
     token_ids: list[int]
@@ -105,7 +107,9 @@ class Sample:
             self.experts.check_covers(len(self.token_ids))
 
     def numpy(self) -> dict[str, npt.NDArray[Any]]:
-        """token_ids int64, sampled_mask bool and logprobs float32, each of shape (tokens,)."""
+        """Return token_ids int64, sampled_mask bool and logprobs float32, each of shape
+        (tokens,).
+        """
         return {
             "token_ids": np.asarray(self.token_ids, dtype=np.int64),
             "sampled_mask": np.asarray(self.sampled_mask, dtype=bool),
@@ -113,20 +117,20 @@ class Sample:
         }
 
     def torch(self) -> dict[str, torch.Tensor]:
-        """The arrays of `numpy()` as tensors that share their memory."""
+        """Return the arrays of `numpy()` as tensors that share their memory."""
         import torch
 
         return {name: torch.from_numpy(array) for name, array in self.numpy().items()}
 
     def to_json(self) -> bytes:
-        """One line of JSON without a line break; `from_json` gives back an equal sample."""
+        """Return one line of JSON without a line break; `from_json` restores an equal sample."""
         from lockstep.tokens.sample_json import encode  # which needs this class
 
         return encode(self)
 
     @classmethod
     def from_json(cls, line: bytes | str) -> Sample:
-        """The sample that `to_json` wrote."""
+        """Return the sample that `to_json` wrote."""
         from lockstep.tokens.sample_json import decode
 
         return decode(line)

@@ -1,4 +1,4 @@
-"""A sample as one line of JSON, and back."""
+"""Conversion of a sample to one line of JSON and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.tokens.sample import Sample
 
 
 def encode(sample: Sample) -> bytes:
-    """One line without a line break; `decode` gives back an equal sample."""
+    """Return one line without a line break; `decode` restores an equal sample."""
     values = {name: getattr(sample, name) for name in NAMES}
     if (experts := sample.experts) is not None:
         data = base64.b64encode(experts.data).decode()
@@ -22,7 +22,7 @@ def encode(sample: Sample) -> bytes:
 
 
 def decode(line: bytes | str) -> Sample:
-    """The sample of a line. Raises what `Sample` raises, and msgspec's errors for other JSON."""
+    """Return the sample of a line. Raises as `Sample` does, and msgspec's errors for other JSON."""
     parsed = msgspec.json.decode(line, type=_SampleLine)
     values = {name: getattr(parsed, name) for name in NAMES}
     if (experts := values["experts"]) is not None:
@@ -40,8 +40,9 @@ class _Experts(msgspec.Struct):
 
 NAMES = tuple(field.name for field in fields(Sample))
 ALWAYS = {"logprob_mode", "temperature", "experts", "adapter", "breaks", "aborts", "workers"}
-"""Fields that every line ever written has, although `Sample` has defaults for them: where one is
-missing, nobody knows what it was. Those that came later are read as their defaults."""
+"""Fields that every line contains although `Sample` has defaults for them: if one is missing, its
+value is unknown. Fields that were added later are read as their defaults.
+"""
 TYPES = get_type_hints(Sample) | {"experts": _Experts | None}
 
 

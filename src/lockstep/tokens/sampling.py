@@ -1,4 +1,4 @@
-"""How to sample: the options of one generation, checked when they are made."""
+"""Sampling options of one generation, validated on construction."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ MAX_PENALTY = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Options of one generation. Raises BadRequest that names a field whose value makes no sense.
+    """Options of one generation. Raises BadRequest that names a field with an invalid value.
 
-    `logprobs` is the number of alternatives to report beside each sampled token (its own logprob
-    always comes); `stop` are strings whose last token is the last one; a `grammar` hides the
-    tokens that do not fit it;
-    `prompt_logprobs` the same for prompt tokens, or None for not at all.
-    `logprob_mode` "raw" takes logprobs from the model's untouched distribution, "processed" from
-    the one that was sampled from; None leaves it to the engine. Temperature 0 is greedy.
-    `repetition_penalty` counts prompt and completion, the other two the completion only.
-    To a prompt's processed logprobs only the temperature is applied, unless `score_start` is given:
-    tokens from there on are scored as if they had been sampled with all these options.
+    `logprobs` is the number of alternatives to report for each sampled token (its own logprob is
+    always reported), `prompt_logprobs` the same for prompt tokens, or None for none. `stop` are
+    strings that end the generation with the token that completes one; a `grammar` masks the tokens
+    that do not match it. `logprob_mode` "raw" takes logprobs from the model's own distribution,
+    "processed" from the one that was sampled from; None leaves the choice to the engine.
+    Temperature 0 is greedy. `repetition_penalty` counts prompt and completion, the other two the
+    completion only. Only the temperature applies to a prompt's processed logprobs, unless
+    `score_start` is set: tokens from there on are scored as if sampled with all these options.
     """
 
     temperature: float = 1.0
@@ -62,7 +61,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for field, default, makes_sense, expected in CHECKED:
-            # Most are at their defaults, which make sense.
+            # Most options have their defaults, which are valid.
             if (value := getattr(self, field)) is not default and not makes_sense(value):
                 raise BadRequest(f"{field} must be {expected}, got {value!r}", param=field)
         if self.grammar is not None and self.min_tokens:
@@ -86,9 +85,9 @@ class Sampling:
                 )
 
     def shaping(self, eos_ids: tuple[int, ...] = ()) -> Shaping | None:
-        """What beside the temperature shapes the distribution, in a model with these end tokens.
+        """Return the options besides the temperature that shape the distribution, given end tokens.
 
-        None where nothing does, which is the usual case.
+        None if there are none, which is the usual case.
         """
         if _shaped(self) == UNSHAPED:
             return None
@@ -140,7 +139,9 @@ CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "score_start": (lambda value: value >= 0, ">= 0"),
     "logprob_mode": (lambda value: value in ("raw", "processed"), "raw or processed"),
 }
-"""What each option may be, and in words for the error. NaN fails every comparison."""
+"""Valid values of each option: a predicate, and its wording for the error. NaN fails every
+comparison.
+"""
 CHECKED = tuple(
     (field.name, field.default, *CHECKS[field.name])
     for field in fields(Sampling)

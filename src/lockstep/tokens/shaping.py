@@ -1,4 +1,4 @@
-"""What shaped the distribution that tokens were drawn from: all a scorer must know beside it."""
+"""Options that shaped the distribution of sampled tokens: what a scorer needs to reproduce it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lockstep.tokens.grammar import Grammar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shaping:
-    """Options beside the temperature that change the distribution of sampled tokens.
+    """Options besides the temperature that change the distribution of sampled tokens.
 
-    With these and the temperature, processed logprobs can be computed again from the model's
-    logits. `end_ids` must not come before `min_tokens`, nor where the grammar may not end. The
-    defaults change nothing.
+    With these and the temperature, processed logprobs can be recomputed from the model's logits.
+    `end_ids` must not occur before `min_tokens`, nor where the grammar cannot end. The defaults
+    change nothing.
     """
 
     top_p: float = 1.0
@@ -31,7 +31,7 @@ class Shaping:
 
 @dataclass(frozen=True, slots=True)
 class ShapedSpan:
-    """Tokens [start, end) were drawn under `shaping` in one request, whose prompt ended at `start`.
+    """Tokens [start, end) drawn under `shaping` in one request whose prompt ended at `start`.
 
     Penalties and `min_tokens` count from `start` on.
     """

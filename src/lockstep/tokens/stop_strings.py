@@ -1,4 +1,4 @@
-"""Stop strings: where one is complete in a growing text, and what of the text is then shown."""
+"""Stop strings: detection in a growing text, and the text that remains visible."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """A stop string that is complete; the last `tokens` tokens hold part of it."""
+    """A completed stop string; the last `tokens` tokens contain part of it."""
 
     stop: str
     tokens: int
 
 
 class StopMatcher:
-    """Looks for stop strings in the bytes of tokens as they come; text before it does not count."""
+    """Search for stop strings in the bytes of tokens as they arrive."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [(stop, stop.encode()) for stop in stops]
@@ -25,10 +25,13 @@ class StopMatcher:
         self._sizes: deque[int] = deque()
 
     def feed(self, data: bytes) -> StopMatch | None:
-        """The stop string that this token completes, the one that begins first; else None."""
-        # Of what came before, no more can belong to a match than one byte less than the longest.
-        kept = self._tail[-(self._longest - 1) :] if self._longest > 1 else b""
-        text = kept + data
+        """Return the stop string that this token completes, the one that starts first; else
+        None.
+        """
+        # A match can include at most one byte less than the longest stop string of the earlier
+        # text.
+        tail = self._tail[-(self._longest - 1) :] if self._longest > 1 else b""
+        text = tail + data
         self._sizes.append(len(data))
         self._tail = text
         total = sum(self._sizes)
@@ -37,8 +40,8 @@ class StopMatcher:
         matches = [
             (at, -len(wanted), stop)
             for stop, wanted in self._stops
-            # A match must end in the new token: one that was passed over stays so.
-            if (at := text.find(wanted, max(0, len(kept) - len(wanted) + 1))) >= 0
+            # A match must end in the new token: earlier text was searched already.
+            if (at := text.find(wanted, max(0, len(tail) - len(wanted) + 1))) >= 0
         ]
         if not matches:
             return None
@@ -46,20 +49,20 @@ class StopMatcher:
         return StopMatch(stop, self._tokens_from(len(text) - at))
 
     def _tokens_from(self, size: int) -> int:
-        """How many of the last tokens it takes to have the last `size` bytes."""
+        """Return how many of the last tokens contain the last `size` bytes."""
         count = covered = 0
-        for each in reversed(self._sizes):
+        for data in reversed(self._sizes):
             if covered >= size:
                 break
-            covered += each
+            covered += data
             count += 1
         return count
 
 
 def text_before_stop(pieces: Sequence[bytes], stop: str, *, include: bool = False) -> str:
-    """The text of tokens of which the last completed `stop`, cut where that begins.
+    """Return the text of tokens whose last one completed `stop`, cut where the stop string begins.
 
-    With `include` it is cut where the stop string ends.
+    With `include`, cut where it ends.
     """
     text, wanted = b"".join(pieces), stop.encode()
     before = len(text) - (len(pieces[-1]) if pieces else 0)
@@ -70,15 +73,15 @@ def text_before_stop(pieces: Sequence[bytes], stop: str, *, include: bool = Fals
 
 
 class HeldText:
-    """Holds back the end of a growing text as long as it may belong to a stop string."""
+    """Buffer that holds back the end of a growing text while it may belong to a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """What can be shown now: all that no stop string can cut any more."""
-        if not text:  # a token without text has not passed over anything
+        """Return the text that can be shown now: no stop string can cut it any more."""
+        if not text:  # a token without text changes nothing
             return ""
         held = self._held + text
         start = len(held)
@@ -94,7 +97,7 @@ class HeldText:
         return held[:start]
 
     def finish(self, stop: str | None, *, include: bool = False) -> str:
-        """The rest, cut at the stop string that ended the text, if one did."""
+        """Return the rest, cut at the stop string that ended the text, if any."""
         held, self._held = self._held, ""
         at = -1 if stop is None else held.find(stop)
         if stop is None or at < 0:

@@ -1,4 +1,4 @@
-"""The exact bytes of each token id, also where a token is half a character."""
+"""Exact bytes of each token id, including tokens that are part of a character."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TokenBytes:
 
 
 class TokenBytesTable:
-    """Token ids to bytes, for byte-level and for SentencePiece-style vocabularies."""
+    """Map from token ids to bytes, for byte-level and SentencePiece-style vocabularies."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -38,7 +38,7 @@ class TokenBytesTable:
         self._known: dict[int, bytes] = {}
 
     def piece(self, token_id: int) -> TokenBytes:
-        """Raises BadTokenId for an id that is not in the vocabulary."""
+        """Return the vocabulary's spelling of a token. Raises BadTokenId for an unknown id."""
         data = self.data(token_id)
         try:
             return TokenBytes(data, data.decode())
@@ -46,14 +46,16 @@ class TokenBytesTable:
             return TokenBytes(data, "bytes:" + "".join(f"\\x{byte:02x}" for byte in data))
 
     def data(self, token_id: int) -> bytes:
-        """The bytes that this token adds to the text. Raises BadTokenId for an unknown id."""
+        """Return the bytes that this token adds to the text. Raises BadTokenId for an unknown
+        id.
+        """
         data = self._known.get(token_id)
         if data is None:
             data = self._known[token_id] = self._find(token_id)
         return data
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The whole text, special tokens included; only bytes that are not UTF-8 are replaced."""
+        """Return the whole text, including special tokens; only invalid UTF-8 is replaced."""
         return b"".join(map(self.data, token_ids)).decode(errors="replace")
 
     def stream(self) -> TokenTextDecoder:
@@ -73,7 +75,7 @@ class TokenBytesTable:
 
 
 class TokenTextDecoder:
-    """Text of a token stream: a character comes out when its last byte is in."""
+    """Incremental decoder of a token stream: emits a character once its last byte has arrived."""
 
     def __init__(self, pieces: TokenBytesTable) -> None:
         self._pieces = pieces
@@ -91,7 +93,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
     to_str = getattr(backend, "to_str", None)
     if to_str is None:
         return False
-    # The decoder is the part that says what a token's characters stand for.
+    # The decoder determines which bytes a token's characters represent.
     decoder = getattr(backend, "decoder", None)
     state = decoder.__getstate__() if decoder is not None else b""
     described = json.loads(state or b"{}")
@@ -100,7 +102,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in of each byte, as byte-level BPE has used it since GPT-2."""
+    """Return the printable stand-in of each byte, as byte-level BPE has used it since GPT-2."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
