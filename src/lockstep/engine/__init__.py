@@ -1,4 +1,8 @@
-"""The embedded engine: token in, token out, with continuous batching and swappable weights."""
+"""The embedded engine: token ids in, token ids out, with continuous batching and live weight swaps.
+
+async with Engine("tiny") as engine:
+    completions = await engine.generate(EngineRequest(prompt_ids=[1, 2, 3]))
+"""
 
 from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.engine.core import PauseMode

@@ -1,4 +1,4 @@
-"""The architecture of a model, read from its config.json, and the options of an engine."""
+"""The architecture of a model, read from config.json, and the options of an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Rope:
-    """Llama 3's stretching of the rotary frequencies beyond the trained context."""
+    """Llama 3's scaling of rotary frequencies beyond the trained context length."""
 
     factor: float
     low_freq_factor: float
@@ -71,7 +71,8 @@ class ModelConfig:
 
     @property
     def products(self) -> Products:
-        """The matrix products of this model, whose rows must keep their bits in exact mode."""
+        """The matrix products of this model, whose results must not depend on the batch in exact
+        mode."""
         return products(
             hidden=self.hidden,
             q_size=self.q_size,
@@ -84,15 +85,19 @@ class ModelConfig:
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
-        """The config in `directory`. Raises CheckpointError that names what is not supported."""
+        """Return the config in `directory`. Raises CheckpointError that names an unsupported
+        feature."""
         try:
-            return cls.of(_json(directory / "config.json"), directory)
+            return cls.of(_read_json(directory / "config.json"), directory)
         except KeyError as error:
             raise CheckpointError(f"{directory / 'config.json'} has no {error}") from None
 
     @classmethod
     def of(cls, raw: dict[str, Any], directory: Path) -> ModelConfig:
-        """The config with these fields; `directory` may hold more end tokens. Raises as `read`."""
+        """Return the config with these fields. Raises as `read`.
+
+        End-of-sequence ids are also read from generation_config.json in `directory`.
+        """
         architecture = (raw.get("architectures") or [None])[0]
         family = FAMILIES.get(architecture)
         if family is None:
@@ -100,7 +105,7 @@ class ModelConfig:
                 f"architecture {architecture!r} in {directory / 'config.json'} is not supported: "
                 f"expected one of {', '.join(FAMILIES)}"
             )
-        _refuse(raw, family)
+        _reject_unsupported(raw, family)
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         layers = raw["num_hidden_layers"]
         heads = raw["num_attention_heads"]
@@ -116,12 +121,12 @@ class ModelConfig:
             intermediate=raw["intermediate_size"],
             eps=raw["rms_norm_eps"],
             rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            rope_llama3=_llama3(rope),
+            rope_llama3=_read_llama3_rope(rope),
             max_position=raw["max_position_embeddings"],
             tied=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=family == "qwen2",
             qk_norm=family in ("qwen3", "qwen3_moe"),
-            eos_ids=_eos(directory, raw),
+            eos_ids=_read_eos_ids(directory, raw),
             experts=(raw.get("num_experts") or raw["num_local_experts"]) if moe else 0,
             experts_per_token=raw["num_experts_per_tok"] if moe else 0,
             expert_intermediate=raw["moe_intermediate_size"] if moe else 0,
@@ -137,14 +142,16 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How an engine runs. Raises BadRequest when a value makes no sense.
+    """Options of an engine. Raises BadRequest for an invalid value.
+
+        EngineOptions(arithmetic="exact", max_seqs=16, weight_version="step-7")
 
     `arithmetic` "exact" gives logprobs that do not depend on the batch and equal a trainer's bit
-    for bit (in fp32 on a CPU, in any type on a GPU); "portable" does so on another make of x86 CPU
-    too, several times slower; "close" takes the fastest kernels; "auto" is exact where a self-test
-    proves it. The KV cache holds `max_seqs` slots of `max_model_len` tokens, fewer when `kv_bytes`
-    does not suffice.
-    On a GPU, kernels are compiled and graphs captured for at most `warm_seconds` before it starts.
+    for bit (in fp32 on a CPU, in any dtype on a GPU). "portable" gives the same bits on every make
+    of x86 CPU, several times slower. "close" uses the fastest kernels. "auto" is exact where a
+    self-test passes, else close. The KV cache holds `max_seqs` slots of `max_model_len` tokens, or
+    fewer when they do not fit in `kv_bytes`. On a GPU, kernels are compiled and graphs captured
+    before the engine starts, for at most `warm_seconds`.
     """
 
     device: str = "cpu"
@@ -183,14 +190,14 @@ class EngineOptions:
 
     @property
     def why_not_exact(self) -> str | None:
-        """What exact arithmetic lacks on this device in this number format; None if nothing."""
+        """What exact arithmetic requires and this device and dtype lack, or None."""
         on_gpu = self.device.startswith("cuda") and self.arithmetic != "portable"
         if not on_gpu and (self.device != "cpu" or self.dtype != "float32"):
             return f"device cpu and dtype float32, got {self.device} and {self.dtype}"
         return None
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -202,8 +209,8 @@ def _json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse(raw: dict[str, Any], family: str) -> None:
-    """Raises CheckpointError for a feature that this engine would compute wrongly."""
+def _reject_unsupported(raw: dict[str, Any], family: str) -> None:
+    """Raise CheckpointError for a feature that this engine would compute incorrectly."""
     unsupported = {
         "attention_bias": family != "qwen2" and raw.get("attention_bias"),
         "mlp_bias": raw.get("mlp_bias"),
@@ -218,7 +225,7 @@ def _refuse(raw: dict[str, Any], family: str) -> None:
             )
 
 
-def _llama3(rope: dict[str, Any]) -> Llama3Rope | None:
+def _read_llama3_rope(rope: dict[str, Any]) -> Llama3Rope | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
@@ -232,11 +239,11 @@ def _llama3(rope: dict[str, Any]) -> Llama3Rope | None:
     )
 
 
-def _eos(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
+def _read_eos_ids(directory: Path, raw: dict[str, Any]) -> frozenset[int]:
     generation = directory / "generation_config.json"
     sources = [raw.get("eos_token_id")]
     if generation.exists():
-        sources.append(_json(generation).get("eos_token_id"))
+        sources.append(_read_json(generation).get("eos_token_id"))
     ids: set[int] = set()
     for source in sources:
         ids.update([source] if isinstance(source, int) else source or ())

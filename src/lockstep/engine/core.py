@@ -1,7 +1,7 @@
-"""The engine without its thread: requests in, one step at a time, tokens and completions out.
+"""The engine without its thread: accept requests, run steps, deliver tokens and completions.
 
-Everything here runs in one thread, between or within steps, so nothing needs a lock: a swap of
-weights, an adapter or a pause always falls between two tokens.
+All code here runs in one thread, between or within steps, so it needs no locks. A weight swap, an
+adapter change or a pause always happens between two tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ State = Literal["running", "draining", "paused"]
 
 
 class Core:
-    """Model, caches, scheduler and the state of every request of one engine."""
+    """The model, the caches, the scheduler and the state of every request of one engine."""
 
     def __init__(self, directory: Path, options: EngineOptions) -> None:
         self.options = options
@@ -67,7 +67,7 @@ class Core:
         return ModelConfig.read(directory)
 
     def _load(self, directory: Path) -> None:
-        """Weights, model and caches, and what schedules and runs them."""
+        """Load the weights and create the model, the caches, the scheduler and the runner."""
         options = self.options
         self.max_len = options.max_model_len or self.config.max_position
         if not 2 <= self.max_len <= self.config.max_position:
@@ -97,13 +97,13 @@ class Core:
         self.runner = ModelRunner(self.model, self.cache, options, self.grammars)
 
     def commit(self, weights: Weights) -> None:
-        """Serves `weights` from the next token on; requests in flight go on under them."""
+        """Serve `weights` from the next token on. Requests in flight continue under them."""
         self._collect()
         self.served.commit(weights)
         self._restart_running()
 
     def rollback(self) -> None:
-        """Serves the weights before the last commit again. Raises Conflict when there are none."""
+        """Serve the previous weights again. Raises Conflict when there are none."""
         self._collect()
         self.served.rollback()
         self._restart_running()
@@ -111,7 +111,7 @@ class Core:
     # Requests
 
     def submit(self, handle: RequestHandle) -> None:
-        """Queues a request. Raises what `check` raises, and then keeps nothing of it."""
+        """Queue a request. Raises what `check` raises, before anything is queued."""
         request = handle.request
         self.check(request)
         seed = request.sampling.seed
@@ -135,7 +135,7 @@ class Core:
             self.scheduler.add(sequence)
 
     def check(self, request: EngineRequest) -> None:
-        """Raises the error that says why this request cannot run here."""
+        """Raise the error that says why this engine cannot run the request."""
         request.check(self.config, self.max_len)
         if request.sampling.stop:
             self.vocabulary.load("stop")
@@ -144,7 +144,7 @@ class Core:
         self.served.check_served(request)
 
     def abort(self, *request_ids: str) -> int:
-        """Ends the requests of those ids with what they have; returns how many there were."""
+        """End the requests with these ids, keeping their tokens; return how many there were."""
         self._collect()
         named = frozenset(request_ids)
         handles = {h for h in self.handles.values() if h.request.request_id in named}
@@ -155,7 +155,7 @@ class Core:
         return len(handles)
 
     def drop(self, handle: RequestHandle) -> None:
-        """Forgets a request that nobody waits for any more."""
+        """Remove a request whose caller no longer waits for it."""
         self._collect()
         self._forget(handle)
 
@@ -166,14 +166,17 @@ class Core:
         self._check_drained()
 
     def fail_all(self, error: LockstepError) -> None:
-        """Ends every request with an error."""
+        """End every request with an error."""
         for handle in dict.fromkeys(self.handles.values()):
             self._fail(handle, error)
 
     # Pausing
 
     def pause(self, mode: PauseMode, on_quiet: Callable[[LockstepError | None], None]) -> None:
-        """Stops generating; calls `on_quiet` when nothing runs, or with why that never came."""
+        """Stop generating, and call `on_quiet` once no request runs.
+
+        `on_quiet` gets None, or the Conflict that ended a `wait` early.
+        """
         self._collect()
         if mode == "abort":
             for sequence in [*self.scheduler.waiting, *reversed(self.scheduler.running)]:
@@ -197,7 +200,7 @@ class Core:
 
     @property
     def scores_beside(self) -> bool:
-        """Whether a probe may be scored in another thread, beside the steps of this one."""
+        """Whether a probe may be scored in another thread while this one steps."""
         return self.options.device == "cpu"
 
     @property
@@ -209,7 +212,7 @@ class Core:
         return bool(self.scheduler.running) or waiting or self._drains_more
 
     def step(self) -> None:
-        """Computes one batch: every decoding sequence gets a token, prefills get on."""
+        """Compute one batch: a token for every decoding sequence, and a chunk of each prefill."""
         with torch.inference_mode():
             self._step()
 
@@ -229,8 +232,8 @@ class Core:
             if not works:
                 return
         result = self.runner.run(self.served.weights, works)
-        # All are wiped before the first fails: a failure ends the other choices of its request,
-        # and what they have computed is then kept as a prefix.
+        # Wipe all broken slots before failing any request: a failure ends the other choices of
+        # its request, and ending them stores what they computed in the prefix cache.
         for work in result.broken:
             self.wipe(work.sequence)
         for work in result.broken:
@@ -242,7 +245,7 @@ class Core:
     def score(
         self, token_ids: list[int], *, adapter: str | None = None, weights: Weights | None = None
     ) -> list[float]:
-        """Logprobs of every token after the first, paused or not, without touching any request."""
+        """Return the logprobs of every token after the first. Works while paused."""
         return self.score_all([token_ids], adapter=adapter, weights=weights)[0]
 
     def score_all(
@@ -252,8 +255,8 @@ class Core:
         adapter: str | None = None,
         weights: Weights | None = None,
     ) -> list[list[float]]:
-        """`score` for several sequences, as many at once as slots are free."""
-        self.check_scored(sequences)
+        """Score several sequences, as many at a time as slots are free. See `score`."""
+        self.check_scorable(sequences)
         served = None if adapter is None else self.served.adapter(adapter)
         free = range(len(self.scheduler.running), self.cache.slots + 1)
         with torch.inference_mode():
@@ -267,8 +270,8 @@ class Core:
                 budget=self.options.max_batch_tokens,
             )
 
-    def check_scored(self, sequences: list[list[int]]) -> None:
-        """Raises BadTokenId or PromptTooLong where these sequences cannot be scored here."""
+    def check_scorable(self, sequences: list[list[int]]) -> None:
+        """Raise BadTokenId or PromptTooLong for sequences that cannot be scored."""
         for token_ids in sequences:
             check_ids(token_ids, self.config.vocab_size)
             if len(token_ids) > self.max_len:
@@ -283,7 +286,8 @@ class Core:
         while self.state != "paused" and (sequence := self.scheduler.next_ready(begun_only)):
             request = sequence.request
             if sequence.begun and sequence.leader is not None:
-                # Part of a request in flight: it runs, and ends, as the first choice does.
+                # The request is in flight already: this choice uses the adapter of the first one,
+                # even if the name has been reloaded since, and aborts if the version has changed.
                 sequence.adapter = sequence.leader.adapter
                 if request.weight_version not in (None, self.served.weights.version):
                     self._finish(sequence, "abort")
@@ -307,7 +311,8 @@ class Core:
             return
         leader = sequence.leader
         if leader is not None and self._has_prompt(leader, sequence.root):
-            # All but the last token of the prompt, whose logits are needed, and not only blocks.
+            # Copy all but the last prompt token, whose logits are still needed. The prefix cache
+            # would give only whole blocks.
             sequence.computed = sequence.prompt_len - 1
             self.cache.move(self.scheduler.running.index(leader), slot, sequence.computed)
             self.prefixes.queries += len(sequence.tokens)
@@ -316,7 +321,7 @@ class Core:
             sequence.computed = self.prefixes.load(sequence.root, sequence.tokens, slot)
 
     def _has_prompt(self, leader: Sequence, root: bytes) -> bool:
-        """Whether the slot of a first choice holds the prompt, computed as `root` says."""
+        """Return whether the slot of the first choice holds the prompt, computed under `root`."""
         return (
             leader.root == root
             and leader.computed >= leader.prompt_len
@@ -324,13 +329,13 @@ class Core:
         )
 
     def wipe(self, sequence: Sequence) -> None:
-        """Makes sure that nothing of what a broken sequence left in its slot is read again."""
+        """Zero the slot of a sequence that computed NaN or infinity, so that it is never reused."""
         if sequence in self.scheduler.running:
             self.cache.wipe(self.scheduler.running.index(sequence))
             sequence.computed = 0
 
     def take(self, sequence: Sequence, sampled: Sampled) -> None:
-        """Adds a sampled token to a sequence, if anybody still waits for it."""
+        """Add a sampled token to its sequence, unless the request has been dropped."""
         handle = self.handles.get(sequence)
         if handle is None:
             return
@@ -338,7 +343,7 @@ class Core:
             self._fail_broken(sequence, sampled.logprob)
             return
         if sequence.generated == 0:
-            # Later choices of the request, and the next turn, start from here.
+            # Store the prompt now: the other choices of the request and the next turn reuse it.
             slot = self.scheduler.running.index(sequence)
             self.prefixes.store(sequence.root, sequence.tokens, slot)
         self.generated_tokens += 1
@@ -350,7 +355,7 @@ class Core:
     # Endings
 
     def _finish(self, sequence: Sequence, finish: Finish, last: Sampled | None = None) -> None:
-        """Ends a sequence that is still here; `last` is a token that was not delivered yet."""
+        """End a sequence and deliver its completion. `last` is a token not delivered yet."""
         handle = self.handles.pop(sequence, None)
         if handle is None:
             return
@@ -390,16 +395,16 @@ class Core:
             self._fail(handle, error)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Frees the slot of a sequence; what it computed stays as a prefix for others."""
+        """Free the slot of a sequence and store what it computed in the prefix cache."""
         if sequence in self.scheduler.running:
             slot = self.scheduler.running.index(sequence)
             self.prefixes.store(sequence.root, sequence.tokens[: sequence.computed], slot)
         self.scheduler.remove(sequence)
 
-    # Helpers that keep the parts in step with each other
+    # Internal
 
     def _restart_running(self) -> None:
-        """Has all running sequences compute anew under the weights that are served now."""
+        """Make all running sequences recompute their keys and values under the current weights."""
         for slot, sequence in list(enumerate(self.scheduler.running)):
             rows = self.cache.experts
             wanted = rows is not None and sequence.request.experts_start is not None
@@ -412,12 +417,12 @@ class Core:
                 self._finish(sequence, "abort")
 
     def _collect(self) -> None:
-        """Takes the tokens of a step that is still in flight: what follows must know them."""
+        """Take the tokens of a step still in flight, which the next operation must see."""
         if self.overlapped is not None:
             self.overlapped.collect()
 
     def _overlapped_runner(self) -> OverlappedRunner | None:
-        """Steps by graphs where there are kernels for them, which need Triton; else None."""
+        """Return the runner that replays CUDA graphs, or None without a GPU or Triton."""
         if not self.cache.k.is_cuda or find_spec("triton") is None:
             return None
         from lockstep.engine.cuda.start import overlapped_runner
@@ -425,7 +430,7 @@ class Core:
         return overlapped_runner(self)
 
     def _warm(self) -> str:
-        """Compiles what the first requests would wait for; says what was, where anything is."""
+        """Compile the kernels that the first requests need; return a note of what was compiled."""
         if not self.cache.k.is_cuda or find_spec("triton") is None:
             return ""
         from lockstep.engine.cuda.start import start
@@ -437,7 +442,7 @@ class Core:
 
     @property
     def _drains_more(self) -> bool:
-        """Whether a request that is in flight still has choices to start before a pause."""
+        """Whether a request in flight has choices to start before a `wait` pause can end."""
         return self.state == "draining" and any(s.begun for s in self.scheduler.waiting)
 
     def _end_drain(self, error: LockstepError | None) -> None:
@@ -446,7 +451,7 @@ class Core:
             on_quiet(error)
 
     def _check_drained(self) -> None:
-        """Ends a pause of mode `wait` when the last request in flight has ended."""
+        """Complete a `wait` pause once the last request in flight has ended."""
         if self.state == "draining" and not self.scheduler.running and not self._drains_more:
             self.state = "paused"
             self._end_drain(None)

@@ -1,4 +1,4 @@
-"""The engine: a step loop in its own thread, and an async API beside it."""
+"""The engine's public API: async methods in front of a step loop that runs in its own thread."""
 
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Serves one model from one directory. All methods may be called from any asyncio loop.
+    """An engine that serves one model from one directory.
 
-    Use it as an async context manager, or call `start` and `close`.
+        async with Engine("/models/qwen3", EngineOptions(max_seqs=16)) as engine:
+            completions = await engine.generate(EngineRequest(prompt_ids=[1, 2, 3]))
+
+    Without `async with`, call `start` and `close`. All methods may be called from any asyncio loop.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class Engine:
         *,
         make_core: Callable[[Path, EngineOptions], Core] = Core,
     ) -> None:
-        """`make_core` makes what takes the requests, where that is not the model itself."""
+        """Load the model. `make_core` replaces the model, for example by a script of responses."""
         self.options = options or EngineOptions()
         before = torch.get_num_threads()
         torch.set_num_threads(self.options.threads)
@@ -73,7 +76,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops the loop; requests that are still here fail with Unavailable."""
+        """Stop the step loop. Requests still in flight fail with Unavailable."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -86,18 +89,21 @@ class Engine:
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot generate although it is alive; None while it can."""
+        """Why a live engine cannot generate, or None while it can."""
         return self._health.problem
 
-    def _check_works(self) -> None:
+    def _check_healthy(self) -> None:
         if self.problem is not None:
             raise Unavailable(self.problem)
 
     # Generating
 
     async def generate(self, request: EngineRequest) -> list[Completion]:
-        """All choices of a request. Raises a LockstepError; cancelling it stops the request."""
-        async with self._submitted(request, stream=False) as events:
+        """Run a request and return all its choices.
+
+        Raises a LockstepError. Cancelling the call stops the request.
+        """
+        async with self._submission(request, stream=False) as events:
             event = await events.get()
             if isinstance(event, LockstepError):
                 raise event
@@ -106,8 +112,8 @@ class Engine:
             return event
 
     async def stream(self, request: EngineRequest) -> AsyncIterator[StreamedToken]:
-        """Tokens as they are sampled; the last event of each choice carries its completion."""
-        async with self._submitted(request, stream=True) as events:
+        """Yield tokens as they are sampled. The last event of a choice carries its completion."""
+        async with self._submission(request, stream=True) as events:
             left = request.sampling.n
             while left:
                 event = await events.get()
@@ -119,17 +125,18 @@ class Engine:
                 yield event
 
     async def check(self, request: EngineRequest) -> None:
-        """Raises the error that `generate` would raise before it generates anything."""
-        self._check_works()
+        """Raise the error that `generate` would raise before sampling the first token."""
+        self._check_healthy()
         await self._prepare(request)
         await self._call(lambda: self.core.check(request))
 
     async def score_all(
         self, sequences: list[list[int]], *, adapter: str | None = None, staged: bool = False
     ) -> list[list[float]]:
-        """Logprobs of every token after the first, all under the same live (or staged) weights.
+        """Return the logprobs of every token after the first, under the live (or staged) weights.
 
-        Works while paused, and does not disturb requests.
+        All sequences are scored under the same weights. Works while paused and does not change
+        requests in flight.
         """
 
         def run() -> list[list[float]]:
@@ -139,7 +146,10 @@ class Engine:
         return await self._call(run)
 
     async def abort(self, *request_ids: str) -> int:
-        """Ends all requests of those ids, with the tokens they have; returns how many."""
+        """Abort the requests with these ids; return how many there were.
+
+        Each keeps the tokens sampled so far in its completion.
+        """
         if not all(request_ids):
             raise BadRequest("request_id is empty: name the request to end", param="request_id")
         return await self._call(lambda: self.core.abort(*request_ids))
@@ -147,9 +157,11 @@ class Engine:
     # Control
 
     async def ping(self) -> None:
-        """Returns when the engine's thread responds. Raises Unavailable when it is gone, or cannot
-        generate any more."""
-        self._check_works()
+        """Return once the engine's thread responds.
+
+        Raises Unavailable when the thread has stopped or cannot generate.
+        """
+        self._check_healthy()
         await self._call(lambda: None)
 
     @property
@@ -158,10 +170,10 @@ class Engine:
         return bool(self.core.handles)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Returns when nothing is generated any more; new requests queue.
+        """Pause generation and return once no step runs. New requests are queued.
 
-        `abort` ends requests with what they have, `wait` lets the running ones end, `keep` freezes
-        them. Raises Conflict when a `wait` was overtaken by resume.
+        Mode `abort` ends running requests with the tokens sampled so far, `wait` lets them finish,
+        `keep` freezes them. Raises Conflict when `resume` is called before a `wait` has finished.
         """
         if mode not in ("abort", "wait", "keep"):
             raise BadRequest(f"mode is {mode!r}: expected abort, wait or keep", param="mode")
@@ -177,7 +189,7 @@ class Engine:
         await self._call(self.core.resume)
 
     async def flush_cache(self) -> int:
-        """Forgets all cached prefixes; returns how many blocks there were."""
+        """Drop all cached prefixes; return the number of blocks dropped."""
 
         def flush() -> int:
             blocks = len(self.core.prefixes)
@@ -189,13 +201,15 @@ class Engine:
     # Weights
 
     async def stage(self, directory: Path, version: str) -> Weights:
-        """Loads a checkpoint beside the live weights, which go on serving.
+        """Load a checkpoint next to the live weights while the engine keeps serving.
 
-        From here on the last commit cannot be rolled back any more: its memory is needed. Raises
-        CheckpointError and keeps nothing when the checkpoint is not whole or does not fit.
+        The previous commit can no longer be rolled back, because its memory is reused. Raises
+        CheckpointError, and stages nothing, when the checkpoint is incomplete or does not fit the
+        model.
         """
         check_label(version)
         with self._mutating("stage"):
+            # Release the previous and the staged weights first: memory holds two copies, not three.
             await self._call(self._forget_previous)
             self._staged = None
             self._staged = await asyncio.to_thread(
@@ -204,18 +218,19 @@ class Engine:
             return self._staged
 
     async def stage_tensors(self, tensors: Iterable[tuple[str, Tensor]], version: str) -> Weights:
-        """Stages the live weights with some tensors replaced by name. Raises CheckpointError."""
+        """Stage a copy of the live weights with the named tensors replaced. Raises
+        CheckpointError."""
         check_label(version)
         with self._mutating("stage"):
             live = await self._call(lambda: self.core.served.weights)
             self._staged = None
-            self._staged = await asyncio.to_thread(live.updated, tensors, version)
+            self._staged = await asyncio.to_thread(live.with_tensors, tensors, version)
             return self._staged
 
     async def commit(self) -> str:
-        """Serves the staged weights from the next token on; returns the version.
+        """Serve the staged weights from the next token on; return their version.
 
-        Requests in flight go on under them, with all keys and values computed anew.
+        Requests in flight continue under the new weights, and their keys and values are recomputed.
         """
         with self._mutating("commit"):
             staged = self._require_staged()
@@ -224,11 +239,16 @@ class Engine:
                 self.core.commit(staged)
                 self._staged = None
 
+            # Run in the engine's thread, between two steps: no token is computed with tensors of
+            # both versions, and every sampled token has exactly one version label.
             await self._call(swap)
             return staged.version
 
     async def rollback(self) -> str:
-        """Drops what is staged, or else undoes the last commit; returns the version served then."""
+        """Drop the staged weights, or undo the last commit if none are staged.
+
+        Returns the version served afterwards.
+        """
         with self._mutating("rollback"):
             if self._staged is not None:
                 self._staged = None
@@ -242,12 +262,13 @@ class Engine:
 
     @property
     def arithmetic(self) -> str:
-        """ "exact", "portable" or "close": the option, or what this machine can do of it."""
+        """The arithmetic in use: "exact", "portable" or "close". "auto" is resolved to one of
+        these."""
         return self.core.plan.arithmetic
 
     @property
     def plan(self) -> NumericsPlan:
-        """How this engine computes: what a trainer compares with its own plan."""
+        """How this engine computes, for comparison with a trainer's own plan."""
         return self.core.plan
 
     @property
@@ -259,7 +280,8 @@ class Engine:
         return self.core.served.adapters
 
     def version_of(self, adapter: Adapter | None) -> str:
-        """The label that tokens sampled now under this adapter (or none) would carry."""
+        """Return the version label that a token sampled now with this adapter (or none) would
+        carry."""
         return self.core.served.version_of(adapter)
 
     @property
@@ -269,9 +291,9 @@ class Engine:
     # Adapters
 
     async def load_adapter(self, name: str, path: Path, label: str | None = None) -> bool:
-        """Serves an adapter under `name`; returns whether it replaced one.
+        """Serve an adapter as `name`; return whether it replaced another.
 
-        Raises AdapterError, and goes on serving the old one, when the new one is not sound.
+        Raises AdapterError for an invalid adapter, and the engine keeps serving the previous one.
         """
         check_adapter_name(name)
         if label is not None:
@@ -283,7 +305,7 @@ class Engine:
         await self._call(lambda: self.core.served.remove_adapter(name))
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges; read without stopping the engine."""
+        """Return counters and gauges, read without stopping the engine."""
         core = self.core
         return {
             "state": core.state,
@@ -310,7 +332,7 @@ class Engine:
 
     def _run(self) -> None:
         torch.set_num_threads(self.options.threads)
-        # A setting of MKL for the calling thread: all products of the engine are made in this one.
+        # MKL keeps this setting per thread, and this thread computes all products of the engine.
         if self.plan.is_exact and not shared_products_hold(self.core.config.products):
             mkl.share_products(False)
         while True:
@@ -318,13 +340,13 @@ class Engine:
                 while not self._commands and not self._stopping and not self.core.has_work:
                     if not self._wake.wait(self._health.wait_seconds):
                         break
-                # Read together: every command that was taken before the stop is run.
+                # Read both under one lock, so that every command accepted before the stop runs.
                 commands, stopping = list(self._commands), self._stopping
                 self._commands.clear()
             for command in commands:
                 command()
             if commands:
-                # The caller of a pause or a resume does not wait for the step after it.
+                # Answer a pause or a resume now, not after the next step.
                 self._flush()
             if stopping:
                 self.core.fail_all(Unavailable("the engine is shutting down"))
@@ -336,14 +358,14 @@ class Engine:
                 except Exception as error:
                     log.exception("a step failed")
                     self.core.fail_all(EngineFailure(f"a step failed: {error!r}"))
-                    self._health.failed()
+                    self._health.record_failure()
                 else:
-                    self._health.succeeded()
-            self._health.try_again()
+                    self._health.record_success()
+            self._health.retry_if_due()
             self._flush()
 
     def _post(self, command: Callable[[], None]) -> bool:
-        """Queues a command for the engine's thread; False when it stops and will not run it."""
+        """Queue a command for the engine's thread; return False when the engine is stopping."""
         with self._wake:
             if self.alive:
                 self._commands.append(command)
@@ -351,7 +373,7 @@ class Engine:
             return self.alive
 
     async def _call(self, run: Callable[[], T]) -> T:
-        """The result of `run`, made in the engine's thread between two steps."""
+        """Run `run` in the engine's thread between two steps and return its result."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def command() -> None:
@@ -375,7 +397,7 @@ class Engine:
         self._outbox.setdefault(future.get_loop(), []).append(callback)
 
     def _flush(self) -> None:
-        """Runs the callbacks in the event loops they belong to, with one wake-up for each loop."""
+        """Run the callbacks in the event loops they belong to, with one wake-up for each loop."""
         outbox, self._outbox = self._outbox, {}
         for loop, callbacks in outbox.items():
             try:
@@ -384,11 +406,14 @@ class Engine:
                 log.warning("%d results were lost: their event loop is closed", len(callbacks))
 
     @asynccontextmanager
-    async def _submitted(
+    async def _submission(
         self, request: EngineRequest, *, stream: bool
     ) -> AsyncIterator[asyncio.Queue[Event]]:
-        """The events of a request, which is dropped when the block is left before it ended."""
-        self._check_works()
+        """Submit a request and yield the queue of its events.
+
+        The request is dropped when the block exits before it has ended.
+        """
+        self._check_healthy()
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -401,12 +426,14 @@ class Engine:
             await self._call(lambda: self.core.submit(handle))
             yield events
         finally:
-            # Also when the caller was cancelled while the request was on its way in.
+            # Reached also when the caller is cancelled during submission: the drop is queued
+            # behind the submit, so the request cannot stay in the engine without a caller.
             if not handle.ended:
                 self._post(lambda: self.core.drop(handle))
 
     async def _prepare(self, request: EngineRequest) -> None:
-        """Loads what the request needs beside the model, off the loop and beside running steps."""
+        """Load the tokenizer data or grammar a request needs, in a thread, while steps keep
+        running."""
         if request.sampling.stop:
             await asyncio.to_thread(self.core.vocabulary.load, "stop")
         if request.sampling.grammar is not None:
@@ -425,7 +452,8 @@ class Engine:
 
 
 class _Exclusive:
-    """Lets one change of weights run at a time; a second is refused, not queued."""
+    """A lock that admits one change of weights at a time and rejects a second instead of queueing
+    it."""
 
     def __init__(self, lock: threading.Lock, operation: str) -> None:
         self._lock, self._operation = lock, operation

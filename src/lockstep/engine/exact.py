@@ -1,10 +1,11 @@
-"""The trainer's side of exactness: a transformers model with the engine's logprobs, bit for bit.
+"""Exact logprobs on the trainer's side: a transformers model with the engine's logprobs, bit for
+bit.
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     exact.prepare(model)
     logprobs = exact.token_logprobs(model, sample.token_ids)    # differentiable
 
-Holds for fp32 on the CPU, and for bf16, fp16 and fp32 on a GPU, where the engine's self-test passed
+Holds for fp32 on a CPU, and for bf16, fp16 and fp32 on a GPU, where the engine's self-test passed
 (`engine.arithmetic == "exact"`).
 """
 
@@ -45,15 +46,15 @@ NAME = "lockstep_exact"
 
 
 def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
-    """Makes a transformers causal LM compute the engine's way, bit for bit; returns it.
+    """Make a transformers causal LM compute as the engine does, bit for bit; return the model.
 
-    Call it before the first matrix product of the process where you can. With `portable` it
-    computes what every make of x86 CPU does. Raises NotExact where this process cannot, with the
-    line that helps; with `strict` false the model is prepared nevertheless.
+    Call it before the first matrix product of the process if possible. With `portable` the results
+    are the same on every make of x86 CPU. Raises NotExact, with a way to fix it, when this process
+    cannot compute exactly; with `strict=False` it logs a warning and prepares the model anyway.
 
-    Any batch of causal sequences will do: padded on the right or (with an attention_mask) on the
+    Any batch of causal sequences works: padded on the right or (with an attention_mask) on the
     left, packed (with position_ids), with a cache, of any length. Other masks raise NotExact when
-    they are used, and so does torch.compile. Adapters of PEFT come before `prepare`.
+    used, and so does torch.compile. Add PEFT adapters before calling `prepare`.
     """
     if model.device.type == "cuda":
         return _prepare_on_device(model)
@@ -69,7 +70,8 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
     if getattr(config, "num_experts", 0):
         model.set_experts_implementation(NAME)
     if not shared_products_hold(products_of(config)):
-        # Without strict mode MKL hands threads row counts that are not the row multiple.
+        # Without MKL's strict mode, a shared product is split among threads into row counts that
+        # are not the row multiple, and other row counts may be summed in another order.
         model.register_forward_pre_hook(lambda *_: mkl.share_products(False))
         model.register_forward_hook(lambda *_: mkl.share_products(True), always_call=True)
     multiple = row_multiple_of(model)
@@ -100,7 +102,7 @@ def _prepare_on_device(model: Any) -> Any:
 
 
 def _register() -> None:
-    """Makes the functions of this module known to transformers."""
+    """Register the functions of this module with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -112,10 +114,9 @@ def _register() -> None:
 def own_plan(
     directory: Path, *, device: str = "cpu", dtype: str = "float32", portable: bool = False
 ) -> NumericsPlan:
-    """How this process would train the model in `directory` after `prepare`.
+    """Return how this process would compute the model in `directory` after `prepare`.
 
-    Compare it with the plan on a worker's card by `check_plan`. Raises CheckpointError when there
-    is no model.
+    Compare it with a worker's plan by `check_plan`. Raises CheckpointError when there is no model.
     """
     config = ModelConfig.read(directory)
     if device.startswith("cuda") and find_spec("triton") is not None:
@@ -135,7 +136,8 @@ def own_plan(
 
 
 def check_plan(worker: NumericsPlan, trainer: NumericsPlan) -> None:
-    """Raises NotExact, with the reason and a way out, where the two cannot agree bit for bit."""
+    """Raise NotExact, with the reason and a way out, when the two plans cannot agree bit for
+    bit."""
     if problem := trainer.mismatch(worker):
         raise NotExact(
             f"the logprobs of this trainer and of its workers cannot be equal bit for bit: "
@@ -146,7 +148,7 @@ def check_plan(worker: NumericsPlan, trainer: NumericsPlan) -> None:
 
 
 def _unready(required: Products, dim: int, *, portable: bool) -> str | None:
-    """Why this process cannot compute exactly, with the line that helps; None where it can."""
+    """Return why this process cannot compute exactly and how to fix it, or None when it can."""
     in_time = make_reproducible(portable=portable)
     if portable and (problem := why_not_portable()):
         return f"portable arithmetic does not hold here: {problem}"
@@ -168,7 +170,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _in_whole_rows(multiple: int, function: Any, x: Tensor) -> Any:
-    """What a function of rows makes of x (..., width), in a number of rows that keeps the bits."""
+    """Apply a row-wise function to x (..., width), padded to a row multiple that keeps the bits."""
     rows = x.numel() // x.shape[-1]
     missing = -rows % multiple
     if not missing:
@@ -180,8 +182,10 @@ def _in_whole_rows(multiple: int, function: Any, x: Tensor) -> Any:
 
 
 def _count_positions(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Counts positions from the first token of a row that is padded on the left, as the engine
-    does, unless the caller gave positions of their own."""
+    """Count positions from the first real token of a left-padded row, as the engine does.
+
+    A forward pre-hook. It does nothing when the caller passed position_ids.
+    """
     mask = kwargs.get("attention_mask")
     if mask is None or mask.dim() != 2 or kwargs.get("past_key_values") is not None:
         return None
@@ -191,7 +195,8 @@ def _count_positions(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _rotation(multiple: int, rotary: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a rotary embedding, with the same bits in any number of threads."""
+    """Return the cosines and sines of a rotary embedding, with the same bits in any number of
+    threads."""
     with torch.no_grad():
         angles = position_ids[:, :, None].float() * rotary.inv_freq.float()
         both = torch.cat((angles, angles), dim=-1)
@@ -204,7 +209,7 @@ def _rotation(multiple: int, rotary: Any, x: Tensor, position_ids: Tensor) -> tu
 
 
 def products_of(config: Any) -> Products:
-    """The matrix products of a transformers model with this config, as the engine counts them."""
+    """Return the matrix products of a transformers model, as the engine counts them."""
     heads, dim = config.num_attention_heads, _head_dim(config)
     layers = range(config.num_hidden_layers)
     experts = getattr(config, "num_experts", 0) or 0
@@ -223,9 +228,9 @@ def products_of(config: Any) -> Products:
 
 
 def row_multiple_of(model: Any) -> int:
-    """The row multiple to which sequences of this model are padded: the engine's own.
+    """Return the row multiple that sequences of this model are padded to, equal to the engine's.
 
-    With adapters of PEFT on it, the multiple that holds for their ranks too.
+    With PEFT adapters, the multiple also covers products of their ranks.
     """
     if model.device.type != "cpu":
         return 1
@@ -239,11 +244,11 @@ def row_multiple_of(model: Any) -> int:
 def token_logprobs(
     model: Any, token_ids: Sequence[int] | Sequence[Sequence[int]], temperature: float = 1.0
 ) -> Tensor | list[Tensor]:
-    """The logprob of each token after the first, given those before it.
+    """Return the logprob of each token after the first, given the tokens before it.
 
-    One sequence gives a tensor of length len - 1, several give a list of them. `temperature` other
-    than 1 gives the logprobs the engine reports in `processed` mode. Raises BadRequest for an empty
-    sequence.
+    One sequence gives a tensor of length len - 1, several give a list of them. A `temperature`
+    other than 1 gives the logprobs that the engine reports in `processed` mode. Raises BadRequest
+    for an empty sequence.
     """
     if not token_ids:
         raise BadRequest("token_ids is empty: at least one sequence is needed", param="token_ids")
@@ -269,7 +274,7 @@ def _batch(model: Any, sequences: list[list[int]], temperature: float) -> list[T
 
 
 def packs(model: Any) -> bool:
-    """Whether the model can be called with `packing.pack`: prepared, and on a CPU."""
+    """Return whether the model accepts `packing.pack`: it must be prepared and on a CPU."""
     prepared = model.config.get_text_config()._attn_implementation == NAME
     return bool(prepared and model.device.type == "cpu")
 
@@ -277,16 +282,16 @@ def packs(model: Any) -> bool:
 def _packed(model: Any, sequences: list[list[int]], temperature: float) -> list[Tensor]:
     row = pack(sequences, multiple=row_multiple_of(model))
     logits = model(**row.arguments()).logits[0]
-    # The last token of a sequence has no next one in it: its row is left out.
-    kept = torch.from_numpy(np.concatenate([tokens[:-1] for tokens in row.tokens_of]))
-    chosen = chosen_logprobs(logits[kept], row.ids_T[kept + 1], temperature)
-    return list(chosen.split([len(ids) - 1 for ids in sequences]))
+    # The last token of a sequence predicts no token of it, so its row is dropped.
+    scored_rows = torch.from_numpy(np.concatenate([tokens[:-1] for tokens in row.tokens_of]))
+    logprobs = chosen_logprobs(logits[scored_rows], row.ids_T[scored_rows + 1], temperature)
+    return list(logprobs.split([len(ids) - 1 for ids in sequences]))
 
 
 def chosen_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """The logprob of each token under logits (..., vocab) of the model's own type, differentiable.
+    """Return the logprob of each token under logits (..., vocab), differentiable.
 
-    By the same sums as in the engine on that device, where nothing but a temperature shapes the
+    Sums in the order that the engine uses on that device, when only a temperature shapes the
     distribution.
     """
     if logits.is_cuda:
@@ -310,10 +315,10 @@ def attention(
     packed_row: PackedRow | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention for transformers' AttentionInterface, over the ranges of `segment_mask`, or
-    over what `packing.pack` has put into one row.
+    """Compute causal attention for transformers' AttentionInterface.
 
-    Raises NotExact under torch.compile, which computes with other bits.
+    Attends over the key ranges of `segment_mask`, or over sequences packed by `packing.pack`.
+    Raises NotExact under torch.compile, which changes the bits.
     """
     if torch.compiler.is_compiling():
         raise NotExact("torch.compile gives other bits: call the prepared model without it")
@@ -321,13 +326,15 @@ def attention(
     if packed_row is not None:
         return packed_row.attention(query, key, value, scale), None
     ranges = attention_mask
-    if ranges is not None and ranges.dim() == 4:  # the caller's own mask, which no one has read
+    if (
+        ranges is not None and ranges.dim() == 4
+    ):  # a mask that the caller built, still to be reduced to ranges
         ranges = key_ranges(ranges)
     return segment_attention(query, key, value, ranges, scale), None
 
 
 def experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The sum of experts for transformers' ExpertsInterface."""
+    """Return the sum of experts for transformers' ExpertsInterface."""
     if hidden.is_cuda:
         from lockstep.engine.cuda.trainer import mix
 

@@ -1,4 +1,4 @@
-"""One batch through the model: prompt logprobs and sampled tokens for the works of a step."""
+"""One forward pass per step: prompt logprobs and sampled tokens for the scheduled work."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from lockstep.tokens import PromptLogprob, ShapedSpan
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What a batch gave: works that computed NaN or infinity, and the token of each that sampled.
+    """Result of a batch: the works that computed NaN or infinity, and the tokens sampled for the
+    others.
 
-    A broken work is in `broken` only, and counts as not computed.
+    A broken work appears only in `broken` and counts as not computed.
     """
 
     broken: Seq[Work]
@@ -34,7 +35,7 @@ class BatchResult:
 
 
 class ModelRunner:
-    """Runs the works of one step over a model and its cache, all in one forward pass."""
+    """Runner of one step: all its works go through the model in one forward pass."""
 
     def __init__(
         self, model: Model, cache: SlotCache, options: EngineOptions, grammars: Grammars
@@ -43,11 +44,11 @@ class ModelRunner:
         self._model = model
         self._cache = cache
         self._mode = options.logprob_mode
-        # Where the last layer has experts, every token goes through it: its routing is recorded.
+        # If the last layer has experts, every token must go through it to record its routing.
         self._routes_last = model.config.layers - 1 in model.config.moe_layers
 
     def run(self, weights: Weights, works: Seq[Work]) -> BatchResult:
-        """Computes the works; prompt logprobs that were requested go to their sequences."""
+        """Compute the works and store requested prompt logprobs in their sequences."""
         segments = [self._segment(work) for work in works]
         hidden = self._model.forward(weights, self._cache, self._model.batch(segments))
         ends = list(accumulate(segment.outputs for segment in segments))
@@ -72,7 +73,8 @@ class ModelRunner:
         return BatchResult(broken, list(zip(sampling, tokens, strict=True)))
 
     def _segment(self, work: Work) -> Segment:
-        """Its tokens. Of those that are only read, no hidden state is returned."""
+        """Return the segment of a work, with hidden states only for tokens whose logits are
+        needed."""
         sequence, count = work.sequence, work.count
         tokens = sequence.tokens[sequence.computed : sequence.computed + count]
         every = count == 1 or sequence.wants_prompt_logprobs or self._routes_last
@@ -80,8 +82,9 @@ class ModelRunner:
         return Segment(work.slot, sequence.computed, tokens, outputs, sequence.adapter)
 
     def _broken(self, works: Seq[Work], hidden: Tensor, ends: list[int]) -> list[Work]:
-        """Works whose hidden states, keys or values are not finite."""
-        # A sum is finite only if all its terms are: one look at the whole batch, the usual case.
+        """Return the works whose hidden states, keys or values are not finite."""
+        # A sum is finite only if all its terms are, so one reduction and one device sync cover
+        # the whole batch in the usual case.
         if math.isfinite(hidden.sum().item()) and all(
             work.count == 1 or self._wrote_finite(work) for work in works
         ):
@@ -93,12 +96,16 @@ class ModelRunner:
         ]
 
     def _wrote_finite(self, work: Work) -> bool:
-        """Whether its tokens left finite states up to the last layer, also those only read."""
+        """Return whether the keys and values that a work wrote are finite.
+
+        This covers tokens for which no hidden state is returned.
+        """
         start = work.sequence.computed
         return self._cache.finite(work.slot, start, start + work.count)
 
     def score_prompt(self, weights: Weights, work: Work, hidden: Tensor, row: int) -> None:
-        """Adds the logprobs of the prompt tokens that the rows of a work predict, from `row` on."""
+        """Append the logprobs of the prompt tokens that the rows of a work predict, starting at
+        `row`."""
         sequence, options = work.sequence, work.sequence.request.sampling
         first = sequence.computed + 1
         targets = sequence.tokens[first : min(first + work.count, sequence.prompt_len)]
@@ -114,22 +121,25 @@ class ModelRunner:
             )
         logprobs = torch.log_softmax(logits, dim=-1)
         ids = torch.tensor(targets, device=hidden.device)
-        chosen, ranks = score(logprobs, ids)
+        token_logprobs, ranks = score(logprobs, ids)
         tops = top_logprobs(logprobs, [options.prompt_logprobs] * len(targets))
         sequence.prompt_logprobs += [
             PromptLogprob(*fields)
-            for fields in zip(targets, chosen.tolist(), ranks.tolist(), tops, strict=True)
+            for fields in zip(targets, token_logprobs.tolist(), ranks.tolist(), tops, strict=True)
         ]
 
     def _scored_spans(self, sequence: Sequence, first: int, count: int) -> list[ShapedSpan]:
-        """The tokens among `count` from `first` on that are scored as if they had been sampled."""
+        """Return the span of prompt tokens that are scored as if they had been sampled.
+
+        Only the `count` tokens from `first` on are considered.
+        """
         start, shaping = sequence.request.sampling.score_start, sequence.shaping
         if start is None or shaping is None or start >= first + count:
             return []
         return [ShapedSpan(start, first + count, shaping)]
 
     def sampling_row(self, sequence: Sequence) -> SamplingRow:
-        """How the next token of a sequence is drawn."""
+        """Return how to sample the next token of a sequence."""
         options = sequence.request.sampling
         if sequence.counts is None and penalizes(options):
             vocab, device = self._model.config.vocab_size, self._cache.k.device

@@ -2,9 +2,9 @@
 
     directory = save_checkpoint(model, "/checkpoints/step-7", version="step-7")
 
-With a model that `exact.prepare` has seen, workers must reproduce the probe bit for bit. With any
-other, the fleet measures how closely each worker follows: the probe is larger then, and carries the
-model's logprobs from before its last step, so that a worker on the old weights is told apart.
+For a model prepared by `exact.prepare`, workers must reproduce the probe bit for bit. For any other
+model, the fleet measures how close each worker is. That probe is larger and also carries the
+logprobs from before the last training step, so that a worker on the old weights is recognised.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from lockstep.checkpoint.safetensors_file import TensorFile
 from lockstep.engine import exact
 from lockstep.engine.numerics.bf16 import make_bf16_safe
 from lockstep.engine.weights.digest import Digester
-from lockstep.engine.weights.save import SavedFiles, saved_by
+from lockstep.engine.weights.save import SavedFiles, saving_through
 from lockstep.tokens.ids import check_ids
 
 log = logging.getLogger(__name__)
 CANDIDATES, CANDIDATE_TOKENS = 64, 64
 GPU_TOKENS = 2048
-"""Tokens, with padding, whose logits a GPU holds at once: 2 GB with a vocabulary of 150,000."""
+"""Tokens, with padding, whose logits are on a GPU at once: 2 GB with a vocabulary of 150,000."""
 PACKED_TOKENS = 1024
-"""The same for a CPU that packs sequences: counted with padding, of which it has none."""
+"""The same for packed sequences on a CPU. Packing needs no padding, but it is counted here too."""
 Scored = tuple[tuple[int, ...], tuple[float, ...]]
 """A sequence, and the logprob of each of its tokens after the first."""
 _last_scores: weakref.WeakKeyDictionary[Any, tuple[Scored, ...]] = weakref.WeakKeyDictionary()
-"""What each model was scored on last, and its logprobs: `previous` of its next probe."""
+"""The last scores of each model, which become `previous` in its next probe."""
 
 
 def write_probe(
@@ -56,33 +56,33 @@ def write_probe(
     adapter: str | None = None,
     previous: Probe | None = None,
 ) -> Probe:
-    """Writes probe.safetensors: this model's logprobs of `sequences`, or of the built-in ones.
+    """Write probe.safetensors: this model's logprobs of `sequences`, or of the built-in ones.
 
-    The built-in ones are joined by more where experts would not take part without them.
-    `tolerance` is 0 by default for an exact model (see `is_exact`), else it is measured by the
-    fleet. `previous` is the probe of the weights before; by default the logprobs of this very model
-    when it was scored last (`remember`, or the probe before this).
+    Sequences are added to the built-in ones until they reach every expert. `tolerance` defaults to
+    0 for an exact model (see `is_exact`); otherwise the fleet measures it. `previous` is the probe
+    of the weights before; it defaults to the last scores of this model (from `remember` or the
+    previous probe).
 
     Raises BadTokenId for ids outside the vocabulary, CheckpointError for a model that computes NaN,
-    EngineFailure for a bf16 model whose products would end this process.
+    EngineFailure for a bf16 model whose products would crash this process.
     """
-    chosen = [list(ids) for ids in (_builtin(model) if sequences is None else sequences)]
+    probe_ids = [list(ids) for ids in (_builtin(model) if sequences is None else sequences)]
     vocab_size = model.config.get_text_config().vocab_size
-    for at, ids in enumerate(chosen):
+    for at, ids in enumerate(probe_ids):
         check_ids(ids, vocab_size, f"sequences[{at}]")
     if tolerance is None and is_exact(model):
         tolerance = 0.0
-    known = _last_scores.get(model, ())
+    previous_scores = _last_scores.get(model, ())
     if previous is not None:
-        known = tuple(zip(previous.sequences, previous.logprobs, strict=True))
-    scores = _score(model, chosen)
+        previous_scores = tuple(zip(previous.sequences, previous.logprobs, strict=True))
+    scores = _score(model, probe_ids)
     probe = Probe(
-        sequences=tuple(map(tuple, chosen)),
+        sequences=tuple(map(tuple, probe_ids)),
         logprobs=tuple(map(tuple, scores)),
         tolerance=tolerance,
         adapter=adapter,
         version=version,
-        previous=_previous(chosen, dict(known)),
+        previous=_previous_logprobs(probe_ids, dict(previous_scores)),
         dtype=str(model.dtype).removeprefix("torch."),
     )
     probe.write(Path(directory) / PROBE)
@@ -91,14 +91,16 @@ def write_probe(
 
 
 def remember(model: Any) -> None:
-    """Keeps the logprobs that the model has now, for the first probe that is written of it.
+    """Store the current logprobs of the model for the first probe written of it.
 
-    To be called before the first step, while the fleet serves these very weights: so the fleet can
-    measure how closely its workers follow. Later probes do so by themselves.
+    Call it before the first training step, while the fleet serves these weights, so that the fleet
+    can measure how close its workers are. Later probes use the scores of the one before.
     """
-    chosen = _builtin(model)
-    scores = _score(model, chosen)
-    _last_scores[model] = tuple((tuple(i), tuple(s)) for i, s in zip(chosen, scores, strict=True))
+    probe_ids = _builtin(model)
+    scores = _score(model, probe_ids)
+    _last_scores[model] = tuple(
+        (tuple(i), tuple(s)) for i, s in zip(probe_ids, scores, strict=True)
+    )
 
 
 def save_checkpoint(
@@ -112,23 +114,24 @@ def save_checkpoint(
     previous: Probe | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Saves a transformers model for a fleet: weights, probe, manifest, and STABLE at the very end.
+    """Save a transformers model for a fleet: weights, probe, manifest, and finally the STABLE
+    marker.
 
-    The probe is that of `write_probe`, with its defaults. The manifest holds the digest of every
-    tensor, which validation and workers compare with what they read. Killed at any moment, it
-    leaves a directory that fleets refuse, and that can be written again.
-    Raises Conflict when the directory holds a checkpoint already.
+    The probe is written by `write_probe` with its defaults. The manifest holds the digest of every
+    tensor, which validation and workers compare with what they read. If the process is killed at
+    any point, the directory is rejected by fleets and can be written again. Raises Conflict when
+    the directory already holds a checkpoint.
     """
     directory = Path(directory).absolute()
     begin(directory)
     files = SavedFiles()
 
     def save() -> None:
-        with saved_by(files):
+        with saving_through(files):
             model.save_pretrained(directory, max_shard_size=max_shard_size)
 
     if model.device.type == "cuda":
-        # Another thread does not know the stream on which the last step may still compute.
+        # The saver thread uses another CUDA stream: wait until the last training step is computed.
         torch.cuda.current_stream(model.device).synchronize()
     with ThreadPoolExecutor(1, thread_name_prefix="save") as saver:
         # The files are written while the probe is computed: both only read the model.
@@ -145,7 +148,7 @@ def save_checkpoint(
                 )
         finally:
             saved.result()
-    _index(directory)
+    _write_index(directory)
     write_manifest(directory, _digests(directory, files), files.files)
     mark_stable(directory)
     return directory
@@ -159,9 +162,9 @@ def save_adapter(
     tolerance: float | None = None,
     version: str | None = None,
 ) -> Path:
-    """Saves the adapter of a PEFT model for a fleet, as `save_checkpoint` does a whole model.
+    """Save the adapter of a PEFT model for a fleet, as `save_checkpoint` does a whole model.
 
-    `name` is what the fleet serves it as. Raises Conflict when the directory holds one already.
+    The fleet serves it as `name`. Raises Conflict when the directory already holds an adapter.
     """
     directory = Path(directory).absolute()
     begin(directory)
@@ -173,54 +176,58 @@ def save_adapter(
 
 
 def covering(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-    """`sequences`, and random ones until every expert of every layer has worked on a token.
+    """Return `sequences` plus random ones, until every expert of every layer has processed a token.
 
-    A probe that never reaches an expert cannot see that it is stale. Experts that no candidate
-    reaches are left out, and counted in a warning. Models without experts need no more.
+    A probe that never reaches an expert cannot detect that it is stale. Experts that no candidate
+    reaches are counted in a warning. A model without experts gets no additions.
     """
     config = model.config.get_text_config()
-    chosen = [list(ids) for ids in sequences]
-    seen = _experts(model, chosen)
+    probe_ids = [list(ids) for ids in sequences]
+    seen = _reached_experts(model, probe_ids)
     rng = random.Random(0)
     for _ in range(CANDIDATES if seen is not None else 0):
         if seen is None or bool(seen.all()):
             break
         length = min(CANDIDATE_TOKENS, config.max_position_embeddings)
         ids = [rng.randrange(config.vocab_size) for _ in range(length)]
-        reached = _experts(model, [ids])
+        reached = _reached_experts(model, [ids])
         if reached is not None and bool((reached & ~seen).any()):
-            chosen.append(ids)
+            probe_ids.append(ids)
             seen |= reached
     if seen is not None and not bool(seen.all()):
         log.warning("the probe does not reach %d of %d experts", int((~seen).sum()), seen.numel())
-    return chosen
+    return probe_ids
 
 
 def is_exact(model: Any) -> bool:
-    """Whether this model's logprobs are the engine's, bit for bit: see `lockstep.engine.exact`."""
+    """Return whether this model's logprobs equal the engine's bit for bit
+    (`lockstep.engine.exact`)."""
     prepared = model.config.get_text_config()._attn_implementation == exact.NAME
-    # On a GPU `prepare` has refused a type for which there are no kernels.
+    # On a GPU, `prepare` has already rejected dtypes without exact kernels.
     return bool(prepared and (model.device.type == "cuda" or model.dtype == torch.float32))
 
 
 def _builtin(model: Any) -> list[list[int]]:
-    """Few sequences where every bit is compared, many where figures are."""
+    """Return few sequences when bits are compared, many when differences are measured."""
     config = model.config.get_text_config()
     shape = LENGTHS if is_exact(model) else THOROUGH
     return covering(model, builtin(config.vocab_size, config.max_position_embeddings, shape))
 
 
-def _previous(
-    sequences: list[list[int]], known: dict[tuple[int, ...], tuple[float, ...]]
+def _previous_logprobs(
+    sequences: list[list[int]], previous_scores: dict[tuple[int, ...], tuple[float, ...]]
 ) -> tuple[tuple[float, ...], ...] | None:
-    """The logprobs of these sequences before, NaN where unknown; None where all are unknown."""
-    rows = [known.get(tuple(ids), (math.nan,) * (len(ids) - 1)) for ids in sequences]
-    return tuple(rows) if any(tuple(ids) in known for ids in sequences) else None
+    """Return the previous logprobs of these sequences, NaN where unknown, or None if all are
+    unknown."""
+    rows = [previous_scores.get(tuple(ids), (math.nan,) * (len(ids) - 1)) for ids in sequences]
+    return tuple(rows) if any(tuple(ids) in previous_scores for ids in sequences) else None
 
 
 def _score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
-    """One sequence at a time on a CPU that would pad them; else as many as memory allows for the
-    logits of a large vocabulary."""
+    """Return the logprobs of each sequence, batched as far as the logits fit in memory.
+
+    A CPU that would have to pad scores one sequence at a time.
+    """
     budget = 1 if model.device.type == "cpu" else GPU_TOKENS
     if exact.packs(model):
         budget = PACKED_TOKENS
@@ -231,34 +238,35 @@ def _score(model: Any, sequences: list[list[int]]) -> list[list[float]]:
             batches.append([ids])
         else:
             last.append(ids)
-    with _evaluating(model):
+    with _evaluation_mode(model):
         return [row.tolist() for batch in batches for row in exact.token_logprobs(model, batch)]
 
 
-def _experts(model: Any, sequences: list[list[int]]) -> Tensor | None:
-    """Which experts the scores depend on, (layers, experts); None for a model that has none."""
+def _reached_experts(model: Any, sequences: list[list[int]]) -> Tensor | None:
+    """Return the experts that the scores depend on, (layers, experts), or None without experts."""
     config = model.config.get_text_config()
     if not getattr(config, "num_experts", 0):
         return None
     reached: Tensor | None = None
-    with _evaluating(model):
+    with _evaluation_mode(model):
         for ids in sequences:
-            # What follows the last token is not scored, so its experts do not count.
+            # The prediction after the last token is not scored, so its experts do not count.
             input_ids = torch.tensor([ids[:-1]], device=model.device)
             routers = model(input_ids=input_ids, use_cache=False, output_router_logits=True)
             logits = torch.stack([layer.float().cpu() for layer in routers.router_logits])
-            chosen = logits.topk(config.num_experts_per_tok, dim=-1).indices
+            routed = logits.topk(config.num_experts_per_tok, dim=-1).indices
             hit = torch.zeros(logits.shape[0], logits.shape[-1], dtype=torch.bool)
-            hit.scatter_(1, chosen.flatten(1), True)
+            hit.scatter_(1, routed.flatten(1), True)
             reached = hit if reached is None else reached | hit
     return reached
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Without dropout and gradients, and afterwards as before.
+def _evaluation_mode(model: Any) -> Iterator[None]:
+    """Disable dropout and gradients within the block.
 
-    A bf16 product on a CPU that lists more than it allows ends the process: that is tried first.
+    A bf16 product on a CPU that lists instructions it does not run would kill the process, so this
+    is tested first.
     """
     if model.device.type == "cpu" and model.dtype != torch.float32:
         make_bf16_safe()
@@ -272,7 +280,7 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def _digests(directory: Path, files: SavedFiles) -> dict[str, str]:
-    """The digest of every tensor; of files that something else wrote, as it reached the file."""
+    """Return the digest of every tensor. Files that another library wrote are read back."""
     others = (p for p in directory.glob("model*.safetensors") if p.name not in files.files)
     with Digester() as digester:
         for path in sorted(others):
@@ -282,9 +290,12 @@ def _digests(directory: Path, files: SavedFiles) -> dict[str, str]:
         return files.tensors | digester.digests()
 
 
-def _index(directory: Path) -> None:
-    """Adds an index to a single file: without one, some loaders take every safetensors file in the
-    directory for weights, the probe too."""
+def _write_index(directory: Path) -> None:
+    """Add an index to a single weights file.
+
+    Without one, some loaders read every safetensors file in the directory as weights, including the
+    probe.
+    """
     if (directory / INDEX).exists():
         return
     file = TensorFile.read(directory / WEIGHTS)

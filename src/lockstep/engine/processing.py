@@ -1,7 +1,7 @@
-"""What options do to logits before a token is drawn: one way for sampling, scoring and a trainer.
+"""Processing of logits before a token is drawn, shared by sampling, scoring and trainers.
 
-All of it is made of operations on whole rows that carry gradients, so that a trainer gets the bits
-of the engine from the engine's own functions.
+All operations act on whole rows and are differentiable, so that a trainer gets the engine's bits
+from the engine's own functions.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from lockstep.tokens.grammar import Grammar
 
 HIDDEN = float("-inf")
 ROWS = 64
-"""Rows that are processed at once where a sequence is scored: each holds a vocabulary of counts."""
+"""Rows of a scored sequence processed at once. Each may hold counts for the whole vocabulary."""
 NEUTRAL = Shaping()
 
 
 class TokenCounts:
-    """How often each token of a vocabulary came in a completion, and whether it came at all."""
+    """Number of occurrences of each token in a completion, and whether it occurred in prompt or
+    output."""
 
     def __init__(self, prompt_ids: Sequence[int], vocab: int, device: torch.device) -> None:
         self.output = torch.zeros(vocab, device=device)
@@ -32,22 +33,22 @@ class TokenCounts:
         self.seen[list(prompt_ids)] = True
 
     def add(self, token: int) -> None:
-        """Counts a token of the completion."""
+        """Count a token of the completion."""
         self.output[token] += 1
         self.seen[token] = True
 
     def copy(self) -> TokenCounts:
-        """The counts as they stand now."""
+        """Return a copy of the current counts."""
         twin = TokenCounts.__new__(TokenCounts)
         twin.output, twin.seen = self.output.clone(), self.seen.clone()
         return twin
 
 
 class LogitsRow(NamedTuple):
-    """How to process one row of logits. `banned` tokens must not come yet (before min_tokens).
+    """How to process one row of logits.
 
-    `counts` are needed where the options penalize tokens; `allowed` are those that a grammar lets
-    come.
+    `banned` tokens are hidden until min_tokens. `counts` are required when the options penalize
+    tokens. `allowed` is the mask of a grammar.
     """
 
     options: Sampling | Shaping
@@ -58,7 +59,7 @@ class LogitsRow(NamedTuple):
 
     @property
     def edits(self) -> bool:
-        """Whether single tokens are raised, lowered or hidden."""
+        """Whether individual tokens are raised, lowered or hidden."""
         options = self.options
         return bool(
             self.banned
@@ -70,7 +71,7 @@ class LogitsRow(NamedTuple):
 
 
 def restricts(options: Sampling) -> bool:
-    """Whether an option other than the temperature changes the distribution that is sampled."""
+    """Return whether an option other than the temperature changes the sampled distribution."""
     return bool(
         options.logit_bias
         or options.allowed_token_ids is not None
@@ -81,21 +82,22 @@ def restricts(options: Sampling) -> bool:
 
 
 def penalizes(options: Sampling | Shaping) -> bool:
-    """Whether the tokens so far change the distribution of the next."""
+    """Return whether earlier tokens change the distribution of the next one."""
     return bool(
         options.presence_penalty or options.frequency_penalty or options.repetition_penalty != 1
     )
 
 
 def truncates(options: Sampling | Shaping) -> bool:
-    """Whether only the most likely tokens can be drawn."""
+    """Return whether only the most likely tokens can be drawn."""
     return bool(options.top_k or options.top_p < 1 or options.min_p)
 
 
 def process(logits: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
-    """The logits that are sampled from: edited, tempered and truncated, row by row.
+    """Return the logits to sample from: edited, divided by the temperature and truncated, row by
+    row.
 
-    The logits themselves where no row changes them. Temperature 0 leaves them untempered.
+    Returns `logits` itself when no row changes them. Temperature 0 is treated as 1.
     """
     edited = [at for at, row in enumerate(rows) if row.edits]
     processed = _on_rows(logits, edited, lambda some: _edit(some, [rows[at] for at in edited]))
@@ -115,22 +117,22 @@ def process_spans(
     first: int = 1,
     grammars: Grammars | None = None,
 ) -> Tensor:
-    """The logits of a sequence (tokens, vocab) as they were when its tokens were drawn.
+    """Return the logits of a sequence (tokens, vocab) as they were when its tokens were drawn.
 
-    The rows are of the tokens from `first` on. Those of tokens in no span are only tempered. A span
-    with a grammar needs `grammars`: BadRequest without them.
+    Row 0 predicts token `first`. Tokens outside all spans are only divided by the temperature. A
+    span with a grammar requires `grammars`, else BadRequest is raised.
     """
     pieces: list[Tensor] = []
     at = 0
-    for span in sorted(spans, key=lambda each: each.start):
+    for span in sorted(spans, key=lambda span: span.start):
         start = max(span.start - first, 0)
-        pieces.append(_tempered(logits[at:start], temperature))
+        pieces.append(_apply_temperature(logits[at:start], temperature))
         at = start
         rows = _span_rows(span, token_ids, temperature, logits, max(first, span.start), grammars)
         while chunk := [row for _, row in zip(range(ROWS), rows, strict=False)]:
             pieces.append(process(logits[at : at + len(chunk)], chunk))
             at += len(chunk)
-    pieces.append(_tempered(logits[at:], temperature))
+    pieces.append(_apply_temperature(logits[at:], temperature))
     return torch.cat(pieces)
 
 
@@ -142,13 +144,13 @@ def _span_rows(
     first: int,
     grammars: Grammars | None,
 ) -> Iterator[LogitsRow]:
-    """How each token of a span was drawn, from token `first` on."""
+    """Yield how each token of a span was drawn, from token `first` on."""
     shaping = span.shaping
     counts = matcher = None
     if penalizes(shaping):
         counts = TokenCounts(token_ids[: span.start], logits.shape[-1], logits.device)
     if shaping.grammar is not None:
-        matcher = _required(grammars, shaping.grammar).matcher(shaping.grammar)
+        matcher = _require_grammars(grammars, shaping.grammar).matcher(shaping.grammar)
     for position in range(span.start, span.end):
         if position >= first:
             early = position - span.start < shaping.min_tokens
@@ -172,7 +174,7 @@ def _span_rows(
                 )
 
 
-def _required(grammars: Grammars | None, grammar: Grammar) -> Grammars:
+def _require_grammars(grammars: Grammars | None, grammar: Grammar) -> Grammars:
     if grammars is None:
         raise BadRequest(
             f"tokens were held to the grammar {grammar.digest}: their processed logprobs need "
@@ -182,12 +184,13 @@ def _required(grammars: Grammars | None, grammar: Grammar) -> Grammars:
     return grammars
 
 
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
+def _apply_temperature(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature in (0.0, 1.0) else logits / temperature
 
 
 def _on_rows(logits: Tensor, at: list[int], change: Callable[[Tensor], Tensor]) -> Tensor:
-    """The logits with some rows changed; the others are not even copied where all are."""
+    """Return the logits with `change` applied to the rows `at`. No row is copied when all
+    change."""
     if not at:
         return logits
     if len(at) == len(logits):
@@ -197,7 +200,7 @@ def _on_rows(logits: Tensor, at: list[int], change: Callable[[Tensor], Tensor]) 
 
 
 def _edit(logits: Tensor, rows: list[LogitsRow]) -> Tensor:
-    """Biases, then penalties, then masks, in vLLM's order."""
+    """Apply biases, then penalties, then masks: vLLM's order."""
     if any(row.options.logit_bias for row in rows):
         bias = torch.zeros_like(logits)
         for at, row in enumerate(rows):
@@ -223,7 +226,7 @@ def _edit(logits: Tensor, rows: list[LogitsRow]) -> Tensor:
 
 
 def _penalize(logits: Tensor, rows: list[LogitsRow]) -> Tensor:
-    """Logits of tokens that came before, lowered (or raised) by the penalties of each row."""
+    """Apply each row's penalties to the logits of tokens that occurred before."""
     none = torch.zeros(logits.shape[-1], device=logits.device)
     output = torch.stack([none if row.counts is None else row.counts.output for row in rows])
     seen = torch.stack([none.bool() if row.counts is None else row.counts.seen for row in rows])
@@ -236,17 +239,19 @@ def _penalize(logits: Tensor, rows: list[LogitsRow]) -> Tensor:
 
 
 def _truncate(logits: Tensor, options: Sequence[Sampling | Shaping]) -> Tensor:
-    """All but the tokens that top_k, top_p and min_p leave are hidden."""
+    """Hide all tokens except those that top_k, top_p and min_p keep."""
+    # Which tokens remain is not differentiable; the gradient flows through their logits only. The
+    # sort is stable, so that ties are cut at the same token in the engine and in the trainer.
     with torch.no_grad():
         ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
         vocab = logits.shape[-1]
         ranks = torch.arange(vocab, device=logits.device)
-        keep = ranks < _column([one.top_k or vocab for one in options], logits)
+        keep = ranks < _column([option.top_k or vocab for option in options], logits)
         probs = torch.softmax(ordered.masked_fill(~keep, HIDDEN), dim=-1)
-        # Rounded sums may pass 1 before the last token: without top_p nothing is cut there.
-        most = _column([one.top_p if one.top_p < 1 else torch.inf for one in options], logits)
-        keep &= probs.cumsum(dim=-1) - probs < most
-        keep &= probs >= _column([one.min_p for one in options], logits) * probs[:, :1]
+        # Rounded sums may exceed 1 before the last token: without top_p nothing is cut there.
+        limits = [option.top_p if option.top_p < 1 else torch.inf for option in options]
+        keep &= probs.cumsum(dim=-1) - probs < _column(limits, logits)
+        keep &= probs >= _column([option.min_p for option in options], logits) * probs[:, :1]
         hidden = torch.ones_like(keep).scatter(-1, ids, ~keep)
     return logits.masked_fill(hidden, HIDDEN)
 

@@ -1,4 +1,4 @@
-"""The record of a sequence that ended: its completion, and the experts its tokens took."""
+"""The completion of a finished sequence, with the experts its tokens were routed to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.tokens import Completion, Finish, PromptLogprob, RoutedExperts, me
 def completion(
     sequence: Sequence, finish: Finish, experts: RoutedExperts | None, options: EngineOptions
 ) -> Completion:
-    """The completion of a sequence, in an engine with these options."""
+    """Return the completion of a sequence of an engine with these options."""
     sampling = sequence.request.sampling
     return Completion(
         token_ids=sequence.output_ids,
@@ -39,9 +39,10 @@ def completion(
 
 
 def experts_of(sequence: Sequence, rows: Tensor) -> RoutedExperts | None:
-    """The rows that were requested; None when the sequence ended before all of them were computed.
+    """Return the requested routed experts, or None when the sequence ended before all were
+    computed.
 
-    `rows` are the experts of all its computed tokens, as they lie in its slot.
+    `rows` are the experts of all its computed tokens, read from its slot.
     """
     start, last = sequence.request.experts_start, len(sequence.tokens) - 1
     if start is None:
@@ -55,7 +56,10 @@ def experts_of(sequence: Sequence, rows: Tensor) -> RoutedExperts | None:
 
 
 def _prompt_logprobs(sequence: Sequence) -> list[PromptLogprob | None] | None:
-    """Those of the first choice, which all share; None unless the whole prompt was scored."""
+    """Return the prompt logprobs, or None unless the whole prompt was scored.
+
+    Only the first choice scores the prompt; the others share its result.
+    """
     scored = (sequence.leader or sequence).prompt_logprobs
     requested = sequence.request.sampling.prompt_logprobs is not None
     return scored if requested and len(scored) == sequence.prompt_len else None

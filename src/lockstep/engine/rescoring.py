@@ -1,4 +1,4 @@
-"""The trainer's logprobs of samples, processed as the engine processed them when it sampled."""
+"""A trainer's logprobs of samples, processed as the engine processed them during sampling."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from lockstep.tokens import Sample
 def sample_logprobs(
     model: Any, samples: Sequence[Sample], grammars: Grammars | None = None
 ) -> list[Tensor]:
-    """The logprob of each token after the first of each sample, in the sample's own mode.
+    """Return the logprob of each token after the first of each sample, in the sample's logprob
+    mode.
 
-    Of sampled tokens these are the numbers that the engine reports, bit for bit where `model` is
-    prepared (`lockstep.engine.exact`): at any temperature and with any option that shaped the
-    distribution. -inf for a token that could not be drawn under these weights. Gradients flow.
-    `grammars` (`Grammars.of` the model's directory) are needed for samples that were held to one:
-    BadRequest without them.
+    For sampled tokens these equal the engine's logprobs, bit for bit when `model` is prepared
+    (`lockstep.engine.exact`), at any temperature and with any option that shaped the distribution.
+    A token that cannot be drawn under these weights gets -inf. The result is differentiable.
+    `grammars` (`Grammars.of` the model's directory) are required for samples constrained by a
+    grammar; without them BadRequest is raised.
     """
     return [_logprobs(model, sample, grammars) for sample in samples]
 

@@ -1,4 +1,8 @@
-"""Samples tokens from logits: one uniform number per row, so a seed gives the same in any batch."""
+"""Sampling of tokens from logits.
+
+Each row consumes one uniform number that depends on its seed and position only, so a seed gives the
+same tokens in any batch.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ class SamplingRow(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A token with its logprob, its rank among all (1 is the most likely) and the likeliest."""
+    """A sampled token with its logprob, its rank (1 is the most likely) and the top tokens."""
 
     token_id: int
     logprob: float
@@ -43,27 +47,28 @@ class Sampled(NamedTuple):
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but the seed and the position (splitmix64)."""
+    """Return a number in [0, 1) that depends only on the seed and the position (splitmix64)."""
     z = (seed * 0x9E3779B97F4A7C15 + position * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return ((z ^ (z >> 31)) >> 40) / (1 << 24)
 
 
-def drawn_whole(row: SamplingRow) -> bool:
-    """Whether every token can be drawn with its own probability, at most tempered.
+def is_unrestricted(row: SamplingRow) -> bool:
+    """Return whether the row samples the full distribution, changed by a temperature at most.
 
-    Kernels that know nothing else draw such rows; all others are drawn by `sample`.
+    GPU kernels sample such rows; `sample` handles all others.
     """
     return not row.banned and not restricts(row.sampling)
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-    """One token per row of `logits` (rows, vocab), each from its own row alone.
+    """Sample one token per row of `logits` (rows, vocab), independently of the other rows.
 
-    A row that is no distribution, as its logits or its options are out of range, gets logprob NaN.
+    A row that is not a distribution, because its logits or its options are out of range, gets
+    logprob NaN.
     """
-    plain = all(drawn_whole(row) and row.sampling.temperature in UNTEMPERED for row in rows)
+    plain = all(is_unrestricted(row) and row.sampling.temperature in UNTEMPERED for row in rows)
     shaped = logits if plain else process(logits, [row.processing for row in rows])
     tokens, totals = _draw(shaped, [row.uniform for row in rows])
     greedy = [at for at, row in enumerate(rows) if row.sampling.temperature == 0]
@@ -73,9 +78,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     logprobs = torch.log_softmax(logits if len(raw) == len(rows) else shaped, dim=-1)
     if shaped is not logits and 0 < len(raw) < len(rows):
         logprobs[raw] = torch.log_softmax(logits[raw], dim=-1)
-    chosen, ranks = score(logprobs, tokens)
+    token_logprobs, ranks = score(logprobs, tokens)
     tops = top_logprobs(logprobs, [row.sampling.logprobs for row in rows])
-    columns = tokens.tolist(), chosen.tolist(), ranks.tolist(), tops, totals.tolist()
+    columns = tokens.tolist(), token_logprobs.tolist(), ranks.tolist(), tops, totals.tolist()
     return [
         Sampled(token, logprob if isfinite(total) else nan, rank, top)
         for token, logprob, rank, top, total in zip(*columns, strict=True)
@@ -83,13 +88,16 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
 
 
 def score(logprobs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The logprob of each row's token and its rank among all (1 is the most likely)."""
-    chosen = logprobs.gather(-1, tokens[:, None])
-    return chosen.squeeze(-1), (logprobs > chosen).sum(dim=-1) + 1
+    """Return the logprob of each row's token and its rank (1 is the most likely)."""
+    token_logprobs = logprobs.gather(-1, tokens[:, None])
+    return token_logprobs.squeeze(-1), (logprobs > token_logprobs).sum(dim=-1) + 1
 
 
 def top_logprobs(logprobs: Tensor, wanted: Sequence[int]) -> list[tuple[Ranked, ...]]:
-    """The `wanted[i]` most likely tokens of row i that are possible at all, likeliest first."""
+    """Return the `wanted[i]` most likely tokens of row i, most likely first.
+
+    Tokens of probability zero are left out.
+    """
     most = min(max(wanted, default=0), logprobs.shape[-1])
     if not most:
         return [()] * len(wanted)
@@ -105,13 +113,16 @@ def top_logprobs(logprobs: Tensor, wanted: Sequence[int]) -> list[tuple[Ranked, 
 
 
 def _draw(shaped: Tensor, uniforms: list[float]) -> tuple[Tensor, Tensor]:
-    """Inverse-CDF sampling; a token of probability zero is never drawn. Tokens, and the sums of
-    probabilities, which are finite only of rows that are distributions at all."""
+    """Sample by inverse CDF; return the tokens and the sum of each row's probabilities.
+
+    A token of probability zero is never drawn. The sum is finite only for a row that is a
+    distribution.
+    """
     cumulative = torch.softmax(shaped, dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1:].contiguous()
     at = torch.tensor(uniforms, device=shaped.device)[:, None] * total
-    drawn = torch.searchsorted(cumulative, at, right=True)
-    # Rounding may push `at` onto the total: the last token with any mass is then the right one.
-    drawn = torch.minimum(drawn, torch.searchsorted(cumulative, total)).squeeze(-1)
-    # A row of NaN finds no place at all; it must not break the rows beside it.
-    return drawn.clamp_(max=shaped.shape[-1] - 1), total.squeeze(-1)
+    tokens = torch.searchsorted(cumulative, at, right=True)
+    # Rounding may push `at` onto the total. The last token with any mass is then the right one.
+    tokens = torch.minimum(tokens, torch.searchsorted(cumulative, total)).squeeze(-1)
+    # A row of NaN yields an index past the vocabulary, which must not break the other rows.
+    return tokens.clamp_(max=shaped.shape[-1] - 1), total.squeeze(-1)

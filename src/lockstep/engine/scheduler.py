@@ -1,4 +1,4 @@
-"""The scheduler: a queue by priority, a list of running sequences, and a token budget per step."""
+"""The scheduler: a priority queue, a list of running sequences, and a token budget per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`count` tokens of a sequence to compute in this step; its slot is its place in `running`."""
+    """`count` tokens of a sequence to compute in this step. `slot` is its index in `running`."""
 
     sequence: Sequence
     slot: int
@@ -25,10 +25,11 @@ class Work:
 
 
 class Scheduler:
-    """Running sequences lie in slots 0 to len(running) - 1 without gaps.
+    """A queue of waiting sequences and a list of running ones.
 
-    When one leaves, the last one takes its slot (`move` copies its keys and values), so that
-    decoding always sees one dense range of slots.
+    Running sequences occupy slots 0 to len(running) - 1 without gaps. When a sequence leaves, the
+    last one takes its slot (`move` copies its keys and values), so that decoding always reads one
+    dense range of slots.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class Scheduler:
         heapq.heappush(self._waiting, entry)
 
     def next_ready(self, begun_only: bool = False) -> Sequence | None:
-        """Takes the first waiting sequence that may run, if there is a free slot for it.
+        """Pop the first waiting sequence that may run, or return None when no slot is free.
 
-        With `begun_only`, new requests are left waiting.
+        With `begun_only`, sequences of requests that have not started stay queued.
         """
         if len(self.running) == self.slots:
             return None
-        # Those that wait for their first choice keep their place: put back with the same key.
+        # Choices that wait for the first choice of their request go back under the same key, so
+        # they keep their position in the queue.
         skipped: list[tuple[int, int, Sequence]] = []
         ready: Sequence | None = None
         while self._waiting and ready is None:
@@ -74,12 +76,12 @@ class Scheduler:
         return ready
 
     def start(self, sequence: Sequence) -> int:
-        """Puts a sequence among the running; returns its slot."""
+        """Add a sequence to the running list; return its slot."""
         self.running.append(sequence)
         return len(self.running) - 1
 
     def plan(self) -> list[Work]:
-        """The work of one step: all decoding sequences, then prefills as far as the budget goes."""
+        """Return the work of one step: all decoding sequences, then prefills up to the budget."""
         budget = self.max_batch_tokens
         works = []
         prefills = []
@@ -98,7 +100,7 @@ class Scheduler:
         return works
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, wherever it is."""
+        """Remove a running or waiting sequence."""
         if sequence in self.running:
             slot = self.running.index(sequence)
             last = self.running.pop()

@@ -1,4 +1,4 @@
-"""Logprobs of known tokens instead of sampled ones: prompts, and probes of the weights."""
+"""Logprobs of given tokens instead of sampled ones, for prompts and for weight probes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.engine.weights.weights import Weights
 from lockstep.tokens.errors import BadLogprob
 
 LOGIT_ROWS = 256
-"""Rows whose logits are held at once: 160 MB of them with a vocabulary of 150,000."""
+"""Rows whose logits are in memory at once: 160 MB with a vocabulary of 150,000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ def score_sequences(
     free: range,
     budget: int,
 ) -> list[list[float]]:
-    """The logprob of every token after the first of each sequence.
+    """Return the logprob of every token after the first of each sequence.
 
-    Uses the `free` slots, of which the last is the scratch slot, and at most `budget` tokens at a
-    time. Raises BadLogprob when the weights give no finite numbers.
+    Uses the `free` slots, the last of which is the scratch slot, and at most `budget` tokens per
+    forward pass. Raises BadLogprob when the weights give NaN or infinity.
     """
     results: list[list[float]] = [[] for _ in sequences]
     for pieces in _batches(sequences, free, budget):
@@ -67,7 +67,10 @@ def score_sequences(
 
 
 def _targets(sequences: list[list[int]], pieces: list[_Piece]) -> list[int]:
-    """The token after each row of a batch. The last row of a sequence has none: any will do."""
+    """Return the token to score in each row of a batch.
+
+    The last row of a sequence predicts no token of it; its target is a placeholder.
+    """
     targets: list[int] = []
     for piece in pieces:
         ids = sequences[piece.at]
@@ -79,17 +82,19 @@ def _targets(sequences: list[list[int]], pieces: list[_Piece]) -> list[int]:
 def _scores(
     model: Model, weights: Weights, hidden: Tensor, targets: list[int], adapter: Adapter | None
 ) -> list[float]:
-    """The logprob of each row's target."""
+    """Return the logprob of each row's target token."""
     values: list[float] = []
-    # Many rows at once, whatever sequences they are of; not all, as a row has a whole vocabulary.
+    # A row of logits is as wide as the vocabulary, so the rows are scored in chunks, which may
+    # span sequences.
     for start in range(0, len(targets), LOGIT_ROWS):
-        chosen = targets[start : start + LOGIT_ROWS]
-        values += model.scores(weights, hidden, start, chosen, adapter).tolist()
+        chunk = targets[start : start + LOGIT_ROWS]
+        values += model.scores(weights, hidden, start, chunk, adapter).tolist()
     return values
 
 
 def _batches(sequences: list[list[int]], free: range, budget: int) -> Iterator[list[_Piece]]:
-    """Pieces that are computed together; a sequence beyond the budget comes alone, in turns."""
+    """Yield pieces to compute together. A sequence longer than the budget is computed alone, in
+    chunks."""
     batch: list[_Piece] = []
     tokens = 0
     for at, token_ids in enumerate(sequences):

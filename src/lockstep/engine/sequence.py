@@ -1,4 +1,5 @@
-"""A request inside the engine: its sampling options, its choices, and where its events go."""
+"""A request inside the engine: its sampling options, its choices, and the delivery of its
+events."""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ from lockstep.tokens.stop_strings import StopMatch, StopMatcher
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One request to the engine. A lower `priority` is served sooner.
+    """One request to the engine.
 
-    `experts_start` requests routed experts from that row on. `weight_version` demands that every
-    token is sampled under exactly that version, `min_weight_version` that the version has been
-    committed here, now or before.
+        EngineRequest(prompt_ids=[1, 2, 3], sampling=Sampling(max_tokens=16, temperature=0.0))
+
+    A lower `priority` runs sooner. `experts_start` requests routed experts from that token on.
+    `weight_version` requires every token to be sampled under exactly that version;
+    `min_weight_version` requires that the version has been committed here, now or earlier.
     """
 
     prompt_ids: list[int]
@@ -41,7 +44,8 @@ class EngineRequest:
     skip_prefix_cache: bool = False
 
     def check(self, config: ModelConfig, max_len: int) -> None:
-        """Raises BadTokenId, PromptTooLong or BadRequest where this model can never run it."""
+        """Raise BadTokenId, PromptTooLong or BadRequest when this model can never run the
+        request."""
         check_ids(self.prompt_ids, config.vocab_size)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if ids := getattr(self.sampling, name):
@@ -63,14 +67,15 @@ class EngineRequest:
             )
 
     def end_ids(self, eos_ids: frozenset[int]) -> tuple[int, ...]:
-        """The tokens that end a choice, in a model with these end-of-sequence tokens."""
+        """Return the token ids that end a choice, for a model with these end-of-sequence ids."""
         sampling = self.sampling
         return (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedToken:
-    """The event of one choice in one step: a token, its completion when it ended, or both."""
+    """The event of one choice in one step: a token, the completion when the choice ended, or
+    both."""
 
     index: int
     sampled: Sampled | None
@@ -78,13 +83,14 @@ class StreamedToken:
 
 
 Event = StreamedToken | list[Completion] | LockstepError
-"""A streamed token, all completions of a request that is not streamed, or the error it ended in."""
+"""A streamed token, all completions of a request without streaming, or the error that ended it."""
 
 
 class Sequence:
-    """One choice of a request. `tokens` holds prompt and output, `computed` how many are cached.
+    """One choice of a request.
 
-    `leader` is the first choice of the request, None for the first choice itself.
+    `tokens` holds prompt and output; `computed` counts those whose keys and values are cached.
+    `leader` is the first choice of the request, or None for the first choice itself.
     """
 
     def __init__(
@@ -136,28 +142,29 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens whose keys and values must still be computed before the next one is sampled."""
+        """Number of tokens to compute before the next one can be sampled."""
         return len(self.tokens) - self.computed
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether part of the prompt must still be scored; only the first choice scores it."""
+        """Whether part of the prompt must still be scored. Only the first choice scores it."""
         requested = self.request.sampling.prompt_logprobs is not None and self.leader is None
         return requested and len(self.prompt_logprobs) < self.prompt_len
 
     @property
     def ready(self) -> bool:
-        """Whether it may be admitted: later choices wait for the first, to share its prefix."""
+        """Whether the sequence may be admitted. Later choices wait for the first, to copy its
+        prompt."""
         leader = self.leader
         return leader is None or leader.finish is not None or leader.computed >= self.prompt_len
 
     @property
     def begun(self) -> bool:
-        """Whether its request is in flight, even if this choice still waits."""
+        """Whether the request is in flight, even if this choice is still waiting."""
         return bool((self.leader or self).root)
 
     def append(self, sampled: Sampled, version: str) -> Finish | None:
-        """Adds a token; returns why it is the last one, None where more may follow."""
+        """Add a token; return the finish reason if it is the last one, else None."""
         token = sampled.token_id
         self.tokens.append(token)
         self.logprobs.append(sampled.logprob)
@@ -171,7 +178,7 @@ class Sequence:
         if self.matcher is not None and token not in self.end_ids:
             self.matcher.consume(token)
             if self.matcher.complete and not self.end_ids:
-                return "stop"  # no token that ends is left to say so
+                return "stop"  # the request has no end token that the model could sample
         if token in self.request.sampling.stop_token_ids:
             self.stop_token = token
             return "stop"
@@ -180,7 +187,7 @@ class Sequence:
         return "length" if len(self.tokens) >= self.max_total else None
 
     def _completes_stop(self, stops: StopMatcher, token: int) -> bool:
-        """Whether a stop string ends with this token; as with end tokens, not before min_tokens."""
+        """Return whether a stop string ends with this token. Before min_tokens it never does."""
         if self._vocabulary.special(token) in self.request.sampling.stop:
             match: StopMatch | None = StopMatch(self._vocabulary.special(token) or "", 1)
         else:
@@ -190,10 +197,10 @@ class Sequence:
         return self.stop_match is not None
 
     def restart(self, experts: Tensor | None) -> None:
-        """Forgets what was computed under weights that are gone, and keeps what was sampled.
+        """Reset what was computed under the previous weights, and keep what was sampled.
 
-        `experts` are the routed experts of the computed tokens: those rows say how the tokens so
-        far were made, and computing them again must not change the record.
+        `experts` are the routed experts of the computed tokens. They record how the tokens so far
+        were sampled, so recomputing them under new weights must not change the record.
         """
         if self.wants_prompt_logprobs:
             self.prompt_logprobs = [None]
@@ -202,14 +209,14 @@ class Sequence:
         self.computed = 0
 
     def experts_with(self, rows: Tensor) -> Tensor:
-        """`rows`, with those that were recorded before a restart as they were then."""
+        """Return `rows` with those recorded before a restart put back."""
         if self.old_experts is None:
             return rows.clone()
         return torch.cat((self.old_experts, rows[len(self.old_experts) :]))
 
 
 class RequestHandle:
-    """A request in flight: its choices, the completions so far, and `deliver` for its events."""
+    """A request in flight: its choices, its completions so far, and the callback for its events."""
 
     def __init__(
         self, request: EngineRequest, deliver: Callable[[Event], None], *, stream: bool = False
@@ -222,5 +229,5 @@ class RequestHandle:
 
     @property
     def ended(self) -> bool:
-        """Whether all its choices have ended, by themselves or by an abort."""
+        """Whether all choices have ended, on their own or by an abort."""
         return bool(self.sequences) and all(s.finish is not None for s in self.sequences)

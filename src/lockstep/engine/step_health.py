@@ -1,4 +1,4 @@
-"""Tells a broken engine from one whose requests would break any engine."""
+"""Detection of an engine that fails every step, as opposed to requests that no engine could run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lockstep.tokens.errors import EngineFailure
 
 log = logging.getLogger(__name__)
 FAILURES = 3
-"""Steps that fail in a row before the engine itself is suspected."""
+"""Consecutive failed steps before the canary runs."""
 RETRY_SECONDS = 5.0
-"""How often a broken engine tries whether it works again."""
+"""Seconds between canaries while the engine is broken."""
 CANARY = EngineRequest(
     prompt_ids=[0],
     sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True),
@@ -25,57 +25,59 @@ CANARY_STEPS = 8
 
 
 class StepHealth:
-    """Counts failed steps of `core`; lives in the engine's thread, `problem` is read from any.
+    """Failure counter of `core`. The engine's thread updates it; any thread may read `problem`.
 
-    Three in a row need not be the engine's fault: the same bad request may have come three times.
-    So it then runs a canary, a request of its own for one plain token; only when that fails too,
-    `problem` says what is wrong, and the canary runs again every few seconds until it succeeds.
+    Three failed steps in a row need not be the engine's fault: the same bad request may have been
+    sent three times. StepHealth then runs a canary, an internal request for one plain token. Only
+    when that fails too does it set `problem`, and repeats the canary every 5 s until it succeeds.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._failures = 0
-        self._tried = 0.0
+        self._last_try = 0.0
         self.problem: str | None = None
 
     @property
     def wait_seconds(self) -> float | None:
-        """How long the engine may sleep until the next canary; None is for ever."""
+        """Seconds the engine may sleep until the next canary, or None without a limit."""
         return None if self.problem is None else RETRY_SECONDS
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
+        """Reset the count of failed steps."""
         self._failures = 0
 
-    def failed(self) -> None:
-        """A step failed, and every request of the engine was ended with an error."""
+    def record_failure(self) -> None:
+        """Count a failed step, after which all requests were ended with an error."""
         self._failures += 1
         if self._failures >= FAILURES and self.problem is None:
-            self._try()
+            self._run_canary()
 
-    def try_again(self) -> None:
-        """Runs the canary of a broken engine, where it is time to."""
-        if self.problem is not None and monotonic() - self._tried >= RETRY_SECONDS:
-            self._try()
+    def retry_if_due(self) -> None:
+        """Run the canary of a broken engine when it is due."""
+        if self.problem is not None and monotonic() - self._last_try >= RETRY_SECONDS:
+            self._run_canary()
 
-    def _try(self) -> None:
-        self._tried = monotonic()
+    def _run_canary(self) -> None:
+        """Run the canary and set or clear `problem`."""
+        self._last_try = monotonic()
         if self._core.state != "running":
-            return  # a paused engine generates nothing, so a canary could not tell
-        cause = self._canary()
+            return  # a paused engine generates nothing, so a canary would never get its token
+        cause = self._canary_error()
         if cause is not None:
             self.problem = (
-                f"the last {self._failures} steps of the engine failed, and so did one of its own "
-                f"({cause}): it is tried again every {RETRY_SECONDS:g} s; restart this worker if "
-                "that does not help"
+                f"the last {self._failures} steps of the engine failed, and so did its own test "
+                f"request ({cause}). It is retried every {RETRY_SECONDS:g} s; restart this worker "
+                "if it does not recover"
             )
             log.error("%s", self.problem)
             return
         if self.problem is not None:
-            log.warning("the engine works again")
+            log.warning("engine recovered: its test request got a token")
         self.problem, self._failures = None, 0
 
-    def _canary(self) -> str | None:
-        """Why the canary failed; None when it got its token."""
+    def _canary_error(self) -> str | None:
+        """Return why the canary failed, or None when it got its token."""
         events: list[Event] = []
         try:
             self._core.submit(RequestHandle(CANARY, events.append))
@@ -87,6 +89,6 @@ class StepHealth:
             self._core.fail_all(EngineFailure(f"a step failed: {error!r}"))
             return repr(error)
         if not events:
-            return f"it had no token after {CANARY_STEPS} steps"
+            return f"no token after {CANARY_STEPS} steps"
         (event,) = events
         return event.message if isinstance(event, LockstepError) else None

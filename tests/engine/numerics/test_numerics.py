@@ -60,7 +60,7 @@ def test_on_another_make_the_modes_are_tried_once_and_the_answer_is_kept(
         tried.append(mode)
         return {"OFF": 8, mkl.STRICT: 4}[mode]
 
-    monkeypatch.setattr(mkl_choice, "_tried", multiples)
+    monkeypatch.setattr(mkl_choice, "_try_mode", multiples)
     mkl_choice.preferred_mode.cache_clear()
     assert mkl_choice.preferred_mode() is None, "the default mode is never slower"
     mkl_choice.preferred_mode.cache_clear()
@@ -82,8 +82,8 @@ def test_on_another_make_the_modes_are_tried_once_and_the_answer_is_kept(
 def test_the_mode_that_holds_for_few_rows_is_taken(
     multiples: dict[str, int], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mkl_choice, "_tried", multiples.__getitem__)
-    assert mkl_choice.tried_mode() == chosen
+    monkeypatch.setattr(mkl_choice, "_try_mode", multiples.__getitem__)
+    assert mkl_choice.find_mode() == chosen
 
 
 @pytest.mark.parametrize("team", [2, 3, 7])

@@ -90,7 +90,7 @@ def test_auto_in_bfloat16_is_close_and_says_why(tiny: Path) -> None:
 def test_gating_has_the_bits_of_a_gate_that_is_a_tensor_of_its_own(width: int) -> None:
     rows = torch.randn(16, 2 * width)
     gate, up = (half.contiguous() for half in rows.chunk(2, dim=-1))
-    assert torch.equal(arithmetic.gated(rows), torch.nn.functional.silu(gate) * up)
+    assert torch.equal(arithmetic.swiglu(rows), torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.failure_mode("F65")

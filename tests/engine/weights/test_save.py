@@ -25,7 +25,7 @@ from lockstep.tokens.errors import CheckpointError
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save, "PIECE", 64)
-    monkeypatch.setattr(save, "SYNCED", 256)
+    monkeypatch.setattr(save, "SYNC_BYTES", 256)
 
 
 def tiny() -> Any:
@@ -95,7 +95,7 @@ def test_files_that_something_else_wrote_are_read_for_their_digests(
 
     model = tiny()
     ours = save_checkpoint(model, tmp_path / "ours", sequences=[[1, 2, 3]])
-    monkeypatch.setattr(save, "WRITES", "a_name_that_is_not_there")
+    monkeypatch.setattr(save, "SAVE_FUNCTION", "a_name_that_is_not_there")
     before = transformers.modeling_utils.safe_save_file
     theirs = save_checkpoint(model, tmp_path / "theirs", sequences=[[1, 2, 3]])
     assert transformers.modeling_utils.safe_save_file is before

@@ -93,7 +93,7 @@ def test_weights_in_one_piece_of_memory_exchange_their_numbers_and_keep_their_pl
     places = {name: tensor.data_ptr() for name, tensor in served.packed.items()}
     numbers = {name: tensor.clone() for name, tensor in staged.packed.items()}
     before = served.layers[1].down.clone()
-    served.exchange_places(staged)
+    served.exchange_memory(staged)
     assert {name: tensor.data_ptr() for name, tensor in staged.packed.items()} == places
     assert all(torch.equal(tensor, numbers[name]) for name, tensor in staged.packed.items())
     assert staged.layers[1].down.data_ptr() == places["layers.1.down"]

@@ -196,7 +196,7 @@ def test_an_update_by_name_gives_exactly_the_model_with_that_tensor(
     for at, name in enumerate(names):
         tensors = checkpoints.tensors_of(directory) | {name: other[name]}
         expected = checkpoints.save(directory, tmp_path / str(at), tensors)
-        updated = rig.core.served.weights.updated([(name, other[name])], "v2")
+        updated = rig.core.served.weights.with_tensors([(name, other[name])], "v2")
         assert rig.core.score(PROBE, weights=updated) == checkpoints.reference(expected, PROBE)
     assert rig.core.score(PROBE) == checkpoints.reference(directory, PROBE)
 
@@ -206,7 +206,7 @@ def test_a_tied_head_follows_the_embedding_under_either_name(
     rig: Rig, live: Weights, tiny: Path, tiny2: Path, tmp_path: Path, name: str
 ) -> None:
     embedding = checkpoints.tensors_of(tiny2)[EMBEDDING]
-    updated = live.updated([(name, embedding)], "v2")
+    updated = live.with_tensors([(name, embedding)], "v2")
     assert updated.head is updated.embed
     tensors = checkpoints.tensors_of(tiny) | {EMBEDDING: embedding}
     expected = checkpoints.reference(checkpoints.save(tiny, tmp_path, tensors), PROBE)
@@ -216,9 +216,9 @@ def test_a_tied_head_follows_the_embedding_under_either_name(
 def test_a_tied_pair_may_come_twice_but_not_with_two_contents(live: Weights) -> None:
     embedding = live.embed + 1
     both = [(EMBEDDING, embedding), (HEAD, embedding.clone())]
-    assert torch.equal(live.updated(both, "v2").head, embedding)
+    assert torch.equal(live.with_tensors(both, "v2").head, embedding)
     with pytest.raises(CheckpointError, match="came twice"):
-        live.updated([(EMBEDDING, embedding), (HEAD, embedding + 1)], "v2")
+        live.with_tensors([(EMBEDDING, embedding), (HEAD, embedding + 1)], "v2")
 
 
 @pytest.mark.failure_mode("F34")
@@ -237,18 +237,18 @@ def test_a_bad_update_is_refused_and_the_live_set_is_untouched(
     before = {name: packed.clone() for name, packed in live.packed.items()}
     good = (Q.replace("layers.1", "layers.0"), torch.zeros(128, 128))
     with pytest.raises(CheckpointError, match=says):
-        live.updated([good, tensor], "v2")
+        live.with_tensors([good, tensor], "v2")
     assert all(torch.equal(before[name], packed) for name, packed in live.packed.items())
 
 
 def test_an_update_of_nothing_is_refused(live: Weights) -> None:
     with pytest.raises(CheckpointError, match="without tensors"):
-        live.updated([], "v2")
+        live.with_tensors([], "v2")
 
 
 def test_sets_under_one_label_are_told_apart(rig: Rig, live: Weights, tiny: Path) -> None:
     again = rig.core.served.load_weights(tiny, live.version)
-    updated = live.updated([(EMBEDDING, live.embed)], live.version)
+    updated = live.with_tensors([(EMBEDDING, live.embed)], live.version)
     assert len({live.epoch, again.epoch, updated.epoch}) == 3
 
 

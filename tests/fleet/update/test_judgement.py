@@ -47,7 +47,7 @@ class Case:
     dtype: str
 
     def scores(self, wrong: Tensors) -> Rows:
-        weights = self.right.updated(wrong.items(), "wrong") if wrong else self.right
+        weights = self.right.with_tensors(wrong.items(), "wrong") if wrong else self.right
         return scored(self.core, weights, self.reference.sequences)
 
     def judged(self, scores: Rows, **known: Any) -> Judgement:

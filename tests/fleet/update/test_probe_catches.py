@@ -40,7 +40,7 @@ class Trial:
         return compare(self.probe.logprobs, self.scores(wrong), self.probe.tolerance or 0.0)
 
     def scores(self, wrong: Tensors) -> list[list[float]]:
-        weights = self.right.updated(wrong.items(), "wrong") if wrong else self.right
+        weights = self.right.with_tensors(wrong.items(), "wrong") if wrong else self.right
         return [self.core.score(list(ids), weights=weights) for ids in self.probe.sequences]
 
 

@@ -17,14 +17,15 @@ from lockstep.engine.config import EngineOptions, ModelConfig
 from lockstep.tokens.errors import BadRequest
 
 BLOCK = 16
-"""Tokens of one cached block."""
+"""Tokens per cached block."""
 
 
 class SlotCache:
-    """Keys and values of `slots` sequences, contiguous for each so that decoding copies nothing.
+    """Keys and values of `slots` sequences, contiguous per sequence.
 
-    Each slot holds `capacity` tokens. One slot more, `scratch`, serves scoring beside the running
-    sequences. For MoE models the experts each token was routed to are kept beside its keys.
+    Decoding therefore copies nothing. Each slot holds `capacity` tokens. One additional slot,
+    `scratch`, is used to score sequences while others run. For MoE models the experts of each token
+    are stored next to its keys.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class SlotCache:
         self._kv = torch.zeros(shape, dtype=dtype, device=options.device)
         self.k, self.v = self._kv.unbind(1)
         self.layers = tuple(zip(self.k, self.v, strict=True))
-        """Keys and values by layer: views that need not be made again for every token."""
+        """Keys and values by layer, as views made once instead of once per token."""
         self._rows = self._kv.flatten(1, 4).unbind()
-        # Where the first token of slot 0 lies in the rows of a layer, for each head of k and v.
+        # Row of the first token of slot 0 within a layer, for each head of k and v.
         heads = torch.arange(2 * config.kv_heads, device=options.device)
         self._heads = (
             heads // config.kv_heads * shape[2] * config.kv_heads + heads % config.kv_heads
@@ -60,45 +61,49 @@ class SlotCache:
             )
 
     def places(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Where the keys and values of these tokens go: what `write` takes."""
+        """Return the indices of these tokens' keys and values, as `write` takes them."""
         _, _, _, kv_heads, capacity, _ = self._kv.shape
         first = torch.add(positions, slots, alpha=kv_heads * capacity)
         return (first[:, None] + self._heads).flatten()
 
     def write(self, layer: int, places: Tensor, kv: Tensor) -> None:
-        """Writes kv (tokens, 2 * kv_heads, d), the heads of the keys first, to their places."""
+        """Write kv (tokens, 2 * kv_heads, d), the heads of the keys first, to their places."""
         self._rows[layer].index_copy_(0, places, kv.reshape(-1, kv.shape[-1]))
 
     def write_run(self, layer: int, slot: int, start: int, kv: Tensor) -> None:
-        """Writes the keys and values of tokens that follow each other from `start` on."""
+        """Write the keys and values of consecutive tokens from `start` on."""
         target = self._kv[layer, :, slot, :, start : start + len(kv)]
         target.copy_(kv.view(len(kv), *target.shape[:2], -1).permute(1, 2, 0, 3))
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` tokens of one slot to another."""
+        """Copy the first `length` tokens of one slot to another."""
         self.k[:, target, :, :length] = self.k[:, source, :, :length]
         self.v[:, target, :, :length] = self.v[:, source, :, :length]
         if self.experts is not None:
             self.experts[target, :length] = self.experts[source, :length]
 
     def finite(self, slot: int, start: int, end: int) -> bool:
-        """Whether keys and values of tokens [start, end) are finite: looks at the last layer."""
+        """Return whether the last layer's keys and values of tokens [start, end) are finite."""
         span = self._kv[-1, :, slot, :, start:end]
-        # A sum is finite only if all its terms are; that of large ones may not be.
+        # A finite sum implies finite terms. An infinite sum may come from large finite terms, so
+        # that case is checked term by term.
         return isfinite(span.sum().item()) or bool(torch.isfinite(span).all())
 
     def wipe(self, slot: int) -> None:
-        """Zeroes a slot. Old finite values do no harm behind a mask, but a NaN there is still NaN,
-        for whoever has the slot next."""
+        """Zero a slot.
+
+        Stale finite values are harmless behind a mask, but 0 * NaN is NaN, which would reach the
+        next sequence in the slot.
+        """
         self.k[:, slot] = 0
         self.v[:, slot] = 0
 
 
 class PrefixCache:
-    """Blocks of keys and values by what they were made from; the least recently used goes first.
+    """LRU cache of blocks of keys and values, keyed by the input that produced them.
 
-    A block's name is a hash chain over everything that decides its contents: the weights' epoch,
-    the adapter, the cache salt and all tokens up to its end.
+    The name of a block is a hash chain over everything that determines its contents: the weights'
+    epoch, the adapter, the cache salt and all tokens up to its end.
     """
 
     def __init__(self, cache: SlotCache, budget: int) -> None:
@@ -122,25 +127,25 @@ class PrefixCache:
         return len(self._where)
 
     def load(self, root: bytes, tokens: Sequence[int], slot: int) -> int:
-        """Copies the longest known prefix of `tokens` into `slot`; returns its length.
+        """Copy the longest cached prefix of `tokens` into `slot`; return its length.
 
-        At least one token is left to compute: its logits are needed.
+        At least one token is left to compute, because its logits are needed.
         """
-        known: dict[bytes, int] = {}
+        found_blocks: dict[bytes, int] = {}
         for name in block_names(root, tokens, (len(tokens) - 1) // BLOCK):
             at = self._where.get(name)
             if at is None:
                 break
-            known[name] = at
-        self._touch(list(known))
+            found_blocks[name] = at
+        self._touch(list(found_blocks))
         self.queries += len(tokens)
-        self.hits += len(known) * BLOCK
-        if known:
-            self._to_slot(list(known.values()), slot)
-        return len(known) * BLOCK
+        self.hits += len(found_blocks) * BLOCK
+        if found_blocks:
+            self._to_slot(list(found_blocks.values()), slot)
+        return len(found_blocks) * BLOCK
 
     def store(self, root: bytes, tokens: Sequence[int], slot: int) -> None:
-        """Keeps the whole blocks of `tokens`, all of whose keys and values are in `slot`."""
+        """Store the whole blocks of `tokens`, whose keys and values are all in `slot`."""
         names = list(block_names(root, tokens, len(tokens) // BLOCK))[: self.capacity]
         self._touch(names)
         blocks: list[int] = []
@@ -161,7 +166,10 @@ class PrefixCache:
         self._free = list(range(self.capacity))
 
     def _touch(self, names: Sequence[bytes]) -> None:
-        """Marks a chain as used, its start last: without it, what follows can not be found."""
+        """Mark a chain as used, its first block last, so that it is evicted last.
+
+        A block cannot be found once an earlier block of its chain has been evicted.
+        """
         for name in reversed(names):
             if name in self._where:
                 self._where.move_to_end(name)
@@ -183,7 +191,7 @@ class PrefixCache:
         for pool, source in ((self._k, self._cache.k), (self._v, self._cache.v)):
             layers, _, kv_heads, _, dim = pool.shape
             cut = source[:, slot, :, :length].view(layers, kv_heads, -1, BLOCK, dim)
-            run = len(blocks) == blocks[-1] + 1 - blocks[0]  # the usual case, which copies once
+            run = len(blocks) == blocks[-1] + 1 - blocks[0]  # usual case: one copy
             new = cut[:, :, blocks[0] :] if run else cut[:, :, blocks]
             pool[:, places] = new.transpose(1, 2)
         if self._experts is not None and self._cache.experts is not None:
@@ -194,7 +202,7 @@ class PrefixCache:
 def index_on(
     numbers: Sequence[int] | npt.NDArray[np.signedinteger], device: torch.device
 ) -> Tensor:
-    """These numbers on a device, without waiting for what it computes."""
+    """Return these numbers on a device, without waiting for its queued work."""
     index = torch.tensor(numbers)
     if device.type != "cuda":
         return index
@@ -202,7 +210,7 @@ def index_on(
 
 
 def root_name(epoch: int, adapter: int | None, salt: str | None) -> bytes:
-    """The name that every block chain of these weights, this adapter and this salt starts from."""
+    """Return the name from which all block chains of these weights, adapter and salt start."""
     return blake2b(repr((epoch, adapter, salt)).encode(), digest_size=16).digest()
 
 

@@ -1,9 +1,9 @@
-"""Two ways to compute attention: `exact`, whose bits do not depend on the batch, and `close`.
+"""Arithmetic of the forward pass: `exact`, which does not depend on the batch, and `close`.
 
-Exact rests on how matrix products behave on CPUs: a row of a product does not depend on how many
-rows there are as long as that is a certain multiple, and a sum over keys does not depend on how
-many are hidden for certain numbers of keys. `lockstep.engine.numerics.block_shapes` finds both
-on the machine at hand, `lockstep.engine.numerics.selftest` proves them; nothing here promises them.
+Exact arithmetic rests on two properties of matrix products on CPUs. A row of a product does not
+depend on the number of rows, if that is a certain multiple. A sum over keys does not depend on how
+many are hidden, for certain numbers of keys. `lockstep.engine.numerics.block_shapes` finds both on
+this machine and `lockstep.engine.numerics.selftest` proves them; this module does not check them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from lockstep.engine.numerics.block_shapes import LANES, attention_shapes
 from lockstep.tokens.numerics import ArithmeticName
 
 CLOSE_ROW_MULTIPLE = 8
-"""Rows of a batch in close mode come in multiples of this: few shapes, none of them slow."""
+"""Row multiple of a batch in close mode: it gives few shapes, none of them slow."""
 STRETCH = 64
-"""Queries of a prefill that are computed at once, over no more keys than they need."""
+"""Queries of a prefill computed per call, over no more keys than they need."""
 SHARED_FROM = 32768
-"""Values from which torch shares an elementwise loop out to threads."""
+"""Number of values from which torch splits an elementwise loop over threads."""
 HIDDEN = float("-inf")
 
 
 def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 class Arithmetic(Protocol):
-    """How attention is computed, over slots of keys and values.
+    """The computation of attention over slots of keys and values.
 
     Keys that a query must not see are hidden by a bias of -inf on their scores.
     """
@@ -42,29 +43,37 @@ class Arithmetic(Protocol):
     name: ArithmeticName
 
     def keys(self, count: int) -> int:
-        """How many keys decoding reads where `count` are needed; never more than `keys` of the
-        longest context, which is what a slot holds."""
+        """Return how many keys decoding reads when `count` are needed.
+
+        Never more than `keys` of the longest context, which is the capacity of a slot.
+        """
         ...
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-        """One query per sequence: q (R, heads, d), k and v (R, kv_heads, T, d), bias (R, T).
-        Returns (R, heads * d)."""
+        """Return the attention (R, heads * d) of one query per sequence.
+
+        q is (R, heads, d), k and v are (R, kv_heads, T, d), bias is (R, T).
+        """
         ...
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
-        """Causal queries of one sequence from position `start`: q (n, heads, d), k and v
-        (kv_heads, capacity, d), a whole slot. Returns (n, heads * d)."""
+        """Return the attention (n, heads * d) of causal queries of one sequence from position
+        `start`.
+
+        q is (n, heads, d); k and v are a whole slot, (kv_heads, capacity, d).
+        """
         ...
 
 
 class Exact:
-    """Attention in the shapes that keep the bits on this machine, padded to them."""
+    """Attention padded to the shapes that keep the bits on this machine."""
 
     def __init__(self, dim: int, max_len: int, name: ArithmeticName = "exact") -> None:
         self.name = name
         self._shapes = attention_shapes(dim)
         self._longest = max_len
-        # Row r hides all keys after `max_len` + r; a window that begins later hides fewer.
+        # Row r hides all keys after `max_len` + r. A window that starts `shift` later hides the
+        # keys after `max_len` + r - `shift`, so one matrix serves every position.
         self._bias = torch.full((STRETCH, 2 * self.keys(max_len)), HIDDEN).triu_(max_len + 1)
 
     def keys(self, count: int) -> int:
@@ -102,7 +111,7 @@ class Exact:
 
 
 class Close:
-    """Attention in the fastest shapes; bits may depend on the batch."""
+    """Attention in the fastest shapes. Its bits may depend on the batch."""
 
     name: ArithmeticName = "close"
 
@@ -129,27 +138,29 @@ class Close:
 
 
 class ExactOnDevice(Close):
-    """What the kernels of `lockstep.engine.cuda` compute exactly; the rest would be close."""
+    """Exact arithmetic by the kernels in `lockstep.engine.cuda`. These methods compute as Close."""
 
     name: ArithmeticName = "exact"
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attention of q (A, B, M, d) over k and v (A, B, T, d), M and T from `attention_shapes`.
+    """Return the attention of q (A, B, M, d) over k and v (A, B, T, d).
 
-    The same function serves decoding, prefill and the trainer: that is what makes them equal.
+    M and T must be from `attention_shapes`. Decoding, prefill and the trainer all call this
+    function, which makes their bits equal.
     """
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
 
 
 def causal_mask(rows: int, keys: int, start: int, device: torch.device) -> Tensor:
-    """(rows, keys), true where the key lies after the query at position `start` + row."""
+    """Return a mask (rows, keys), true where the key is after the query at position `start` +
+    row."""
     positions = torch.arange(start, start + rows, device=device)
     return torch.arange(keys, device=device)[None, :] > positions[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm in the order of operations that transformers uses, which a fused kernel is not."""
+    """Return the RMSNorm of x in transformers' order of operations. Fused kernels use another."""
     wide = x.float()
     squares = torch.mul(wide, wide).sum(-1, keepdim=True)
     width = _constant(x.shape[-1], x.device)
@@ -160,31 +171,31 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @lru_cache
 def _constant(value: float, device: torch.device) -> Tensor:
-    """A number as a tensor: to wrap one takes as long as a small operation."""
+    """Return a number as a cached tensor. Creating one takes as long as a small operation."""
     return torch.tensor([value], dtype=torch.float32, device=device)
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of rows that hold the two side by side."""
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up of rows that hold the two side by side."""
     gate, up = gate_up.chunk(2, dim=-1)
     if gate.shape[-1] % LANES:
-        # A vector loop ends in scalars, whose exp has other bits: let it run over whole rows, as it
-        # does for a trainer, whose gate is a tensor of its own.
+        # A vectorised loop ends in scalar code, whose exp has other bits. Make it run over whole
+        # rows, as for a trainer, whose gate is a separate contiguous tensor.
         gate = gate.contiguous()
     return silu(gate).mul_(up)
 
 
 def silu(x: Tensor) -> Tensor:
-    """SiLU whose bits do not depend on the number of threads."""
+    """Return the SiLU of x, with bits that do not depend on the number of threads."""
     return in_safe_pieces(F.silu, x)
 
 
 def in_safe_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function of x (..., width), with the bits it has in one thread.
+    """Return an elementwise function of x (..., width), with the bits it has in one thread.
 
-    Torch shares long loops out to threads, by number and not by register. A share that does not end
-    with a whole register ends in scalars, whose exponential or cosine has other bits: then the rows
-    are taken in pieces that are too short to be shared.
+    Torch splits long loops over threads by element count, not by register. A share that does not
+    end with a whole register ends in scalar code, whose exponential or cosine has other bits. In
+    that case the rows are computed in pieces that are too short to be split.
     """
     count = x.numel()
     shares = min(torch.get_num_threads(), -(-count // SHARED_FROM))
@@ -197,7 +208,8 @@ def in_safe_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Weights and ids of the `k` experts of each row by a router's logits, both (rows, k)."""
+    """Return the weights and ids, both (rows, k), of the `k` experts of each row by router
+    logits."""
     probs = torch.softmax(logits, dim=-1, dtype=torch.float)
     weights, ids = torch.topk(probs, k, dim=-1)
     if normalize:
@@ -214,24 +226,25 @@ def mix_experts(
     multiple: int = 1,
     *,
     product: Callable[[Tensor, Tensor], Tensor] = F.linear,
-    gate: Callable[[Tensor], Tensor] = gated,
+    gate: Callable[[Tensor], Tensor] = swiglu,
 ) -> Tensor:
-    """The weighted sum of each row's experts, always added in order of the expert's number.
+    """Return the weighted sum of each row's experts, always added in order of the expert's number.
 
-    The rows of each expert are padded to a multiple of `multiple`. `product` and `gate` compute
-    what `F.linear` and `gated` do, on devices where those do not keep their bits.
+    The rows of each expert are padded to a multiple of `multiple`. `product` and `gate` replace
+    `F.linear` and `swiglu` on devices where those do not keep their bits.
     """
     out = torch.zeros_like(x)
-    # All rows by expert, those of one expert in order: one look at the device for all of them.
+    # Sort all rows by expert, with one device sync. The sort is stable and the loop ascends, so
+    # a row adds its experts in a fixed order whatever other rows are in the batch.
     order = ids.flatten().argsort(stable=True)
     counts = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).tolist()
     experts = zip(order.split(counts), gate_up.unbind(), down.unbind(), strict=True)
-    for chosen, widen, narrow in experts:
-        count = len(chosen)
+    for routed, widen, narrow in experts:
+        count = len(routed)
         if not count:
             continue
-        rows = chosen // ids.shape[1]
+        rows = routed // ids.shape[1]
         lines = F.pad(x[rows], (0, 0, 0, round_up(count, multiple) - count))
         mixed = product(gate(product(lines, widen)), narrow)[:count]
-        out = out.index_add(0, rows, mixed * weights.flatten()[chosen, None])
+        out = out.index_add(0, rows, mixed * weights.flatten()[routed, None])
     return out

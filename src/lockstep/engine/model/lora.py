@@ -1,4 +1,4 @@
-"""LoRA adapters: read from PEFT directories with every check, applied row by row."""
+"""LoRA adapters: read and checked from PEFT directories, and applied row by row."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ NAME = re.compile(
     r"(?:model\.layers\.(\d{1,6})\.(?:self_attn|mlp)\.(\w+)|(lm_head))\.lora_([AB])\.weight"
 )
 HEAD_LAYER = -1
-"""The layer of an update of the head: it belongs to none."""
+"""Layer index of updates to the head, which belongs to no layer."""
 LARGEST = 1e6
-"""Of lora_alpha: usual values are 8 to 512."""
-REFUSED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out",
+"""Upper bound of lora_alpha. Usual values are 8 to 512."""
+UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out",
            "lora_bias", "trainable_token_indices", "target_parameters")  # fmt: skip
 
 
@@ -49,7 +49,7 @@ class LoraDelta:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A loaded adapter. `uid` is unique to this load: caches are keyed by it, never by the name."""
+    """A loaded adapter. `uid` is unique to this load: caches use it as a key, never the name."""
 
     name: str
     path: Path
@@ -60,12 +60,12 @@ class Adapter:
 
     @property
     def adapts_head(self) -> bool:
-        """Whether it updates the head. Tied embeddings stay as they are: only logits change."""
+        """Whether it updates the head. With tied embeddings only the logits change."""
         return (HEAD_LAYER, "head") in self.deltas
 
     @property
     def rank(self) -> int:
-        """The rank of its updates, which is the same for all of them."""
+        """The rank of its updates, the same for all of them."""
         deltas = next(iter(self.deltas.values()))
         return int(deltas[0].a.shape[0])
 
@@ -81,12 +81,12 @@ class Adapter:
         dtype: torch.dtype,
         label: str | None = None,
     ) -> Adapter:
-        """The adapter in `path`. Raises AdapterError that says what does not fit this model.
+        """Return the adapter in `path`. Raises AdapterError that says what does not fit this model.
 
-        Version spans name these contents by a hash of them, after `label` where there is one.
+        Version spans identify its contents by a hash, prefixed by `label` if there is one.
         """
-        settings = _settings(path)
-        rank = _rank(settings, max_rank, path)
+        settings = _read_settings(path)
+        rank = _read_rank(settings, max_rank, path)
         body = _read(path / "adapter_model.safetensors")
         try:
             tensors = load_safetensors(body)
@@ -116,8 +116,8 @@ class Adapter:
                     raise AdapterError(f"lora_{side} of {where} has shape {got}, expected {shape}")
             a, b = (pair[side].to(device=device, dtype=dtype).contiguous() for side in "AB")
             deltas.setdefault((layer, packed), []).append(LoraDelta(a, b, start))
-        scaling = _scaling(settings, rank, path)
-        # The same tensors under another scaling are another adapter.
+        scaling = _read_scaling(settings, rank, path)
+        # The digest covers the scaling: the same tensors scaled differently are another adapter.
         digest = hashlib.sha256(f"{scaling!r} ".encode() + body).hexdigest()[:12]
         label = digest if label is None else f"{label}.{digest}"
         return cls(name, path, label, scaling, {key: tuple(d) for key, d in deltas.items()})
@@ -125,7 +125,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of a batch that run under one adapter, and the multiple to pad them to."""
+    """The rows of a batch that use one adapter, and the multiple to pad them to."""
 
     adapter: Adapter
     rows: Tensor
@@ -139,17 +139,17 @@ class AdapterRows:
         module: str,
         product: Callable[[Tensor, Tensor], Tensor] = F.linear,
     ) -> None:
-        """Adds the adapter's part of `module` to these rows of `out`, in place.
+        """Add the adapter's update of `module` to these rows of `out`, in place.
 
-        `product` computes what `F.linear` does, where that does not keep its bits.
+        `product` replaces `F.linear` on devices where that does not keep its bits.
         """
         deltas = self.adapter.deltas.get((layer, module))
         if not deltas:
             return
         count = len(self.rows)
-        chosen = F.pad(x[self.rows], (0, 0, 0, round_up(count, self.multiple) - count))
+        selected = F.pad(x[self.rows], (0, 0, 0, round_up(count, self.multiple) - count))
         for delta in deltas:
-            part = product(product(chosen, delta.a), delta.b)[:count] * self.adapter.scaling
+            part = product(product(selected, delta.a), delta.b)[:count] * self.adapter.scaling
             columns = slice(delta.start, delta.start + delta.b.shape[0])
             out[self.rows, columns] = out[self.rows, columns] + part
 
@@ -159,9 +159,9 @@ def adapter_rows(
     device: torch.device,
     multiple: Callable[[Adapter], int] = lambda _: 1,
 ) -> list[AdapterRows]:
-    """The rows of each adapter in a batch of runs of rows, of which each has one adapter or none.
+    """Return the rows of each adapter in a batch of runs, each (adapter or None, number of rows).
 
-    `multiple` is what to pad the rows of an adapter to.
+    `multiple` returns what to pad the rows of an adapter to.
     """
     spans: dict[int, tuple[Adapter, list[tuple[int, int]]]] = {}
     start = 0
@@ -170,13 +170,13 @@ def adapter_rows(
             spans.setdefault(adapter.uid, (adapter, []))[1].append((start, size))
         start += size
     return [
-        AdapterRows(adapter, index_on(_numbers(each), device), multiple(adapter))
-        for adapter, each in spans.values()
+        AdapterRows(adapter, index_on(_numbers(runs_of), device), multiple(adapter))
+        for adapter, runs_of in spans.values()
     ]
 
 
 def _numbers(spans: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """All numbers of spans, which are given by their first and their size."""
+    """Return all row numbers of spans given as (first, size)."""
     starts, sizes = np.array(spans, dtype=np.int64).T
     before = np.cumsum(sizes) - sizes
     return np.repeat(starts - before, sizes) + np.arange(sizes.sum())
@@ -189,13 +189,13 @@ def _read(path: Path) -> bytes:
         raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _read_settings(path: Path) -> dict[str, Any]:
     where = path / "adapter_config.json"
     try:
         settings = parse_object(_read(where), str(where))
     except CheckpointError as error:
         raise AdapterError(error.message) from None
-    for name in REFUSED:
+    for name in UNSUPPORTED:
         if settings.get(name):
             raise AdapterError(f"adapter_config.json sets {name}, which is not supported")
     if settings.get("bias", "none") != "none":
@@ -203,19 +203,22 @@ def _settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _rank(settings: dict[str, Any], max_rank: int, path: Path) -> int:
+def _read_rank(settings: dict[str, Any], max_rank: int, path: Path) -> int:
     rank = settings.get("r")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        shown = f"{rank!r:.40}"
-        raise AdapterError(f"{path / 'adapter_config.json'} has rank {shown}, expected 1 or more")
+        raise AdapterError(
+            f"{path / 'adapter_config.json'} has rank {rank!r:.40}, expected 1 or more"
+        )
     if rank > max_rank:
         raise AdapterError(f"LoRA rank {rank} is greater than max_lora_rank {max_rank}")
     return rank
 
 
-def _scaling(settings: dict[str, Any], rank: int, path: Path) -> float:
-    """What the update is multiplied by. Raises AdapterError for what no weights could be meant by:
-    all that is computed with it would be infinite."""
+def _read_scaling(settings: dict[str, Any], rank: int, path: Path) -> float:
+    """Return the factor of the update.
+
+    Raises AdapterError for a lora_alpha so large that every result would be infinite.
+    """
     alpha = settings.get("lora_alpha", rank)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) < LARGEST:
         raise AdapterError(
@@ -226,7 +229,7 @@ def _scaling(settings: dict[str, Any], rank: int, path: Path) -> float:
 
 
 def _target(config: ModelConfig, layer: int, module: str) -> tuple[str, int, int, int]:
-    """Packed module, first output column, input and output size. Raises AdapterError if unknown."""
+    """Return packed module, first output column, input and output size. Raises AdapterError."""
     if layer == HEAD_LAYER:
         return "head", 0, config.hidden, config.vocab_size
     if layer >= config.layers:

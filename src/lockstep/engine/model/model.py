@@ -17,12 +17,12 @@ from lockstep.engine.model.arithmetic import (
     HIDDEN,
     Arithmetic,
     Close,
-    gated,
     in_safe_pieces,
     mix_experts,
     rms_norm,
     round_up,
     route,
+    swiglu,
 )
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter, AdapterRows, adapter_rows
 from lockstep.engine.model.rope import frequencies, rotate
@@ -31,7 +31,7 @@ from lockstep.engine.weights.weights import Weights
 
 
 class Segment(NamedTuple):
-    """Tokens of one sequence to run: `tokens` at positions from `start`, into `slot`.
+    """Tokens of one sequence to compute, at positions from `start` on, in `slot`.
 
     The hidden states of the last `outputs` tokens are returned.
     """
@@ -46,15 +46,15 @@ class Segment(NamedTuple):
     def whole(
         cls, slot: int, start: int, tokens: Sequence[int], adapter: Adapter | None = None
     ) -> Segment:
-        """Tokens whose hidden states are all returned."""
+        """Return a segment whose hidden states are all returned."""
         return cls(slot, start, tokens, len(tokens), adapter)
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The segments of one token: all of them attend at once, over the first `width` slots.
+    """The segments of one token, which attend in one call over the first `width` slots.
 
-    `rows` is None where those are the first rows of the batch, slot by slot: the usual case.
+    `rows` is None in the usual case, when they are the first rows of the batch, in slot order.
     """
 
     rows: Tensor | None
@@ -67,7 +67,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class ModelBatch:
-    """Segments as tensors, made once per step; rows are padded to the row multiple."""
+    """Segments as tensors, built once per step. Rows are padded to the row multiple."""
 
     ids: Tensor
     positions: Tensor
@@ -81,33 +81,35 @@ class ModelBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchTail:
-    """The rows whose hidden states are returned: the others end with the last layer's keys."""
+    """The rows whose hidden states are returned. Other rows skip most of the last layer."""
 
     rows: Tensor
     batch: ModelBatch
 
 
 class RaggedPrefill(Protocol):
-    """A faster way to compute whole segments, over the slots of one cache."""
+    """A faster implementation of whole segments, over the slots of one cache."""
 
     cache: SlotCache
 
     def fits(self, segments: Sequence[Segment]) -> bool:
-        """Whether it can compute these segments at once."""
+        """Return whether it can compute these segments in one run."""
         ...
 
     def run(self, weights: Weights, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-        """Normed hidden states of all tokens, and the sum of each; valid until the next run."""
+        """Return normed hidden states of all tokens and the sum of each, valid until the next
+        run."""
         ...
 
     def on(self, cache: SlotCache) -> RaggedPrefill:
-        """The same over another cache."""
+        """Return the same implementation over another cache."""
         ...
 
     def logits(
         self, weights: Weights, hidden: Tensor, adapters: Sequence[Adapter | None] = ()
     ) -> Tensor:
-        """Logits of these hidden states, each under its adapter, in the type of the model."""
+        """Return the logits of these hidden states, each under its adapter, in the model's
+        dtype."""
         ...
 
     def scores(
@@ -117,12 +119,12 @@ class RaggedPrefill(Protocol):
         targets: Tensor,
         adapters: Sequence[Adapter | None] = (),
     ) -> Tensor:
-        """The logprob of one token for each of these hidden states, as it is when it is drawn."""
+        """Return the logprob of one token per hidden state, with the bits it has when sampled."""
         ...
 
 
 class Model:
-    """The forward pass of one architecture; weights and caches are arguments of each call."""
+    """The forward pass of one architecture. Weights and caches are arguments of each call."""
 
     def __init__(self, config: ModelConfig, max_len: int, device: str, dtype: torch.dtype) -> None:
         self.config = config
@@ -131,38 +133,39 @@ class Model:
         self.prefiller: RaggedPrefill | None = None
         self.scale = config.head_dim**-0.5
         self.row_multiple = CLOSE_ROW_MULTIPLE
-        """Rows of a batch come in multiples of this."""
+        """Rows of a batch are padded to a multiple of this."""
         angles = torch.outer(torch.arange(max_len).float(), frequencies(config))
         half_cos, half_sin = (in_safe_pieces(turn, angles) for turn in (torch.cos, torch.sin))
         cos, sin = (torch.cat((half, half), -1) for half in (half_cos, half_sin))
         self.rotation = cos.to(device), sin.to(device)
         """Cosines and sines by position, each (max_len, head_dim), fp32."""
-        # For `rotate`: the sign that it puts on one half of a head is in the sines already.
+        # `rotate` negates one half of a head; the sign is stored in the sines.
         signed = torch.cat((-half_sin, half_sin), -1)
         self._turns = torch.stack((cos, signed), 1)[:, :, None].to(device=device, dtype=dtype)
-        # A window that begins `max_len` - p hides all keys after position p.
+        # A window into this vector starting at `max_len` - p hides all keys after position p, so
+        # no mask is built per step.
         self.max_len = max_len
         self._bias = torch.zeros(3 * max_len + 1024, device=device, dtype=dtype)
         self._bias[max_len + 1 :] = HIDDEN
 
     def batch(self, segments: Sequence[Segment]) -> ModelBatch:
-        """The tensors for one step over `segments`, which lie in that order in its rows."""
+        """Return the tensors for one step over `segments`, whose rows keep that order."""
         singles = [len(segment.tokens) == 1 for segment in segments]
         batch = self._batch(segments, singles)
         if all(segment.outputs == len(segment.tokens) for segment in segments):
             return batch
-        # A prefill needs every token's keys and values, but of the last layer's output only the
-        # rows that are sampled or scored: the rest of that layer and the head skip the others.
+        # A prefill needs the keys and values of every token, but the last layer's output only for
+        # rows that are sampled or scored. The rest of that layer and the head skip the others.
         rows: list[int] = []
-        left: list[Segment] = []
+        tails: list[Segment] = []
         end = 0
         for segment in segments:
             end += len(segment.tokens)
             rows += range(end - segment.outputs, end)
             cut = len(segment.tokens) - segment.outputs
-            left.append(segment._replace(start=segment.start + cut, tokens=segment.tokens[cut:]))
+            tails.append(segment._replace(start=segment.start + cut, tokens=segment.tokens[cut:]))
         rows += [0] * (-len(rows) % self.row_multiple)
-        return replace(batch, tail=BatchTail(self._tensor(rows), self._batch(left, singles)))
+        return replace(batch, tail=BatchTail(self._tensor(rows), self._batch(tails, singles)))
 
     def _batch(self, segments: Sequence[Segment], singles: Sequence[bool]) -> ModelBatch:
         ids: list[int] = []
@@ -200,21 +203,21 @@ class Model:
     def _decode(
         self, rows: list[int], positions: list[int], slots: list[int], table: Tensor
     ) -> Decode:
-        """What these rows, of one token each, need to attend; `table` holds all of them."""
+        """Return what these rows, of one token each, need to attend. `table` holds all rows."""
         starts, into = [positions[row] for row in rows], [slots[row] for row in rows]
         width, keys = max(into) + 1, self.arithmetic.keys(max(starts) + 1)
         windows = [self.max_len] * width
         for slot, start in zip(into, starts, strict=True):
             windows[slot] -= start
         if rows == into == list(range(width)):
-            chosen, at = table[:, :width], None
+            selected, at = table[:, :width], None
         else:
             at = self._tensor(rows)
-            chosen = table[:, at]
+            selected = table[:, at]
         return Decode(
             rows=at,
-            slots=chosen[2],
-            positions=chosen[1],
+            slots=selected[2],
+            positions=selected[1],
             width=width,
             keys=keys,
             bias=self._bias.unfold(0, keys, 1).index_select(0, self._tensor(windows)),
@@ -223,7 +226,7 @@ class Model:
     def hidden_states(
         self, weights: Weights, cache: SlotCache, segments: Sequence[Segment]
     ) -> Tensor:
-        """Normed hidden states of all tokens of whole segments, the fastest way there is."""
+        """Return the normed hidden states of all tokens of whole segments."""
         fast = self.prefiller
         if fast is not None and fast.fits(segments):
             fast = fast if fast.cache is cache else fast.on(cache)
@@ -231,8 +234,11 @@ class Model:
         return self.forward(weights, cache, self.batch(segments))
 
     def forward(self, weights: Weights, cache: SlotCache, batch: ModelBatch) -> Tensor:
-        """Normed hidden states of each segment's `outputs`; writes keys, values and routed experts
-        of all rows to their slots. Experts of the last layer are those of the outputs only."""
+        """Return the normed hidden states of each segment's `outputs`.
+
+        Writes keys, values and routed experts of all rows to their slots. In the last layer, only
+        the experts of the outputs are written.
+        """
         c, decode = self.config, batch.decode
         x = weights.embed.index_select(0, batch.ids)
         cos, sin = self._turns.index_select(0, batch.positions).unbind(1)
@@ -245,7 +251,7 @@ class Model:
             qk = heads[:, : c.heads + c.kv_heads]
             normed = qk if layer.qk_norm is None else rms_norm(qk, layer.qk_norm, c.eps)
             rotate(normed, cos, sin, out=qk)
-            self._keep(cache, i, heads[:, c.heads :], batch, places)
+            self._write_kv(cache, i, heads[:, c.heads :], batch, places)
             q = heads[:, : c.heads]
             if batch.tail is not None and i == c.layers - 1:
                 rows, batch = batch.tail.rows, batch.tail.batch
@@ -265,30 +271,30 @@ class Model:
         rows: Sequence[int],
         adapters: Sequence[Adapter | None] = (),
     ) -> Tensor:
-        """fp32 logits of these rows, which ascend, (len(rows), vocab).
+        """Return the fp32 logits (len(rows), vocab) of these rows, which must be ascending.
 
-        `adapters` has the adapter of each row, where any has one.
+        `adapters` holds the adapter of each row, or is empty when no row has one.
         """
         count, first = len(rows), rows[0]
         if self.prefiller is not None:
-            chosen = hidden[first : first + count]
+            selected = hidden[first : first + count]
             if rows[-1] - first != count - 1:
-                chosen = hidden[list(rows)]
-            return self.prefiller.logits(weights, chosen, adapters).float()
+                selected = hidden[list(rows)]
+            return self.prefiller.logits(weights, selected, adapters).float()
         padded = round_up(count, self.row_multiple)
         if rows[-1] - first == count - 1 and first + padded <= hidden.shape[0]:
-            chosen = hidden[first : first + padded]
+            selected = hidden[first : first + padded]
         else:
-            chosen = F.pad(hidden[list(rows)], (0, 0, 0, padded - count))
-        logits = F.linear(chosen, weights.head)[:count]
-        self._adapt_head(logits, chosen, adapters)
+            selected = F.pad(hidden[list(rows)], (0, 0, 0, padded - count))
+        logits = F.linear(selected, weights.head)[:count]
+        self._adapt_head(logits, selected, adapters)
         return logits.float()
 
     def _adapt_head(
         self, logits: Tensor, hidden: Tensor, adapters: Sequence[Adapter | None]
     ) -> None:
-        each_row = ((adapter, 1) for adapter in adapters)
-        for rows in adapter_rows(each_row, self.device, self._adapter_row_multiple):
+        runs = ((adapter, 1) for adapter in adapters)
+        for rows in adapter_rows(runs, self.device, self._adapter_row_multiple):
             rows.add_to(logits, hidden, HEAD_LAYER, "head")
 
     def scores(
@@ -299,7 +305,8 @@ class Model:
         targets: Sequence[int],
         adapter: Adapter | None = None,
     ) -> Tensor:
-        """The logprob of each target at the rows from `first` on, all under one adapter or none."""
+        """Return the logprob of each target at the rows from `first` on, under one adapter or
+        none."""
         ids = torch.tensor(targets, device=hidden.device)
         rows = range(first, first + len(targets))
         adapters = [adapter] * len(targets)
@@ -308,10 +315,10 @@ class Model:
         logprobs = torch.log_softmax(self.logits(weights, hidden, rows, adapters), dim=-1)
         return logprobs.gather(-1, ids[:, None]).squeeze(-1)
 
-    def _keep(
+    def _write_kv(
         self, cache: SlotCache, layer: int, kv: Tensor, batch: ModelBatch, places: Tensor | None
     ) -> None:
-        """Writes the keys and values of all rows to their slots."""
+        """Write the keys and values of all rows to their slots."""
         if batch.decode is not None and places is not None:
             rows = batch.decode.rows
             cache.write(layer, places, kv[: batch.decode.width] if rows is None else kv[rows])
@@ -342,7 +349,7 @@ class Model:
         return out
 
     def _attend_decode(self, q: Tensor, keys: Tensor, values: Tensor, decode: Decode) -> Tensor:
-        """The attention of one query for each of the first slots."""
+        """Return the attention of one query for each of the first slots."""
         width, length = decode.width, decode.keys
         return self.arithmetic.decode(
             q, keys[:width, :, :length], values[:width, :, :length], decode.bias, self.scale
@@ -355,19 +362,19 @@ class Model:
         if layer.router is None:
             both = F.linear(h, layer.gate_up)
             self._adapt(batch, both, h, i, "gate_up")
-            inner = gated(both)
+            inner = swiglu(both)
             out = F.linear(inner, layer.down)
             self._adapt(batch, out, inner, i, "down")
             return out
         shares, ids = route(F.linear(h, layer.router), c.experts_per_token, c.normalize_top_k)
         if cache.experts is not None:
             column = c.moe_layers.index(i)
-            chosen = ids[: batch.count].to(cache.experts.dtype)
-            cache.experts[batch.slots, batch.positions[: batch.count], column] = chosen
+            selected = ids[: batch.count].to(cache.experts.dtype)
+            cache.experts[batch.slots, batch.positions[: batch.count], column] = selected
         return mix_experts(h, ids, shares, layer.gate_up, layer.down, self.row_multiple)
 
     def _adapter_row_multiple(self, adapter: Adapter) -> int:
-        """The row multiple of an adapter's products: low ranks may need a larger one."""
+        """Return the row multiple of an adapter's products, which may be larger for low ranks."""
         if self.arithmetic.name == "close":
             return self.row_multiple
         return row_multiple(self.config.products.with_lora(adapter.rank)) or MULTIPLES[-1]

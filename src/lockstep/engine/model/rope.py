@@ -11,18 +11,18 @@ from lockstep.engine.config import Llama3Rope, ModelConfig
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-    """Rotary position embedding of x (rows, heads, d), written to `out`, which may be x."""
+    """Write the rotary position embedding of x (rows, heads, d) to `out`, which may be x."""
     torch.add(x * cos, x.roll(x.shape[-1] // 2, -1).mul_(sin), out=out)
 
 
 def frequencies(config: ModelConfig) -> Tensor:
-    """The rotary frequencies, fp32, in the operation order of transformers."""
+    """Return the rotary frequencies, fp32, in the operation order of transformers."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     plain = 1.0 / (config.rope_theta**exponents)
-    return plain if config.rope_llama3 is None else _stretched(plain, config.rope_llama3)
+    return plain if config.rope_llama3 is None else _scale_llama3(plain, config.rope_llama3)
 
 
-def _stretched(plain: Tensor, rope: Llama3Rope) -> Tensor:
+def _scale_llama3(plain: Tensor, rope: Llama3Rope) -> Tensor:
     wavelength = 2 * math.pi / plain
     longest = rope.original_context / rope.low_freq_factor
     shortest = rope.original_context / rope.high_freq_factor

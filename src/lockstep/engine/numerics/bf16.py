@@ -1,8 +1,8 @@
-"""Keeps bf16 products from ending a process on CPUs that list more than they allow.
+"""Protection against CPUs whose listed bf16 instructions crash the process.
 
-A hypervisor may list AMX and forbid it. oneDNN believes the list, and the first bf16 product ends
-the process with SIGILL. So a process of its own tries one, and where that dies oneDNN is held to
-less by ONEDNN_MAX_CPU_ISA, which it reads when it is first used.
+A hypervisor may list AMX and forbid its use. oneDNN trusts the list, and the first bf16 product
+kills the process with SIGILL. A child process therefore tries one. If it dies, oneDNN is limited by
+ONEDNN_MAX_CPU_ISA, which it reads on first use.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 ALL = "ALL"
 SAFE = ("AVX512_CORE_BF16", "AVX512_CORE", "AVX2")
-"""What oneDNN is held to where it dies of more, best first."""
+"""Limits to try for oneDNN, best first."""
 CHECKED = "ONEDNN_MAX_CPU_ISA_CHECKED"
-"""Set to the value of VARIABLE that was tried: children need not try it again."""
+"""Set to the tested value of VARIABLE, so that child processes do not repeat the trial."""
 SUSPECTS = frozenset({"amx_tile", "amx_bf16", "avx512_bf16", "avx512_fp16"})
-"""Instruction sets for which oneDNN has kernels of its own for bf16; without them it is safe."""
+"""Instruction sets for which oneDNN has bf16 kernels. A CPU without them needs no trial."""
 SECONDS = 120.0
 FORK_SECONDS = 20
 _TRIAL = """
@@ -44,43 +44,43 @@ _lock = threading.Lock()
 
 
 def make_bf16_safe() -> str:
-    """Makes sure that bf16 products do not end this process or its children.
+    """Make sure that bf16 products do not kill this process or its children.
 
-    Returns what oneDNN is held to, empty where it may use all of the CPU. Where the CPU lists
-    instructions that may be forbidden it costs a child process, once for a process and its
-    children. Raises EngineFailure where every choice dies, and where it is too late for this
-    process: oneDNN was used before, with all that the CPU lists.
+    Returns the limit set for oneDNN, or an empty string when it may use the whole CPU. On a CPU
+    that lists suspect instructions this runs a child process, once for a process and its children.
+    Raises EngineFailure when every limit crashes, or when this process has already used oneDNN
+    without one.
     """
     with _lock:
         current = os.environ.get(VARIABLE, ALL)
         if os.environ.get(CHECKED) == current or not _is_suspect():
             return "" if current == ALL else current
-        limit = _tried(current)
+        limit = _find_limit(current)
         if limit is None:
             raise EngineFailure(
-                f"bf16 products end the process on this CPU, with {VARIABLE} set to any of "
+                f"bf16 products crash the process on this CPU, with {VARIABLE} set to any of "
                 f"{', '.join(SAFE)}: use dtype float32"
             )
         os.environ[CHECKED] = limit
         if limit == current:
             return "" if limit == ALL else limit
         log.warning(
-            "a bf16 product ends the process with %s=%s: oneDNN is held to %s",
+            "a bf16 product crashes with %s=%s: limiting oneDNN to %s",
             VARIABLE, current, limit,
         )  # fmt: skip
         os.environ[VARIABLE] = limit
         if not survives():
             raise EngineFailure(
-                f"bf16 products end this process, and it is too late to prevent it: start it with "
-                f"{VARIABLE}={limit} in its environment, or use dtype float32"
+                f"bf16 products crash this process, and oneDNN is already initialized: set "
+                f"{VARIABLE}={limit} in its environment and restart it, or use dtype float32"
             )
         return limit
 
 
 def survives() -> bool:
-    """Whether a fork of this process survives a bf16 product, as this process then would."""
+    """Return whether a fork of this process survives a bf16 product, as this process would."""
     with warnings.catch_warnings():
-        # Forks of processes with threads may hang in a lock: then the alarm ends them.
+        # A fork of a process with threads may hang in a lock; the alarm then ends it.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
@@ -100,8 +100,8 @@ def _is_suspect() -> bool:
     return flags is None or bool(flags & SUSPECTS)
 
 
-def _tried(current: str) -> str | None:
-    """The first limit under which a fresh process survives, from the current one down."""
+def _find_limit(current: str) -> str | None:
+    """Return the first limit, from the current one down, with which a new process survives."""
     environ = {name: value for name, value in os.environ.items() if name != VARIABLE}
     try:
         trial = subprocess.run(
@@ -109,6 +109,6 @@ def _tried(current: str) -> str | None:
             env=environ, capture_output=True, text=True, timeout=SECONDS, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("a bf16 product could not be tried: %s", error)
+        log.warning("trial of a bf16 product failed: %s", error)
         return None
     return trial.stdout.strip() or None

@@ -1,8 +1,9 @@
-"""Finds the shapes for which a result does not depend on the batch, by trying them on this CPU.
+"""Search for the shapes whose results do not depend on the batch, by trial on this CPU.
 
 A matrix library picks its kernels, and with them the order of its sums, by the shape of a product:
-by the number of rows, and in attention by the numbers of queries and keys. So the numbers that keep
-the bits are found by trying them. Engine and trainer both call this, and find the same.
+by the number of rows, and in attention by the numbers of queries and keys. No documentation lists
+the shapes that keep the bits, so they are found by trial. The engine and the trainer both run this
+search and find the same shapes.
 """
 
 from __future__ import annotations
@@ -20,42 +21,39 @@ from torch import Tensor
 from lockstep.engine.numerics import mkl
 
 BLOCK = 512
-"""Keys that the attention kernel takes at once."""
+"""Number of keys that torch's attention kernel processes per block."""
 STEP = 64
-"""Lengths of a last block that are tried are multiples of this."""
+"""Lengths tested for the last block are multiples of this."""
 PLACES = 61
-"""Every so many positions a single query is tried."""
+"""Distance between the positions at which a single query is tested."""
 MULTIPLES = (4, 8, 16, 32, 64)
-"""Multiples of rows and of queries that are tried, best first."""
+"""Row and query multiples to test, best first."""
 PREFILL = 8
-"""Queries of a prefill come at least in multiples of this: single ones would be too many shapes."""
+"""Minimum multiple of queries in a prefill. A multiple of 1 would allow too many shapes to test."""
 LANES = 32
-"""Elementwise loops take at most this many values at once: two AVX-512 registers."""
+"""Largest number of values that an elementwise loop processes at once: two AVX-512 registers."""
 WIDEST = 4096
-"""Columns of a product that are tried: those of a large vocabulary would take seconds."""
+"""Largest number of columns tested. Products as wide as a large vocabulary would take seconds."""
 TEAMS = (2, 3, 5)
-"""Numbers of threads that are tried."""
+"""Thread counts to test."""
 FLOPS = 1 << 28
-"""The work of the largest product that is tried."""
+"""Floating-point operations of the largest product tested."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShapes:
-    """Queries come in multiples of `queries`; a last block of keys has one of the lengths `tails`.
-
-    Without tails no shape does: even whole blocks of keys give other bits.
-    """
+    """Attention shapes that keep the bits: the query multiple and the lengths of the last block."""
 
     queries: int
     tails: tuple[int, ...]
 
     @property
     def prefill(self) -> int:
-        """The multiple in which the queries of a longer run come."""
+        """The query multiple of a prefill."""
         return max(self.queries, PREFILL)
 
     def keys(self, count: int) -> int:
-        """The smallest number of keys from `count` on that keeps the bits."""
+        """Return the smallest number of keys, at least `count`, that keeps the bits."""
         whole, rest = divmod(count, BLOCK)
         if not rest:
             return count
@@ -64,7 +62,7 @@ class AttentionShapes:
 
 @lru_cache
 def attention_shapes(dim: int) -> AttentionShapes:
-    """The shapes of attention that keep the bits for heads of `dim` values, on this machine."""
+    """Return the attention shapes that keep the bits on this machine, for heads of size `dim`."""
     source = torch.Generator().manual_seed(dim)
     with torch.inference_mode(), threads(1):
         q, k, v = (torch.randn(1, 1, 2 * BLOCK, dim, generator=source) for _ in range(3))
@@ -78,19 +76,19 @@ def attention_shapes(dim: int) -> AttentionShapes:
         whole = attend(slice(0, 2 * BLOCK), 2 * BLOCK)
 
         def keeps_bits(tail: int, queries: int) -> bool:
-            """Whether the last queries over that many keys, and over a block more, are right."""
+            """Return whether the last queries are right over `tail` keys and over a block more."""
             ends = ((slice(end - queries, end), end) for end in (tail, BLOCK + tail))
             return all(torch.equal(attend(rows, end), whole[:, :, rows]) for rows, end in ends)
 
         def pads_to(queries: int) -> bool:
-            """Whether one query is right when it is padded to that many, wherever it stands."""
+            """Return whether a single query at any position is right when padded to `queries`."""
             for at in range(5, 2 * BLOCK, PLACES):
                 keys = BLOCK if at < BLOCK else 2 * BLOCK
                 padded = F.pad(q[:, :, at : at + 1], (0, 0, 0, queries - 1))
-                one = F.scaled_dot_product_attention(
+                single = F.scaled_dot_product_attention(
                     padded, k[:, :, :keys], v[:, :, :keys], attn_mask=bias[at : at + 1, :keys]
                 )
-                if not torch.equal(one[:, :, 0], whole[:, :, at]):
+                if not torch.equal(single[:, :, 0], whole[:, :, at]):
                     return False
             return keeps_bits(BLOCK, queries)
 
@@ -107,10 +105,10 @@ def attention_shapes(dim: int) -> AttentionShapes:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The matrix products of a model: (inputs, outputs of each weight that is packed into one).
+    """The matrix products of a model, as (inputs, outputs of each weight packed into the product).
 
-    `widths` are those of its elementwise loops, over which an exponential is taken; `adapted` are
-    the sizes between which an adapter may lie, `vocab` is that of the logits it may update.
+    `widths` are the widths of elementwise loops that compute an exponential, `adapted` the input
+    and output sizes of modules that adapters may update, `vocab` the size of the logits.
     """
 
     shapes: tuple[tuple[int, tuple[int, ...]], ...]
@@ -119,7 +117,7 @@ class Products:
     vocab: int
 
     def with_lora(self, rank: int) -> Products:
-        """These, and the products of an adapter of that rank."""
+        """Return these products plus those of an adapter of that rank."""
         low = [(size, (rank,)) for size in self.adapted]
         high = [(rank, (size,)) for size in (*self.adapted, self.vocab)]
         return replace(self, shapes=(*self.shapes, *low, *high))
@@ -135,7 +133,7 @@ def products(
     experts: int = 0,
     expert_intermediate: int = 0,
 ) -> Products:
-    """The products of a model of these sizes; without dense layers `intermediate` is 0."""
+    """Return the products of a model of these sizes. `intermediate` is 0 without dense layers."""
     shapes = [(hidden, (q_size, kv_size, kv_size)), (q_size, (hidden,)), (hidden, (vocab,))]
     if intermediate:
         shapes += [(hidden, (intermediate, intermediate)), (intermediate, (hidden,))]
@@ -149,14 +147,14 @@ def products(
 
 @lru_cache
 def row_multiple(required: Products) -> int:
-    """The row multiple: rows of these products keep their bits in multiples of it; 0 if of none.
+    """Return the row multiple for which all these products keep their bits, or 0 if there is none.
 
-    It keeps them whatever the number of rows and its place among them, and when the weights that
-    one product packs are multiplied one by one.
+    A row then has the same bits for any number of rows and any position among them, and also when
+    packed weights are multiplied separately.
     """
     for rows in MULTIPLES:
-        # A vector loop must end with a whole register: what is left is done in scalars, whose
-        # exponential has other bits.
+        # A vectorised loop must end with a whole register: the remainder is computed by scalar
+        # code, whose exponential has other bits.
         if any(rows * width % LANES for width in required.widths):
             continue
         if all(_rows_hold(inputs, outputs, rows) for inputs, outputs in required.shapes):
@@ -166,15 +164,16 @@ def row_multiple(required: Products) -> int:
 
 @lru_cache
 def shared_products_hold(required: Products) -> bool:
-    """Whether products keep their bits when MKL shares them out to threads.
+    """Return whether products keep their bits when MKL splits them over threads.
 
-    Strict mode does; without it, a thread may get rows that are no such multiple.
+    They do in strict mode. Without it, a thread may get a number of rows that is not the row
+    multiple.
     """
     rows = row_multiple(required) or MULTIPLES[-1]
     for inputs, outputs in required.shapes:
         source = torch.Generator().manual_seed(inputs)
         with torch.inference_mode():
-            weight = torch.randn(sum(_narrowed(outputs)), inputs, generator=source)
+            weight = torch.randn(sum(_narrow(outputs)), inputs, generator=source)
             most = max(128, min(512, FLOPS // (2 * weight.numel()) // 64 * 64))
             x = torch.randn(most, inputs, generator=source)
             with threads(1):
@@ -190,7 +189,7 @@ def shared_products_hold(required: Products) -> bool:
 
 @contextmanager
 def steady_products(required: Products) -> Iterator[None]:
-    """Within the block, products of this thread have the same bits in any number of threads."""
+    """Give this thread's products the same bits in any number of threads within the block."""
     steady = shared_products_hold(required)
     if not steady:
         mkl.share_products(False)
@@ -202,7 +201,7 @@ def steady_products(required: Products) -> Iterator[None]:
 
 
 def why_unfit(dim: int, required: Products) -> str | None:
-    """Why no shapes keep the bits of a model with heads of `dim` values here; None if some do."""
+    """Return why no shape keeps the bits for this model on this CPU, or None if some do."""
     if not attention_shapes(dim).tails:
         return "the attention of a few queries has other bits than that of many"
     if not row_multiple(required):
@@ -212,7 +211,7 @@ def why_unfit(dim: int, required: Products) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _rows_hold(inputs: int, outputs: tuple[int, ...], rows: int) -> bool:
-    parts = _narrowed(outputs)
+    parts = _narrow(outputs)
     source = torch.Generator().manual_seed(inputs)
     with torch.inference_mode(), threads(1):
         weight = torch.randn(sum(parts), inputs, generator=source)
@@ -226,22 +225,23 @@ def _rows_hold(inputs: int, outputs: tuple[int, ...], rows: int) -> bool:
                 return False
         if not torch.equal(F.linear(x, weight)[:most], whole):
             return False
+        # The engine multiplies q, k and v as one packed weight, a trainer one by one.
         for at, part in enumerate(parts):
             begin = sum(parts[:at])
-            one = F.linear(x[:most], weight[begin : begin + part])
-            if not torch.equal(one, whole[:, begin : begin + part]):
+            separate = F.linear(x[:most], weight[begin : begin + part])
+            if not torch.equal(separate, whole[:, begin : begin + part]):
                 return False
     return True
 
 
-def _narrowed(outputs: tuple[int, ...]) -> tuple[int, ...]:
-    """Outputs with no more columns than are tried, and the remainder of a vector as it was."""
+def _narrow(outputs: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the outputs capped at WIDEST columns, with the same remainder of a vector register."""
     return tuple(size if size <= WIDEST else WIDEST + (size - WIDEST) % STEP for size in outputs)
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Torch computes with that many threads within the block."""
+    """Set the number of torch threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

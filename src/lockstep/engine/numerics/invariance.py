@@ -1,4 +1,4 @@
-"""Proves at start-up that a sequence has the same bits however it is cut and batched."""
+"""Start-up proof that a sequence has the same bits in any chunks and any batch."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lockstep.tokens.numerics import ArithmeticName
 log = logging.getLogger(__name__)
 
 LENGTH = 150
-"""Long enough to cross two chunks of keys."""
+"""Length of the tested sequence: it spans more than two chunks of keys."""
 CUTS = ((150,), (7, 16, 40, 87), (64, 64, 14, *[1] * 8), (142, *[1] * 8))
 
 
 def requested_arithmetic(
     config: ModelConfig, options: EngineOptions, max_len: int
 ) -> tuple[Arithmetic, str]:
-    """The arithmetic of the options where device and dtype allow it, else close and the reason."""
+    """Return the requested arithmetic, or Close and the reason when device or dtype rule it out."""
     if options.arithmetic == "close":
         return Close(), "close was requested"
     if problem := options.why_not_exact:
@@ -43,15 +43,16 @@ def requested_arithmetic(
     if options.device != "cpu":
         if find_spec("triton") is None:
             return Close(), "exact on a GPU needs Triton"
-        return ExactOnDevice(), ""  # proved when its kernels are there: `lockstep.engine.cuda`
+        return ExactOnDevice(), ""  # `lockstep.engine.cuda.start` proves it once kernels compiled
     name: ArithmeticName = "portable" if options.arithmetic == "portable" else "exact"
     return Exact(config.head_dim, max_len, name), ""
 
 
 def prove(model: Model, weights: Weights, cache: SlotCache, options: EngineOptions) -> str:
-    """Keeps the model's arithmetic where it is proved, else falls back; returns why, or nothing.
+    """Keep the model's arithmetic if it is proved, else fall back to a weaker one.
 
-    Raises EngineFailure where exact or portable arithmetic was demanded and does not hold.
+    Returns the reason for a fallback, or an empty string. Raises EngineFailure when exact or
+    portable arithmetic was requested and does not hold.
     """
     if problem := why_not_exact(model, weights, cache):
         if options.arithmetic in ("exact", "portable"):
@@ -67,7 +68,7 @@ def prove(model: Model, weights: Weights, cache: SlotCache, options: EngineOptio
 
 
 def why_not_exact(model: Model, weights: Weights, cache: SlotCache) -> str | None:
-    """Why exact arithmetic does not hold for this model here; None where it does.
+    """Return why exact arithmetic does not hold for this model, or None if it does.
 
     Sets the row multiple of the model.
     """
@@ -83,7 +84,7 @@ def why_not_exact(model: Model, weights: Weights, cache: SlotCache) -> str | Non
 
 
 def why_batch_dependent(model: Model, weights: Weights, cache: SlotCache) -> str | None:
-    """How the bits of a sequence depend on its pieces and its batch; None where they do not."""
+    """Return how the bits of a sequence depend on its chunks or its batch, or None."""
     ids = _ids(model)
     alone: Tensor | None = None
     for cut in CUTS:
@@ -101,11 +102,11 @@ def why_batch_dependent(model: Model, weights: Weights, cache: SlotCache) -> str
 
 
 def why_unlike_trainer(model: Model, weights: Weights, cache: SlotCache) -> str | None:
-    """How a trainer's forward pass differs from the engine's in its bits; None where it does not.
+    """Return how the bits of a trainer's forward pass differ from the engine's, or None.
 
-    A trainer has its projections one by one, whole sequences in a batch, several threads, and
-    autograd. The pass is that of transformers, without the seconds that its import takes; the
-    module itself is tried by `lockstep.engine.numerics.selftest`.
+    A trainer computes projections separately, whole sequences in a batch, in several threads and
+    with autograd. The pass repeats that of transformers without its import, which takes seconds.
+    `lockstep.engine.numerics.selftest` tests the module itself.
     """
     ids = _ids(model)
     with torch.inference_mode():
@@ -133,7 +134,7 @@ def _run(
     model: Model, weights: Weights, cache: SlotCache, ids: list[int], cut: tuple[int, ...],
     companions: int,
 ) -> Tensor:  # fmt: skip
-    """The logits of the last 8 positions, computed in pieces of `cut` beside other sequences."""
+    """Return the last 8 rows of logits, computed in chunks of `cut` beside other sequences."""
     parts, at = [], 0
     for size in cut:
         tokens = ids[at : at + size]

@@ -1,7 +1,7 @@
-"""MKL's conditional numerical reproducibility (CNR) of this process, read and set.
+"""Access to MKL's conditional numerical reproducibility (CNR) mode of this process.
 
-In strict CNR mode a row of a matrix product has the same bits however many rows there are. The mode
-is fixed by the first product of a process: from the variable MKL_CBWR, or from a call before it.
+In strict CNR mode a row of a matrix product has the same bits whatever the number of rows. The
+first product of a process fixes the mode, from the variable MKL_CBWR or from an earlier call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VARIABLE = "MKL_CBWR"
 STRICT = "AUTO,STRICT"
 COMPATIBLE = "COMPATIBLE"
 ABSENT = "absent"
-"""The mode of a torch that was built without MKL."""
+"""The mode reported by a torch build without MKL."""
 _STRICT_FLAG = 0x10000
 _ALL = -1
 _BRANCHES = {
@@ -38,7 +38,7 @@ _AVX2 = 10
 
 
 def mode() -> str:
-    """The mode of this process as MKL_CBWR writes it, OFF for the default, or ABSENT."""
+    """Return the mode of this process in MKL_CBWR's notation, OFF for the default, or ABSENT."""
     library = _library()
     if library is None:
         return ABSENT
@@ -48,10 +48,10 @@ def mode() -> str:
 
 
 def set_mode(name: str) -> bool:
-    """Puts this process into a mode of MKL; returns whether it is in it now.
+    """Put MKL into a mode; return whether it is active.
 
-    It is not where torch has no MKL, where the CPU does not have that branch, and where the process
-    has computed in another mode already.
+    Returns False when torch has no MKL, when the CPU lacks that branch, and when the process has
+    already computed in another mode.
     """
     library = _library()
     if library is None:
@@ -66,13 +66,13 @@ def set_mode(name: str) -> bool:
 
 
 def offers_strict() -> bool:
-    """Whether MKL takes a branch here for which it has a strict mode: AVX2 or later."""
+    """Return whether MKL has a strict mode for the branch it uses here (AVX2 or later)."""
     library = _library()
     return library is not None and int(library.mkl_serv_cbwr_get_auto_branch()) >= _AVX2
 
 
 def share_products(shared: bool) -> None:
-    """Allows, or forbids, MKL to split products of the calling thread over several threads."""
+    """Allow or forbid MKL to split products of the calling thread over several threads."""
     library = _library()
     if library is not None:
         library.MKL_Set_Num_Threads_Local(0 if shared else 1)
@@ -80,7 +80,7 @@ def share_products(shared: bool) -> None:
 
 @lru_cache
 def _library() -> ctypes.CDLL | None:
-    """The library of torch that MKL is linked into; None where it is not."""
+    """Return the shared library of torch that contains MKL, or None."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("*torch_cpu*")):
         try:
             library = ctypes.CDLL(str(path))

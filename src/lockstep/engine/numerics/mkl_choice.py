@@ -1,8 +1,8 @@
-"""Finds the mode of MKL that keeps the bits of a row on CPUs for which MKL promises none.
+"""Choice of the MKL mode that keeps the bits of a row on CPUs without MKL's guarantee.
 
-On Intel CPUs strict mode is MKL's own promise. On others the default mode has held where it was
-measured, and strict mode may be missing or slow: so both are tried once, in processes of their own,
-and the result is kept for this user and machine.
+On Intel CPUs MKL guarantees strict mode. On other CPUs the default mode held wherever it was
+measured, and strict mode may be missing or slow. Both are therefore tested once, in child
+processes, and the result is cached per user and machine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from lockstep.engine.numerics import mkl
 log = logging.getLogger(__name__)
 DEFAULT = "OFF"
 MODES = (DEFAULT, mkl.STRICT)
-"""The modes that are tried on a CPU of another make, best first: the default is never slower."""
+"""Modes tested on CPUs of other vendors, best first. The default is never slower."""
 SECONDS = 120.0
 FEW_ROWS = 8
-"""A mode that holds only for larger multiples than this makes small batches slow."""
+"""Largest row multiple that is fast for small batches."""
 ADVICE = ("MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "ATEN_CPU_CAPABILITY")
-"""Variables that change what MKL does: a result holds for their values only."""
+"""Environment variables that change MKL's results. A cached mode holds only for their values."""
 _TRIAL = """
 import sys
 from lockstep.engine.numerics import mkl
@@ -45,19 +45,19 @@ print(max(rows) if good else 0)
 
 @lru_cache
 def preferred_mode() -> str | None:
-    """The mode to put MKL into, or None for the mode it has by itself."""
+    """Return the mode to put MKL into, or None to keep its default."""
     if mkl.mode() == mkl.ABSENT:
         return None
     if vendor() == "GenuineIntel":
         return mkl.STRICT if mkl.offers_strict() else None
-    chosen = _remembered()
-    return None if chosen == DEFAULT else chosen
+    mode = _cached_mode()
+    return None if mode == DEFAULT else mode
 
 
-def tried_mode() -> str:
-    """The best mode of those that keep the bits when tried; the default where none does."""
-    multiples = {mode: _tried(mode) for mode in MODES}
-    # First any mode that is good for small batches, only then any mode at all.
+def find_mode() -> str:
+    """Return the best mode that keeps the bits in a trial, or the default if none does."""
+    multiples = {mode: _try_mode(mode) for mode in MODES}
+    # Prefer a mode that is fast for small batches; otherwise accept any mode that holds.
     for most in (FEW_ROWS, sys.maxsize):
         for mode, rows in multiples.items():
             if 0 < rows <= most:
@@ -65,8 +65,8 @@ def tried_mode() -> str:
     return DEFAULT
 
 
-def _tried(mode: str) -> int:
-    """The row multiple that a process in this mode finds; 0 where there is none."""
+def _try_mode(mode: str) -> int:
+    """Return the row multiple that a process in this mode finds, or 0 if there is none."""
     environ = {name: value for name, value in os.environ.items() if name != mkl.VARIABLE}
     try:
         trial = subprocess.run(
@@ -75,33 +75,33 @@ def _tried(mode: str) -> int:
         )  # fmt: skip
         return int(trial.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        log.warning("MKL's mode %s could not be tried: %s", mode, error)
+        log.warning("trial of MKL mode %s failed: %s", mode, error)
         return 0
 
 
-def _remembered() -> str:
-    """`tried_mode` of this machine, from the file of earlier results where it is there."""
+def _cached_mode() -> str:
+    """Return the mode for this machine, from the cache file if it holds one."""
     path = _cache_directory() / "mkl-mode.json"
     key = "|".join(
         [_processor(), torch.__version__, *(os.environ.get(name, "") for name in ADVICE)]
     )
     try:
-        known = json.loads(path.read_bytes())
+        cached = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        known = {}
-    if not isinstance(known, dict):
-        known = {}
-    if known.get(key) in MODES:
-        return str(known[key])
-    known[key] = tried_mode()
+        cached = {}
+    if not isinstance(cached, dict):
+        cached = {}
+    if cached.get(key) in MODES:
+        return str(cached[key])
+    cached[key] = find_mode()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(known, indent=1))
+        scratch.write_text(json.dumps(cached, indent=1))
         scratch.replace(path)
     except OSError as error:
-        log.info("the mode of MKL cannot be kept in %s: %s", path, error)
-    return str(known[key])
+        log.info("cannot write the MKL mode to %s: %s", path, error)
+    return str(cached[key])
 
 
 def _cache_directory() -> Path:
@@ -111,12 +111,12 @@ def _cache_directory() -> Path:
 
 @lru_cache
 def vendor() -> str:
-    """The make of the CPU as it names itself, GenuineIntel or AuthenticAMD; else its machine."""
+    """Return the CPU vendor (GenuineIntel, AuthenticAMD), or the machine type if it is unknown."""
     return _cpuinfo().get("vendor_id", platform.machine())
 
 
 def cpu_flags() -> frozenset[str] | None:
-    """The instruction sets that the CPU lists; None where the system does not say."""
+    """Return the instruction sets that the CPU lists, or None if the system hides them."""
     flags = _cpuinfo().get("flags")
     return None if flags is None else frozenset(flags.split())
 

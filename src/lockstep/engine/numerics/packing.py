@@ -1,7 +1,7 @@
-"""Sequences packed into one row without padding, the beginnings that they share only once.
+"""Packing of sequences into one row without padding, with shared prefixes computed once.
 
-What a token computes depends on the tokens before it alone, and bits do not depend on what stands
-beside: so a prompt that eight answers follow is computed once, and each answer attends to it.
+A token's result depends only on the tokens before it, and its bits do not depend on the rest of the
+row. A prompt with eight responses is therefore computed once, and each response attends to it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Tokens of the row that follow each other, and the keys that they see: those of the shared
-    beginning, then their own."""
+    """A run of consecutive tokens, with its keys: those of the shared prefix, then its own."""
 
     shared: Ints
     own: Ints
@@ -31,14 +30,14 @@ class TokenRun:
 
 @dataclass(frozen=True, slots=True)
 class PackedRuns:
-    """Runs of about one size: queries (S, Q) and keys (S, K) in the row, positions (S, Q)."""
+    """Runs of similar size: indices of queries (S, Q) and keys (S, K), and positions (S, Q)."""
 
     queries_SQ: Tensor
     keys_SK: Tensor
     positions_SQ: Tensor
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of the runs, (S * Q, heads, dim); query, key and value are (T, heads, dim)."""
+        """Return the attention of the runs, (S * Q, heads, dim), of inputs (T, heads, dim)."""
         q, k, v = (
             part.index_select(0, at.flatten()).view(*at.shape, *part.shape[1:]).transpose(1, 2)
             for part, at in ((query, self.queries_SQ), (key, self.keys_SK), (value, self.keys_SK))
@@ -48,28 +47,28 @@ class PackedRuns:
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """One row of tokens; `tokens_of[i]` says where in it the tokens of sequence i are."""
+    """One row of tokens. `tokens_of[i]` holds the indices of sequence i in it."""
 
     ids_T: Tensor
     positions_T: Tensor
     tokens_of: tuple[Ints, ...]
     runs: tuple[PackedRuns, ...]
     place_T: Tensor
-    """Where each token of the row is in the runs, one after the other."""
+    """Index of each token of the row in the concatenated output of the runs."""
 
     def arguments(self) -> dict[str, Tensor | PackedRow | bool]:
-        """What a model that `exact.prepare` has seen is called with."""
+        """Return the arguments to call a prepared model with (see `exact.prepare`)."""
         return {
             "input_ids": self.ids_T[None],
             "position_ids": self.positions_T[None],
-            # Transformers takes a mask of four dimensions for one that is ready, and makes none.
+            # Transformers uses a mask of four dimensions as it is, and does not build one.
             "attention_mask": torch.zeros(1, 1, 1, 1),
             "use_cache": False,
             "packed_row": self,
         }
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """Attention of query (1, heads, T, dim); returns (1, T, heads, dim)."""
+        """Return the attention (1, T, heads, dim) of query (1, heads, T, dim)."""
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
         out = torch.cat([runs.attend(q, k, v, scale) for runs in self.runs])
         return out.index_select(0, self.place_T)[None]
@@ -78,17 +77,17 @@ class PackedRow:
 def pack(
     sequences: Sequence[Sequence[int]], shared: Sequence[int] | None = None, *, multiple: int = 1
 ) -> PackedRow:
-    """Packs sequences, of which the first `shared[i]` tokens may be computed together with those of
-    others that begin with the very same ones; without it nothing is shared.
+    """Pack sequences into one row.
 
-    The row ends with tokens of no sequence where its length would be no multiple of `multiple`:
-    padded once, it need not be padded for every product.
+    The first `shared[i]` tokens of sequence i are computed once for all sequences that start with
+    the same tokens; without `shared` nothing is shared. The row is padded at its end to a multiple
+    of `multiple`, so that no product has to pad it again.
     """
     tokens: list[int] = []
     positions: list[int] = []
     tokens_of: list[Ints] = []
     runs: list[TokenRun] = []
-    known: dict[tuple[int, ...], Ints] = {}
+    prefixes: dict[tuple[int, ...], Ints] = {}
     nothing = np.zeros(0, dtype=np.int64)
 
     def add(ids: Sequence[int], after: Ints) -> Ints:
@@ -102,22 +101,25 @@ def pack(
         beginning = tuple(ids[: shared[at]]) if shared is not None else ()
         before = nothing
         if beginning:
-            if beginning not in known:
-                known[beginning] = add(beginning, nothing)
-            before = known[beginning]
+            if beginning not in prefixes:
+                prefixes[beginning] = add(beginning, nothing)
+            before = prefixes[beginning]
         rest = ids[len(beginning) :]
         own = add(rest, before) if rest else nothing
         tokens_of.append(np.concatenate((before, own)))
     if missing := -len(tokens) % multiple:
         add([0] * missing, nothing)
-    packed, place = _runs(runs, len(tokens))
+    packed, place = _group_runs(runs, len(tokens))
     return PackedRow(
         torch.tensor(tokens), torch.tensor(positions), tuple(tokens_of), packed, place
     )  # fmt: skip
 
 
-def _runs(runs: Sequence[TokenRun], count: int) -> tuple[tuple[PackedRuns, ...], Tensor]:
-    """The runs by size, so that short ones are not padded to the longest, and `place_T`."""
+def _group_runs(runs: Sequence[TokenRun], count: int) -> tuple[tuple[PackedRuns, ...], Tensor]:
+    """Return the runs grouped by size, and `place_T`.
+
+    Grouping keeps short runs from being padded to the longest.
+    """
     by_size: dict[tuple[int, int], list[TokenRun]] = defaultdict(list)
     for run in runs:
         keys = len(run.shared) + len(run.own)

@@ -4,7 +4,7 @@
 
     make_reproducible()        # before the first matrix product of the process
 
-Workers, `lockstep train`, `lockstep demo` and `exact.prepare` do that by themselves.
+Workers, `lockstep train`, `lockstep demo` and `exact.prepare` call it themselves.
 """
 
 from __future__ import annotations
@@ -35,33 +35,34 @@ from lockstep.tokens.numerics import (
 
 log = logging.getLogger(__name__)
 PORTABLE_FINGERPRINTS = {"2.13": "3832da0e5310e929"}
-"""By minor version of torch: what portable arithmetic computes where it was confirmed."""
+"""Confirmed fingerprint of portable arithmetic, by minor version of torch."""
 
 
 def make_reproducible(*, portable: bool = False) -> bool:
-    """Puts MKL into the mode in which results do not depend on the batch, here and in children.
+    """Put MKL into a mode in which results do not depend on the batch, here and in children.
 
-    With `portable` into the one that is the same on every make. A value of MKL_CBWR that is set
-    already is respected. Returns whether this process computes in the mode: not so where it has
-    computed before, and then the mode stays what it was.
+    With `portable` the mode gives the same results on every make of CPU. An existing value of
+    MKL_CBWR is kept. Returns whether the mode is active: False when the process has already
+    computed in another mode, which then remains.
     """
     if portable:
         for name, value in PORTABLE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    chosen = os.environ.get(mkl.VARIABLE) or preferred_mode()
-    if chosen is None:
+    wanted = os.environ.get(mkl.VARIABLE) or preferred_mode()
+    if wanted is None:
         return True
-    os.environ.setdefault(mkl.VARIABLE, chosen)  # for children, which read it as they start
-    if mkl.mode() in (mkl.ABSENT, chosen) or mkl.set_mode(chosen):
+    os.environ.setdefault(mkl.VARIABLE, wanted)  # child processes read it when they start
+    if mkl.mode() in (mkl.ABSENT, wanted) or mkl.set_mode(wanted):
         return True
-    log.info("MKL computes in mode %s already, %s comes too late", mkl.mode(), chosen)
+    log.info("MKL already computes in mode %s: too late to set %s", mkl.mode(), wanted)
     return False
 
 
 def prepare_process(options: EngineOptions) -> None:
-    """Makes this process ready to compute as these options demand, before its first product.
+    """Prepare this process for the arithmetic of these options, before its first product.
 
-    Raises BadRequest for a device that is not here, and EngineFailure where bf16 products end it.
+    Raises BadRequest for a device that does not exist, and EngineFailure when bf16 products would
+    crash the process.
     """
     if options.device != "cpu":
         _check_device(options.device)
@@ -79,7 +80,7 @@ def _check_device(name: str) -> None:
     if count <= int(name.partition(":")[2] or 0):
         raise BadRequest(
             f"device is {name}, but torch {torch.__version__} sees {count} GPUs here: use device "
-            "cpu, or see what `lockstep doctor` says of CUDA",
+            "cpu, or run `lockstep doctor` to check CUDA",
             param="device",
         )
 
@@ -87,7 +88,7 @@ def _check_device(name: str) -> None:
 def plan(
     arithmetic: ArithmeticName, *, device: str, dtype: str, rows: int, reason: str = ""
 ) -> NumericsPlan:
-    """How this process computes one model, for a card or for a comparison."""
+    """Return how this process computes one model, for its model card or a comparison."""
     return NumericsPlan(
         arithmetic=arithmetic,
         device=device,
@@ -103,9 +104,9 @@ def plan(
 
 
 def why_not_portable() -> str | None:
-    """Why this process does not compute the bits that every make of x86 computes; None if it does.
+    """Return why this process does not compute the portable bits, or None if it does.
 
-    Decided by the bits: those of a fixed computation must be the ones that Lockstep ships.
+    The bits decide: those of a fixed computation must equal the ones shipped with Lockstep.
     """
     if mkl.mode() != PORTABLE_MKL or isa() != "DEFAULT":
         return (
@@ -113,14 +114,14 @@ def why_not_portable() -> str | None:
             "MKL_CBWR=COMPATIBLE and ATEN_CPU_CAPABILITY=default before the process starts"
         )
     version = ".".join(torch.__version__.split(".")[:2])
-    known = PORTABLE_FINGERPRINTS.get(version)
-    if known is None:
+    expected = PORTABLE_FINGERPRINTS.get(version)
+    if expected is None:
         return (
             f"no portable bits are known for torch {version}, only for "
             f"{', '.join(PORTABLE_FINGERPRINTS)}"
         )
-    if fingerprint() != known:
-        return f"this CPU computes other bits: fingerprint {fingerprint()}, expected {known}"
+    if fingerprint() != expected:
+        return f"this CPU computes other bits: fingerprint {fingerprint()}, expected {expected}"
     return None
 
 
@@ -134,10 +135,10 @@ def _fingerprint_on(device: str, dtype: str) -> str:
 
 @lru_cache
 def fingerprint() -> str:
-    """A digest of the bits of a fixed computation: all the functions that logprobs are made of.
+    """Return a digest of the bits of a fixed computation that covers all functions behind logprobs.
 
-    Two processes with the same fingerprint give equal logprobs for equal weights, as far as both
-    found row multiples that hold. Row counts are multiples of all of those.
+    Two processes with the same fingerprint give equal logprobs for equal weights, if both have row
+    multiples that hold. The row counts here are multiples of all of those.
     """
     digest = hashlib.sha256()
 
@@ -161,12 +162,12 @@ def fingerprint() -> str:
 
 
 def _numbers(rows: int, columns: int) -> Tensor:
-    """Fixed values between -1 and 1, made of integers: no machine computes them otherwise."""
+    """Return fixed values between -1 and 1, derived from integers: equal on every machine."""
     index = torch.arange(rows * columns, dtype=torch.int64)
     mixed = (index * 2654435761 + 12345) % 65521
     return ((mixed - 32760).float() / 32768).view(rows, columns)
 
 
 def isa() -> str:
-    """The vector instructions that torch itself uses: DEFAULT, AVX2 or AVX512."""
+    """Return the vector instructions that torch itself uses: DEFAULT, AVX2 or AVX512."""
     return str(torch.backends.cpu.get_cpu_capability())

@@ -1,8 +1,9 @@
-"""Attention over the sequences that a mask cuts a batch into, each computed as if it were alone.
+"""Attention over the sequences of a masked batch, each computed as if it were alone.
 
-Padding on the left, several sequences packed into one row, a cache of earlier keys: all of them
-are runs of keys in which a query sees those up to its own. The engine computes such a run from its
-first key on, so that is what is done here with each: the bits do not depend on what stands beside.
+Left padding, several sequences packed into one row, a cache of earlier keys: all of these are runs
+of keys in which a query sees the keys up to its own position. The engine computes such a run from
+its first key, and this module does the same for each run, so that the bits do not depend on the
+rest of the row.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from lockstep.tokens.errors import NotExact
 
 
 def segment_mask(**arguments: Any) -> Tensor | None:
-    """The mask for transformers' AttentionMaskInterface: first and last key of each query.
+    """Return the mask for transformers' AttentionMaskInterface: first and last key of each query.
 
-    Returns (batch, queries, 2), with first > last for a query that sees nothing; None where every
-    token sees all before it, padding on the right included.
+    The shape is (batch, queries, 2), with first > last for a query that sees nothing. Returns None
+    when every token sees all tokens before it, also with padding on the right.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -31,13 +32,14 @@ def segment_mask(**arguments: Any) -> Tensor | None:
 
 
 def key_ranges(visible: Tensor) -> Tensor | None:
-    """First and last visible key of each query of a mask (batch, 1, queries, keys), which is true
-    (or 0.0) where a key is visible; None where the mask hides no earlier key of any sequence.
+    """Return the first and last visible key of each query of a mask (batch, 1, queries, keys).
 
-    Raises NotExact where a query sees keys with a gap between them, or not the run up to itself.
+    The mask is true (or 0.0) where a key is visible. Returns None when it hides no earlier key of
+    any sequence. Raises NotExact when a query sees keys with a gap between them, or not the run up
+    to itself.
     """
     if visible.dim() != 4 or visible.shape[1] != 1:
-        raise _refused(f"a mask of shape {tuple(visible.shape)}")
+        raise _not_exact(f"a mask of shape {tuple(visible.shape)}")
     seen = (visible if visible.dtype == torch.bool else visible == 0)[:, 0]
     queries, keys = seen.shape[1:]
     count = seen.sum(-1)
@@ -46,33 +48,32 @@ def key_ranges(visible: Tensor) -> Tensor | None:
     positions = torch.arange(keys, device=seen.device)
     runs = (positions >= first[..., None]) & (positions <= last[..., None])
     if not torch.equal(runs, seen):
-        raise _refused("a mask in which a query sees keys with a gap between them")
+        raise _not_exact("a mask in which a query sees keys with a gap between them")
     if queries == keys:
         last_own = positions.expand_as(last)
         sees = count > 0
         if not torch.equal(last[sees], last_own[sees]):
-            # Padding on the right: its queries see the sequence before them, and nobody sees them.
+            # Right padding: its queries see the sequence before them, and no query sees them.
             later = sees & (last < last_own)
             if not torch.equal(last[sees & ~later], last_own[sees & ~later]):
-                raise _refused("a mask in which a query sees keys after its own")
+                raise _not_exact("a mask in which a query sees keys after its own")
             last, count = torch.where(later, first - 1, last), count.masked_fill(later, 0)
         if not first[count > 0].any():
             return None
     moved = (first.diff(dim=-1) > 0) & (last.diff(dim=-1) == 1) & (count[:, :-1] > 1)
     if moved[(count[:, 1:] > 1)].any():
-        raise _refused("a sliding window")
+        raise _not_exact("a sliding window")
     return torch.stack((first, last), dim=-1)
 
 
 def segment_attention(
     query: Tensor, key: Tensor, value: Tensor, ranges: Tensor | None, scale: float
 ) -> Tensor:
-    """Attention of query (batch, heads, queries, d) over key and value (batch, kv_heads, keys, d),
-    in the shapes that keep the bits. Returns (batch, queries, heads, d), zero where a query sees
-    nothing.
+    """Return attention (batch, queries, heads, d), in the shapes that keep the bits.
 
-    `ranges` are those of `key_ranges`; None: the queries are the last ones of their row, and each
-    sees all keys up to its own.
+    `query` is (batch, heads, queries, d); `key` and `value` are (batch, kv_heads, keys, d). A query
+    that sees nothing gives zeros. `ranges` come from `key_ranges`; with None, the queries are the
+    last ones of their row and each sees all keys up to its own.
     """
     batch, heads, queries, dim = query.shape
     if ranges is None:
@@ -83,7 +84,7 @@ def segment_attention(
     first, last = ranges.unbind(-1)
     sees = last >= first
     rows = torch.arange(batch, device=query.device)[:, None].expand_as(first)
-    # A sequence is what begins at one key of one row.
+    # A sequence is identified by its row and its first key.
     names, index = torch.unique((rows * key.shape[2] + first)[sees], return_inverse=True)
     counts = torch.bincount(index, minlength=len(names))
     order = torch.argsort(index, stable=True)
@@ -112,8 +113,10 @@ def segment_attention(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Each query over the keys up to its position: positions (batch, queries), or (1, queries) for
-    every row. Returns the shape of q."""
+    """Return the attention of each query over the keys up to its position, in the shape of q.
+
+    `positions` is (batch, queries), or (1, queries) for every row.
+    """
     if q.is_cuda:
         from lockstep.engine.cuda.trainer import attend
 
@@ -136,7 +139,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> 
     return out[:, :, :queries].reshape(batch, heads, queries, dim)
 
 
-def _refused(what: str) -> NotExact:
+def _not_exact(what: str) -> NotExact:
     return NotExact(
         f"a prepared model cannot compute {what} as the engine would: it takes whole causal "
         "sequences, padded on either side or packed with position_ids; for anything else use a "

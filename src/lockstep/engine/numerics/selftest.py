@@ -1,10 +1,10 @@
-"""The self-test of exact arithmetic on this machine, from the engine to the trainer.
+"""Self-test of exact arithmetic on this machine, from the engine to the trainer.
 
     report = selftest.run("tiny")
     for check in report.checks: print(check.name, check.ok, check.detail)
 
-A worker runs the same checks when it starts, except that the trainer is transformers' forward pass
-on the engine's own weights and not its module, whose import takes seconds.
+A worker runs the same checks at start, with one difference: its trainer is transformers' forward
+pass on the engine's own weights instead of the module, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from lockstep.tokens.errors import LockstepError
 from lockstep.tokens.numerics import NumericsPlan
 
 LENGTHS = (5, 64, 65, 150, 300)
-"""Of the sequences that are compared: below, at and above the blocks of attention."""
+"""Lengths of the compared sequences: below, at and above the block sizes of attention."""
 THREADS = (1, 2, 3, 5)
 
 
 @dataclass(frozen=True, slots=True)
 class SelfTestCheck:
-    """One comparison of the self-test; `detail` says how it came out."""
+    """One comparison of the self-test. `detail` describes the outcome."""
 
     name: str
     ok: bool
@@ -47,27 +47,27 @@ class SelfTestReport:
 
     @property
     def exact(self) -> bool:
-        """Whether trainer and engine agree bit for bit here."""
+        """Whether trainer and engine agree bit for bit on this machine."""
         return self.plan.is_exact and all(check.ok for check in self.checks)
 
     @property
     def problem(self) -> str:
-        """Why the first comparison failed; empty where all held."""
+        """The detail of the first failed check, or an empty string."""
         return next((check.detail for check in self.checks if not check.ok), "")
 
 
 def run(
     model: str | Path = "tiny", options: EngineOptions | None = None, *, module: bool = True
 ) -> SelfTestReport:
-    """Compares an engine in pieces and batches with a trainer, bit for bit.
+    """Compare an engine, over several chunks and batches, with a trainer, bit for bit.
 
-    With `module` the trainer is also the transformers module after `exact.prepare`: with and
-    without autograd, alone and in a batch, in one and in several threads. Call it before the
-    process has computed anything. Raises what an engine that cannot load the model raises.
+    With `module` the transformers module after `exact.prepare` is compared too: with and without
+    autograd, alone and in a batch, with one and with several threads. Call it before the process
+    has computed anything. Raises what an engine raises that cannot load the model.
     """
     directory = bundled(str(model)) or Path(model)
     options = options or EngineOptions(max_seqs=4)
-    # A report says why exact does not hold; an engine that demands it would raise instead.
+    # With "exact" the engine would raise where it does not hold; "auto" reports the reason.
     lenient = replace(options, arithmetic="auto") if options.arithmetic == "exact" else options
     with threads(options.threads):
         core = Core(directory, lenient)
@@ -101,19 +101,19 @@ def _module_checks(core: Core, directory: Path, *, portable: bool) -> Iterator[S
     for team in THREADS:
         for autograd in (False, True):
             with threads(team), torch.set_grad_enabled(autograd):
-                alone = [_scored(module, [ids])[0] for ids in sequences]
-                together = _scored(module, sequences)
-            yield _compared(
+                alone = [_score(module, [ids])[0] for ids in sequences]
+                together = _score(module, sequences)
+            yield _compare(
                 f"trainer, {team} threads, autograd {'on' if autograd else 'off'}",
                 expected, (alone, together),
             )  # fmt: skip
 
 
-def _scored(module: Any, sequences: list[list[int]]) -> list[list[float]]:
+def _score(module: Any, sequences: list[list[int]]) -> list[list[float]]:
     return [logprobs.tolist() for logprobs in exact.token_logprobs(module, sequences)]
 
 
-def _compared(
+def _compare(
     name: str, expected: list[list[float]], runs: Sequence[list[list[float]]]
 ) -> SelfTestCheck:
     total = sum(map(len, expected))

@@ -1,6 +1,6 @@
-"""A trainer's forward pass over an engine's weights, operation by operation as transformers has it.
+"""A trainer's forward pass over the engine's weights, with the operations of transformers.
 
-Only for comparing: whole sequences, projections one by one, no cache.
+Used only for comparison: whole sequences, separate projections, no cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lockstep.engine.weights.weights import Layer, Weights
 
 
 def trainer_logits(model: Model, weights: Weights, sequences: list[list[int]]) -> Tensor:
-    """Logits (sequences, padded length, vocabulary), with a graph where gradients are enabled."""
+    """Return logits (sequences, padded length, vocabulary), with a graph if grad is enabled."""
     config = model.config
     width = round_up(max(map(len, sequences)), model.row_multiple)
     ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in sequences])
@@ -43,7 +43,7 @@ def _attention(model: Model, layer: Layer, h: Tensor, cos: Tensor, sin: Tensor) 
     if layer.q_norm is not None and layer.k_norm is not None:
         q, k = _norm(q, layer.q_norm, config.eps), _norm(k, layer.k_norm, config.eps)
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-    q, k = (part * cos + _half_turned(part) * sin for part in (q, k))
+    q, k = (part * cos + _rotate_half(part) * sin for part in (q, k))
     out = segment_attention(q, k, v, None, model.scale).reshape(batch, length, -1)
     return F.linear(out, layer.out)
 
@@ -67,6 +67,6 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(variance + eps)).to(x.dtype)
 
 
-def _half_turned(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)

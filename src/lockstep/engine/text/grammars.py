@@ -1,6 +1,6 @@
-"""Grammars over a model's tokens, by `llguidance`: which tokens may come next.
+"""Constrained decoding by `llguidance`: which tokens a grammar allows next.
 
-A grammar is compiled once and kept; each sequence then has a matcher of its own.
+A grammar is compiled once and cached. Each sequence has its own matcher.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lockstep.tokens.errors import BadRequest, UnsupportedField
 from lockstep.tokens.grammar import Grammar
 
 FIELD = "structured_outputs"
-KEPT = 256
-"""Compiled grammars that are kept, those used last."""
+CACHED = 256
+"""Number of compiled grammars in the LRU cache."""
 MAX_TEXT = 1 << 20
 
 
 class GrammarMatcher:
-    """Where one sequence stands in its grammar."""
+    """The state of one sequence within its grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int, eos_id: int) -> None:
         self._matcher = matcher
@@ -38,11 +38,12 @@ class GrammarMatcher:
         self._eos_id = eos_id
 
     def mask(self, end_ids: Sequence[int]) -> Tensor:
-        """Which tokens may come, (vocab,) bool; one that ends only where the grammar may end.
+        """Return the allowed next tokens, (vocab,) bool.
 
-        None at all where the grammar has failed: `error` then says why.
+        End tokens are allowed only where the grammar may end. After a failure nothing is allowed,
+        and `error` holds the reason.
         """
-        # All by numpy: an operation of torch may wait for its threads, hundreds of times as long.
+        # Use numpy: a torch operation may wait for its thread pool, hundreds of times as long.
         bits = np.zeros(self._vocab_size, dtype=np.uint8)
         if not self._matcher.is_stopped():
             words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -55,22 +56,22 @@ class GrammarMatcher:
         return torch.from_numpy(bits.view(np.bool_))
 
     def consume(self, token: int) -> None:
-        """Goes on behind a token that is no end; `error` says if it cannot come here."""
+        """Advance past a token that is not an end token. Sets `error` if it is not allowed here."""
         self._matcher.consume_token(token)
 
     @property
     def error(self) -> str:
-        """Why the grammar cannot be followed any further; empty where it can."""
+        """Why the grammar cannot be followed any further, or an empty string."""
         return str(self._matcher.get_error())
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow."""
+        """Whether no further token is allowed."""
         return bool(self._matcher.is_stopped()) and not self.error
 
 
 class Grammars:
-    """Compiles grammars for one model, whose vocabulary has `vocab_size` ids."""
+    """Compiler and cache of grammars for one model with `vocab_size` token ids."""
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self._vocabulary = vocabulary
@@ -80,14 +81,14 @@ class Grammars:
 
     @classmethod
     def of(cls, directory: Path, vocab_size: int) -> Grammars:
-        """Those of the model in a directory."""
+        """Return the grammars of the model in a directory."""
         return cls(Vocabulary(directory), vocab_size)
 
     def compile(self, grammar: Grammar) -> None:
-        """Makes sure that a grammar is compiled, which takes up to seconds.
+        """Compile a grammar unless it is cached. This may take seconds.
 
-        Raises BadRequest for one that makes no sense, UnsupportedField where there is no tokenizer
-        or no `llguidance`.
+        Raises BadRequest for an invalid grammar, UnsupportedField without a tokenizer or
+        `llguidance`.
         """
         if find_spec("llguidance") is None:
             raise UnsupportedField(
@@ -116,18 +117,18 @@ class Grammars:
             )
         with self._lock:
             self._compiled[grammar] = matcher
-            while len(self._compiled) > KEPT:
+            while len(self._compiled) > CACHED:
                 self._compiled.popitem(last=False)
 
     def matcher(self, grammar: Grammar) -> GrammarMatcher:
-        """A matcher at the beginning of a grammar. Raises what `compile` raises."""
+        """Return a new matcher at the start of a grammar. Raises what `compile` raises."""
         self.compile(grammar)
         with self._lock:
             compiled = self._compiled[grammar]
         return GrammarMatcher(compiled.deep_copy(), self._vocab_size, self._tokenizer.eos_token)
 
     def _source(self, grammar: Grammar) -> str:
-        """The grammar as llguidance reads it. Raises BadRequest where it cannot be read."""
+        """Return the grammar in llguidance's notation. Raises BadRequest if it cannot be parsed."""
         from llguidance import LLMatcher
 
         text = grammar.text
@@ -141,7 +142,7 @@ class Grammars:
             case "regex":
                 return str(LLMatcher.grammar_from_regex(text))
             case "choice":
-                options = " | ".join(json.dumps(each) for each in json.loads(text))
+                options = " | ".join(json.dumps(option) for option in json.loads(text))
                 return str(LLMatcher.grammar_from_lark(f"start: {options}"))
             case "grammar":
                 return str(LLMatcher.grammar_from_lark(text))
@@ -158,14 +159,14 @@ class Grammars:
 
 
 class _Tokens:
-    """The vocabulary as llguidance reads it. Special tokens are no text."""
+    """The vocabulary in the form that llguidance reads. Special tokens have no text."""
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int) -> None:
         self.tokens = [vocabulary.bytes_of(token) for token in range(vocab_size)]
         self.special_token_ids = sorted(vocabulary.specials)
-        # Ends are decided here and not by llguidance, as every request may have others.
+        # `mask` decides about end tokens, because they differ between requests.
         self.eos_token_id = next(iter(self.special_token_ids), vocab_size - 1)
         self._encode = vocabulary.tokenizer.encode
 

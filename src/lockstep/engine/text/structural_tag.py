@@ -1,6 +1,6 @@
-"""Structural tags, which vLLM and SGLang take for tool calls, as a grammar of `llguidance`.
+"""Structural tags, which vLLM and SGLang accept for tool calls, as a grammar for `llguidance`.
 
-Read are the formats json_schema, const_string, regex, any_text, sequence, or, tag,
+Supports the formats json_schema, const_string, regex, any_text, sequence, or, tag,
 tags_with_separator and triggered_tags of a `{"type": "structural_tag", "format": ...}`.
 """
 
@@ -15,14 +15,14 @@ from lockstep.tokens.errors import BadRequest
 
 TEXT = r"/(.|\n)*/"
 JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,20}"}
-"""A model that likes spaces would otherwise write them up to its last token."""
+"""Limits of whitespace in JSON. Without them a model may emit spaces until max_tokens."""
 
 
 class TagGrammar:
-    """Writes the rules of one structural tag. `added` are the added tokens, by their text.
+    """Builder of the rules of one structural tag. `added` maps texts of added tokens to ids.
 
-    Where a text has one of them, exactly that token must come: its letters would read the same, but
-    a parser that looks for the token would not find it.
+    Where a literal contains such a text, exactly that token is required. Its letters as ordinary
+    tokens would read the same, but a parser that looks for the token would not find it.
     """
 
     def __init__(self, added: Mapping[str, int]) -> None:
@@ -32,7 +32,8 @@ class TagGrammar:
         self._rules: list[str] = []
 
     def lark(self, text: str) -> str:
-        """The grammar in Lark's notation. Raises BadRequest for what is no structural tag."""
+        """Return the grammar in Lark's notation. Raises BadRequest for an invalid structural
+        tag."""
         try:
             tag = json.loads(text)
             start = self._rule(tag["format"])
@@ -45,7 +46,7 @@ class TagGrammar:
         return "\n".join([f"start: {start}", *self._rules])
 
     def _rule(self, form: dict[str, Any]) -> str:
-        """The expression of a format, with rules of its own where it needs some."""
+        """Return the expression of a format, adding rules where it needs them."""
         match form["type"]:
             case "const_string":
                 return self._literal(form["value"])
@@ -55,13 +56,13 @@ class TagGrammar:
                     schema = {"x-guidance": JSON_OPTIONS, **schema}
                 return f"%json {json.dumps(schema)}"
             case "regex":
-                return self._named(_regex(form["pattern"]), terminal=True)
+                return self._add_rule(_regex(form["pattern"]), terminal=True)
             case "any_text":
-                return self._named(TEXT, terminal=True)
+                return self._add_rule(TEXT, terminal=True)
             case "sequence":
-                return self._named(" ".join(self._rule(each) for each in form["elements"]))
+                return self._add_rule(" ".join(map(self._rule, form["elements"])))
             case "or":
-                return self._named(" | ".join(self._rule(each) for each in form["elements"]))
+                return self._add_rule(" | ".join(map(self._rule, form["elements"])))
             case "tag":
                 return self._tag(form)
             case "tags_with_separator":
@@ -69,52 +70,52 @@ class TagGrammar:
             case "triggered_tags":
                 return self._triggered(form)
         raise BadRequest(
-            f"structural_tag has a format of type {form['type']!r}, which is not known here",
+            f"structural_tag has a format of type {form['type']!r}, which is not supported",
             param="structured_outputs.structural_tag",
         )
 
     def _tag(self, form: dict[str, Any]) -> str:
         if form["content"]["type"] == "any_text" and form["end"]:
-            return self._named(f"{self._literal(form['begin'])} {self._until(form['end'])}")
+            return self._add_rule(f"{self._literal(form['begin'])} {self._until(form['end'])}")
         parts = (self._literal(form["begin"]), self._rule(form["content"]))
-        return self._named(" ".join((*parts, self._literal(form["end"]))))
+        return self._add_rule(" ".join((*parts, self._literal(form["end"]))))
 
     def _separated(self, form: dict[str, Any]) -> str:
-        any_tag = self._named(" | ".join(self._tag(each) for each in form["tags"]))
+        any_tag = self._add_rule(" | ".join(map(self._tag, form["tags"])))
         if form.get("stop_after_first"):
             return any_tag if form.get("at_least_one") else f"({any_tag})?"
         rest = f"({self._literal(form['separator'])} {any_tag})*"
-        several = self._named(f"{any_tag} {rest}")
+        several = self._add_rule(f"{any_tag} {rest}")
         return several if form.get("at_least_one") else f"({several})?"
 
     def _triggered(self, form: dict[str, Any]) -> str:
-        """Free text up to a trigger, where one of the tags must follow."""
-        called = []
+        """Return an expression for free text up to a trigger, which one of the tags must follow."""
+        expressions = []
         for trigger in form["triggers"]:
             rests = [
-                {**each, "begin": each["begin"][len(trigger) :]}
-                for each in form["tags"]
-                if each["begin"].startswith(trigger)
+                {**tag, "begin": tag["begin"][len(trigger) :]}
+                for tag in form["tags"]
+                if tag["begin"].startswith(trigger)
             ]
-            tags = self._named(" | ".join(self._tag(each) for each in rests))
-            called.append(f"{self._until(trigger)} {tags}")
-        calls = self._named(" | ".join(called))
-        free = self._named(TEXT, terminal=True)
+            tags = self._add_rule(" | ".join(map(self._tag, rests)))
+            expressions.append(f"{self._until(trigger)} {tags}")
+        calls = self._add_rule(" | ".join(expressions))
+        free = self._add_rule(TEXT, terminal=True)
         if form.get("stop_after_first"):
-            return self._named(calls if form.get("at_least_one") else f"{calls} | {free}")
+            return self._add_rule(calls if form.get("at_least_one") else f"{calls} | {free}")
         repeated = f"{calls}+" if form.get("at_least_one") else f"{calls}*"
-        return self._named(f"{repeated} {free}")
+        return self._add_rule(f"{repeated} {free}")
 
     def _until(self, trigger: str) -> str:
-        """Free text that ends with the first occurrence of a trigger."""
+        """Return an expression for free text up to the first occurrence of a trigger."""
         if self._names is not None and self._names.match(trigger):
-            return f"{self._named(TEXT, terminal=True)} {self._literal(trigger)}"
+            return f"{self._add_rule(TEXT, terminal=True)} {self._literal(trigger)}"
         name = f"until_{len(self._rules)}"
         self._rules.append(f"{name}[lazy]: {TEXT} {json.dumps(trigger)}")
         return name
 
     def _literal(self, text: str) -> str:
-        """A text, with added tokens as themselves."""
+        """Return an expression for a text, in which added tokens stand for themselves."""
         if not text:
             return '""'
         parts: list[str] = []
@@ -126,15 +127,15 @@ class TagGrammar:
         parts += [json.dumps(text[at:])] * (len(text) > at)
         return " ".join(parts)
 
-    def _named(self, body: str, *, terminal: bool = False) -> str:
-        # Lark tells what the lexer reads from rules by capital letters.
+    def _add_rule(self, body: str, *, terminal: bool = False) -> str:
+        """Add a rule and return its name. Lark tells terminals from rules by capital letters."""
         name = f"{'TEXT' if terminal else 'rule'}_{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
 
 def _regex(pattern: str) -> str:
-    """A regular expression in Lark's notation: between slashes, on one line."""
+    """Return a regular expression in Lark's notation: between slashes, on one line."""
     within = {"/": r"\/", "\n": r"\n"}
     escaped = re.sub(r"\\.|/|\n", lambda match: within.get(match[0], match[0]), pattern)
     return f"/{escaped}/" if escaped else '""'

@@ -1,4 +1,4 @@
-"""The tokenizer beside a model's weights, which only stop strings and grammars need."""
+"""The tokenizer in the model's directory, needed only for stop strings and grammars."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ FILE = "tokenizer.json"
 
 
 class Vocabulary:
-    """The bytes of each token of the model in a directory, read when first needed.
+    """The bytes of each token of a model, read on first use.
 
-    Special tokens have no text, so they hold no part of a stop string.
+    Special tokens have no text, so they are no part of a stop string.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -24,9 +24,9 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def load(self, field: str) -> None:
-        """Reads the tokenizer, which takes up to seconds. Raises UnsupportedField without one.
+        """Read the tokenizer, which may take seconds. Raises UnsupportedField if there is none.
 
-        `field` is the option that needs it.
+        `field` is the request option that needs it.
         """
         if not self._path.is_file():
             raise UnsupportedField(
@@ -38,18 +38,19 @@ class Vocabulary:
             self._table  # noqa: B018
 
     def text(self, token_id: int) -> bytes:
-        """The bytes that a token adds to the text; none for special and for padding tokens."""
+        """Return the bytes that a token adds to the text; none for special and padding tokens."""
         return b"" if token_id in self.specials else self.bytes_of(token_id)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token, special or not; none for an id that only pads the vocabulary."""
+        """Return the bytes of a token, special or not; none for an id that only pads the
+        vocabulary."""
         try:
             return self._table.data(token_id)
         except BadTokenId:
             return b""
 
     def special(self, token_id: int) -> str | None:
-        """How a special token is written; None for all others."""
+        """Return the text of a special token, or None for all others."""
         return self.specials.get(token_id)
 
     @cached_property
@@ -61,7 +62,7 @@ class Vocabulary:
 
     @cached_property
     def _table(self) -> TokenBytesTable:
-        return TokenBytesTable(_Described(self.tokenizer))
+        return TokenBytesTable(_TableSource(self.tokenizer))
 
     @cached_property
     def added(self) -> dict[str, int]:
@@ -71,29 +72,29 @@ class Vocabulary:
 
     @cached_property
     def specials(self) -> dict[int, str]:
-        """The texts of the special tokens."""
+        """The texts of the special tokens by id."""
         added = self.tokenizer.get_added_tokens_decoder().items()
         return {at: token.content for at, token in added if token.special}
 
 
-class _Described:
-    """A tokenizer of the `tokenizers` package as `TokenBytesTable` reads it."""
+class _TableSource:
+    """Adapter from the `tokenizers` package to the interface that `TokenBytesTable` reads."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.backend_tokenizer = tokenizer
         self.convert_ids_to_tokens = tokenizer.id_to_token
         self.added_tokens_decoder = {
-            at: _Added(token.content, token.special)
+            at: _AddedToken(token.content, token.special)
             for at, token in tokenizer.get_added_tokens_decoder().items()
         }
 
 
-class _Added(str):
-    """The text of an added token, and whether it is a special one."""
+class _AddedToken(str):
+    """The text of an added token, and whether it is special."""
 
     special: bool
 
-    def __new__(cls, text: str, special: bool) -> _Added:
-        made = super().__new__(cls, text)
-        made.special = special
-        return made
+    def __new__(cls, text: str, special: bool) -> _AddedToken:
+        added = super().__new__(cls, text)
+        added.special = special
+        return added

@@ -1,7 +1,7 @@
-"""Weights over torch.distributed: a trainer broadcasts tensors, every worker of the group receives.
+"""Weights over torch.distributed: a trainer broadcasts tensors to all workers of a group.
 
-The group has its own store and no global state, so a process may join several, and leave. The
-trainer is rank 0 and hosts the store (`Broadcast.join(..., rank=0)`, then `send`).
+The group has its own store and no global state, so a process may join several groups and leave
+them. The trainer is rank 0 and hosts the store (`Broadcast.join(..., rank=0)`, then `send`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Broadcast:
-    """Membership in one broadcast group. Calls block: run them in a thread."""
+    """Membership in one broadcast group. Its methods block: call them in a thread."""
 
     def __init__(self, group: Any, store: Any, rank: int, world_size: int) -> None:
         self._group = group
@@ -39,7 +39,10 @@ class Broadcast:
         backend: str = "gloo",
         seconds: float = 60.0,
     ) -> Broadcast:
-        """Joins when all members have come. Raises DeadlineExceeded when one stays away."""
+        """Join a group and return once all members have joined.
+
+        Raises DeadlineExceeded when a member is missing after `seconds`.
+        """
         import torch.distributed as dist
 
         if not 0 <= rank < world_size or world_size < 2:
@@ -50,9 +53,12 @@ class Broadcast:
             raise BadRequest(f"backend is {backend!r}: expected gloo or nccl", param="backend")
         limit = timedelta(seconds=seconds)
         try:
-            store = dist.TCPStore(host, port, world_size, is_master=rank == 0, timeout=limit)
-            scoped = dist.PrefixStore("lockstep", store)
-            kind = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
+            # Torch exports these two at run time, but not in its type stubs.
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, port, world_size, is_master=rank == 0, timeout=limit
+            )
+            scoped = dist.PrefixStore("lockstep", store)  # type: ignore[attr-defined]
+            kind: Any = dist.ProcessGroupGloo if backend == "gloo" else dist.ProcessGroupNCCL
             group = kind(scoped, rank, world_size, limit)
         except (RuntimeError, ValueError) as error:
             raise DeadlineExceeded(
@@ -62,12 +68,12 @@ class Broadcast:
         return cls(group, store, rank, world_size)
 
     def send(self, tensors: Iterable[Tensor]) -> None:
-        """Broadcasts tensors from rank 0, in order."""
+        """Broadcast tensors from rank 0, in order."""
         for tensor in tensors:
             self._exchange(tensor.detach().contiguous())
 
     def receive(self, specs: Sequence[TensorSpec], device: str) -> list[tuple[str, Tensor]]:
-        """The named tensors, in the order in which rank 0 sends them.
+        """Return the named tensors, in the order in which rank 0 sends them.
 
         Raises BadRequest for a dtype or shape that cannot be sent.
         """

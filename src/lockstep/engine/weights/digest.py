@@ -1,4 +1,4 @@
-"""Digests of tensors while they are loaded, computed beside the loading."""
+"""Digests of tensors, computed in threads while a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ NAMES = {
     torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
     torch.bool: "BOOL",
 }  # fmt: skip
-"""Types as safetensors names them."""
+"""Names of dtypes in safetensors."""
 THREADS, PENDING = 4, 8
-"""Hashing releases the interpreter's lock. Few tensors wait at once: they are held in memory."""
+"""Threads (hashing releases the GIL) and the limit of tensors queued, which stay in memory."""
 
 
 def digest_of(tensor: Tensor) -> str:
-    """The digest of a tensor's type, shape and bytes, as a checkpoint file would have it."""
+    """Return the digest of a tensor's dtype, shape and bytes, as in a checkpoint file."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     name = NAMES.get(tensor.dtype, str(tensor.dtype))
     return tensor_digest(name, tensor.shape, [flat.numpy().data])
 
 
 class Digester:
-    """Collects digests by name, in threads of its own, for the time of a block of code.
+    """Thread pool that computes digests by name; a context manager.
 
     A tensor must not change between `add` and the end of the block.
     """
@@ -59,7 +59,7 @@ class Digester:
         self._pending.append((name, self._pool.submit(digest_of, tensor)))
 
     def digests(self) -> dict[str, str]:
-        """All that were added; waits for them."""
+        """Wait for all digests and return them by name."""
         while self._pending:
             self._collect()
         return self._digests

@@ -1,4 +1,4 @@
-"""The packed tensors of one set of weights, and the memory that they lie in."""
+"""The packed tensors of one set of weights, and the memory that holds them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-ALIGNED = 128
-"""Values that the place of a tensor in joined memory is a multiple of: kernels want 16 bytes."""
-SWAPPED = 64 << 20
-"""Values that are exchanged at a time: so many are there three times for a moment."""
+ALIGNMENT = 128
+"""Alignment of a tensor in joined memory, in values. Kernels need 16 bytes."""
+SWAP_VALUES = 64 << 20
+"""Values exchanged at a time. This many exist three times for a moment."""
 
 
 class PackedTensors(dict[str, Tensor]):
-    """Packed tensors by name. `whole` is the one piece of memory that they all lie in, if they do:
-    then a few copies exchange all of them with others of the same layout."""
+    """Packed tensors by name. `whole` is the single allocation that holds them all, if there is
+    one.
+
+    With it, a few large copies exchange two sets of the same layout.
+    """
 
     whole: Tensor | None = None
 
@@ -24,13 +27,13 @@ class PackedTensors(dict[str, Tensor]):
     def empty(
         cls, shapes: Mapping[str, tuple[int, ...]], device: str, dtype: torch.dtype, *, joined: bool
     ) -> PackedTensors:
-        """Memory for tensors of these shapes: `joined` to one piece, or each its own."""
+        """Return memory for tensors of these shapes, in one allocation if `joined`."""
         if not joined:
             return cls(
                 {n: torch.empty(shape, dtype=dtype, device=device) for n, shape in shapes.items()}
             )
-        sizes = [-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in shapes.values()]
-        # Zeros, as what lies between two tensors is checked to be finite with them.
+        sizes = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes.values()]
+        # Zeros: the padding between tensors is checked to be finite together with them.
         whole = torch.zeros(sum(sizes), dtype=dtype, device=device)
         packed = cls()
         for (name, shape), part in zip(shapes.items(), whole.split(sizes), strict=True):
@@ -39,11 +42,13 @@ class PackedTensors(dict[str, Tensor]):
         return packed
 
     def exchange(self, other: PackedTensors) -> None:
-        """Exchanges the numbers; every tensor stays where it is. Those that both share stay too."""
+        """Exchange the values with another set. No tensor moves, and shared tensors are skipped."""
         pairs = [(tensor, other[name]) for name, tensor in self.items()]
         if self.whole is not None and other.whole is not None:
-            # A copy for every tensor takes longer to launch than to run, and requests wait for it.
-            pairs = [*zip(self.whole.split(SWAPPED), other.whole.split(SWAPPED), strict=True)]
+            # One copy per tensor would take longer to launch than to run, while requests wait.
+            pairs = [
+                *zip(self.whole.split(SWAP_VALUES), other.whole.split(SWAP_VALUES), strict=True)
+            ]
         for here, there in pairs:
             if here is not there:
                 numbers = here.clone()

@@ -1,7 +1,7 @@
-"""Writes tensors to safetensors files, and makes all digests of the very bytes that are written.
+"""Writing of safetensors files, with digests computed from the bytes as they are written.
 
-A piece of a tensor is copied from its device once. It is written and hashed by threads while the
-next ones are copied: nothing is read again, and no one waits for the disk until the end.
+Each piece of a tensor is copied from its device once. Threads write and hash it while the next
+pieces are copied, so nothing is read back and nothing waits for the disk until the end.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from lockstep.tokens.errors import CheckpointError
 
 Update = Callable[[memoryview], object]
 PIECE = 16 << 20
-"""Bytes that are copied, hashed and written at a time."""
+"""Bytes copied, hashed and written at a time."""
 PIECES = 4
-"""Pieces that are under way at once."""
-SYNCED = 128 << 20
-"""Bytes after which the disk is told to take what was written: at the end little is left to do."""
-WRITES = "safe_save_file"
-"""What transformers' `save_pretrained` calls for each file."""
+"""Pieces in flight at once."""
+SYNC_BYTES = 128 << 20
+"""Bytes between calls of fsync, so that little is left to sync at the end."""
+SAVE_FUNCTION = "safe_save_file"
+"""Name of the function that transformers' `save_pretrained` calls for each file."""
 _replacing = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class SavedFiles:
-    """Files as they were written, by name, and the digests of their tensors."""
+    """Records of written files by name, and the digests of their tensors."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     tensors: dict[str, str] = field(default_factory=dict)
@@ -53,8 +53,8 @@ class SavedFiles:
         filename: str | os.PathLike[str],
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Writes one file, as `safetensors.torch.save_file` does, and keeps what is known of it."""
-        # Wide types first: then every tensor lies at a multiple of the size of its values.
+        """Write one file, as `safetensors.torch.save_file` does, and record its digests."""
+        # Widest dtypes first, so that every tensor starts at a multiple of its value size.
         items = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
         with open(filename, "wb", buffering=0) as file, _Writer(file) as writer:
             writer.add(memoryview(_header(items, metadata)))
@@ -68,28 +68,28 @@ class SavedFiles:
 
 
 @contextmanager
-def saved_by(saved: SavedFiles) -> Iterator[None]:
-    """Has transformers write files by `saved`, for the time of a block of code.
+def saving_through(saved: SavedFiles) -> Iterator[None]:
+    """Make transformers write its files through `saved` within the block.
 
-    `save_pretrained` knows how a model is named and split up in files, and offers no other way to
-    write them. Where a version of it calls another function, files are written by that.
+    `save_pretrained` decides how a model is named and split into files, and offers no other hook to
+    write them. If a version of it calls another function, that one writes the files.
     """
     import transformers.modeling_utils as module
 
     with _replacing:
-        original = getattr(module, WRITES, None)
+        original = getattr(module, SAVE_FUNCTION, None)
         if original is None:
             yield
             return
-        setattr(module, WRITES, saved.save_file)
+        setattr(module, SAVE_FUNCTION, saved.save_file)
         try:
             yield
         finally:
-            setattr(module, WRITES, original)
+            setattr(module, SAVE_FUNCTION, original)
 
 
 class _Writer:
-    """One file: its bytes in order, to the disk and into digests at once."""
+    """Writer of one file: bytes go to the disk and into digests, in order."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -103,7 +103,7 @@ class _Writer:
 
     def __enter__(self) -> _Writer:
         def thread(name: str) -> ThreadPoolExecutor:
-            # One each: what it is given is done in order.
+            # One thread per pool keeps the pieces in order.
             return self._threads.enter_context(ThreadPoolExecutor(1, thread_name_prefix=name))
 
         self._writing, self._syncing = thread("save-write"), thread("save-sync")
@@ -114,12 +114,12 @@ class _Writer:
         self._threads.close()
 
     def add(self, data: memoryview, update: Update | None = None) -> None:
-        """Appends bytes, which must not change before `finish`; `update` gets them too."""
+        """Append bytes, which must not change before `finish`, and pass them to `update`."""
         self._wait(PIECES - 1)
         self._send(data, update)
 
     def add_tensor(self, tensor: Tensor, update: Update) -> None:
-        """Appends the numbers of a tensor; `update` gets their bytes in order."""
+        """Append the values of a tensor and pass their bytes to `update` in order."""
         for piece in tensor.detach().reshape(-1).split(PIECE // tensor.element_size()):
             if piece.is_cuda:
                 self._add_copy(piece, update)
@@ -127,7 +127,7 @@ class _Writer:
                 self.add(_bytes(piece), update)
 
     def finish(self) -> FileRecord:
-        """What was written, once it has reached the disk. Raises what failed."""
+        """Wait until everything is on disk; return the record of the file. Raises what failed."""
         self._wait(0)
         for future in self._synced:
             future.result()
@@ -135,7 +135,7 @@ class _Writer:
         return FileRecord(self._size, self._whole.hexdigest())
 
     def _add_copy(self, piece: Tensor, update: Update) -> None:
-        """Appends a piece of a tensor on a device, by way of a pinned buffer."""
+        """Append a piece of a tensor on a device, through a pinned buffer."""
         self._wait(PIECES - 1)
         if not self._buffers:
             self._buffers.append(torch.empty(PIECE, dtype=torch.uint8, pin_memory=True))
@@ -157,7 +157,7 @@ class _Writer:
         buffer: Tensor | None = None,
         copied: torch.cuda.Event | None = None,
     ) -> None:
-        """Has the threads take these bytes, once they are `copied`."""
+        """Queue bytes for the threads, which wait for the event `copied` first."""
 
         def run(take: Update) -> None:
             if copied is not None:
@@ -174,7 +174,7 @@ class _Writer:
         self._size += len(data)
 
     def _wait(self, most: int) -> None:
-        """Returns when at most so many pieces are under way. Raises what failed."""
+        """Wait until at most `most` pieces are in flight. Raises what failed."""
         while len(self._pending) > most:
             buffer, futures = self._pending.popleft()
             for future in futures:
@@ -187,13 +187,13 @@ class _Writer:
         while left:
             left = left[self._file.write(left) :]
         self._unsynced += len(data)
-        if self._unsynced >= SYNCED:
+        if self._unsynced >= SYNC_BYTES:
             self._unsynced = 0
             self._synced.append(self._syncing.submit(os.fsync, self._file.fileno()))
 
 
 def _header(items: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
-    """What a safetensors file of these tensors, in this order, begins with."""
+    """Return the header of a safetensors file with these tensors in this order."""
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
     for name, tensor in items:
@@ -215,6 +215,6 @@ def _type_name(name: str, tensor: Tensor) -> str:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, which they keep alive."""
+    """Return the bytes of a contiguous tensor. They keep the tensor alive."""
     data: memoryview = tensor.view(torch.uint8).numpy().data
     return data

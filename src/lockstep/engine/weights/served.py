@@ -1,4 +1,4 @@
-"""The weights and adapters that an engine serves now, and the weights before the last commit."""
+"""The weights and adapters that an engine serves, and the weights before the last commit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lockstep.tokens.errors import (
 )
 from lockstep.tokens.versions import joined
 
-KEPT_VERSIONS = 4096
-"""How many versions back `min_weight_version` of a request is still known."""
+HISTORY = 4096
+"""Number of past versions that `min_weight_version` of a request may name."""
 
 
 class ServedWeights:
-    """Weights and adapters of one engine. Loading is safe in any thread; changes are not."""
+    """The weights and adapters of one engine. Any thread may load; only the engine's may change."""
 
     def __init__(self, directory: Path, config: ModelConfig, options: EngineOptions) -> None:
         self.config = config
@@ -35,19 +35,19 @@ class ServedWeights:
         self.previous: Weights | None = None
         self.history = [options.weight_version]
         self.adapters: dict[str, Adapter] = {}
-        # Captured graphs hold addresses: what they are to compute with must come to lie there.
+        # Captured CUDA graphs hold addresses, so new weights are copied into the old memory.
         self._in_place = options.device != "cpu"
 
     # Loading
 
     def load_weights(self, directory: Path, version: str) -> Weights:
-        """Reads a checkpoint beside the live one. Raises CheckpointError unless it fits."""
+        """Read a checkpoint next to the live one. Raises CheckpointError unless it fits."""
         if (directory / "config.json").exists():
             self._check_same(ModelConfig.read(directory), directory)
         return self._load(directory, version)
 
     def load_adapter(self, name: str, path: Path, label: str | None = None) -> Adapter:
-        """Reads an adapter. Raises AdapterError unless it fits."""
+        """Read an adapter. Raises AdapterError unless it fits."""
         return Adapter.load(
             name,
             path,
@@ -74,25 +74,25 @@ class ServedWeights:
     # Serving
 
     def commit(self, weights: Weights) -> None:
-        """Serves `weights`; the old set is kept for one rollback."""
+        """Serve `weights` and keep the current set for one rollback."""
         if self._in_place:
-            self.weights.exchange_places(weights)
+            self.weights.exchange_memory(weights)
         self.previous, self.weights = self.weights, weights
-        self.history = [*self.history[-KEPT_VERSIONS:], weights.version]
+        self.history = [*self.history[-HISTORY:], weights.version]
 
     def rollback(self) -> None:
-        """Serves the set before the last commit again. Raises Conflict when there is none."""
+        """Serve the set before the last commit again. Raises Conflict when there is none."""
         if self.previous is None:
             raise Conflict("there is nothing to roll back to: no commit since the last rollback")
         if self._in_place:
-            self.weights.exchange_places(self.previous)
+            self.weights.exchange_memory(self.previous)
         self.weights, self.previous = self.previous, None
         self.history.pop()
 
     def add_adapter(self, adapter: Adapter) -> bool:
-        """Serves an adapter, instead of one of the same name if there is; returns whether.
+        """Serve an adapter; return whether it replaced one of the same name.
 
-        Requests in flight under the old one end under it.
+        Requests in flight under the replaced adapter finish under it. Raises Busy at the limit.
         """
         swapped = adapter.name in self.adapters
         if not swapped and len(self.adapters) >= self.options.max_adapters:
@@ -104,24 +104,28 @@ class ServedWeights:
         return swapped
 
     def remove_adapter(self, name: str) -> None:
-        """Stops serving an adapter. Raises UnknownModel when it is not loaded."""
+        """Stop serving an adapter. Raises UnknownModel when it is not loaded."""
         del self.adapters[self.adapter(name).name]
 
     def adapter(self, name: str) -> Adapter:
-        """The adapter of that name. Raises UnknownModel: the base model never stands in for one."""
+        """Return the adapter of that name.
+
+        Raises UnknownModel: a request for an adapter is never served by the base model.
+        """
         try:
             return self.adapters[name]
         except KeyError:
             raise UnknownModel(f"adapter {name!r} is not loaded", param="model") from None
 
     def version_of(self, adapter: Adapter | None) -> str:
-        """The label of all that a token is sampled under: weights, and adapter if there is one."""
+        """Return the version label of a token sampled now: that of the weights, and of the
+        adapter."""
         if adapter is None:
             return self.weights.version
         return joined(self.weights.version, adapter.name, adapter.label)
 
     def check_served(self, request: EngineRequest) -> None:
-        """Raises UnknownModel or VersionUnavailable unless this request's demands are met now."""
+        """Raise UnknownModel or VersionUnavailable unless the request can be served now."""
         if request.adapter is not None:
             self.adapter(request.adapter)
         served = self.weights.version

@@ -1,7 +1,7 @@
 """Weights over POSIX shared memory: a trainer writes one block, workers on its host read it.
 
-The writer owns the block: it lives until `free_shared`, or until the writing process ends. Readers
-map it read-only and never remove it.
+The writer owns the block, which exists until `free_shared` or the end of the writing process.
+Readers map it read-only and never remove it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from lockstep.tokens.errors import BadRequest, NotFound, Unavailable, Unsupporte
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,200}")
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FILES = Path("/dev/shm")
-"""Where Linux shows the blocks; other systems have no such place."""
+"""Directory of the blocks on Linux. Other systems have none."""
 
 
 @contextmanager
 def shared_tensors(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> Iterator[tuple[str, list[TensorSpec]]]:
-    """`write_shared` for the time of a block of code; the memory is freed after it."""
+    """Write tensors to shared memory (`write_shared`) and free it after the block."""
     name, specs = write_shared(tensors)
     try:
         yield name, specs
@@ -43,10 +43,10 @@ def shared_tensors(
 def write_shared(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> tuple[str, list[TensorSpec]]:
-    """Copies tensors into a new block; its name, and the specs that `Source` wants beside it.
+    """Copy tensors into a new block; return its name and the specs that `Source` takes.
 
-    Free it with `free_shared` when no worker needs it any more. Raises BadRequest for a dtype that
-    cannot be sent, Unavailable when shared memory has no room.
+    Call `free_shared` when no worker needs it any more. Raises BadRequest for a dtype that cannot
+    be sent, Unavailable when shared memory is full.
     """
     items = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     if not items:
@@ -63,7 +63,7 @@ def write_shared(
         for place, spec, (_, tensor) in zip(places, specs, items, strict=True):
             flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
             whole[place.offset : place.offset + spec.nbytes] = flat.numpy()
-        del whole  # a mapping with views on it cannot be closed
+        del whole  # a mapping with views of it cannot be closed
     except BaseException:
         block.unlink()
         raise
@@ -72,9 +72,9 @@ def write_shared(
 
 
 def free_shared(name: str) -> bool:
-    """Removes a block of this process; whether it was still there. Readers keep what they have."""
+    """Remove a block of this process; return whether it existed. Readers keep their mapping."""
     try:
-        block = SharedMemory(_checked(name))
+        block = SharedMemory(_check_name(name))
     except FileNotFoundError:
         return False
     block.close()
@@ -83,10 +83,10 @@ def free_shared(name: str) -> bool:
 
 
 def read_shared(name: str, tensors: Sequence[PlacedTensor]) -> Iterator[tuple[str, Tensor]]:
-    """Copies of the tensors, one at a time.
+    """Return an iterator over copies of the tensors.
 
-    Raises NotFound when there is no such block, BadRequest when a tensor does not lie within it;
-    both at once, not at the first tensor.
+    Raises NotFound when there is no such block and BadRequest when a tensor is not within it, both
+    at the call and not at the first tensor.
     """
     block = _attach(name)
     try:
@@ -95,10 +95,12 @@ def read_shared(name: str, tensors: Sequence[PlacedTensor]) -> Iterator[tuple[st
     except BaseException:
         block.close()
         raise
-    return _copies(block, tensors)
+    return _copy_tensors(block, tensors)
 
 
-def _copies(block: mmap.mmap, tensors: Sequence[PlacedTensor]) -> Iterator[tuple[str, Tensor]]:
+def _copy_tensors(
+    block: mmap.mmap, tensors: Sequence[PlacedTensor]
+) -> Iterator[tuple[str, Tensor]]:
     try:
         for place in tensors:
             nbytes = place.nbytes
@@ -128,7 +130,8 @@ def _create(size: int) -> SharedMemory:
     file = FILES / block.name.lstrip("/")
     try:
         if file.exists():
-            # Without this the memory is promised, not had: a full system would kill the writer.
+            # Allocate now. Otherwise the pages are only reserved, and on a full system the first
+            # write to one kills the process with SIGBUS.
             with file.open("r+b") as handle:
                 os.posix_fallocate(handle.fileno(), 0, size)
     except OSError as error:
@@ -142,7 +145,8 @@ def _create(size: int) -> SharedMemory:
 
 
 def _attach(name: str) -> mmap.mmap:
-    # SharedMemory would map it for writing, and in this Python remove it when the reader ends.
+    # SharedMemory maps the block for writing, and up to Python 3.12 its resource tracker removes
+    # the block when the reader exits.
     try:
         import _posixshmem  # type: ignore[import-not-found]
     except ImportError:
@@ -151,7 +155,7 @@ def _attach(name: str) -> mmap.mmap:
             param="shared_name",
         ) from None
     try:
-        handle = _posixshmem.shm_open("/" + _checked(name), os.O_RDONLY, mode=0o600)
+        handle = _posixshmem.shm_open("/" + _check_name(name), os.O_RDONLY, mode=0o600)
     except FileNotFoundError:
         raise NotFound(
             f"there is no shared memory {name!r} on this host: the writer has freed it, or is on "
@@ -170,7 +174,7 @@ def _attach(name: str) -> mmap.mmap:
         os.close(handle)
 
 
-def _checked(name: str) -> str:
+def _check_name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise BadRequest(
             f"shared_name is {name!r}: expected letters, digits, '.', '_' or '-'",

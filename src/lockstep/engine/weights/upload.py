@@ -1,4 +1,4 @@
-"""Copies the tensors of a checkpoint to where they will serve, and checks that they are finite."""
+"""Copying of checkpoint tensors to their device, with digests and a check that they are finite."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from lockstep.engine.weights.digest import NAMES, Digester
 from lockstep.tokens.errors import CheckpointError
 
 PIECE = 8 << 20
-"""Bytes that a thread has on their way to a device at a time: small enough to be hashed while they
-are still in the CPU's cache."""
+"""Bytes per copy to a device: small enough to be hashed while they are in the CPU's cache."""
 PIECES = 2
-"""Buffers of a thread: one travels while the other is filled."""
+"""Buffers per thread: one is sent while the other is filled."""
 THREADS = 4
-"""Tensors that travel at once. Copying and hashing release the interpreter's lock."""
+"""Tensors copied in parallel. Copying and hashing release the GIL."""
 CHECKED = 64 << 20
-"""Values that are checked at a time: each takes a few bytes of the device's memory."""
+"""Values checked at a time. The check needs a few bytes of device memory per value."""
 
 
 class TensorCopier(Protocol):
-    """Fills the tensors of a set of weights one by one, for the time of a block of code."""
+    """Copier that fills the tensors of a set of weights one by one; a context manager."""
 
     def __enter__(self) -> Self: ...
 
@@ -43,31 +42,31 @@ class TensorCopier(Protocol):
     ) -> None: ...
 
     def fill(self, name: str, target: Tensor, source: Tensor) -> None:
-        """Copies `source` to `target`, now or by the time of `finish`.
+        """Copy `source` to `target`, at once or at the latest in `finish`.
 
-        Raises CheckpointError for values that are not finite in the type of `target`, now or in
-        `finish`.
+        Raises CheckpointError, here or in `finish`, for values that are not finite in the dtype of
+        `target`.
         """
         ...
 
     def read(self, name: str, source: Tensor) -> None:
-        """Takes a tensor whose digest is wanted, and which is copied nowhere."""
+        """Compute the digest of a tensor without copying it."""
         ...
 
     def finish(self) -> dict[str, str]:
-        """The digests of all sources by name, once all targets hold what they are filled with."""
+        """Wait until all targets are filled and return the digests of all sources by name."""
         ...
 
 
 def copier(device: str, whole: Tensor | None) -> TensorCopier:
-    """What copies tensors from files to this device; `whole` is the memory of all targets."""
+    """Return the copier for this device. `whole` is the memory that holds all targets."""
     if whole is not None and device.startswith("cuda"):
         return DeviceCopier(whole)
     return HostCopier()
 
 
 class HostCopier(Digester):
-    """Copies within host memory. The copy is what will serve, so it is the better evidence."""
+    """Copier within host memory. It hashes the copy, because that is what will be served."""
 
     def fill(self, name: str, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
@@ -82,10 +81,10 @@ class HostCopier(Digester):
 
 
 class DeviceCopier:
-    """Copies through pinned buffers on a stream of its own, beside which steps go on.
+    """Copier through pinned buffers on its own CUDA stream, while steps keep running.
 
-    Each tensor, memory-mapped, is read once, in pieces: a thread copies a piece to a buffer, sends
-    it on its way and hashes it. Nothing waits for the device until the end.
+    Each memory-mapped tensor is read once, in pieces. A thread copies a piece to a buffer, starts
+    its transfer and hashes it. Nothing waits for the device until `finish`.
     """
 
     def __init__(self, whole: Tensor) -> None:
@@ -93,7 +92,7 @@ class DeviceCopier:
         self._stream: torch.cuda.Stream | None = None
         if whole.is_cuda:
             self._stream = torch.cuda.Stream(whole.device)
-            # Memory that was just freed may still be read by steps that were launched before.
+            # Freed memory is reused here, and steps launched earlier may still be reading it.
             self._stream.wait_stream(torch.cuda.default_stream(whole.device))
         self._own = threading.local()
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
@@ -125,13 +124,13 @@ class DeviceCopier:
         with self._on_stream():
             parts = self._whole.split(CHECKED)
             sound = torch.stack([torch.isfinite(part).all() for part in parts]).all()
-            if not bool(sound):  # which waits for all that was sent
+            if not bool(sound):  # waits for all transfers
                 for name, target in self._targets.items():
                     check_finite(name, target)
         return digests
 
     def _copy(self, target: Tensor | None, source: Tensor) -> str:
-        """Copies in one of the threads; the digest of the source."""
+        """Copy a tensor in one of the threads; return the digest of the source."""
         here = source.reshape(-1)
         there = None if target is None else target.view(-1)
         size = PIECE // max(source.element_size(), 0 if target is None else target.element_size())
@@ -147,13 +146,13 @@ class DeviceCopier:
         return tensor_digest(NAMES.get(source.dtype, str(source.dtype)), source.shape, parts())
 
     def _send(self, piece: Tensor, target: Tensor) -> memoryview:
-        """Sends a piece on its way; its bytes, which hold until the buffer's next turn."""
+        """Start the transfer of a piece; return its bytes, valid until the buffer is reused."""
         buffer, copied = next(self._buffers())
         if copied is not None:
             copied.synchronize()
         pinned = buffer.view(target.dtype)[: piece.numel()]
         if piece.dtype == target.dtype:
-            # Not by torch, which would set threads of its own on so little.
+            # Use numpy: torch would start its thread pool for a copy this small.
             _array(pinned)[:] = _array(piece)
         else:
             pinned.copy_(piece)
@@ -164,7 +163,7 @@ class DeviceCopier:
         return _array(pinned if piece.dtype == target.dtype else piece).data
 
     def _buffers(self) -> Iterator[tuple[Tensor, torch.cuda.Event | None]]:
-        """The buffers of the calling thread, in turn."""
+        """Return an endless iterator over the buffers of the calling thread."""
         if not hasattr(self._own, "buffers"):
             cuda = self._stream is not None
             self._own.buffers = cycle(
@@ -191,8 +190,8 @@ def _array(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raises CheckpointError for a tensor with values that are NaN or infinite."""
-    # Asked of the copy: a value may be too large for the narrower type it is served in.
+    """Raise CheckpointError for a tensor with values that are NaN or infinite."""
+    # Check the copy: a finite value may overflow the narrower dtype it is served in.
     if not bool(torch.isfinite(tensor).all()):
         bad = int((~torch.isfinite(tensor)).sum())
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""A model's weights: read from disk with every check, packed for the forward pass, swapped whole.
+"""A model's weights: read and checked from disk, packed for the forward pass, swapped as a whole.
 
 Fused modules (q, k, v; gate and up; all experts of a layer) are one packed tensor each, and a tied
-head is the embedding itself: no update can leave half of one behind.
+head is the embedding itself, so no update can replace only half of one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _epochs = count()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one named tensor lives: rows [start, end) of a packed tensor, of one expert if any."""
+    """The location of a named tensor: rows [start, end) of a packed tensor, of one expert if
+    any."""
 
     packed: str
     start: int
@@ -43,6 +44,7 @@ class Place:
     expert: int | None = None
 
     def view(self, packed: Tensor) -> Tensor:
+        """Return the rows of the packed tensor that hold this one."""
         target = packed if self.expert is None else packed[self.expert]
         return target[self.start : self.start + self.shape[0]]
 
@@ -67,10 +69,10 @@ class Layer:
 
     @property
     def qk_norm(self) -> Tensor | None:
-        """q_norm for each head of the queries, then k_norm for each head of the keys.
+        """q_norm for each query head, followed by k_norm for each key head.
 
-        Made when it is first needed: kernels of a GPU do without, and a swap of weights, for which
-        all requests wait, would make one for every layer.
+        Built on first use. GPU kernels do not need it, and building one per layer during a weight
+        swap would make all requests wait.
         """
         if self._qk_norm is None and self.q_norm is not None and self.k_norm is not None:
             parts = self.q_norm.expand(self.heads, -1), self.k_norm.expand(self.kv_heads, -1)
@@ -135,7 +137,8 @@ class Layout:
             self.places[expert + "down_proj.weight"] = Place(to + "down", 0, down, e)
 
     def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
-        """The place of a named tensor. Raises CheckpointError when it does not fit the model."""
+        """Return the place of a named tensor. Raises CheckpointError if it does not fit the
+        model."""
         place = self.places.get(name)
         if place is None:
             raise CheckpointError(f"tensor {name!r} is not part of this {self.config.family} model")
@@ -150,9 +153,9 @@ class Layout:
 class Weights:
     """One complete set of weights under a version label.
 
-    `epoch` is unique to these contents: caches are keyed by it, never by the label, so that two
-    sets under one label can not be confused. `digests` identify the tensors of the checkpoint they
-    were loaded from, by name; None for weights that came in parts.
+    `epoch` is unique to these contents. Caches use it as a key, never the label, so that two sets
+    with the same label cannot be confused. `digests` identify the tensors of the checkpoint by
+    name; they are None for weights that were sent in parts.
     """
 
     layout: Layout
@@ -166,7 +169,8 @@ class Weights:
         self._lay_out(self.packed)
 
     def _lay_out(self, packed: PackedTensors) -> None:
-        """Takes these tensors, which hold its numbers, as its own."""
+        """Use these packed tensors, which hold this set's values, and rebuild the layers from
+        them."""
         object.__setattr__(self, "packed", packed)
         names = [name for name, f in Layer.__dataclass_fields__.items() if f.init]
         config = self.layout.config
@@ -194,7 +198,7 @@ class Weights:
 
     @property
     def digest(self) -> str | None:
-        """What identifies their contents, as the checkpoint's own digest does; None if unknown."""
+        """The digest of the contents, equal to that of the checkpoint, or None if unknown."""
         return None if self.digests is None else combined(self.digests)
 
     @property
@@ -205,7 +209,8 @@ class Weights:
     def load(
         cls, directory: Path, layout: Layout, version: str, *, device: str, dtype: torch.dtype
     ) -> Weights:
-        """The checkpoint in `directory`. Raises CheckpointError unless it is whole and fits."""
+        """Return the checkpoint in `directory`. Raises CheckpointError unless it is complete and
+        fits."""
         packed = PackedTensors.empty(layout.shapes, device, dtype, joined=device != "cpu")
         missing = set(layout.places)
         tied_head: Tensor | None = None
@@ -230,20 +235,20 @@ class Weights:
             raise tied_head_differs(str(directory))
         return cls(layout, packed, version, digests=digests)
 
-    def exchange_places(self, other: Weights) -> None:
-        """Each set takes the memory of the other; both hold the numbers that they held.
+    def exchange_memory(self, other: Weights) -> None:
+        """Exchange the memory of two sets; both keep their values.
 
-        What knows only addresses, as captured graphs do, then computes with the other set.
+        Captured CUDA graphs, which hold addresses, then compute with the other set.
         """
         mine, theirs = self.packed, other.packed
         mine.exchange(theirs)
         self._lay_out(theirs)
         other._lay_out(mine)
 
-    def updated(self, tensors: Iterable[tuple[str, Tensor]], version: str) -> Weights:
-        """A new set with the named tensors replaced; packed neighbours keep their contents.
+    def with_tensors(self, tensors: Iterable[tuple[str, Tensor]], version: str) -> Weights:
+        """Return a new set with the named tensors replaced. Packed neighbours keep their values.
 
-        Raises CheckpointError, and leaves this set as it is, when a tensor does not fit.
+        Raises CheckpointError, and leaves this set unchanged, when a tensor does not fit.
         """
         packed = PackedTensors(self.packed)
         fresh: set[str] = set()
@@ -256,6 +261,7 @@ class Weights:
                 packed[place.packed] = packed[place.packed].clone()
                 fresh.add(place.packed)
             target = place.view(packed[place.packed])
+            # A tied head and the embedding may both be sent: they share memory and must agree.
             before = target.clone() if name in filled else None
             target.copy_(tensor)
             check_finite(source, target)
@@ -284,7 +290,8 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Names and loaders of all tensors. Raises CheckpointError for missing or broken files."""
+    """Yield the name and a loader of each tensor. Raises CheckpointError for a missing or broken
+    file."""
     for path in _files(directory):
         if not path.exists():
             raise CheckpointError(f"{path} does not exist: the checkpoint is not complete")
