@@ -18,7 +18,7 @@ from lockstep.engine.cuda.kernels import exact_attention, prefill_kernels
 from lockstep.engine.cuda.kernels.adapters import AdapterBank
 from lockstep.engine.cuda.overlapped import OverlappedRunner
 from lockstep.engine.cuda.prefill import Prefiller
-from lockstep.engine.model.arithmetic import ExactOnDevice, gated, mix_experts, route
+from lockstep.engine.model.arithmetic import ExactOnDevice, mix_experts, route, swiglu
 from tests.engine.cuda.test_overlapped import SMALL, alike, pytestmark  # noqa: F401
 from tests.engine.model.test_lora import with_head
 from tests.engine.rig import Rig, ids
@@ -142,7 +142,7 @@ def test_the_trainers_experts_have_the_gradients_of_plain_torch() -> None:
     gate_up, down = torch.randn(4, 24, 16), torch.randn(4, 16, 12)
     weights, experts = route(F.linear(x, router), 2, True)
     results = []
-    for mix in (trainer.mix, lambda *args: mix_experts(*args, product=F.linear, gate=gated)):
+    for mix in (trainer.mix, lambda *args: mix_experts(*args, product=F.linear, gate=swiglu)):
         leaves = [each.clone().requires_grad_() for each in (x, weights, gate_up, down)]
         out = mix(leaves[0], experts, *leaves[1:])
         slope = torch.linspace(-1, 1, out.numel()).view(out.shape)

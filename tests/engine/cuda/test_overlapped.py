@@ -44,8 +44,8 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "SMALLEST", 8)
     monkeypatch.setattr(prefill, "SPARE_BLOCKS", 3)
     monkeypatch.setattr(prefill_kernels, "ROWS", 32)
-    monkeypatch.setattr(start, "REHEARSED", start.REHEARSED[:1])
-    monkeypatch.setattr(start, "REHEARSED_TOKENS", 5)
+    monkeypatch.setattr(start, "WARM_UP_SAMPLING", start.WARM_UP_SAMPLING[:1])
+    monkeypatch.setattr(start, "WARM_UP_TOKENS", 5)
 
 
 pytestmark = [
@@ -256,7 +256,7 @@ def test_a_budget_ends_warming_and_says_what_is_left(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     note = warm(rig.core, 1e-9)
-    assert "larger batches are compiled when they first come" in note
+    assert "larger batches are compiled on first use" in note
     assert note in caplog.text
     rig.generate(ids(1, 5), max_tokens=3)
 

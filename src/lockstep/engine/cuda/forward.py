@@ -1,4 +1,4 @@
-"""The layers of a model on a CUDA device; attention is left to whoever runs them."""
+"""The layers of a model on a CUDA device. The caller provides the attention."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lockstep.engine.model.arithmetic import route
 from lockstep.engine.weights.weights import Layer, Weights
 
 Attend = Callable[[int, Layer, Tensor], Tensor]
-"""The attention of one layer: its number, its weights, and the product that holds queries, keys and
-values (in close arithmetic as parts that are to be added up). Returns (rows, heads * dim)."""
+"""The attention of one layer: (number, weights, product) -> (rows, heads * dim). The product holds
+queries, keys and values; in close arithmetic as parts still to be summed."""
 
 
 Adapt = Callable[[Tensor, Tensor, int, str], None]
-"""Adds, in place, what adapters make of these inputs: product, inputs, layer, packed module."""
+"""Add the updates of adapters to a product in place: (product, inputs, layer, packed module)."""
 Record = Callable[[int, Tensor], None]
-"""Gets the experts of all rows of each layer that has any."""
+"""Receives the experts of all rows of each MoE layer: (layer, experts)."""
 
 
 def forward(
@@ -37,9 +37,9 @@ def forward(
     adapt: Adapt | None = None,
     record: Record | None = None,
 ) -> Tensor:
-    """Normed hidden states of all rows, (rows, hidden); adapters and experts only where `exact`.
+    """Return the normed hidden states (rows, hidden); adapters and experts only if `exact`.
 
-    Every product is rounded before an adapter's part is added, as PEFT's modules do it.
+    Every product is rounded before an adapter's update is added, as in PEFT's modules.
     """
     x = F.embedding(ids, weights.embed)
     if single_row.fits(x) and adapt is None and not config.moe_layers:
@@ -50,7 +50,7 @@ def forward(
 
 
 def recorder(config: ModelConfig, cache: SlotCache, slots: Tensor, positions: Tensor) -> Record:
-    """Keeps the experts of these rows beside their keys and values."""
+    """Return a function that stores the experts of these rows next to their keys and values."""
 
     def record(layer: int, experts: Tensor) -> None:
         if cache.experts is not None:
@@ -61,7 +61,7 @@ def recorder(config: ModelConfig, cache: SlotCache, slots: Tensor, positions: Te
 
 
 def head(hidden: Tensor, weights: Weights, out: Tensor, *, exact: bool) -> None:
-    """Logits of these rows, in the type of the model."""
+    """Write the logits of these rows to `out`, in the model's dtype."""
     if exact:
         exact_kernels.linear(hidden, weights.head, out=out)
     else:
@@ -110,10 +110,10 @@ def _exact_layers(
         h = k.add_norm(x, parts(attended, layer.out, i, "out"), layer.post_norm, eps)
         if layer.router is not None:
             logits = k.linear(h, layer.router)
-            shares, chosen = route(logits, config.experts_per_token, config.normalize_top_k)
+            shares, routed = route(logits, config.experts_per_token, config.normalize_top_k)
             if record is not None:
-                record(i, chosen)
-            delta = experts.mix(h, chosen, shares, layer.gate_up, layer.down).float()[None]
+                record(i, routed)
+            delta = experts.mix(h, routed, shares, layer.gate_up, layer.down).float()[None]
             continue
         if adapt is None:
             inner = linear_gated(h, layer.gate_up)
@@ -124,9 +124,8 @@ def _exact_layers(
 
 
 def _one_row(eps: float, weights: Weights, x: Tensor, attend: Attend, *, exact: bool) -> Tensor:
-    """The layers of a batch of one row, in fewer launches."""
+    """Return the hidden states of a batch of one row, computed in fewer launches."""
     delta: Tensor | None = None
-    k = exact_kernels if exact else close_kernels
     parts = exact_kernels.linear_parts if exact else close_kernels.linear
     norm_linear = partial(single_row.norm_linear, eps=eps, exact=exact)
     for i, layer in enumerate(weights.layers):
@@ -135,4 +134,5 @@ def _one_row(eps: float, weights: Weights, x: Tensor, attend: Attend, *, exact: 
         delta = parts(attended, layer.out)
         x, inner = norm_linear(x, delta, layer.post_norm, layer.gate_up, gated=True)
         delta = parts(inner, layer.down)
-    return k.add_norm(x, delta, weights.norm, eps)
+    add_norm = exact_kernels.add_norm if exact else close_kernels.add_norm
+    return add_norm(x, delta, weights.norm, eps)

@@ -1,7 +1,7 @@
 """Decoding on a CUDA device: one captured graph per batch size, replayed for every token.
 
-A step is launched and collected apart, so that the next one can be in flight while the host handles
-the tokens of the last: those it continues from never leave the device.
+Launching and collecting a step are separate, so that the next step can be in flight while the host
+handles the tokens of the last one. The tokens it continues from never leave the device.
 """
 
 from __future__ import annotations
@@ -23,39 +23,42 @@ from lockstep.engine.weights.weights import Layer, Weights
 
 
 class GraphPool:
-    """Captures graphs that share their memory: they run one after the other, and what outlives a
-    run lies outside of it."""
+    """Memory pool shared by captured graphs.
+
+    Sharing is safe because graphs run one after the other, and results that outlive a run are
+    stored outside the pool.
+    """
 
     def __init__(self) -> None:
         self._handle = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """The graph of `run`, which is run once before: kernels are compiled then."""
+        """Run `run` once, which compiles its kernels, then capture it and return the graph."""
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile: they stage weights.
+        # thread_local: another thread may stage weights, and its allocations must not fail here.
         with torch.cuda.graph(graph, pool=self._handle, capture_error_mode="thread_local"):
             run()
         return graph
 
 
 def supported(model: Model, cache: SlotCache) -> bool:
-    """Whether the kernels fit this device, number format and architecture."""
+    """Return whether the kernels support this device, dtype and architecture."""
     c = model.config
-    # In fp32 only the exact kernels: the others would take the matrix units, which round to tf32.
+    # fp32 needs the exact kernels: the others use matrix units, which round to TF32.
     exact = model.arithmetic.name == "exact"
     typed = cache.k.dtype in (torch.bfloat16, torch.float16) or exact
     square = c.head_dim >= 32 and c.head_dim & (c.head_dim - 1) == 0
-    known = not c.moe_layers or exact
-    return cache.k.is_cuda and typed and square and known
+    experts_fit = not c.moe_layers or exact
+    return cache.k.is_cuda and typed and square and experts_fit
 
 
 class Decoder:
-    """Runs decode steps over the slots of one cache, under adapters too where there is a bank.
+    """Runner of decode steps over the slots of one cache, with adapters if there is a bank.
 
-    Graphs hold the addresses of the weights they were captured with. An update leaves its numbers
-    at the same addresses (`ServedWeights.commit`), so they serve every version.
+    Graphs hold the addresses of the weights they were captured with. An update writes its values to
+    the same addresses (`ServedWeights.commit`), so the graphs serve every version.
     """
 
     def __init__(
@@ -81,32 +84,32 @@ class Decoder:
     def launch(
         self, weights: Weights, rows: Seq[GraphRow], adapters: Seq[Adapter | None] = ()
     ) -> StepInFlight:
-        """Starts one step for these rows, each under its adapter if there are any."""
-        adapted = any(each is not None for each in adapters)
+        """Start one step for these rows, each under its adapter if it has one."""
+        adapted = any(adapter is not None for adapter in adapters)
         table = self.table(weights, len(rows), adapted=adapted)
         table.fill(rows, self._cache.scratch)
         self._adapters = adapters if adapted else ()
-        self._place(len(table.slots))
+        self._place_adapters(len(table.slots))
         return self._replay(table, rows)
 
     def follow(self, step: StepInFlight, uniforms: Seq[float]) -> StepInFlight:
-        """Starts the next step of the same rows, before `step` was read."""
+        """Start the next step of the same rows before `step` has been read."""
         step.table.refill(uniforms)
         if self.bank is not None and self.bank.changes != self._changes:
-            # A prompt that was scored in between may have taken the place of an adapter.
-            self._place(len(step.table.slots))
+            # A prompt scored in between may have evicted an adapter of this batch from its place.
+            self._place_adapters(len(step.table.slots))
         return self._replay(step.table, step.rows)
 
-    def _place(self, size: int) -> None:
-        """Tells the device which rows of the batch are under which adapter."""
+    def _place_adapters(self, size: int) -> None:
+        """Copy to the device which rows of the batch use which adapter."""
         if self.bank is None or not self._adapters:
             return
-        blocks = self.bank.blocks(((each, 1) for each in self._adapters), size)
+        blocks = self.bank.blocks(((adapter, 1) for adapter in self._adapters), size)
         self._changes = self.bank.changes
         self._blocks[:size].copy_(index_on(blocks, self._blocks.device))
 
     def table(self, weights: Weights, rows: int, *, adapted: bool = False) -> Table:
-        """The table that serves so many rows, captured if it was not yet."""
+        """Return the table for so many rows, capturing its graph if necessary."""
         if weights.packed is not self._packed:
             self._tables.clear()
         self._weights, self._packed = weights, weights.packed
@@ -117,6 +120,7 @@ class Decoder:
         if (size, adapted) not in self._tables:
             self._tables[size, adapted] = table = Table(self._logits[:size])
             if self._cache.k.is_cuda:
+                # Capture runs the step: let it write to the scratch slot, not to a sequence's.
                 table.slots.fill_(self._cache.scratch)
                 self._blocks.zero_()
                 table.graph = self._pool.capture(lambda: self._step(table, adapted))
@@ -131,22 +135,29 @@ class Decoder:
         return table.fetch(rows)
 
     def _step(self, table: Table, adapted: bool) -> None:
-        """One token for every row; the next call continues from the tokens it draws."""
+        """Compute one token for every row. The next call continues from the sampled tokens."""
         weights, model = self._weights, self._model
         if weights is None:
             raise RuntimeError("a step was run before the decoder had weights")
 
         def attend(i: int, layer: Layer, product: Tensor) -> Tensor:
             cache, slots, positions = self._cache.layers[i], table.slots, table.positions
-            norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
-            eps = model.config.eps
+            eps, q_norm, k_norm = model.config.eps, layer.q_norm, layer.k_norm
             if not self._exact:
                 return close_kernels.attend(
                     product, *cache, slots, positions, *model.rotation, model.scale,
-                    eps=eps, **norms,
+                    q_norm=q_norm, k_norm=k_norm, eps=eps,
                 )  # fmt: skip
             return exact_attention.attend_tokens(
-                product, *cache, slots, positions, *self._turns, model.scale, eps=eps, **norms
+                product,
+                *cache,
+                slots,
+                positions,
+                *self._turns,
+                model.scale,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=eps,
             )
 
         blocks, bank = self._blocks[: len(table.slots)], self.bank if adapted else None

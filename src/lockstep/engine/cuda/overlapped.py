@@ -27,7 +27,8 @@ from lockstep.tokens.completion import usable
 
 @dataclass(frozen=True, slots=True)
 class _OtherRows:
-    """Rows whose options the kernels do not know: drawn by `sampler.sample` from their logits."""
+    """Rows with options the kernels do not support. `sampler.sample` draws them from their
+    logits."""
 
     at: list[int]
     options: list[SamplingRow]
@@ -43,11 +44,11 @@ class _Drawing:
     others: _OtherRows | None
 
     def read(self) -> Iterator[tuple[Sequence, Sampled]]:
-        """The token of each sequence."""
+        """Wait for the tokens and return each with its sequence."""
         tokens = self.step.read()
         if (others := self.others) is not None:
-            drawn = sample(others.logits, others.options)
-            for at, sampled in zip(others.at, drawn, strict=True):
+            results = sample(others.logits, others.options)
+            for at, sampled in zip(others.at, results, strict=True):
                 tokens[at] = sampled
         return zip(self.sequences, tokens, strict=True)
 
@@ -61,7 +62,7 @@ class _Prefill:
     finished: torch.cuda.Event | None
 
     def broken(self) -> set[Sequence]:
-        """The sequences that computed NaN or infinity."""
+        """Return the sequences that computed NaN or infinity."""
         if self.finished is not None:
             self.finished.synchronize()
         if math.isfinite(self.sums.sum().item()):
@@ -73,18 +74,19 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class _InFlight:
-    """A launched step: sequences that decode, and those whose prompts are computed."""
+    """A launched step: its decoding sequences and its prefills."""
 
     decode: _Drawing | None
     prefills: tuple[tuple[_Prefill, _Drawing | None], ...] = ()
 
 
 class OverlappedRunner:
-    """Launches steps by graphs, and collects their tokens later.
+    """Runner that launches steps as CUDA graphs and collects their tokens later.
 
-    A sequence counts as computed from the launch on: whatever is done with its slot afterwards is
-    queued behind the step on the device. Where the host must know the tokens first, it collects.
-    `take` gets every token; `wipe` every sequence that computed NaN, before its token.
+    A sequence counts as computed from its launch on, because any later operation on its slot is
+    queued behind the step on the device. When the host must know the tokens first, it calls
+    `collect`. `take` receives every token. `wipe` receives every sequence that computed NaN, before
+    its token.
     """
 
     def __init__(
@@ -110,15 +112,15 @@ class OverlappedRunner:
 
     @property
     def bank(self) -> AdapterBank | None:
-        """What graphs read adapters from; None where those are computed one by one."""
+        """The adapters that graphs read, or None when adapters are computed one by one."""
         return self.decoder.bank
 
     def drop_bank(self) -> None:
-        """Has adapters computed one by one from now on."""
+        """Compute adapters one by one from now on."""
         self.decoder.bank = self._prefiller.bank = None
 
     def shapes(self, weights: Weights) -> list[tuple[str, list[int], Callable[[int], object]]]:
-        """All batch shapes by what they are for, and what captures one of them."""
+        """Return all batch shapes by purpose, each with the function that captures one size."""
         decoder, prefiller, slots = self.decoder, self._prefiller, self._scheduler.slots
         shapes: list[tuple[str, list[int], Callable[[int], object]]] = [
             ("decoding", buckets(slots), lambda size: decoder.table(weights, size)),
@@ -133,8 +135,10 @@ class OverlappedRunner:
         return shapes
 
     def launch(self, weights: Weights, works: list[Work]) -> list[Work]:
-        """Starts a step of these works; returns those it cannot compute, which have adapters in
-        close arithmetic."""
+        """Start a step of these works; return those it cannot compute.
+
+        These are works with adapters in close arithmetic.
+        """
         decodes: list[Work] = []
         prefills: list[Work] = []
         adapted: list[Work] = []
@@ -144,11 +148,11 @@ class OverlappedRunner:
                 decodes.append(work)
             else:
                 (prefills if plain else adapted).append(work)
-        # The longer part last: while it runs, tokens of the other are on their way.
+        # Launch the longer part last: the tokens of the other are copied while it runs.
         decode = self._decode(weights, decodes) if decodes else None
         batches = [*self._batches(prefills)]
         if self._prefiller.exact:
-            # Apart from the others, whose graphs do less.
+            # A batch of their own: graphs of prefills without adapters do less work.
             batches += self._batches(adapted)
             adapted = []
         launched = tuple(self._prefill(weights, batch) for batch in batches)
@@ -157,26 +161,29 @@ class OverlappedRunner:
         return adapted
 
     def advance(self) -> None:
-        """Collects the step in flight, after launching the next one if the batch stays the same."""
+        """Collect the step in flight, after launching the next one if the batch stays the same."""
         current = self._current
         self._current = None
         if current is None:
             return
         decode = current.decode
         if decode is not None and self._continues(current):
-            # The token in flight is counted here, though the host has not seen it yet.
-            uniforms = [uniform(each.seed, each.generated + 1) for each in decode.sequences]
+            # The host has not seen the token in flight yet, so it is counted by the + 1. The next
+            # step starts before it is read: the device takes its token from the step before.
+            uniforms = [
+                uniform(sequence.seed, sequence.generated + 1) for sequence in decode.sequences
+            ]
             step = self.decoder.follow(decode.step, uniforms)
             for sequence in decode.sequences:
                 sequence.computed += 1
             self._current = _InFlight(replace(decode, step=step))
-        self._hand_on(current)
+        self._deliver(current)
 
     def collect(self) -> None:
-        """Waits for the step in flight, if there is one, and hands its tokens on."""
+        """Wait for the step in flight, if there is one, and deliver its tokens."""
         current, self._current = self._current, None
         if current is not None:
-            self._hand_on(current)
+            self._deliver(current)
 
     # Launching
 
@@ -187,13 +194,13 @@ class OverlappedRunner:
             for work, row in zip(works, options, strict=True)
         ]
         adapters = [work.sequence.adapter for work in works]
-        drawing = _drawing(self.decoder.launch(weights, rows, adapters), works, options)
+        drawing = _start_drawing(self.decoder.launch(weights, rows, adapters), works, options)
         for work in works:
             work.sequence.computed += 1
         return drawing
 
     def _batches(self, works: list[Work]) -> Iterator[list[Work]]:
-        """The works in as few runs as they fit in: one, unless many of them are tiny."""
+        """Yield the works in as few runs as possible: one, unless many of them are tiny."""
         while works:
             count = len(works)
             while count > 1 and not self._prefiller.fits([_segment(w) for w in works[:count]]):
@@ -219,7 +226,9 @@ class OverlappedRunner:
         drawing = None
         if rows:
             adapters = [work.sequence.adapter for work in sampling]
-            drawing = _drawing(self._prefiller.draw(weights, rows, adapters), sampling, options)
+            drawing = _start_drawing(
+                self._prefiller.draw(weights, rows, adapters), sampling, options
+            )
         for work in works:
             work.sequence.computed += work.count
         host, finished = sums, None
@@ -232,37 +241,44 @@ class OverlappedRunner:
 
     # Collecting
 
-    def _hand_on(self, launched: _InFlight) -> None:
-        """Hands all tokens on, after what broke was wiped: a failure ends the other choices of its
-        request too, and what they have computed is then kept as a prefix."""
-        drawn = list(launched.decode.read()) if launched.decode is not None else []
-        broken = {sequence for sequence, sampled in drawn if not usable(sampled.logprob)}
+    def _deliver(self, launched: _InFlight) -> None:
+        """Deliver all tokens of a step, after wiping the slots of broken sequences.
+
+        A failure also ends the other choices of its request, and ending them stores what they
+        computed in the prefix cache.
+        """
+        sampled_tokens = list(launched.decode.read()) if launched.decode is not None else []
+        broken = {sequence for sequence, sampled in sampled_tokens if not usable(sampled.logprob)}
         for prefill, drawing in launched.prefills:
-            gone = prefill.broken()
-            tokens = dict.fromkeys(gone, Sampled(0, math.nan, 0, ()))
+            broken_prefills = prefill.broken()
+            tokens = dict.fromkeys(broken_prefills, Sampled(0, math.nan, 0, ()))
             if drawing is not None:
-                tokens |= {each: sampled for each, sampled in drawing.read() if each not in gone}
-            broken |= {each for each, sampled in tokens.items() if not usable(sampled.logprob)}
-            drawn += tokens.items()
+                tokens |= {
+                    sequence: sampled
+                    for sequence, sampled in drawing.read()
+                    if sequence not in broken_prefills
+                }
+            broken |= {seq for seq, sampled in tokens.items() if not usable(sampled.logprob)}
+            sampled_tokens += tokens.items()
         for sequence in broken:
             self._wipe(sequence)
-        for sequence, sampled in drawn:
+        for sequence, sampled in sampled_tokens:
             self._take(sequence, sampled)
 
     def _continues(self, step: _InFlight) -> bool:
-        """Whether the same sequences will want one more token, whatever the one in flight is."""
+        """Return whether the same sequences need one more token, whatever the one in flight is."""
         scheduler, decode = self._scheduler, step.decode
         if decode is None or step.prefills or decode.others is not None:
             return False
         if scheduler.has_waiting and len(scheduler.running) < scheduler.slots:
             return False
         return decode.sequences == scheduler.running and all(
-            len(each.tokens) + 1 < each.max_total for each in decode.sequences
+            len(sequence.tokens) + 1 < sequence.max_total for sequence in decode.sequences
         )
 
 
 def _decodes(work: Work) -> bool:
-    """Whether only its last token is missing, which was sampled here."""
+    """Return whether the work computes a single token, sampled by this engine."""
     return work.count == 1 and work.samples and work.sequence.generated > 0
 
 
@@ -272,15 +288,15 @@ def _segment(work: Work) -> Segment:
     return Segment.whole(work.slot, sequence.computed, tokens, sequence.adapter)
 
 
-def _drawing(step: StepInFlight, works: list[Work], options: list[SamplingRow]) -> _Drawing:
-    at = [at for at, row in enumerate(options) if not _known(row)]
+def _start_drawing(step: StepInFlight, works: list[Work], options: list[SamplingRow]) -> _Drawing:
+    at = [at for at, row in enumerate(options) if not _kernels_sample(row)]
     others = None
     if at:
-        # Taken at once: another run of the same step may draw from the same buffer.
+        # Copy the logits now: another run of the same step may overwrite the buffer.
         logits = step.table.logits[: len(works)]
         if len(at) < len(works):
             logits = logits.index_select(0, index_on(at, logits.device))
-        others = _OtherRows(at, [options[each] for each in at], logits.float())
+        others = _OtherRows(at, [options[row] for row in at], logits.float())
     return _Drawing(step, [work.sequence for work in works], others)
 
 
@@ -292,10 +308,11 @@ def _row(row: SamplingRow, slot: int, position: int, token: int) -> GraphRow:
         uniform=row.uniform,
         temperature=row.sampling.temperature,
         processed=row.mode == "processed",
-        tops=row.sampling.logprobs if _known(row) else 0,
+        tops=row.sampling.logprobs if _kernels_sample(row) else 0,
     )
 
 
-def _known(row: SamplingRow) -> bool:
-    """Whether the kernels draw as this row wants: from the whole distribution, tempered or not."""
+def _kernels_sample(row: SamplingRow) -> bool:
+    """Return whether the kernels can sample this row: from the whole distribution, with any
+    temperature."""
     return not row.processing.edits and not truncates(row.sampling)

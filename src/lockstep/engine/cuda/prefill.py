@@ -1,4 +1,5 @@
-"""Prefill on a CUDA device: all tokens of a step in one ragged batch, captured by token counts."""
+"""Prefill on a CUDA device: all tokens of a step in one ragged batch, with a graph per batch
+size."""
 
 from __future__ import annotations
 
@@ -29,19 +30,18 @@ from lockstep.engine.model.model import Model, Segment
 from lockstep.engine.weights.weights import Layer, Weights
 
 SMALLEST = 32
-"""Tokens of the smallest batch that is captured."""
+"""Tokens of the smallest captured batch."""
 SPARE_BLOCKS = 16
-"""Blocks that a batch may have beside one for every sixteen tokens."""
+"""Blocks of a batch in addition to one per 16 tokens."""
 NOWHERE = -1
-"""The slot of a row that pads a batch: its keys and values are not kept."""
+"""Slot of padding rows, whose keys and values are not stored."""
 
 
 class TokenTable:
-    """The tokens of one ragged batch on the device: ids, positions, slots, and blocks of queries
-    and of rows under an adapter.
+    """The tokens of one ragged batch on the device: ids, positions, slots, and two kinds of blocks.
 
-    Blocks are those of `attend_ragged` and `AdapterBank`; there are more of them than full ones
-    would be, as every sequence may end with one that is not.
+    Blocks of queries are for `attend_ragged`, blocks of rows with an adapter for `AdapterBank`.
+    There are more than the token count needs, because every sequence may end with a partial block.
     """
 
     def __init__(self, tokens: int, hidden: Tensor, sums: Tensor) -> None:
@@ -62,9 +62,9 @@ class TokenTable:
     def fill(
         self, segments: Seq[Segment], per_block: int, adapted: npt.NDArray[np.int32] | None
     ) -> None:
-        """Puts these segments on the device, one after the other; the rows beyond them pad.
+        """Copy these segments to the device, one after the other. The remaining rows are padding.
 
-        `adapted` are the blocks of rows under adapters, if there are any.
+        `adapted` are the blocks of rows with adapters, if there are any.
         """
         self._up.reverse()
         self._copied.reverse()
@@ -98,12 +98,11 @@ class TokenTable:
 
 
 class Prefiller:
-    """Computes tokens of many sequences over the slots of one cache, all layers in one graph.
+    """Runner of prefills over the slots of one cache, with all layers in one graph.
 
-    At most `budget` tokens come at a time. Graphs serve the weights that lie where those lay that
-    they were captured with; others, which are staged, are computed launch by launch. Only exact
-    arithmetic knows adapters, one by one where there is no bank. Without a pool nothing is
-    captured.
+    A run takes at most `budget` tokens. Graphs apply to weights in the memory they were captured
+    with; staged weights are computed without graphs. Adapters need exact arithmetic, and are
+    applied one by one without a bank. Without a pool nothing is captured.
     """
 
     def __init__(
@@ -133,9 +132,10 @@ class Prefiller:
         self._packed: Mapping[str, Tensor] | None = None
 
     def run(self, weights: Weights, segments: Seq[Segment]) -> tuple[Tensor, Tensor]:
-        """Normed hidden states of all tokens, and the sum of each: finite where all of it is.
+        """Return the normed hidden states of all tokens, and the sum of each.
 
-        Writes keys and values to the slots. Both tensors are overwritten by the next run.
+        A sum is finite if all its values are. Writes keys and values to the slots. The next run
+        overwrites both tensors.
         """
         count = sum(len(segment.tokens) for segment in segments)
         runs = _runs(segments)
@@ -155,10 +155,10 @@ class Prefiller:
     def draw(
         self, weights: Weights, rows: Seq[GraphRow], adapters: Seq[Adapter | None] = ()
     ) -> StepInFlight:
-        """Draws a token for each of these rows of hidden states of the last run."""
+        """Draw a token for each of these rows of the last run's hidden states."""
         table = self.head(weights, len(rows))
         table.fill(rows, 0)
-        if any(each is not None and each.adapts_head for each in adapters):
+        if any(adapter is not None and adapter.adapts_head for adapter in adapters):
             self._finish(table, weights, adapters)
         elif table.graph is not None and self._captured(weights):
             table.graph.replay()
@@ -167,14 +167,15 @@ class Prefiller:
         return table.fetch(rows)
 
     def on(self, cache: SlotCache) -> Prefiller:
-        """The same over another cache, launch by launch; it may run beside this one."""
+        """Return a prefiller over another cache, without graphs, that may run in parallel."""
         bank = self.bank and self.bank.another()
         return Prefiller(self._model, cache, None, self._budget, bank)
 
     def logits(
         self, weights: Weights, hidden: Tensor, adapters: Seq[Adapter | None] = ()
     ) -> Tensor:
-        """Logits of these hidden states, each under its adapter, in the type of the model."""
+        """Return the logits of these hidden states, each under its adapter, in the model's
+        dtype."""
         out = hidden.new_empty((len(hidden), weights.head.shape[0]))
         self._logits_to(out, weights, hidden, adapters)
         return out
@@ -194,17 +195,17 @@ class Prefiller:
         targets: Tensor,
         adapters: Seq[Adapter | None] = (),
     ) -> Tensor:
-        """The logprob of one token for each of these hidden states, as it is when it is drawn."""
+        """Return the logprob of one token per hidden state, with the bits it has when sampled."""
         return token_logprobs(self.logits(weights, hidden, adapters), targets)
 
     def fits(self, segments: Seq[Segment]) -> bool:
-        """Whether one run can take all of these segments."""
+        """Return whether one run can take all of these segments."""
         count = sum(len(segment.tokens) for segment in segments)
         adapted = any(segment.adapter is not None for segment in segments)
         return (self.exact or not adapted) and self._fitting(segments, count) is not None
 
     def table(self, weights: Weights, size: int, *, adapted: bool = False) -> TokenTable:
-        """The table of this size, captured with the first weights that are ever used."""
+        """Return the table of this size, captured with the first weights ever used."""
         self._packed = self._packed or weights.packed
         if (size, adapted) not in self._tables:
             self._tables[size, adapted] = table = TokenTable(size, self._hidden, self._sums)
@@ -215,7 +216,7 @@ class Prefiller:
         return self._tables[size, adapted]
 
     def head(self, weights: Weights, rows: int) -> Table:
-        """The table that draws for so many rows, captured with the first weights ever used."""
+        """Return the table that samples so many rows, captured with the first weights ever used."""
         self._packed = self._packed or weights.packed
         size = powers(rows)[-1]
         if size not in self._heads:
@@ -228,14 +229,14 @@ class Prefiller:
         return self._heads[size]
 
     def _captured(self, weights: Weights) -> bool:
-        """Whether these weights lie where those lie that graphs read."""
+        """Return whether these weights are in the memory that the graphs read."""
         return weights.packed is self._packed
 
     def _size(self, segments: Seq[Segment], count: int) -> int:
         size = self._fitting(segments, count)
         if size is None:
             raise RuntimeError(
-                f"{len(segments)} sequences of {count} tokens are more than one prefill takes"
+                f"{len(segments)} sequences of {count} tokens do not fit into one prefill"
             )
         return size
 
@@ -256,7 +257,11 @@ class Prefiller:
         *,
         adapted: bool = False,
     ) -> None:
-        """All rows, under adapters by the bank if `adapted`; or the first so many, one by one."""
+        """Compute all rows, with the bank's adapters if `adapted`.
+
+        With `count` and `rows_by_adapter`, compute only the first `count` rows and apply adapters
+        one by one.
+        """
         count = count or table.tokens
         bank = self.bank if adapted else None
 
@@ -274,28 +279,34 @@ class Prefiller:
             self._attention(table, count),
             exact=self.exact,
             adapt=adapt if bank is not None or rows_by_adapter else None,
-            # Experts of rows that pad a batch go to the last slot, which no sequence has.
+            # Padding rows have slot -1, which is the last slot here: no sequence uses it.
             record=recorder(config, self.cache, table.slots[:count], table.positions[:count]),
         )
         table.hidden[:count] = hidden
         torch.sum(hidden, -1, dtype=torch.float32, out=table.sums[:count])
 
     def _attention(self, table: TokenTable, count: int) -> Attend:
-        """The attention of the first so many rows."""
+        """Return the attention function for the first `count` rows."""
         model, cache = self._model, self.cache
 
         def attend(i: int, layer: Layer, product: Tensor) -> Tensor:
             slots, positions, blocks = table.slots[:count], table.positions[:count], table.blocks
-            norms = {"q_norm": layer.q_norm, "k_norm": layer.k_norm}
-            eps = model.config.eps
+            eps, q_norm, k_norm = model.config.eps, layer.q_norm, layer.k_norm
             if not self.exact:
                 q = store_heads(
                     product, *cache.layers[i], slots, positions, *model.rotation, model.scale,
-                    eps=eps, **norms,
+                    q_norm=q_norm, k_norm=k_norm, eps=eps,
                 )  # fmt: skip
                 return attend_ragged(q, *cache.layers[i], blocks)
             q = exact_kernels.store_heads(
-                product, *cache.layers[i], slots, positions, *self._turns, eps=eps, **norms
+                product,
+                *cache.layers[i],
+                slots,
+                positions,
+                *self._turns,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=eps,
             )
             return exact_attention.attend_ragged(q, *cache.layers[i], blocks, model.scale)
 
@@ -312,14 +323,17 @@ def _runs(segments: Seq[Segment]) -> list[Run]:
 
 
 def most_blocks(tokens: int) -> int:
-    """How many blocks of queries a batch of so many tokens may have."""
+    """Return the maximum number of query blocks of a batch of so many tokens."""
     return tokens // 16 + SPARE_BLOCKS
 
 
 def token_sizes(budget: int) -> list[int]:
-    """The token counts that batches are padded to: powers of two, from 256 on one between each."""
+    """Return the token counts that batches are padded to.
+
+    They are powers of two, with one size between neighbours from 256 on.
+    """
     sizes, size = [], SMALLEST
     while size < budget:
         sizes += [size] if size < 256 else [size, size + size // 2]
         size *= 2
-    return [each for each in sizes if each < budget] + [-(-budget // 32) * 32]
+    return [size for size in sizes if size < budget] + [-(-budget // 32) * 32]

@@ -1,4 +1,4 @@
-"""Proves on the GPU at hand that a sequence has the same bits however it is cut and batched."""
+"""Start-up proof on this GPU that a sequence has the same bits in any chunks and any batch."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 LENGTH = 150
 SHORT = (3, 20, 50)
-DECODED = 64
-"""Tokens that are drawn by graphs: kernels that are nearly right differ in one of ten or so."""
+DECODE_TOKENS = 64
+"""Tokens decoded by graphs. A kernel with a small error differs in about one token of ten."""
 CUTS = ((7, 16, 40, 87), (64, 64, 14, *[1] * 8), (142, *[1] * 8))
 
 
 def why_not_exact(core: Core) -> str | None:
-    """How bits depend on cut, batch or who computes them; None where they do not."""
+    """Return how the bits depend on chunks, batch, decoding or the trainer's pass, or None."""
     model, weights, cache = core.model, core.served.weights, core.cache
-    # Room for three sequences, however few tokens a step of this engine takes.
+    # Allow three sequences, even if a step of this engine takes fewer tokens.
     prefiller = Prefiller(model, cache, None, max(core.scheduler.max_batch_tokens, 3 * LENGTH))
     length, vocab = min(LENGTH, core.max_len - 1), core.config.vocab_size
     ids = [(i * 2654435761 + 12345) % vocab for i in range(length)]
     others = [ids[::-1][: length // 2], ids[3:]][: max(cache.slots - 1, 0)]
     with torch.inference_mode():
-        whole = _scored(prefiller, weights, [Segment.whole(0, 0, ids)], length)
+        whole = _score(prefiller, weights, [Segment.whole(0, 0, ids)], length)
         beside = [Segment.whole(at + 1, 0, other) for at, other in enumerate(others)]
-        together = _scored(prefiller, weights, [Segment.whole(0, 0, ids), *beside], length)
+        together = _score(prefiller, weights, [Segment.whole(0, 0, ids), *beside], length)
         if not torch.equal(whole, together):
             return f"logits differ by up to {_gap(whole, together)} beside other sequences"
         for cut in CUTS:
@@ -55,10 +55,10 @@ def why_not_exact(core: Core) -> str | None:
             for start, end in zip([0, *accumulate(cut)], accumulate(cut), strict=False):
                 if piece := ids[start:end]:
                     segment = Segment.whole(0, start, piece)
-                    rows.append(_scored(prefiller, weights, [segment], len(piece)).clone())
+                    rows.append(_score(prefiller, weights, [segment], len(piece)).clone())
             if not torch.equal(whole, torch.cat(rows)):
                 return f"logits differ by up to {_gap(whole, torch.cat(rows))} in pieces of {cut}"
-        for count in (length, *SHORT):  # other tiles serve few rows
+        for count in (length, *SHORT):  # small batches use other tiles
             trained = trainer_logits(model, weights, ids[:count])
             if not torch.equal(whole[:count], trained):
                 gap = _gap(whole[:count], trained)
@@ -66,21 +66,21 @@ def why_not_exact(core: Core) -> str | None:
     return _why_unlike_decoding(core, ids[:20])
 
 
-def _scored(prefiller: Prefiller, weights: Weights, segments: list[Segment], rows: int) -> Tensor:
-    """The logits of the first so many rows."""
+def _score(prefiller: Prefiller, weights: Weights, segments: list[Segment], rows: int) -> Tensor:
+    """Return the logits of the first `rows` rows."""
     return prefiller.logits(weights, prefiller.run(weights, segments)[0][:rows])
 
 
-def _gap(one: Tensor, other: Tensor) -> str:
-    return f"{float((one.float() - other.float()).abs().max()):.1e}"
+def _gap(a: Tensor, b: Tensor) -> str:
+    return f"{float((a.float() - b.float()).abs().max()):.1e}"
 
 
 def _why_unlike_decoding(core: Core, ids: list[int]) -> str | None:
-    """How decoded tokens differ from the same tokens in a prompt; None where they do not."""
+    """Return how decoded tokens differ from the same tokens in a prompt, or None."""
     from lockstep.engine.cuda.start import complete
     from lockstep.tokens import Sampling
 
-    count = max(min(DECODED, core.max_len - len(ids) - 1), 1)
+    count = max(min(DECODE_TOKENS, core.max_len - len(ids) - 1), 1)
     sampling = Sampling(max_tokens=count, ignore_eos=True, seed=1, logprob_mode="raw")
     completion = complete(core, ids, sampling)
     if completion is None:
@@ -93,13 +93,12 @@ def _why_unlike_decoding(core: Core, ids: list[int]) -> str | None:
 
 
 def why_not_adapted(config: ModelConfig, bank: AdapterBank, like: Tensor) -> str | None:
-    """How adapters in a graph differ from those that are applied one by one; None where they do
-    not."""
+    """Return how adapters in a graph differ from adapters applied one by one, or None."""
     device, kind, rank = str(like.device), like.dtype, min(bank.max_rank, 12)
     pairs = []
     for first in (1, 7):
         deltas = {}
-        for (layer, module), (inner, *sizes) in _adapted(config).items():
+        for (layer, module), (inner, *sizes) in _adapted_modules(config).items():
             starts = [0, *accumulate(sizes)]
             deltas[layer, module] = tuple(
                 LoraDelta(
@@ -110,16 +109,16 @@ def why_not_adapted(config: ModelConfig, bank: AdapterBank, like: Tensor) -> str
                 for start, size in zip(starts, sizes, strict=False)
             )
         pairs.append(Adapter("self-test", Path(), "", 1.3 / rank, deltas))
-    one, other = pairs
-    runs: list[Run] = [(one, 1), (None, 2), (other, 40), (one, 5)]
+    first_adapter, second_adapter = pairs
+    runs: list[Run] = [(first_adapter, 1), (None, 2), (second_adapter, 40), (first_adapter, 5)]
     rows = sum(count for _, count in runs)
     blocks = torch.from_numpy(bank.blocks(runs, rows)).to(device)
     with torch.inference_mode():
-        for (layer, module), (inner, *sizes) in _adapted(config).items():
+        for (layer, module), (inner, *sizes) in _adapted_modules(config).items():
             x, out = (_numbers(device, kind, rows, width) for width in (inner, sum(sizes)))
             expected = out.clone()
-            for chosen in adapter_rows(runs, like.device):
-                chosen.add_to(expected, x, layer, module, kernels.linear)
+            for adapter_part in adapter_rows(runs, like.device):
+                adapter_part.add_to(expected, x, layer, module, kernels.linear)
             bank.add_to(out, x, blocks, layer, module)
             if not torch.equal(out, expected):
                 return f"{module} differs by up to {_gap(out, expected)}"
@@ -127,8 +126,9 @@ def why_not_adapted(config: ModelConfig, bank: AdapterBank, like: Tensor) -> str
     return None
 
 
-def _adapted(config: ModelConfig) -> dict[tuple[int, str], tuple[int, ...]]:
-    """Inputs and outputs of what adapters update, in one layer and the head."""
+def _adapted_modules(config: ModelConfig) -> dict[tuple[int, str], tuple[int, ...]]:
+    """Return the input and output sizes of modules that adapters update, in one layer and the
+    head."""
     sizes = {
         (HEAD_LAYER, "head"): (config.hidden, config.vocab_size),
         (0, "qkv"): (config.hidden, config.q_size, config.kv_size, config.kv_size),
@@ -141,7 +141,10 @@ def _adapted(config: ModelConfig) -> dict[tuple[int, str], tuple[int, ...]]:
 
 
 def trainer_logits(model: Model, weights: Weights, ids: list[int]) -> Tensor:
-    """The logits of one sequence as a prepared transformers module computes them, without it."""
+    """Return the logits of one sequence as a prepared transformers module computes them.
+
+    Runs the same kernels without importing transformers.
+    """
     c, kind = model.config, weights.embed.dtype
     sizes = (c.q_size, c.kv_size, c.kv_size)
     cos, sin = (turn[: len(ids)].to(kind) for turn in model.rotation)
@@ -159,7 +162,7 @@ def trainer_logits(model: Model, weights: Weights, ids: list[int]) -> Tensor:
         h = kernels.add_norm(x, None, layer.input_norm, c.eps)
         biases = (None,) * 3 if layer.qkv_bias is None else layer.qkv_bias.split(sizes)
         parts = zip(layer.qkv.split(sizes), biases, strict=True)
-        q, k, v = (kernels.linear(h, each, bias) for each, bias in parts)
+        q, k, v = (kernels.linear(h, weight, bias) for weight, bias in parts)
         q, k, v = (
             heads(q, layer.q_norm, turn=True),
             heads(k, layer.k_norm, turn=True),
@@ -174,7 +177,7 @@ def trainer_logits(model: Model, weights: Weights, ids: list[int]) -> Tensor:
 
 def _trainer_mlp(model: Model, layer: Layer, h: Tensor) -> Tensor:
     if layer.router is None:
-        gate, up = (kernels.linear(h, each) for each in layer.gate_up.chunk(2))
+        gate, up = (kernels.linear(h, weight) for weight in layer.gate_up.chunk(2))
         return kernels.linear(kernels.silu(gate) * up, layer.down)
     c, logits = model.config, kernels.linear(h, layer.router)
     weights, experts = route(logits, c.experts_per_token, c.normalize_top_k)
@@ -183,9 +186,9 @@ def _trainer_mlp(model: Model, layer: Layer, h: Tensor) -> Tensor:
 
 @lru_cache
 def fingerprint_on(device: str, dtype: str) -> str:
-    """A digest of the bits of a fixed computation by the exact kernels on this device.
+    """Return a digest of the bits of a fixed computation by the exact kernels on this device.
 
-    Empty where they do not run: the self-test then says why.
+    Empty if the kernels do not run; the self-test then reports why.
     """
     try:
         return _fingerprint(device, getattr(torch, dtype))
@@ -195,7 +198,7 @@ def fingerprint_on(device: str, dtype: str) -> str:
 
 
 def _numbers(device: str, kind: torch.dtype, *shape: int) -> Tensor:
-    """Numbers from -1 to 1 that are the same everywhere."""
+    """Return fixed values between -1 and 1, equal on every machine."""
     count = int(torch.tensor(shape).prod())
     mixed = (torch.arange(count, dtype=torch.int64) * 2654435761 + 12345) % 65521
     return ((mixed - 32760).float() / 32768).view(shape).to(device, kind)

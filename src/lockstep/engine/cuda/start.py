@@ -1,7 +1,7 @@
-"""Warm at start: kernels are compiled and graphs captured before the first request comes.
+"""Warm-up at start: kernels are compiled and graphs captured before the first request.
 
-Triton keeps compiled kernels on disk (TRITON_CACHE_DIR, by default ~/.triton/cache), so that only
-the first start of a model on a machine compiles them.
+Triton caches compiled kernels on disk (TRITON_CACHE_DIR, by default ~/.triton/cache), so only the
+first start of a model on a machine compiles them.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PROGRESS_SECONDS = 2.0
-REHEARSED = (
+WARM_UP_SAMPLING = (
     Sampling(max_tokens=3, ignore_eos=True),
     Sampling(max_tokens=3, ignore_eos=True, logprobs=5, prompt_logprobs=1),
     Sampling(max_tokens=3, ignore_eos=True, top_p=0.9, top_k=50, presence_penalty=0.1),
     Sampling(max_tokens=3, ignore_eos=True, temperature=0.0, logit_bias={0: 1.0}),
 )
-"""Options whose first use loads code onto the device."""
-REHEARSED_TOKENS = 40
+"""Sampling options whose first use loads code onto the device."""
+WARM_UP_TOKENS = 40
 FEWEST_PLACES = 2
-"""Adapters that a bank has room for, even if only one sequence runs: its self-test has two."""
+"""Minimum number of adapters in a bank, because its self-test uses two."""
 
 
 def overlapped_runner(core: Core) -> OverlappedRunner | None:
-    """What runs the steps of an engine by graphs; None where the kernels do not fit it."""
+    """Return the runner that steps an engine by CUDA graphs, or None if the kernels do not fit
+    it."""
     if not supported(core.model, core.cache):
         return None
     pool, bank = GraphPool(), None
@@ -61,82 +62,85 @@ def overlapped_runner(core: Core) -> OverlappedRunner | None:
 
 
 def start(core: Core, seconds: float) -> str:
-    """Proves what is exact, and warms up; returns what is covered, in words.
+    """Prove exact arithmetic and warm up; return a description of what is covered.
 
-    Kernels that this GPU has no room for, or no compiler, are left for slower ones: those of close
-    arithmetic, then torch's own. Raises EngineFailure where exact was demanded, and where the
-    machine lacks what kernels are built with.
+    Kernels that do not compile, or do not fit this GPU, are replaced by slower ones: those of close
+    arithmetic, then torch's own. Raises EngineFailure when exact arithmetic was requested, and when
+    the machine lacks the tools that kernels are built with.
     """
     prove(core)
     while True:
         try:
             return warm(core, seconds)
         except TritonError as error:
-            problem = _problem(error)
+            problem = _describe_error(error)
         except (RuntimeError, CalledProcessError) as error:
-            _problem(error)
+            _describe_error(error)
             raise
         if core.model.arithmetic.name == "exact":
-            _take_close(core, problem)
+            _fall_back_to_close(core, problem)
             continue
-        log.warning("steps run by torch's own kernels, launch by launch: %s", problem)
+        log.warning("steps use torch's own kernels, without graphs: %s", problem)
         core.overlapped = core.model.prefiller = None
-        return f"not warm, steps run by torch's own kernels: {problem}"
+        return f"not warm, steps use torch's own kernels: {problem}"
 
 
 def warm(core: Core, seconds: float) -> str:
-    """Captures the graphs of all batch shapes, small ones first, and rehearses a few requests.
+    """Capture the graphs of all batch shapes, small ones first, and run a few requests.
 
-    Returns what is covered, in words. Stops when `seconds` have passed; a shape that is left is
-    captured when it first comes, while its requests wait.
+    Returns a description of what is covered. Stops after `seconds`. A shape that is left is
+    captured on first use, while its requests wait.
     """
     runner = core.overlapped
     if runner is None or seconds <= 0:
         return ""
-    weights, begun = core.served.weights, monotonic()
+    weights, start_time = core.served.weights, monotonic()
     shapes: list[tuple[int, str, Callable[[int], object]]] = []
     for name, sizes, capture in runner.shapes(weights):
         shapes += [(size, name, capture) for size in sizes]
     shapes.sort(key=lambda shape: shape[0])
     covered: dict[str, int] = {}
-    told = begun
+    last_log = start_time
     with torch.inference_mode():
-        for done, (size, name, capture) in enumerate(shapes):
-            if monotonic() - begun > seconds:
+        for captured, (size, name, capture) in enumerate(shapes):
+            if monotonic() - start_time > seconds:
                 break
             capture(size)
             covered[name] = size
-            if monotonic() - told > PROGRESS_SECONDS:
-                told = monotonic()
+            if monotonic() - last_log > PROGRESS_SECONDS:
+                last_log = monotonic()
                 log.info(
-                    "warming up: %d of %d batch shapes, %.0f s", done, len(shapes), told - begun
+                    "warming up: %d of %d batch shapes, %.0f s",
+                    captured,
+                    len(shapes),
+                    last_log - start_time,
                 )
-    _rehearse(core)
+    _run_requests(core)
     gc.collect()
     torch.cuda.empty_cache()
     whole = all(covered.get(name, 0) >= size for size, name, _ in shapes)
-    shown = ", ".join(f"{name} up to {size}" for name, size in sorted(covered.items()))
-    note = f"warm after {monotonic() - begun:.1f} s: {shown}"
+    covered_text = ", ".join(f"{name} up to {size}" for name, size in sorted(covered.items()))
+    note = f"warm after {monotonic() - start_time:.1f} s: {covered_text}"
     if whole:
         log.info("%s", note)
     else:
-        note += f" ({seconds:g} s were allowed: larger batches are compiled when they first come)"
+        note += f" (stopped after {seconds:g} s: larger batches are compiled on first use)"
         log.warning("%s", note)
     return note
 
 
-def _rehearse(core: Core) -> None:
-    """Runs a request of each kind, and leaves no trace of them."""
+def _run_requests(core: Core) -> None:
+    """Run a request of each kind and leave no trace of it."""
     vocab = core.config.vocab_size
-    length = max(min(REHEARSED_TOKENS, core.max_len - 4, vocab), 1)
-    for sampling in REHEARSED:
+    length = max(min(WARM_UP_TOKENS, core.max_len - 4, vocab), 1)
+    for sampling in WARM_UP_SAMPLING:
         complete(core, list(range(length)), sampling)
 
 
 def complete(core: Core, ids: list[int], sampling: Sampling) -> Completion | None:
-    """One request through an engine that has no others; None, with a warning, where it failed.
+    """Run one request through an otherwise idle engine; return None, with a warning, if it fails.
 
-    Leaves no trace of it in caches and counters.
+    Caches and counters are reset afterwards.
     """
     before = core.steps, core.prompt_tokens, core.generated_tokens
     events: list[Event] = []
@@ -149,16 +153,16 @@ def complete(core: Core, ids: list[int], sampling: Sampling) -> Completion | Non
     core.prefixes.hits = core.prefixes.queries = 0
     for event in events:
         if isinstance(event, LockstepError):
-            log.warning("a request of the engine itself failed: %s", event.message)
+            log.warning("an internal request failed: %s", event.message)
         elif isinstance(event, list):
             return event[0]
     return None
 
 
 def prove(core: Core) -> None:
-    """Keeps exact arithmetic where a self-test proves it on this device, else falls back to close.
+    """Keep exact arithmetic if the self-test proves it on this device, else fall back to close.
 
-    Raises EngineFailure where exact was demanded and does not hold.
+    Raises EngineFailure when exact was requested and does not hold.
     """
     from lockstep.engine.cuda.selftest import why_not_exact
 
@@ -167,25 +171,26 @@ def prove(core: Core) -> None:
     try:
         problem = why_not_exact(core) if core.overlapped else "there are no kernels for this model"
     except (RuntimeError, TritonError, CalledProcessError) as error:
-        problem = _problem(error)
+        problem = _describe_error(error)
     if problem is None:
         _prove_adapters(core)
     else:
-        _take_close(core, f"the self-test failed: {problem}")
+        _fall_back_to_close(core, f"the self-test failed: {problem}")
 
 
-def _problem(error: Exception) -> str:
-    """Why kernels do not run here. Raises EngineFailure where the machine can be mended."""
+def _describe_error(error: Exception) -> str:
+    """Return why kernels do not run here. Raises EngineFailure if a missing compiler is the
+    cause."""
     if isinstance(error, CalledProcessError) or "C compiler" in str(error):
         raise EngineFailure(
-            f"Triton builds what launches its kernels with a C compiler and Python's headers, and "
-            f"could not: {error}; install gcc and python3-dev, or name a compiler in CC"
+            f"Triton could not build its kernel launchers, for which it needs a C compiler and "
+            f"Python's headers: {error}; install gcc and python3-dev, or set CC to a compiler"
         ) from error
     return f"the kernels do not run here: {error}"
 
 
-def _take_close(core: Core, problem: str) -> None:
-    """Goes on in close arithmetic. Raises EngineFailure where exact was demanded."""
+def _fall_back_to_close(core: Core, problem: str) -> None:
+    """Switch to close arithmetic. Raises EngineFailure when exact was requested."""
     if core.options.arithmetic == "exact":
         raise EngineFailure(f"exact arithmetic does not hold on this GPU: {problem}")
     log.warning("falling back to close arithmetic: %s", problem)
@@ -197,8 +202,10 @@ def _take_close(core: Core, problem: str) -> None:
 
 
 def _prove_adapters(core: Core) -> None:
-    """Leaves adapters to kernels that were proved with them, launch by launch, where those that a
-    graph can hold do not give the same bits."""
+    """Check that adapters in graphs give the same bits as adapters applied one by one.
+
+    If they do not, the bank is dropped and adapters are launched one by one.
+    """
     from lockstep.engine.cuda.selftest import why_not_adapted
 
     if core.overlapped is None or (bank := core.overlapped.bank) is None:
@@ -206,7 +213,7 @@ def _prove_adapters(core: Core) -> None:
     try:
         problem = why_not_adapted(core.config, bank, core.cache.k)
     except (RuntimeError, TritonError, CalledProcessError) as error:
-        problem = _problem(error)
+        problem = _describe_error(error)
     if problem is not None:
-        log.warning("requests under adapters are computed without graphs: %s", problem)
+        log.warning("requests with adapters are computed without graphs: %s", problem)
         core.overlapped.drop_bank()

@@ -1,4 +1,4 @@
-"""What one batch size reads and writes on the device: rows that tokens are drawn for."""
+"""Device and host memory of one batch size: the inputs and results of the rows of a step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lockstep.tokens import Ranked
 
 
 class GraphRow(NamedTuple):
-    """One sequence of a step: its last token, where that goes, and how the next is drawn.
+    """One sequence of a step: its last token, where that is written, and how the next is drawn.
 
-    `position` is its place in the slot; after a prefill, the row of its hidden state.
+    `position` is its position in the slot; after a prefill, the row of its hidden state.
     """
 
     slot: int
@@ -29,18 +29,18 @@ class GraphRow(NamedTuple):
     temperature: float
     processed: bool
     tops: int = 0
-    """How many of the likeliest tokens to return with their logprobs."""
+    """Number of most likely tokens to return with their logprobs."""
 
 
 class _Likeliest(NamedTuple):
-    """The likeliest tokens of each row, on their way to the host: ids and logits, (rows, most)."""
+    """The most likely tokens of each row, copied to the host: ids and logits, (rows, most)."""
 
     ids: Tensor
     logits: Tensor
 
 
 class _HostWords(NamedTuple):
-    """Pinned memory of one step: what goes up to its table, and what comes down from it."""
+    """Pinned memory of one step: `up` is copied to its table, `down` from it."""
 
     up: Tensor
     down: Tensor
@@ -48,7 +48,7 @@ class _HostWords(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A launched step: `read`, once, waits for its tokens."""
+    """A launched step. Call `read` once; it waits for the tokens."""
 
     table: Table
     rows: Seq[GraphRow]
@@ -57,7 +57,7 @@ class StepInFlight:
     finished: torch.cuda.Event | None
 
     def read(self) -> list[Sampled]:
-        """The token of each row, in the order of the launch."""
+        """Wait for the step; return the token of each row, in the order of the launch."""
         if self.finished is not None:
             self.finished.synchronize()
         words = self.host.down[:, : len(self.rows)].numpy()
@@ -84,11 +84,12 @@ class StepInFlight:
 
 
 class Table:
-    """One matrix of 32-bit words: positions, slots, processed, temperatures, uniforms, tokens,
-    logprobs, ranks, highest logits and logarithms of the sums of their shares.
+    """The rows of one batch size as a matrix of 32-bit words.
 
-    The tokens are what a decode step starts from and what it draws, so that another can follow at
-    once. `logits` are a view of a buffer that all tables of one kind share.
+    Its rows are positions, slots, processed, temperatures, uniforms, tokens, logprobs, ranks,
+    highest logits and logarithms of the sums of shares. A decode step reads its input from `tokens`
+    and writes its result there, so that the next step can follow at once. `logits` is a view of a
+    buffer that all tables of one kind share.
     """
 
     def __init__(self, logits: Tensor) -> None:
@@ -98,13 +99,13 @@ class Table:
         self.positions, self.slots, self.processed = self.words[:3]
         self.temperatures, self.uniforms = self.words[3:5].view(torch.float32)
         self.tokens, logprobs, self.ranks, highest, logs = self.words[5:]
-        self._floats = [each.view(torch.float32) for each in (logprobs, highest, logs)]
+        self._floats = [words.view(torch.float32) for words in (logprobs, highest, logs)]
         self.graph: torch.cuda.CUDAGraph | None = None
         self._free: list[_HostWords] = []
         self._host = self._take()
 
     def fill(self, rows: Seq[GraphRow], spare: int) -> None:
-        """Puts a fresh batch on the device; rows beyond it do their work in the slot `spare`."""
+        """Copy a new batch to the device. Rows beyond it use the slot `spare`."""
         self._host = self._take()
         slots, positions, tokens, uniforms, temperatures, processed, _ = zip(*rows, strict=True)
         up, n = self._host.up.numpy(), len(rows)
@@ -116,14 +117,14 @@ class Table:
         self.words[:6].copy_(self._host.up, non_blocking=True)
 
     def refill(self, uniforms: Seq[float]) -> None:
-        """New random numbers for a batch that goes on as it is."""
+        """Copy new random numbers to the device, for a batch that is otherwise unchanged."""
         self._host = self._take()
         up = self._host.up[4]
         up.numpy().view(np.float32)[: len(uniforms)] = uniforms
         self.words[4].copy_(up, non_blocking=True)
 
     def draw(self) -> None:
-        """Draws a token for every row of the logits."""
+        """Draw a token for every row of the logits."""
         logprobs, highest, logs = self._floats
         draw(
             self.logits, self.uniforms, self.temperatures, self.processed,
@@ -131,7 +132,7 @@ class Table:
         )  # fmt: skip
 
     def fetch(self, rows: Seq[GraphRow]) -> StepInFlight:
-        """Starts to copy what the step writes to the host; to be called once after each `fill` or
+        """Start copying the step's results to the host. Call it once after each `fill` or
         `refill`."""
         host = self._host
         host.down.copy_(self.words[5:], non_blocking=True)
@@ -146,11 +147,11 @@ class Table:
         return StepInFlight(self, rows, host, likeliest, finished)
 
     def give_back(self, host: _HostWords) -> None:
-        """Takes the memory of a step that was read, so that another may use it."""
+        """Return the memory of a step that has been read, for reuse."""
         self._free.append(host)
 
     def _take(self) -> _HostWords:
-        """Memory that no step in flight reads or writes: there may be any number of them."""
+        """Return memory that no step in flight uses. Any number of steps may be in flight."""
         if self._free:
             return self._free.pop()
         rows, pinned = self.words.shape[1], self.words.is_cuda
@@ -161,22 +162,22 @@ class Table:
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, of which only an event after it says that it is there."""
+    """Return a pinned host copy, valid only after an event recorded behind it."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def bucket(rows: int) -> int:
-    """The batch size that serves so many rows: powers of two, and multiples of 32 from there."""
+    """Return the batch size for so many rows: powers of two up to 32, then multiples of 32."""
     return 1 << (rows - 1).bit_length() if rows <= 32 else -(-rows // 32) * 32
 
 
 def buckets(rows: int) -> list[int]:
-    """All batch sizes that serve up to so many rows."""
+    """Return all batch sizes for up to `rows` rows."""
     return sorted({bucket(count) for count in range(1, rows + 1)})
 
 
 def powers(rows: int) -> list[int]:
-    """The powers of two up to the first that is at least `rows`."""
+    """Return the powers of two up to the first that is at least `rows`."""
     return [1 << at for at in range((rows - 1).bit_length() + 1)]

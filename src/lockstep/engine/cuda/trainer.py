@@ -1,9 +1,9 @@
-"""The trainer's side of exact arithmetic on a GPU: a transformers model on the engine's kernels.
+"""Exact arithmetic on a GPU for trainers: a transformers model on the engine's kernels.
 
-Forward passes are the engine's, bit for bit. Backward passes are ordinary products and torch's own
-attention, told to be deterministic: the gradient of a function does not have to be bit-equal to
-anything, only the same every time. In fp32 the products are fp32 as long as torch is not told to
-take TF32, which it does not by itself, and nothing here tells it to.
+Forward passes have the engine's bits. Backward passes are ordinary products and torch's
+deterministic attention: a gradient need not equal anything bit for bit, it only has to be
+reproducible. In fp32, products are computed in fp32 unless TF32 is enabled in torch, which is off
+by default and which this module does not change.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def prepare_modules(model: Any) -> None:
-    """Has the modules of a transformers model compute with the engine's kernels.
+    """Make the modules of a transformers model compute with the engine's kernels.
 
-    Raises NotExact for a model that they do not know. Attention is left to the caller.
+    Raises NotExact for an unsupported model. Attention is left to the caller.
     """
     config = config_of(model)
     kind = model.dtype
@@ -44,10 +44,10 @@ def prepare_modules(model: Any) -> None:
         if isinstance(module, torch.nn.Linear):
             if module.weight.dtype != kind:
                 raise NotExact(
-                    f"{name} is {module.weight.dtype}, and the model is {kind}: an engine has both "
-                    "in one type. For adapters: get_peft_model(..., autocast_adapter_dtype=False)"
+                    f"{name} is {module.weight.dtype}, but the model is {kind}: the engine uses "
+                    "one dtype. For adapters: get_peft_model(..., autocast_adapter_dtype=False)"
                 )
-            module.forward = partial(_linear, module)
+            module.forward = partial(_linear, module)  # type: ignore[method-assign]
         elif type(module).__name__.endswith("Router"):
             module.forward = partial(_routing, module, config)
         elif type(module).__name__.endswith("RMSNorm"):
@@ -55,19 +55,22 @@ def prepare_modules(model: Any) -> None:
         if hasattr(module, "act_fn"):
             module.act_fn.forward = _Silu.apply
         if hasattr(getattr(module, "rotary_emb", None), "inv_freq"):
-            module.rotary_emb.forward = partial(_rotation, _Turns(config))
+            module.rotary_emb.forward = partial(_rotation, _RotationTables(config))
 
 
 def config_of(model: Any) -> ModelConfig:
-    """The architecture of a transformers model, as the engine reads it. Raises NotExact."""
-    known = [type(each).__name__ for each in model.modules() if type(each).__name__ in FAMILIES]
-    if not known:
-        raise NotExact(f"{type(model).__name__} is no architecture that the engine has")
-    raw = model.config.get_text_config().to_dict() | {"architectures": known[:1]}
+    """Return the architecture of a transformers model as the engine reads it. Raises NotExact."""
+    names = (type(module).__name__ for module in model.modules())
+    architectures = [name for name in names if name in FAMILIES]
+    if not architectures:
+        raise NotExact(
+            f"{type(model).__name__} is not supported: expected one of {', '.join(FAMILIES)}"
+        )
+    raw = model.config.get_text_config().to_dict() | {"architectures": architectures[:1]}
     return ModelConfig.of(raw, Path("/nonexistent"))
 
 
-class _Linear(torch.autograd.Function):  # type: ignore[misc]
+class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -87,13 +90,13 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]
         )
 
 
-class _Norm(torch.autograd.Function):  # type: ignore[misc]
+class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        if x.dim() == 4:  # heads, whose norm the engine has in another kernel
+        if x.dim() == 4:  # heads, which the engine norms in another kernel
             return kernels.head_norm(rows, weight, eps).view(x.shape)
         return kernels.add_norm(rows, None, weight, eps).view(x.shape)
 
@@ -108,7 +111,7 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
-class _Silu(torch.autograd.Function):  # type: ignore[misc]
+class _Silu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -122,7 +125,7 @@ class _Silu(torch.autograd.Function):  # type: ignore[misc]
         return (grad.float() * share * (1 + wide * (1 - share))).to(x.dtype)
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: tuple[int, ...], scale: float
@@ -151,7 +154,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         queries, keys = q.shape[2], k.shape[2]
         whole = queries == keys and not any(ctx.starts)
         with torch.enable_grad(), deterministic(flash=whole and q.dtype != torch.float32):
-            leaves = [each.detach().requires_grad_() for each in (q, k, v)]
+            leaves = [part.detach().requires_grad_() for part in (q, k, v)]
             mask = None
             if not whole:
                 first = torch.tensor(ctx.starts, device=q.device)[:, None, None, None]
@@ -164,7 +167,7 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
             return *torch.autograd.grad(out, leaves, grad), None, None
 
 
-class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
+class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         ctx.save_for_backward(logits, tokens)
@@ -181,15 +184,15 @@ class _TokenLogprobs(torch.autograd.Function):  # type: ignore[misc]
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """The logprob of each row's token, differentiable, with the engine's bits."""
-    chosen: Tensor = _TokenLogprobs.apply(logits, tokens, temperature)
-    return chosen
+    """Return the logprob of each row's token, differentiable, with the engine's bits."""
+    out: Tensor = _TokenLogprobs.apply(logits, tokens, temperature)
+    return out
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Attention of queries that follow each other, the first of row r at positions[r, 0].
+    """Return the attention of consecutive queries, the first of row r at positions[r, 0].
 
-    As `segments.attend` has it, on a GPU. Rows of fewer queries are padded at the end.
+    The GPU version of `segments.attend`. Rows with fewer queries are padded at the end.
     """
     starts = positions[:, 0].tolist()
     if len(starts) == 1:
@@ -200,11 +203,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> 
 
 @contextmanager
 def deterministic(*, flash: bool) -> Iterator[None]:
-    """Torch's deterministic attention, for the time of a block of code.
+    """Select torch's deterministic attention within the block.
 
-    Without cuDNN's, whose backward pass has none. Flash attention takes neither a mask nor fp32:
-    those are plain products, which hold all scores at once, and are as deterministic as the other
-    products here. Torch in its deterministic mode would refuse them for the workspace of cuBLAS.
+    cuDNN is excluded, because its backward pass is not deterministic. Flash attention supports
+    neither a mask nor fp32. Those cases use plain products, which hold all scores in memory and are
+    as deterministic as the other products here. Torch's deterministic mode would reject them
+    because of the workspace of cuBLAS.
     """
     if not flash:
         with sdpa_kernel([SDPBackend.MATH]):
@@ -221,8 +225,8 @@ def deterministic(*, flash: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warned)
 
 
-class _Turns:
-    """Cosines and sines by position, made on the CPU as the engine makes them."""
+class _RotationTables:
+    """Cosines and sines by position, computed on the CPU as the engine does."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -241,13 +245,13 @@ class _Turns:
         return self._tables[device, kind]
 
 
-def _rotation(turns: _Turns, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def _rotation(turns: _RotationTables, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = turns.on(x.device, x.dtype)
     return cos[position_ids], sin[position_ids]
 
 
 def mix(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The weighted sum of each row's experts, differentiable, with the engine's bits."""
+    """Return the weighted sum of each row's experts, differentiable, with the engine's bits."""
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
         out: Tensor = _Linear.apply(x, weight, None)
@@ -262,7 +266,7 @@ def mix(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Ten
 
 
 def _routing(module: Any, config: ModelConfig, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, weights and ids of the experts of each row, as a router of transformers returns."""
+    """Return logits, weights and ids of each row's experts, as a transformers router does."""
     logits = _Linear.apply(hidden.reshape(-1, hidden.shape[-1]), module.weight, None)
     weights, ids = route(logits, config.experts_per_token, config.normalize_top_k)
     return logits, weights, ids

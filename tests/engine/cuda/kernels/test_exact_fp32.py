@@ -151,7 +151,7 @@ def rig(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Rig:
     monkeypatch.setattr(prefill, "SPARE_BLOCKS", 3)
     monkeypatch.setattr(selftest, "LENGTH", 28)  # three of them are more than a step here takes
     monkeypatch.setattr(selftest, "SHORT", (3,))
-    monkeypatch.setattr(selftest, "DECODED", 3)
+    monkeypatch.setattr(selftest, "DECODE_TOKENS", 3)
     monkeypatch.setattr(selftest, "CUTS", ((7, 19, 1, 1),))
     return on_kernels(tiny)
 

@@ -1,8 +1,8 @@
 """LoRA adapters in captured graphs: every row of a batch adds the update of its own adapter.
 
-A graph reads which rows are under which adapter, and where the matrices of each lie, from tables on
-the device, so that adapters come and go without another capture. Products and roundings are those
-of `AdapterRows.add_to` on the exact kernels, to the bit.
+A graph reads from tables on the device which rows use which adapter, and the addresses of its
+matrices. Adapters can therefore change without another capture. Products and roundings are those of
+`AdapterRows.add_to` on the exact kernels, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lockstep.engine.cuda.kernels.exact_kernels import _part, launch
 from lockstep.engine.model.lora import HEAD_LAYER, Adapter
 
 Run = tuple[Adapter | None, int]
-"""Rows one after the other under one adapter or none, and how many they are."""
+"""Consecutive rows with one adapter or none: (adapter, number of rows)."""
 BLOCK = 16
-"""Rows under one adapter that one program takes: as many as matrix instructions want."""
+"""Rows of one adapter per program: the number of rows of a matrix instruction."""
 NARROW, COLUMNS, TERMS, RANKS = 16, 128, 1024, 64
-"""The tiles of both products: columns and terms of the first, columns and terms of the second."""
+"""Tiles of both products: columns and terms of the first, columns and terms of the second."""
 TERMS_FP32 = 32
 
 
@@ -44,9 +44,10 @@ class _Module(NamedTuple):
 
 
 class AdapterBank:
-    """The adapters that rows of a batch may have, by their places in a table on the device.
+    """The adapters that rows of a batch may use, at fixed places of a table on the device.
 
-    `places` are at least as many as a batch has adapters. One stays until its place is needed.
+    `places` must be at least the number of adapters in a batch. An adapter stays until its place is
+    needed.
     """
 
     def __init__(self, config: ModelConfig, places: int, max_rank: int, like: Tensor) -> None:
@@ -63,28 +64,30 @@ class AdapterBank:
         self._ranks = torch.zeros(places, dtype=torch.int32, device=device)
         self._scales = torch.zeros(places, dtype=torch.float32, device=device)
         self.max_rank, self._most = max_rank, max(pow2(max_rank), NARROW)
-        self._held: OrderedDict[int, tuple[int, Adapter]] = OrderedDict()
+        self._loaded: OrderedDict[int, tuple[int, Adapter]] = OrderedDict()
         self.changes = 0
-        """How often a place was given to another adapter: blocks made before are then stale."""
+        """Number of times a place changed its adapter. Blocks made before a change are stale."""
 
     def another(self) -> AdapterBank:
-        """An empty one of the same size, for whoever computes beside this one's user."""
+        """Return an empty bank of the same size, for a computation that runs in parallel."""
         return AdapterBank(self._config, len(self._ranks), self.max_rank, self._like)
 
     def blocks(self, runs: Iterable[Run], most: int) -> npt.NDArray[np.int32]:
-        """The first row, the number of rows and the place of the adapter of every block, of which
-        the last ones, up to `most`, are empty. Adapters that had no place get one."""
-        joined = _joined(runs)
-        wanted = {each.uid: each for each, _ in joined if each is not None}
+        """Return first row, number of rows and adapter place of every block, (most, 3).
+
+        Unused blocks at the end are zero. Adapters without a place get one.
+        """
+        merged = _merge_runs(runs)
+        wanted = {adapter.uid: adapter for adapter, _ in merged if adapter is not None}
         for uid, new in wanted.items():
-            if uid not in self._held:
+            if uid not in self._loaded:
                 self._put(new, keep=wanted.keys())
-            self._held.move_to_end(uid)
+            self._loaded.move_to_end(uid)
         table = np.zeros((most, 3), dtype=np.int32)
         row = at = 0
-        for adapter, count in joined:
+        for adapter, count in merged:
             if adapter is not None:
-                place = self._held[adapter.uid][0]
+                place = self._loaded[adapter.uid][0]
                 for start in range(0, count, BLOCK):
                     table[at] = row + start, min(BLOCK, count - start), place
                     at += 1
@@ -92,17 +95,17 @@ class AdapterBank:
         return table
 
     def clear(self) -> None:
-        """Lets go of all adapters."""
-        self._held.clear()
+        """Remove all adapters."""
+        self._loaded.clear()
         self.changes += 1
 
     def _put(self, adapter: Adapter, keep: Container[int]) -> None:
-        place = len(self._held)
+        place = len(self._loaded)
         if place == len(self._ranks):
-            oldest = next((uid for uid in self._held if uid not in keep), None)
+            oldest = next((uid for uid in self._loaded if uid not in keep), None)
             if oldest is None:
                 raise RuntimeError(f"a batch has more than {place} adapters")
-            place, _ = self._held.pop(oldest)
+            place, _ = self._loaded.pop(oldest)
             self.changes += 1
         addresses = torch.zeros(self._addresses.shape[1:], dtype=torch.int64)
         for key, deltas in adapter.deltas.items():
@@ -113,12 +116,12 @@ class AdapterBank:
         self._addresses[place] = addresses.to(self._addresses.device)
         self._ranks[place] = adapter.rank
         self._scales[place] = adapter.scaling
-        self._held[adapter.uid] = place, adapter
+        self._loaded[adapter.uid] = place, adapter
 
     def add_to(self, out: Tensor, x: Tensor, blocks: Tensor, layer: int, module: str) -> None:
-        """Adds the update of each row's adapter, if it has one of this module, in place.
+        """Add the update of each row's adapter in place, if it has one for this module.
 
-        `blocks` are those of `blocks`, on the device.
+        `blocks` is the result of `AdapterBank.blocks`, on the device.
         """
         where = self._modules.get((layer, module))
         if where is None:
@@ -133,7 +136,8 @@ class AdapterBank:
         _shrink[(len(blocks), count, self._most // NARROW)](
             x, blocks, self._addresses, self._ranks, small, where.first, **sizes, inner=inner,
             part=part, block_n=NARROW,
-            # A part that is one step of the loop would be folded into the sum of those before it.
+            # A part of a single loop step would be fused into the running sum: see `_run` of
+            # `exact_kernels`.
             block_k=min(terms, part if inner <= part else part // 4), num_warps=2, **options,
         )  # fmt: skip
         _expand[(triton.cdiv(where.longest, COLUMNS), count, len(blocks))](
@@ -144,19 +148,19 @@ class AdapterBank:
 
 
 def block_count(runs: Iterable[Run]) -> int:
-    """How many blocks `AdapterBank.blocks` makes of these runs."""
-    return sum(-(-count // BLOCK) for adapter, count in _joined(runs) if adapter is not None)
+    """Return the number of blocks that `AdapterBank.blocks` makes of these runs."""
+    return sum(-(-count // BLOCK) for adapter, count in _merge_runs(runs) if adapter is not None)
 
 
-def _joined(runs: Iterable[Run]) -> list[Run]:
-    """Runs, of which neighbours under one adapter are one."""
+def _merge_runs(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs with neighbours of the same adapter merged."""
     groups = groupby(runs, lambda run: None if run[0] is None else run[0].uid)
     pairs = (list(group) for _, group in groups)
     return [(group[0][0], sum(count for _, count in group)) for group in pairs]
 
 
 def _sizes(config: ModelConfig) -> list[tuple[tuple[int, str], list[int]]]:
-    """The packed modules that an adapter may update, and the columns of each part of them."""
+    """Return the packed modules that an adapter may update, with the columns of each part."""
     sizes: list[tuple[tuple[int, str], list[int]]] = [((HEAD_LAYER, "head"), [config.vocab_size])]
     for layer in range(config.layers):
         sizes.append(((layer, "qkv"), [config.q_size, config.kv_size, config.kv_size]))
@@ -174,7 +178,7 @@ def _shrink(
     inner: tl.constexpr, part: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one block times some columns of the first matrix of their adapter."""
+    """Multiply the rows of one block with some columns of the first matrix of their adapter."""
     if early:
         gdc_launch_dependents()
     block, delta, column = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -190,7 +194,7 @@ def _shrink(
     )
     some, real = (lane < count)[:, None], (n < tl.where(active, rank, 0))[None, :]
     columns = tl.multiple_of(address, 16).to(x.dtype) + n[None, :] * inner + k[:, None]
-    # No kernel of a step writes adapters: the first terms are on their way before x is there.
+    # No kernel of a step writes adapters, so the first terms are loaded before waiting for x.
     matrix = tl.load(columns, mask=real & (k < inner)[:, None], other=0.0)
     if early:
         gdc_wait()
@@ -216,7 +220,7 @@ def _expand(
     targets: tl.constexpr, deltas: tl.constexpr, most: tl.constexpr, lanes: tl.constexpr,
     block_n: tl.constexpr, block_k: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of the rows of one block: what their adapter's second matrix makes is added."""
+    """Add the product with the second matrix of the adapter to some columns of one block's rows."""
     if early:
         gdc_launch_dependents()
     column, delta, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)

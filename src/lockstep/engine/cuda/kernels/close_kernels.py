@@ -1,10 +1,11 @@
 """Triton kernels for decoding on a CUDA device: a step of one token per row in few launches.
 
-All take the cache in its slots as it lies, copy nothing, and read sizes that change from token to
-token (positions) from device memory, so that a captured graph serves every step. Sums are fp32.
+All kernels use the cache in its slots without copying. Sizes that change from token to token
+(positions) are read from device memory, so one captured graph serves every step. Sums are fp32.
 
-A kernel may start while the one before it still runs (programmatic dependent launch): it loads
-what no kernel of the step writes, weights and older keys, and only then waits for its inputs.
+A kernel may start while the previous one is still running (programmatic dependent launch). It first
+loads what no kernel of the step writes, such as weights and older keys, and then waits for its
+inputs.
 """
 
 from __future__ import annotations
@@ -21,34 +22,35 @@ from triton import next_power_of_2 as pow2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 FEW = 32
-"""Rows up to which the kernel here beats the vendor's matrix product: weights are all it reads."""
+"""Largest batch for which this kernel beats cuBLAS: it is limited by reading weights."""
 NARROW = 4
-"""Outputs that one program computes of a single row."""
+"""Outputs per program for a single row."""
 MOST_SPLITS = 8
 SPLIT_TARGET = 512
-"""Programs that one attention launch should have at least, to keep every multiprocessor reading."""
+"""Minimum number of programs per attention launch, to keep every multiprocessor reading."""
 BLOCK = 32
-"""Keys that an attention program reads at a time."""
+"""Keys that an attention program reads per iteration."""
 LOG2_E = 1.4426950408889634
 
 
 def early(device: torch.device) -> dict[str, Any]:
-    """How to launch on this device: early where it can be done."""
+    """Return launch options: programmatic dependent launch on devices that support it."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return {"early": True, "launch_pdl": True} if able else {"early": False}
 
 
 def shared_memory(device: torch.device) -> int:
-    """The bytes of shared memory that one program may have on this device."""
+    """Return the bytes of shared memory available to one program on this device."""
     if device.type != "cuda":
         return sys.maxsize
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, as parts (splits, rows, outer) that whoever reads them adds up.
+    """Return x @ weight.T + bias as parts (splits, rows, outer) that the reader sums.
 
-    For few rows the inner dimension is cut into splits, so that enough programs read weights.
+    For few rows the inner dimension is split, so that enough programs read weights.
     """
     rows, inner = x.shape
     if rows > FEW:
@@ -59,13 +61,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         block_m, block_n, block_k = max(16, pow2(rows)), 64, 512
         warps = 8 if rows > 16 and outer <= 4096 else 4
     blocks = triton.cdiv(inner, block_k)
-    each = triton.cdiv(blocks, MOST_SPLITS)
-    splits, part = triton.cdiv(blocks, each), each * block_k
+    per_split = triton.cdiv(blocks, MOST_SPLITS)
+    splits, part = triton.cdiv(blocks, per_split), per_split * block_k
     out = torch.empty((splits, rows, outer), dtype=torch.float32, device=x.device)
-    # Two steps of a loop are on their way, or one where there is no room: Hopper has 227 KiB, an
-    # A100 163, GPUs outside of datacenters 99.
+    # Prefetch two iterations, or one if shared memory is too small: Hopper has 227 KiB, an A100
+    # 163 KiB, consumer GPUs 99 KiB.
     ahead = 2 * (block_m + block_n) * block_k * x.element_size()
-    stages = 3 if each == 1 or ahead <= shared_memory(x.device) else 2
+    stages = 3 if per_split == 1 or ahead <= shared_memory(x.device) else 2
     _linear[(triton.cdiv(outer, block_n), splits)](
         x, weight, bias, out, rows, inner, outer, part,
         block_m=block_m, block_n=block_n, block_k=min(block_k, pow2(inner)),
@@ -74,7 +76,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["rows"])  # or every batch size would be compiled anew
+@triton.jit(do_not_specialize=["rows"])  # else every batch size would be compiled separately
 def _linear(
     x, weight, bias, out, rows, inner: tl.constexpr, outer: tl.constexpr, part: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, early: tl.constexpr,
@@ -109,7 +111,7 @@ def _linear(
 
 @triton.jit
 def _product(x, weight, rows: tl.constexpr):
-    """x @ weight.T; matrix units want sixteen rows, so a single one is summed up as it is."""
+    """Return x @ weight.T. Matrix units need 16 rows, so a single row is summed directly."""
     if rows == 1:
         return tl.sum(x.to(tl.float32) * weight.to(tl.float32), axis=1)[None, :]
     return tl.dot(x, tl.trans(weight))
@@ -117,7 +119,7 @@ def _product(x, weight, rows: tl.constexpr):
 
 @triton.jit
 def _sum(parts, stride, place, inside, splits: tl.constexpr):
-    """The numbers at `place`, added up over all parts."""
+    """Return the values at `place`, summed over all parts."""
     total = tl.load(parts + place, mask=inside, other=0.0).to(tl.float32)
     for split in tl.static_range(1, splits):
         total += tl.load(parts + split * stride + place, mask=inside, other=0.0).to(tl.float32)
@@ -125,7 +127,7 @@ def _sum(parts, stride, place, inside, splits: tl.constexpr):
 
 
 def add_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x with the sum of `parts` added, which is left in x."""
+    """Return the RMSNorm of x plus the sum of `parts`. The sum is stored in x."""
     rows, width = x.shape
     out = torch.empty_like(x)
     _add_norm[(rows,)](
@@ -158,7 +160,7 @@ def _add_norm(
 
 
 def gate(parts: Tensor, kind: torch.dtype) -> Tensor:
-    """silu(gate) * up of rows that hold the two side by side."""
+    """Return silu(gate) * up of rows that hold the two side by side."""
     splits, rows, both = parts.shape
     width = both // 2
     out = torch.empty((rows, width), dtype=kind, device=parts.device)
@@ -199,11 +201,11 @@ def attend(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Attention of one new token per row; its rotated key and its value are written to its slot.
+    """Return the attention of one new token per row, and write its key and value to its slot.
 
-    The sum of `parts` is (rows, (heads + 2 kv_heads) * dim); keys and values are one layer's
-    cache, (slots, kv_heads, capacity, dim), of which row r reads slot slots[r] before position
-    positions[r].
+    The sum of `parts` is (rows, (heads + 2 kv_heads) * dim). `keys` and `values` are the cache of
+    one layer, (slots, kv_heads, capacity, dim); row r reads slot slots[r] before position
+    positions[r]. The key is rotated before it is stored.
     """
     pieces, rows, width = parts.shape
     _, kv_heads, capacity, dim = keys.shape
@@ -230,7 +232,7 @@ def attend(
 def _halves(
     parts, stride, rows, real, norm, cos, sin, eps, dim: tl.constexpr, pieces: tl.constexpr
 ):  # fmt: skip
-    """Rows of `dim` numbers, normed if there is a weight, rotated, as their two halves."""
+    """Return rows of `dim` values as two halves, normed if there is a weight, and rotated."""
     half: tl.constexpr = dim // 2
     at = tl.arange(0, half)
     place = rows[:, None] * dim + at[None, :]
@@ -246,7 +248,7 @@ def _halves(
 
 @triton.jit
 def _read(keys, values, start, end, dim: tl.constexpr, block: tl.constexpr):
-    """A block of keys, as their two halves turned for a product, and of values."""
+    """Return a block of keys, as two halves transposed for a product, and of values."""
     half: tl.constexpr = dim // 2
     where = start + tl.arange(0, block)
     known = where < end
@@ -259,7 +261,8 @@ def _read(keys, values, start, end, dim: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def _fold(low, high, k_low, k_high, values, known, top, total, summed):
-    """The running softmax after one more block: highest score, sum of shares, weighed values."""
+    """Return the running softmax after one more block: highest score, sum of shares, weighted
+    values."""
     scores = tl.dot(high, k_high, tl.dot(low, k_low))
     scores = tl.where(known[None, :], scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, axis=1))
@@ -288,7 +291,7 @@ def _attend(
     each = tl.cdiv(tl.cdiv(position, splits), block) * block
     begin = split * each
     end = tl.minimum(position, begin + each)
-    # The older keys are all there, so the first block of them is read before the wait.
+    # Older keys are already in the cache, so their first block is read before the wait.
     k_low, k_high, seen, known = _read(keys, values, begin, end, dim, block)
     if early:
         gdc_wait()
@@ -301,13 +304,13 @@ def _attend(
     low, high = _halves(parts, stride, mine, real, q_norm, cos, sin, eps, dim, pieces)
     kind = keys.dtype.element_ty
     low, high = (low * scale).to(kind), (high * scale).to(kind)
-    # Lower than any score, and yet a number: a split without keys must not make NaN of it.
+    # Lower than any score but finite: -inf - -inf would be NaN in a split without keys.
     top = tl.full((padded,), -1e30, tl.float32)
     total = tl.zeros((padded,), tl.float32)
     summed = tl.zeros((padded, dim), tl.float32)
     at, part = tl.arange(0, dim), tl.arange(0, half)
     if split == 0:
-        # The new token itself: it goes to the cache, and is attended to from here.
+        # Split 0 handles the new token: it writes it to the cache and attends to it in registers.
         one = tl.arange(0, 1)
         new_low, new_high = _halves(
             parts, stride, heads + head + one, one == 0, k_norm, cos, sin, eps, dim, pieces
@@ -340,7 +343,7 @@ def _attend(
 
 @triton.jit
 def _combine(sums, tops, out, dim: tl.constexpr, splits: tl.constexpr, early: tl.constexpr):
-    """One head of one row: its splits, each weighed by its share."""
+    """Combine the splits of one head of one row, each weighted by its share."""
     if early:
         gdc_launch_dependents()
         gdc_wait()

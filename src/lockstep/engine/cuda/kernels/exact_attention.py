@@ -1,4 +1,4 @@
-"""Attention whose bits do not depend on the batch: see `exact_kernels` for what makes it so."""
+"""Triton kernels for attention whose bits do not depend on the batch. See `exact_kernels`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from lockstep.engine.cuda.kernels.close_kernels import LOG2_E
 from lockstep.engine.cuda.kernels.exact_kernels import _turned, launch
 
 KEYS = 64
-"""Keys of one block of a softmax."""
+"""Keys per block of a softmax."""
 SPLIT = 128
-"""Keys whose blocks are folded into each other; the results of splits are joined in order."""
+"""Keys per split. Blocks within a split are folded; splits are joined in order.
+
+Splits are counted from the start of the sequence, so the bits of a query depend only on its
+position, not on the length of the sequence or on the way the batch is cut."""
 QUERIES = 128
-"""Queries, over all heads that share their keys, of one block of a prefill."""
+"""Queries per block of a prefill, counted over all heads that share their keys."""
 KEYS_FP32, QUERIES_FP32 = 32, 64
-"""The most that a program takes at a time in fp32, where all terms of a product are held in
-registers: several programs compute a block of queries."""
+"""Upper limits for one fp32 program, which holds all terms of a product in registers. Several
+programs compute a block of queries."""
 
 
 @triton.jit
@@ -28,19 +31,19 @@ def _split(
     low, high, keys, values, begin, end, last, scale,
     dim: tl.constexpr, block: tl.constexpr, size: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over one split of the keys: highest score, sum of shares, weighed values.
+    """Return the softmax over one split of keys: highest score, sum of shares, weighted values.
 
-    `low` and `high` are the halves of the queries: joined in registers, they would be multiplied
-    in another order than when they are loaded whole. `end` is behind the last key that is there,
-    `last` (rows, 1) the last key that each query sees.
+    `low` and `high` are the halves of the queries. Joined in registers, they would be multiplied in
+    another order than when loaded as a whole. `end` is one past the last existing key, `last`
+    (rows, 1) the last key that each query sees.
     """
     half: tl.constexpr = dim // 2
     at, part, step = tl.arange(0, dim), tl.arange(0, half), tl.arange(0, block)
-    # Lower than any score, and yet a number: of a block that a query does not see, nothing is NaN.
+    # Lower than any score but finite: -inf - -inf would be NaN in a block that a query cannot see.
     top = tl.full((rows,), -1e30, tl.float32)
     total = tl.zeros((rows, 16), tl.float32)
     summed = tl.zeros((rows, dim), tl.float32)
-    # A sum by the matrix units: its order does not depend on how a tile lies in registers.
+    # Sum by the matrix units: their order does not depend on the layout of a tile in registers.
     first = (tl.arange(0, 16)[None, :] + step[:, None] * 0) == 0
     ones = tl.where(first, 1.0, 0.0).to(low.dtype)
     for start in range(begin, tl.minimum(begin + size, end), block):
@@ -64,7 +67,7 @@ def _split(
 
 @triton.jit
 def _joined(top, total, summed, more_top, more_total, more_summed):
-    """Two parts of a softmax as one."""
+    """Return two parts of a softmax joined into one."""
     highest = tl.maximum(top, more_top)
     old, new = tl.exp2(top - highest), tl.exp2(more_top - highest)
     total = total * old + more_total * new
@@ -72,7 +75,8 @@ def _joined(top, total, summed, more_top, more_total, more_summed):
 
 
 def attend_ragged(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, scale: float) -> Tensor:
-    """Causal attention of a ragged batch, as `prefill_kernels.attend_ragged` has it."""
+    """Return the causal attention of a ragged batch. Arguments as in
+    `prefill_kernels.attend_ragged`."""
     _, kv_heads, capacity, dim = keys.shape
     group = q.shape[1] // dim // kv_heads
     out = torch.empty_like(q)
@@ -115,7 +119,7 @@ def _attend_ragged(
     top = tl.full((rows,), -1e30, tl.float32)
     total = tl.zeros((rows,), tl.float32)
     summed = tl.zeros((rows, dim), tl.float32)
-    # Behind the last key that any of these queries sees: beyond it there is nothing to add.
+    # One past the last key that any of these queries sees.
     end = start + tl.minimum(count, (before + rows - 1) // group + 1)
     end = tl.where(before // group < count, end, 0)
     for begin in range(0, end, size):
@@ -128,7 +132,7 @@ def _attend_ragged(
 
 
 def _keys(kind: torch.dtype) -> int:
-    """Keys of one block of a softmax, the same for every kernel that computes in this type."""
+    """Return the keys per softmax block, the same for all kernels that compute in this dtype."""
     return min(KEYS, KEYS_FP32) if kind == torch.float32 else KEYS
 
 
@@ -146,8 +150,11 @@ def attend_tokens(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Attention of one new token per row over slot slots[r] up to position positions[r], itself
-    too; its key and value are written to its slot, as `exact_kernels.store_heads` does it."""
+    """Return the attention of one new token per row, and write its key and value to its slot.
+
+    Row r reads slot slots[r] up to and including position positions[r]. The key and value are those
+    that `exact_kernels.store_heads` writes.
+    """
     rows, width = qkv.shape
     _, kv_heads, capacity, dim = keys.shape
     heads = width // dim - 2 * kv_heads
@@ -158,7 +165,7 @@ def attend_tokens(
     options, padded = launch(keys), pow2(heads // kv_heads)
     warps = 2 if padded <= 4 else 4
     if keys.dtype != torch.float32:
-        padded, warps = max(padded, 16), 4  # matrix instructions want so many
+        padded, warps = max(padded, 16), 4  # matrix instructions need 16 rows
     _attend_tokens[(splits, kv_heads, rows)](
         qkv, keys, values, slots, positions, cos, sin, q_norm, k_norm, sums, tops,
         eps, capacity, keys.stride(0), scale * LOG2_E,
@@ -197,7 +204,7 @@ def _attend_tokens(
         lane, at = tl.arange(0, padded), tl.arange(0, dim)
         real = lane < group
         if position < begin + size:
-            # The new token is of this split: no other program reads what is written here.
+            # The new token belongs to this split, so no other program reads what is written here.
             one, part = tl.arange(0, 1), tl.arange(0, half)
             new = heads + head + one
             new_low, new_high = _turned(qkv, cos, sin, k_norm, new, one == 0, eps, dim)
@@ -223,7 +230,7 @@ def _join_tokens(
     sums, tops, positions, out,
     dim: tl.constexpr, splits: tl.constexpr, size: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: its splits, joined in order."""
+    """Join the splits of one head of one row, in order."""
     if early:
         gdc_launch_dependents()
         gdc_wait()

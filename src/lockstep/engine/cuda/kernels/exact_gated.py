@@ -1,4 +1,4 @@
-"""An exact product of few rows whose outputs gate each other, in one launch."""
+"""Exact SwiGLU product of few rows in one launch."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lockstep.engine.cuda.kernels import exact_kernels
 from lockstep.engine.cuda.kernels.exact_kernels import _gate_value, gate, launch, linear
 
 FEWEST, MOST = 17, 32
-"""Rows for which one launch is faster than two: measured on an H200."""
+"""Row counts for which one launch is faster than two, measured on an H200."""
 COLUMNS = 16
-"""Outputs that one program computes."""
+"""Outputs per program."""
 
 
 def linear_gated(x: Tensor, weight: Tensor) -> Tensor:
-    """`gate` of `linear`, in one launch where that is faster: 17 to 32 rows of 16-bit numbers."""
+    """Return `gate(linear(x, weight))`, in one launch for 17 to 32 rows of 16-bit values."""
     rows, width, inner = x.shape[0], weight.shape[0] // 2, x.shape[1]
     if not FEWEST <= rows <= MOST or x.element_size() != 2:
         return gate(linear(x, weight))
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     part = min(exact_kernels.PART, max(pow2(inner), 16))
-    # A part that is one step of the loop would be folded into the sum of those before it.
+    # A part of a single loop step would be fused into the running sum, which changes its order.
     block_k = min(256, part if inner <= part else part // 2)
     _linear_gated[(triton.cdiv(width, COLUMNS),)](
         x, weight, out, rows, inner=inner, width=width, part=part, block_m=MOST, block_n=COLUMNS,
@@ -81,7 +81,7 @@ def _gated_step(
     lines, columns, some, real, k, start,
     inner: tl.constexpr, width: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """Terms of the rows, of the gate's columns and of those that it gates."""
+    """Load terms of the rows, of the gate's columns and of the columns it gates."""
     if inner % block_k == 0:
         a = tl.load(lines + start, mask=some, other=0.0)
         first = tl.load(columns + start, mask=real, other=0.0)

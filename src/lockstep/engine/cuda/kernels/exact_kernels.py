@@ -1,17 +1,19 @@
 """Triton kernels whose bits do not depend on the batch, and their references in plain torch.
 
-What makes a row's bits its own: a product is one sum over the inner dimension, in order, by matrix
-instructions that add sixteen terms at a time whatever the tile (tried on Hopper: `mma` and `wgmma`
-agree in every shape); softmax (`exact_attention`) goes over splits of keys counted from the start
-of a sequence, each by itself, joined in order; other sums over a row are made by one kernel, or in
-fp64, where squares of bf16 numbers add up without rounding; and every intermediate is
-rounded to the type of the model where a trainer's module would round it. Multiplications and
-additions are not fused.
+A row's bits are independent of other rows for these reasons:
+- A product is one sum over the inner dimension, in order. Matrix instructions add 16 terms at a
+  time whatever the tile (tested on Hopper: `mma` and `wgmma` agree in every shape).
+- Softmax (`exact_attention`) works on splits of keys counted from the start of the sequence. Each
+  split is computed separately, and splits are joined in order.
+- Other sums over a row are computed by a single kernel, or in fp64, where squares of bf16 values
+  add up without rounding.
+- Every intermediate is rounded to the model's dtype where a trainer's module would round it.
+- Multiplications and additions are not fused.
 
-In fp32 a product is a chain of fused multiply-adds, one term after the other ("ieee"): that is
-what fp32 means to a user, and no tile can change it. The matrix units have no fp32; three passes of
-tf32 would come near, faster, but with an order that is the tile's. Every term of a step is held in
-registers, so steps are short.
+In fp32 a product is a chain of fused multiply-adds, one term after the other ("ieee"). That is what
+users expect of fp32, and no tile can change it. The matrix units have no fp32. Three passes of TF32
+would be nearly as accurate and faster, but their order depends on the tile. All terms of a step are
+held in registers, so steps are short.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lockstep.engine.cuda.kernels.close_kernels import early
 
 PART = 1024
-"""Terms of a product that are summed up by themselves, in order."""
+"""Terms of a product that are summed separately, in order, before parts are added."""
 AHEAD = 64
-"""Rows up to which a product loads weights before it waits for its input."""
+"""Largest batch for which a product loads weights before it waits for its input."""
 
 
 def launch(tensor: Tensor) -> dict[str, Any]:
-    """How to launch an exact kernel on the device of this tensor."""
+    """Return launch options for an exact kernel on the device of this tensor."""
     options = early(tensor.device)
     return options | ({"enable_fp_fusion": False} if tensor.is_cuda else {})
 
@@ -45,7 +47,7 @@ def launch(tensor: Tensor) -> dict[str, Any]:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """x @ weight.T + bias, summed up over parts of `PART` terms in order, rounded once."""
+    """Return x @ weight.T + bias, summed over parts of `PART` terms in order and rounded once."""
     rows, outer = x.shape[0], weight.shape[0]
     if out is None:
         out = torch.empty((rows, outer), dtype=x.dtype, device=x.device)
@@ -53,9 +55,9 @@ def linear(
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T before it is rounded, fp32, as parts that `add_norm` adds up in order.
+    """Return x @ weight.T unrounded, fp32, as parts that `add_norm` sums in order.
 
-    For few rows each part is another program's, so that enough of them read weights.
+    For few rows each part is a separate program, so that enough of them read weights.
     """
     rows, outer, inner = x.shape[0], weight.shape[0], x.shape[1]
     spread = rows <= AHEAD
@@ -65,7 +67,7 @@ def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` in plain torch, up to the order of its sums."""
+    """Compute `linear` in plain torch, up to the order of its sums."""
     out = x.float() @ weight.float().T
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
@@ -77,7 +79,8 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, spread:
     part = min(PART, max(pow2(inner), 16))
     splits = triton.cdiv(inner, part) if spread else 1
     if splits == 1 and inner > part:
-        # A part that is one step of the loop would be folded into the sum of those before it.
+        # A part of a single loop step would be fused into the running sum: the compiler adds its
+        # dot to `total` directly, term by term, instead of adding the part's own sum.
         block_k = min(block_k, part // 2)
     _linear[(triton.cdiv(rows, block_m), triton.cdiv(outer, block_n), splits)](
         x, weight, bias, out, rows, inner=inner, outer=outer, part=part,
@@ -88,7 +91,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, spread:
 
 
 def _tile(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns and depth of a tile, warps and stages: for speed alone, bits do not differ.
+    """Return rows, columns and depth of a tile, warps and stages. Only speed depends on them.
 
     Measured on an H200, with weights that are not in its cache.
     """
@@ -109,19 +112,19 @@ def _tile(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
         return (64, 64, 128, 4, 3) if outer <= 4096 else (128, 128, 64, 8, 4)
     if rows <= 1024 and outer <= 2048:
         return 128, 64, 64, 4, 4
-    # Two sums are held where there are several parts: a larger tile would not fit in registers.
+    # Several parts need two sums in registers, where a larger tile would not fit.
     return (128, 128, 64, 8, 4) if rows <= 1024 or inner > PART else (128, 256, 64, 8, 3)
 
 
 def _tile_fp32(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, int]:
-    """As `_tile`, for chains of multiply-adds, which need no sixteen rows.
+    """Return the tile of an fp32 product, a chain of multiply-adds that needs no 16 rows.
 
-    Few warps, and short steps: numbers lie in shared memory as in the model, where threads of a
+    Few warps and short steps: values are in shared memory in the model's layout, where threads of a
     warp read the same banks, and more warps would only wait for each other. Compiled for Hopper,
-    none of these keeps anything outside of registers.
+    none of these tiles spills registers.
     """
     narrow, wide = outer <= 2048, outer > 8192
-    if rows <= 8:  # nearly all programs run at once, so each has many weights on their way
+    if rows <= 8:  # nearly all programs run at once, so each prefetches many weights
         return (pow2(rows), 16, 32, 1, 14) if narrow else (pow2(rows), 32, 16, 1, 8 if wide else 14)
     if rows <= 32:
         return pow2(rows), 16 if narrow else 32, 16, 1 if wide else 2, 6
@@ -134,7 +137,7 @@ def _tile_fp32(rows: int, outer: int, inner: int) -> tuple[int, int, int, int, i
 def _part(
     lines, columns, some, real, begin, end, summed, inner: tl.constexpr, block_k: tl.constexpr
 ):  # fmt: skip
-    """`summed` with the products of terms [begin, end) added, in order."""
+    """Return `summed` plus the products of terms [begin, end), added in order."""
     k = tl.arange(0, block_k)
     for start in range(begin, tl.minimum(end, inner), block_k):
         if inner % block_k == 0:
@@ -167,7 +170,7 @@ def _linear(
     begin = first
     total = tl.zeros((block_m, block_n), tl.float32)
     if ahead:
-        # Weights are all that a small batch reads: the first are on their way before x is there.
+        # A small batch is limited by reading weights: load the first before waiting for x.
         b = tl.load(columns + first, mask=real & (k + first < inner)[:, None], other=0.0)
         if early:
             gdc_wait()
@@ -192,9 +195,10 @@ def _linear(
 
 
 def add_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of the rows of x with the sum of `parts`, rounded, added, which is left in x.
+    """Return the RMSNorm of x plus the rounded sum of `parts`. The sum is stored in x.
 
-    No parts are one row of zeros, so that the kernel loads the same in every use.
+    Without parts, one row of zeros is added, so that the kernel performs the same loads in every
+    use.
     """
     rows, width = x.shape
     out = torch.empty_like(x)
@@ -211,7 +215,7 @@ def add_norm(x: Tensor, parts: Tensor | None, weight: Tensor, eps: float) -> Ten
 
 
 def add_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """`add_norm` and `head_norm` in plain torch, without changing x."""
+    """Compute `add_norm` and `head_norm` in plain torch, without changing x."""
     value = (x if delta is None else x + delta).float()
     size = torch.rsqrt((value.double().square().sum(-1) / value.shape[-1]).float() + eps)
     return (value * size[:, None] * weight.float()).to(x.dtype)
@@ -219,10 +223,11 @@ def add_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor, eps: flo
 
 @triton.jit
 def _size(value, width, eps):
-    """What RMSNorm multiplies the numbers of a row with.
+    """Return the RMSNorm factor of a row.
 
-    Two kernels have this sum for types of 16 bits: it is made in fp64, where their squares add up
-    without rounding. One has it for fp32, in the order of its compiler.
+    Two kernels compute this sum for 16-bit dtypes. They use fp64, where the squares add up without
+    rounding, so their order does not matter. Only one kernel computes it for fp32, in its
+    compiler's order.
     """
     if value.dtype == tl.float32:
         return tl.rsqrt(tl.sum(value * value) / width + eps)
@@ -257,7 +262,7 @@ def _add_norm(
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of the rows of x, each a head, with the bits that it has in `store_heads`."""
+    """Return the RMSNorm of the rows of x, each a head, with the bits it has in `store_heads`."""
     rows, dim = x.shape
     out = torch.empty_like(x)
     _head_norm[(triton.cdiv(rows, 16),)](x, weight, out, rows, eps, dim=dim, **launch(x))
@@ -266,11 +271,11 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _normed(low, high, norm, eps, kind: tl.constexpr, dim: tl.constexpr):
-    """Rows of heads, as their two halves, normed and rounded.
+    """Return rows of heads as two halves, normed and rounded.
 
-    Two kernels have this sum, whose compilers may choose another order. It is made in fp64, where
-    squares of bf16 numbers add up without rounding; those of fp32 numbers do not, and are a product
-    with ones, which is a chain in order.
+    Two kernels compute this sum, and their compilers may choose different orders. It is computed in
+    fp64, where squares of bf16 values add up without rounding. Squares of fp32 values would be
+    rounded, so they are summed by a product with ones, which is a chain in order.
     """
     half: tl.constexpr = dim // 2
     at = tl.arange(0, half)
@@ -278,7 +283,7 @@ def _normed(low, high, norm, eps, kind: tl.constexpr, dim: tl.constexpr):
         ones = tl.full((half, 16), 1.0, tl.float32)
         squares = tl.dot(low * low, ones, input_precision="ieee")
         squares = tl.dot(high * high, ones, squares, input_precision="ieee")
-        one = (tl.arange(0, 16) == 0)[None, :]  # all columns are the same
+        one = (tl.arange(0, 16) == 0)[None, :]  # all columns are equal
         squares = tl.sum(tl.where(one, squares, 0.0), axis=1)
         size = tl.rsqrt(squares / dim + eps)[:, None]
     else:
@@ -310,7 +315,7 @@ def _head_norm(x, norm, out, rows, eps, dim: tl.constexpr, early: tl.constexpr):
 
 
 def gate(both: Tensor) -> Tensor:
-    """silu(gate) * up of rows that hold the two side by side; silu is rounded before."""
+    """Return silu(gate) * up of rows that hold the two side by side. The SiLU is rounded first."""
     rows, width = both.shape[0], both.shape[1] // 2
     out = torch.empty((rows, width), dtype=both.dtype, device=both.device)
     block = 1024
@@ -319,14 +324,14 @@ def gate(both: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """SiLU, with the bits that it has in `gate`."""
+    """Return the SiLU of x, with the bits it has in `gate`."""
     out, block = torch.empty_like(x), 1024
     _silu_all[(triton.cdiv(x.numel(), block),)](x, out, x.numel(), block=block, **launch(x))
     return out
 
 
 def gate_reference(both: Tensor) -> Tensor:
-    """`gate` in plain torch, up to the last bit of its exponential."""
+    """Compute `gate` in plain torch, up to the last bit of its exponential."""
     first, second = both.float().chunk(2, -1)
     return ((first / (1 + torch.exp(-first))).to(both.dtype).float() * second).to(both.dtype)
 
@@ -338,7 +343,7 @@ def _silu(x):
 
 @triton.jit
 def _gate_value(first, second, kind: tl.constexpr):
-    """silu(first) * second, rounded where a module of transformers rounds."""
+    """Return silu(first) * second, rounded where a transformers module rounds."""
     return (_silu(first).to(kind).to(tl.float32) * second).to(kind)
 
 
@@ -382,10 +387,10 @@ def store_heads(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Queries, normed and rotated, (rows, heads * dim); keys and values go to their slots.
+    """Return normed and rotated queries (rows, heads * dim), and write keys and values to slots.
 
-    `cos` and `sin` are of the type of the model, and every step of the rotation is rounded to it.
-    Nothing of a row whose slot is negative is kept.
+    `cos` and `sin` are in the model's dtype, and every step of the rotation is rounded to it.
+    Nothing is stored for a row whose slot is negative.
     """
     rows, width = qkv.shape
     _, kv_heads, capacity, dim = keys.shape
@@ -401,7 +406,7 @@ def store_heads(
 
 @triton.jit
 def _turned(x, cos, sin, norm, rows, real, eps, dim: tl.constexpr):
-    """Heads of one token, normed if there is a weight, rotated, as their two halves."""
+    """Return the heads of one token as two halves, normed if there is a weight, and rotated."""
     half: tl.constexpr = dim // 2
     kind = x.dtype.element_ty
     at = tl.arange(0, half)

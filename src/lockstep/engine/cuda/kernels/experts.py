@@ -1,7 +1,7 @@
 """Triton kernels for a mixture of experts: all experts of a layer in two products.
 
-Nothing here looks at the device from the host, so that a captured graph serves every routing.
-Products and roundings are those of `mix_experts` on the exact kernels, to the bit.
+The host never reads from the device here, so one captured graph serves every routing. Products and
+roundings are those of `mix_experts` on the exact kernels, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lockstep.engine.cuda.kernels.exact_kernels import _gate_value, _part, launc
 from lockstep.engine.model.arithmetic import mix_experts
 
 FEW, MANY = 16, 64
-"""Rows of one expert that a program computes, where few share one, and where many do."""
+"""Rows of one expert per program, for small and for large batches."""
 COLUMNS, TERMS, TERMS_FP32 = 32, 128, 32
 PAIRS = 256
-"""Pairs of a row and an expert that are counted at a time."""
+"""Pairs of a row and an expert counted at a time."""
 
 
 def mix(x: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """The weighted sum of each row's experts, always added in order of the expert's number.
+    """Return the weighted sum of each row's experts, always added in order of the expert's number.
 
     `ids` and `shares` are (rows, k), `gate_up` (experts, 2 * width, hidden), `down` (experts,
     hidden, width).
@@ -33,7 +33,7 @@ def mix(x: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -
     (rows, top), (experts, both, hidden) = ids.shape, gate_up.shape
     pairs, wide, width = rows * top, pow2(experts), both // 2
     block_m = FEW if pairs <= FEW * experts else MANY
-    # Pairs by expert, those of one expert in order; and where each expert has its own of them.
+    # Sort the pairs by expert, stable within an expert; `plan` locates each expert's range.
     order = ids.flatten().argsort(stable=True)
     plan = torch.empty((3, wide), dtype=torch.int32, device=x.device)
     options = launch(x)
@@ -62,7 +62,7 @@ def mix(x: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -
 
 
 def mix_reference(x: Tensor, ids: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """`mix` in plain torch, up to the order of its sums."""
+    """Compute `mix` in plain torch, up to the order of its sums."""
     return mix_experts(
         x, ids, shares, gate_up, down,
         product=exact_kernels.linear_reference, gate=exact_kernels.gate_reference,
@@ -74,7 +74,7 @@ def _plan(
     ids, plan, pairs, wide: tl.constexpr, block_m: tl.constexpr, chunk: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
-    """Of each expert: the end of its blocks of rows, how many rows it has, and the first."""
+    """Store for each expert the end of its row blocks, its number of rows, and its first row."""
     if early:
         gdc_launch_dependents()
         gdc_wait()
@@ -95,8 +95,10 @@ def _grouped(
     experts: tl.constexpr, wide: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
     early: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one expert times some columns of its weights; a row of x serves `lines_of`
-    pairs that follow each other."""
+    """Multiply some rows of one expert with some columns of its weights.
+
+    Each row of x serves `lines_of` consecutive pairs.
+    """
     if early:
         gdc_launch_dependents()
         gdc_wait()
@@ -128,7 +130,7 @@ def _whole(
     lines, columns, some, real, inner: tl.constexpr, part: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
-    """A product as `exact_kernels.linear` sums it up."""
+    """Return a product summed in the order of `exact_kernels.linear`."""
     total = tl.zeros((block_m, block_n), tl.float32)
     total = _part(lines, columns, some, real, 0, part, total, inner, block_k)
     if inner > part:
@@ -144,7 +146,7 @@ def _weigh_up(
     mixed, ids, shares, out, width,
     top: tl.constexpr, lanes: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """One row: its experts in order of their numbers, each rounded, as is every sum."""
+    """Sum the experts of one row in order of their numbers, rounding each term and each sum."""
     if early:
         gdc_launch_dependents()
         gdc_wait()
@@ -152,7 +154,7 @@ def _weigh_up(
     lane, at = tl.arange(0, lanes), tl.arange(0, block)
     inside = at < width
     kind = out.dtype.element_ty
-    # A lane beyond the last has a number above all of them, and comes last.
+    # Padding lanes get a number above all expert numbers, so they sort last.
     chosen = tl.load(ids + row * top + lane, mask=lane < top, other=1 << 30)
     rank = tl.sum((chosen[None, :] < chosen[:, None]).to(tl.int32), axis=1)
     total = tl.zeros((block,), tl.float32)

@@ -1,7 +1,6 @@
 """Triton kernels for prefill: tokens of many sequences in one batch, each over its own slot.
 
-The reference of each kernel, in plain torch, stands beside it; tests hold the two against each
-other.
+Each kernel has a reference in plain torch next to it, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lockstep.engine.cuda.kernels.close_kernels import LOG2_E, _halves, _sum, early
 
 ROWS = 128
-"""Queries, over all heads that share their keys, that one attention program computes."""
+"""Queries per attention program, counted over all heads that share their keys."""
 KEYS = 64
-"""Keys that it reads at a time."""
+"""Keys that an attention program reads per iteration."""
 
 
 def store_heads(
@@ -35,10 +34,10 @@ def store_heads(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Queries, normed, rotated and scaled for a softmax of base 2, (rows, heads * dim).
+    """Return queries (rows, heads * dim), normed, rotated and scaled for a softmax of base 2.
 
-    Keys and values of row r go to position positions[r] of slot slots[r]; nothing of a row whose
-    slot is negative is kept. `parts` and the cache are as in `kernels.attend`.
+    Keys and values of row r are written to position positions[r] of slot slots[r]; nothing is
+    stored for a row whose slot is negative. `parts` and the cache are as in `close_kernels.attend`.
     """
     pieces, rows, width = parts.shape
     _, kv_heads, capacity, dim = keys.shape
@@ -92,16 +91,17 @@ def _store_heads(
 
 
 def tokens_per_block(group: int) -> int:
-    """Tokens that one row of the table of `attend_ragged` may hold, at `group` heads per key."""
+    """Return the maximum number of tokens of a block of `attend_ragged`, at `group` heads per
+    key."""
     return max(ROWS // group, 1)
 
 
 def attend_ragged(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor) -> Tensor:
-    """Causal attention of queries from `store_heads`, (rows, heads * dim).
+    """Return the causal attention (rows, heads * dim) of queries from `store_heads`.
 
-    Each row of `blocks`, (n, 4), stands for tokens of one sequence that follow each other: their
-    first row in q, how many they are (at most `tokens_per_block`, 0 for a row that means nothing),
-    their slot, and the position of the first.
+    Each row of `blocks`, (n, 4), describes consecutive tokens of one sequence: their first row in
+    q, their number (at most `tokens_per_block`; 0 for an unused block), their slot, and the
+    position of the first.
     """
     _, kv_heads, capacity, dim = keys.shape
     group = q.shape[1] // dim // kv_heads
@@ -115,7 +115,7 @@ def attend_ragged(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor) -> Te
 
 
 def attend_ragged_reference(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor) -> Tensor:
-    """`attend_ragged` in plain torch, one block after the other."""
+    """Compute `attend_ragged` in plain torch, block by block."""
     _, kv_heads, _, dim = keys.shape
     out = torch.zeros_like(q)
     for first, count, slot, start in blocks.tolist():
@@ -154,11 +154,11 @@ def _attend_ragged(
     query = tl.load(q + place, mask=real, other=0.0)
     keys += slot * slot_stride + head * capacity * dim
     values += slot * slot_stride + head * capacity * dim
-    # Lower than any score, and yet a number: rows that mean nothing must not make NaN of it.
+    # Lower than any score but finite: -inf - -inf would be NaN in padding rows.
     top = tl.full((rows,), -1e30, tl.float32)
     total = tl.zeros((rows,), tl.float32)
     summed = tl.zeros((rows, dim), tl.float32)
-    # All queries see the keys before the first of them: no mask is needed there.
+    # Every query sees all keys before the first query, so these blocks need no mask.
     safe = start // block * block
     for begin in range(0, safe, block):
         where = begin + step
@@ -182,7 +182,8 @@ def _attend_ragged(
 
 @triton.jit
 def _fold_rows(scores, value, top, total, summed):
-    """The running softmax after one more block: highest score, sum of shares, weighed values."""
+    """Return the running softmax after one more block: highest score, sum of shares, weighted
+    values."""
     highest = tl.maximum(top, tl.max(scores, axis=1))
     old = tl.exp2(top - highest)
     shares = tl.exp2(scores - highest[:, None])

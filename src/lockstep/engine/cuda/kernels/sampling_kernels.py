@@ -1,4 +1,4 @@
-"""Triton kernels that draw tokens from logits: three passes, and the logits stay where they are."""
+"""Triton kernels that sample tokens from logits in three passes, without copying the logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from triton import next_power_of_2 as pow2
 
 CHUNK = 4096
-"""Logits that one program looks at."""
+"""Logits per program."""
 
 
 def draw(
@@ -23,12 +23,13 @@ def draw(
     highest: Tensor,
     logs: Tensor,
 ) -> None:
-    """Writes a token (int32), its logprob (fp32) and its rank (int32) for each row of logits.
+    """Write a token (int32), its logprob (fp32) and its rank (int32) for each row of logits.
 
-    By inverse CDF, as `sampler.sample` does: a uniform number per row, the first token whose
-    cumulative share lies above it. Temperature 0 takes the likeliest. Logprobs are those of the
-    logits as they are, or tempered where `processed` is not 0; NaN for a row that is no
-    distribution. The logprob of any other token is (its logit - highest) / temperature - logs.
+    Samples by inverse CDF, as `sampler.sample` does: one uniform number per row selects the first
+    token whose cumulative share exceeds it. Temperature 0 selects the most likely. Logprobs are
+    those of the logits as they are, or divided by the temperature where `processed` is not 0; NaN
+    for a row that is not a distribution. The logprob of any other token is (its logit - highest) /
+    temperature - logs.
     """
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
@@ -46,16 +47,16 @@ def draw(
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """The logprob of one token of each row, fp32, with the bits that `draw` gives it.
+    """Return the logprob of one token of each row, fp32, with the bits that `draw` gives it.
 
-    Logits are of the type that `draw` sees, and contiguous. Temperature 0 leaves them as they are.
+    Logits must be contiguous and of the dtype that `draw` gets. Temperature 0 is treated as 1.
     """
     rows, vocab = logits.shape
     wide = pow2(triton.cdiv(vocab, CHUNK))
     stats = torch.empty((4, rows, wide), dtype=torch.float32, device=logits.device)
     heats = torch.full((rows,), temperature, dtype=torch.float32, device=logits.device)
     processed = torch.ones(rows, dtype=torch.int32, device=logits.device)
-    highest, logs, out = torch.empty((3, rows), dtype=torch.float32, device=logits.device)
+    highest, logs, out = torch.empty((3, rows), dtype=torch.float32, device=logits.device).unbind()
     _weigh[(wide, rows)](logits, heats, stats, vocab, rows, wide=wide, chunk=CHUNK, num_warps=8)
     _normalize[(rows,)](heats, processed, stats, highest, logs, rows, wide=wide, num_warps=1)
     _score[(rows,)](logits, tokens.to(torch.int32), heats, highest, logs, out, vocab, num_warps=1)
@@ -63,14 +64,15 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
 
 
 def token_logprobs_reference(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """`token_logprobs` in plain torch, up to the order of its sums."""
+    """Compute `token_logprobs` in plain torch, up to the order of its sums."""
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     return logprobs.gather(-1, tokens.long()[:, None]).squeeze(-1)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _weigh(logits, temperatures, stats, vocab, rows, wide: tl.constexpr, chunk: tl.constexpr):
-    """Of each chunk: its highest logit, where that is, and its sums of exp, plain and tempered."""
+    """Store for each chunk its highest logit, its index, and its sums of exp, plain and
+    tempered."""
     part, row = tl.program_id(0), tl.program_id(1)
     at = part * chunk + tl.arange(0, chunk)
     inside = at < vocab
@@ -92,7 +94,7 @@ def _weigh(logits, temperatures, stats, vocab, rows, wide: tl.constexpr, chunk: 
         tl.store(stats + 3 * rows * wide + place, total)
     else:
         tl.store(stats + rows * wide + place, 0.0)
-        # NaN is not above anything: it is kept, so that the row is known as no distribution.
+        # NaN compares as not greater. Keep it in the sum, so that the row is reported as NaN.
         broken = tl.sum(tl.where(inside, tl.where(value == value, 0.0, value), 0.0), axis=0)
         tl.store(stats + 2 * rows * wide + place, broken)
         tl.store(stats + 3 * rows * wide + place, broken)
@@ -100,10 +102,10 @@ def _weigh(logits, temperatures, stats, vocab, rows, wide: tl.constexpr, chunk: 
 
 @triton.jit(do_not_specialize=["rows"])
 def _normalize(temperatures, processed, stats, highest, logs, rows, wide: tl.constexpr):
-    """The highest logit of a row, and the logarithm of the sum of its shares.
+    """Store the highest logit of a row and the logarithm of the sum of its shares.
 
-    NaN for a row that is no distribution. A kernel of its own, so that whoever needs a logprob gets
-    it with the same bits.
+    Both are NaN for a row that is not a distribution. This is a separate kernel, so that every
+    logprob is computed with the same bits.
     """
     row = tl.program_id(0)
     part = row * wide + tl.arange(0, wide)
@@ -139,7 +141,7 @@ def _pick(
     logits, uniforms, temperatures, processed, stats, tokens, logprobs, chosen, ranks,
     highest, logs, vocab, rows, wide: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """The token of one row: first its chunk, by the chunks' shares, then its place in there."""
+    """Select the token of one row: first its chunk, by the chunks' shares, then its place there."""
     row = tl.program_id(0)
     part = tl.arange(0, wide)
     high = tl.load(stats + row * wide + part)
@@ -150,7 +152,7 @@ def _pick(
     shares *= tl.exp((high - top) / heat_or_one)
     ends = tl.cumsum(shares, axis=0)
     total = tl.sum(shares, axis=0)
-    # Rounding may lead past the end: the last chunk with any share is then the right one.
+    # Rounding may lead past the end. The last chunk with any share is then the right one.
     last = tl.max(tl.where(shares > 0, part, 0), axis=0)
     target = tl.load(uniforms + row) * total
     which = tl.minimum(tl.min(tl.where(ends > target, part, wide), axis=0), last)
@@ -177,7 +179,7 @@ def _pick(
 
 @triton.jit
 def _rank(logits, chosen, ranks, vocab, chunk: tl.constexpr):
-    """Adds how many logits of a chunk are above the chosen one."""
+    """Add the number of logits of a chunk that are above the sampled one."""
     row = tl.program_id(1)
     at = tl.program_id(0) * chunk + tl.arange(0, chunk)
     line = logits + row.to(tl.int64) * vocab

@@ -1,7 +1,7 @@
-"""Triton kernels for a batch of one row: its norm is part of the product that reads it.
+"""Triton kernels for a batch of one row, which fuse the norm into the product that reads it.
 
-With one row a launch takes longer than what it computes. Every program norms the row for itself,
-while the weights that it loaded before are on their way.
+With one row, a launch takes longer than its computation. Every program computes the norm itself,
+while the weights it requested before are loading.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from lockstep.engine.cuda.kernels.close_kernels import early
 from lockstep.engine.cuda.kernels.exact_kernels import _gate_value, _size
 
 WIDEST = 4096
-"""Numbers of a row up to which a program holds all of it."""
+"""Largest row width that one program holds in full."""
 NARROW = 4
-"""Outputs that one program computes, in close arithmetic."""
+"""Outputs per program in close arithmetic."""
 TILE = 16
-"""Outputs that one program computes by matrix instructions, in exact arithmetic."""
+"""Outputs per program in exact arithmetic, by matrix instructions."""
 
 
 def fits(x: Tensor) -> bool:
-    """Whether these kernels take x, which is one row of 16-bit numbers and not too wide."""
+    """Return whether these kernels support x: one row of 16-bit values, at most WIDEST wide."""
     return bool(x.shape[0] == 1 and x.shape[1] <= WIDEST and x.element_size() == 2)
 
 
@@ -41,11 +41,11 @@ def norm_linear(
     gated: bool = False,
     exact: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x with the sum of `parts` added, and RMSNorm of that times weight.T, plus bias.
+    """Return x plus the sum of `parts`, and the RMSNorm of that times weight.T, plus bias.
 
-    `gated` takes the first half of the outputs as a gate of the second. In exact arithmetic the
-    bits are those of `add_norm`, `linear` and `gate` of `exact_kernels`. In close arithmetic the
-    product is not rounded, unless it is gated.
+    With `gated`, the first half of the outputs gates the second. In exact arithmetic the bits are
+    those of `add_norm`, `linear` and `gate` of `exact_kernels`. In close arithmetic the product is
+    not rounded, unless it is gated.
     """
     width, outer = x.shape[1], weight.shape[0] // (2 if gated else 1)
     kind = x.dtype if gated or exact else torch.float32
@@ -78,7 +78,7 @@ def norm_linear_reference(
     eps: float,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`norm_linear` in exact arithmetic in plain torch, up to the order of its sums."""
+    """Compute `norm_linear` in exact arithmetic in plain torch, up to the order of its sums."""
     delta = None if parts is None else parts.sum(0).to(x.dtype)
     normed = exact_kernels.add_norm_reference(x, delta, norm, eps)
     out = exact_kernels.linear_reference(normed, weight, bias)
@@ -88,7 +88,7 @@ def norm_linear_reference(
 
 @triton.jit
 def _row(x, parts, at, inside, width, splits: tl.constexpr, exact: tl.constexpr):
-    """These numbers of the row, with all parts added."""
+    """Return these values of the row with all parts added."""
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if splits:
         added = tl.load(parts + at, mask=inside, other=0.0).to(tl.float32)
@@ -143,7 +143,7 @@ def _exact(
 ):  # fmt: skip
     if early:
         gdc_launch_dependents()
-    # A part that is one dot would be folded into the sum of those before it: see exact_kernels.
+    # A part of a single dot would be fused into the running sum: see `_run` of `exact_kernels`.
     step: tl.constexpr = part if width <= part else part // 2
     n = tl.program_id(0) * block_n + tl.arange(0, block_n)
     at, k = tl.arange(0, block), tl.arange(0, step)
