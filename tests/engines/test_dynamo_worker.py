@@ -16,7 +16,7 @@ from lockstep.protocol.dynamo import environment as dynamo_env
 from lockstep.tokens import Completion, VersionSpan
 from lockstep.tokens.errors import BadRequest, EngineFailure, UnknownField, UnsupportedField
 from lockstep.tokens.grammar import Grammar
-from lockstep.worker.dynamo.chunks import chunks_of, collected
+from lockstep.worker.dynamo.chunks import chunks_of, collect
 from lockstep.worker.dynamo.request import decimal, read_request
 from lockstep.worker.dynamo.routes import engine_routes
 from lockstep.worker.dynamo.worker import run_dynamo_worker
@@ -163,7 +163,7 @@ async def test_tokens_are_sent_together_and_the_end_with_the_last() -> None:
             await asyncio.sleep(0)
         yield piece(199, completion(200))
 
-    groups = [group async for group in collected(pieces(), seconds=5.0, most=64)]
+    groups = [group async for group in collect(pieces(), seconds=5.0, most=64)]
     assert [p.sampled.token_id for g in groups for p in g if p.sampled] == list(range(200))
     assert len(groups) <= 5
     [last] = chunks_of(groups[-1], engine_data=True)
@@ -177,7 +177,7 @@ async def test_an_error_of_the_engine_comes_after_its_tokens() -> None:
         yield piece(1)
         raise EngineFailure("broken")
 
-    groups = collected(pieces(), seconds=0.01)
+    groups = collect(pieces(), seconds=0.01)
     assert len(await anext(groups)) == 1
     with pytest.raises(EngineFailure, match="broken"):
         await anext(groups)
@@ -194,7 +194,7 @@ async def test_closing_the_chunks_stops_the_engine() -> None:
         finally:
             ended.set()
 
-    groups = collected(pieces(), seconds=0.01)
+    groups = collect(pieces(), seconds=0.01)
     await anext(groups)
     await groups.aclose()
     async with asyncio.timeout(5):

@@ -82,7 +82,7 @@ def test_the_distribution_is_one_and_changes_with_every_token_before() -> None:
     states.add(distribution.after(distribution.start("other"), [1, 2]))
     assert len(states) == 3
     for state in states:
-        scores = [distribution.sampled(state, token, 0).logprob for token in range(100)]
+        scores = [distribution.score_token(state, token, 0).logprob for token in range(100)]
         assert math.isclose(sum(map(math.exp, scores)), 1.0)
         top = distribution.likeliest(state, 3)
         assert [scores[one.token_id] for one in top] == sorted(scores)[::-1][:3]

@@ -52,7 +52,7 @@ async def test_what_is_staged_is_scored_as_the_engine_scores_it_and_not_kept(
     prober = Prober(engine)
     with pytest.raises(Conflict, match="no weights are staged"):
         await prober.score_all(SEQUENCES, staged=True)
-    staged = weakref.ref(prober.staged(await engine.stage(checkpoint("b"), "B")))
+    staged = weakref.ref(prober.remember_staged(await engine.stage(checkpoint("b"), "B")))
     expected = await engine.score_all(SEQUENCES, staged=True)
     assert (await prober.score_all(SEQUENCES, staged=True)).logprobs == expected
     assert expected != (await prober.score_all(SEQUENCES)).logprobs
@@ -67,12 +67,12 @@ async def test_weights_that_are_replaced_while_they_are_probed_prove_nothing(
     engine: Engine, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prober = Prober(engine)
-    first = prober.staged(await engine.stage(checkpoint("b"), "B"))
+    first = prober.remember_staged(await engine.stage(checkpoint("b"), "B"))
     other = await engine.stage(checkpoint("c", seed=2), "B")
-    prober.staged(first)
+    prober.remember_staged(first)
 
     def meanwhile(*_: object) -> list[list[float]]:
-        prober.staged(other)
+        prober.remember_staged(other)
         return [[0.0]]
 
     monkeypatch.setattr(prober, "_score", meanwhile)
@@ -95,10 +95,10 @@ async def test_only_the_very_weights_that_were_scored_are_committed_as_proved(
     prober, path = Prober(engine), checkpoint("b")
     if paused:
         await engine.pause("keep")
-    prober.staged(await engine.stage(path, "B"))
+    prober.remember_staged(await engine.stage(path, "B"))
     scored = await prober.score_all(SEQUENCES, staged=True)
     # The same bytes under the same label, staged again: another set, that nobody scored.
-    again = prober.staged(await engine.stage(path, "B"))
+    again = prober.remember_staged(await engine.stage(path, "B"))
     for proof in (scored.weights, prober.name(again), "of another process"):
         with pytest.raises(Conflict, match="not those which that probe was scored on"):
             await prober.commit_proved(proof)
@@ -121,7 +121,7 @@ async def test_an_engine_that_swaps_to_other_weights_than_the_proved_is_a_failur
     engine: Engine, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prober = Prober(engine)
-    prober.staged(await engine.stage(checkpoint("b"), "B"))
+    prober.remember_staged(await engine.stage(checkpoint("b"), "B"))
     scored = await prober.score_all(SEQUENCES, staged=True)
     other, commit = checkpoint("c", seed=2), engine.core.commit
     wrong = engine.core.served.load_weights(other, "B")

@@ -46,5 +46,5 @@ async def test_rows_that_a_client_has_already_are_left_out(worker: WorkerProcess
 def test_a_model_without_experts_refuses_the_option_when_it_starts() -> None:
     directory = bundled("tiny")
     assert directory is not None
-    with pytest.raises(BadRequest, match="no mixture of experts"):
+    with pytest.raises(BadRequest, match="not a mixture of experts"):
         DataPlane(Engine("tiny"), "tiny", directory, return_routed_experts=True)

@@ -1,1 +1,1 @@
-"""A worker without a model: it says what a script wants, with ids and logprobs of its own."""
+"""A worker without a model: it replies by a script, with token ids and synthetic logprobs."""

@@ -1,8 +1,8 @@
 """The engine of a scripted worker: a script decides the tokens, hashes give their logprobs.
 
 Requests, streams, pauses, aborts, weights and versions are those of the embedded engine; only the
-model is missing. Nothing is computed from the weights but their digest, so an update changes every
-logprob and a prompt of 128,000 tokens takes milliseconds.
+model is missing. Only the digest of the weights is used, so an update changes every logprob, and a
+prompt of 128,000 tokens takes milliseconds.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lockstep.tokens import PromptLogprob
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
 CONTEXT = 131_072
-"""Tokens of prompt and completion, unless told otherwise."""
+"""Default context length, in tokens of prompt and completion."""
 NAP_SECONDS = 0.01
-"""Longest sleep between two steps while every sequence waits: commands must not wait longer."""
+"""Longest sleep between two steps while every sequence waits, so that commands run soon."""
 REASON = "a scripted worker has no model: its logprobs are hashes of the tokens before"
 
 
 @dataclass(slots=True)
 class _Speech:
-    """What a sequence still says: its state in the distribution, and when the next token is due."""
+    """The remaining reply of a sequence: its state in the distribution, and when a token is due."""
 
     reply: ScriptedReply
     state: int
@@ -45,7 +45,7 @@ class _Speech:
 
 
 class _NoPrefixes:
-    """A prefix cache that holds nothing: there is nothing to compute again."""
+    """A prefix cache that stores nothing, because nothing is expensive to compute."""
 
     hits = queries = 0
 
@@ -53,10 +53,10 @@ class _NoPrefixes:
         return 0
 
     def clear(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: the cache is always empty."""
 
     def store(self, root: bytes, tokens: list[int], slot: int) -> None:
-        """Nothing was computed that could be kept."""
+        """Do nothing: no keys or values were computed."""
 
 
 class _NoKeys:
@@ -64,17 +64,18 @@ class _NoKeys:
 
 
 class _NoCache:
-    """Stands where keys, values and routed experts would lie."""
+    """Stand-in for the cache of keys, values and routed experts."""
 
     k = _NoKeys()
     experts = None
 
 
 class ScriptedCore(Core):
-    """Core whose tokens come from a script. `directory` holds a tokenizer, and perhaps weights.
+    """A Core whose tokens come from a script. `directory` holds a tokenizer, and perhaps weights.
 
-    Without weights there it serves those of the bundled model, of which only the digest matters.
-    Temperature and the like change nothing: tokens are scored by the distribution they come with.
+    Without weights it serves those of the bundled model, of which only the digest matters.
+    Temperature and similar options have no effect: tokens are scored by the distribution of the
+    script.
     """
 
     def __init__(self, directory: Path, options: EngineOptions, script: Script) -> None:
@@ -86,7 +87,7 @@ class ScriptedCore(Core):
         super().__init__(directory, options)
 
     def _read_config(self, directory: Path) -> ModelConfig:
-        """The config of the weights, with the tokens of the tokenizer."""
+        """Return the config of the weights, with the vocabulary of the tokenizer."""
         own = any(directory.glob("*.safetensors")) and (directory / "config.json").is_file()
         self._weights = directory if own else bundled("tiny") or directory
         config = ModelConfig.read(self._weights)
@@ -99,7 +100,8 @@ class ScriptedCore(Core):
         )
 
     def _load(self, directory: Path) -> None:
-        """Weights, of which only the digest is used, and a distribution in place of a model."""
+        """Load the weights, of which only the digest is used, and a distribution instead of a
+        model."""
         options = self.options
         self.max_len = options.max_model_len or CONTEXT
         self.served = ServedWeights(self._weights, ModelConfig.read(self._weights), options)
@@ -115,7 +117,7 @@ class ScriptedCore(Core):
         return False
 
     def check(self, request: EngineRequest) -> None:
-        """Raises also the error that the script wants for this request."""
+        """Raise what `Core.check` raises, or the error that the script defines for this request."""
         super().check(request)
         at, rule = self._responder.find(request.prompt_ids)
         if rule.error is not None and not rule.error.after_tokens:
@@ -133,8 +135,9 @@ class ScriptedCore(Core):
         adapter: str | None = None,
         weights: Weights | None = None,
     ) -> list[list[float]]:
-        """Logprobs of every token after the first: of the very distribution tokens come with."""
-        self.check_scored(sequences)
+        """Return the logprobs of every token after the first, under the distribution that is
+        sampled."""
+        self.check_scorable(sequences)
         loaded = None if adapter is None else self.served.adapter(adapter)
         opening = self._start(weights or self.served.weights, loaded)
         return [
@@ -145,9 +148,10 @@ class ScriptedCore(Core):
     def _step(self) -> None:
         self._admit()
         now = time.monotonic()
-        due = [one for one in self.scheduler.running if self._speeches[one].due <= now]
+        running = self.scheduler.running
+        due = [sequence for sequence in running if self._speeches[sequence].due <= now]
         if not due:
-            waits = [self._speeches[one].due - now for one in self.scheduler.running]
+            waits = [self._speeches[sequence].due - now for sequence in running]
             time.sleep(min([*waits, NAP_SECONDS]))
             return
         self.steps += 1
@@ -157,7 +161,7 @@ class ScriptedCore(Core):
         self._check_drained()
 
     def _speak(self, sequence: Sequence) -> None:
-        """One token of a sequence, or the error that the script wants after the last."""
+        """Emit one token of a sequence, or the error that the script defines after the last."""
         speech, sampling = self._speeches[sequence], sequence.request.sampling
         rule, position = speech.reply.rule, sequence.generated
         if rule.error is not None and position >= rule.error.after_tokens:
@@ -167,23 +171,24 @@ class ScriptedCore(Core):
         banned = sequence.end_ids if position < sampling.min_tokens else ()
         if position < len(scripted) and scripted[position] not in banned:
             token = scripted[position]
-        else:  # the script is at its end, but the request may not end yet
+        else:  # the reply has ended, but the request must not end yet
             number = uniform(sequence.seed, position)
             token = self._distribution.draw(speech.state, number, banned)
-        if (why := _forbidden(sequence, token)) is not None:
+        # A script may contradict the request: fail loudly instead of returning a disallowed token.
+        if (why := _why_forbidden(sequence, token)) is not None:
             error = BadRequest(f"the script says token {token} at position {position}, {why}")
             self._fail(self.handles[sequence], error)
             return
-        sampled = self._distribution.sampled(speech.state, token, sampling.logprobs)
+        sampled_token = self._distribution.score_token(speech.state, token, sampling.logprobs)
         speech.state = self._distribution.after(speech.state, (token,))
         speech.due = time.monotonic() + rule.token_delay
-        self.take(sequence, sampled)
+        self.take(sequence, sampled_token)
         sequence.computed = len(sequence.tokens) - 1
 
     def _load_prefix(self, sequence: Sequence, slot: int) -> None:
-        """Makes a sequence ready to speak, at its start or again under new weights."""
+        """Prepare the reply of a sequence, at its start or again under new weights."""
         reply = self._replies[self.handles[sequence]]
-        begun = self._speeches.get(sequence)
+        earlier = self._speeches.get(sequence)
         opening = self._start(self.served.weights, sequence.adapter)
         sequence.root = b"scripted"
         sequence.computed = sequence.prompt_len
@@ -195,7 +200,7 @@ class ScriptedCore(Core):
         self._speeches[sequence] = _Speech(
             reply,
             self._distribution.after(opening, sequence.tokens),
-            begun.due if begun is not None else time.monotonic() + reply.rule.delay,
+            earlier.due if earlier is not None else time.monotonic() + reply.rule.delay,
         )
 
     def _prompt_logprobs(self, sequence: Sequence, opening: int) -> list[PromptLogprob]:
@@ -203,8 +208,10 @@ class ScriptedCore(Core):
         first, *rest = sequence.request.prompt_ids
         state, scored = self._distribution.after(opening, (first,)), []
         for token in rest:
-            one = self._distribution.sampled(state, token, count)
-            scored.append(PromptLogprob(token, one.logprob, one.rank, one.top))
+            sampled_token = self._distribution.score_token(state, token, count)
+            scored.append(
+                PromptLogprob(token, sampled_token.logprob, sampled_token.rank, sampled_token.top)
+            )
             state = self._distribution.after(state, (token,))
         return scored
 
@@ -212,7 +219,7 @@ class ScriptedCore(Core):
         self._speeches.pop(sequence, None)
         super()._leave(sequence)
         live = set(self.handles.values())
-        self._replies = {one: reply for one, reply in self._replies.items() if one in live}
+        self._replies = {handle: reply for handle, reply in self._replies.items() if handle in live}
 
     def _start(self, weights: Weights, adapter: Adapter | None) -> int:
         name = weights.digest or f"{weights.version}.{weights.epoch}"
@@ -220,7 +227,7 @@ class ScriptedCore(Core):
 
 
 def scripted_engine(path: Path) -> Callable[[str, EngineOptions], Engine]:
-    """What makes the engine of a scripted worker. Raises BadRequest for a script it cannot read."""
+    """Return a factory of scripted engines. Raises BadRequest for an unreadable script."""
     script = Script.read(path)
 
     def make_core(directory: Path, options: EngineOptions) -> Core:
@@ -229,15 +236,15 @@ def scripted_engine(path: Path) -> Callable[[str, EngineOptions], Engine]:
     return lambda model, options: Engine(model, options, make_core=make_core)
 
 
-def _forbidden(sequence: Sequence, token: int) -> str | None:
-    """Why the request does not let this token come next; None where it does."""
+def _why_forbidden(sequence: Sequence, token: int) -> str | None:
+    """Return why the request does not allow this token next, or None if it does."""
     allowed = sequence.request.sampling.allowed_token_ids
     if allowed is not None and token not in allowed:
-        return "which allowed_token_ids do not hold"
+        return "which is not in allowed_token_ids"
     if sequence.matcher is not None and not sequence.matcher.mask(sequence.end_ids)[token]:
         return "which does not fit the grammar of the request"
     return None
 
 
 def _no_move(source: int, target: int, sequence: Sequence) -> None:
-    """There is nothing in a slot that could move."""
+    """Do nothing: a slot holds nothing to move."""

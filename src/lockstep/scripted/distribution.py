@@ -1,9 +1,9 @@
-"""The distribution of a scripted worker: made of hashes, and the same each time it is scored.
+"""The distribution of a scripted worker: derived from hashes, the same each time it is scored.
 
-The tokens before a position and the weights that are served choose a permutation of the
-vocabulary; the token in place r then has probability proportional to 1 / (r + 1). That is a real
-distribution over all tokens, it changes with every token before and with every update, and a token
-is scored in constant time.
+The tokens before a position and the served weights select a permutation of the vocabulary; the
+token in place r then has probability proportional to 1 / (r + 1). This is a real distribution over
+all tokens. It changes with every earlier token and with every update, and a token is scored in
+constant time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lockstep.tokens import Ranked
 
 _MASK = (1 << 64) - 1
 _PRIMES = (1000003, 1000033, 1000037, 1000039, 1000081, 1000099, 1000117, 1000121)
-"""None divides a vocabulary, so each gives a permutation."""
+"""Primes that divide no vocabulary size, so that each defines a permutation."""
 
 
 class HashedDistribution:
-    """Scores and draws tokens of a vocabulary of `size`, given the state of all tokens before."""
+    """Distribution over a vocabulary of `size` tokens, given the state of all earlier tokens."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -34,24 +34,25 @@ class HashedDistribution:
 
     @staticmethod
     def start(weights: str) -> int:
-        """The state before the first token, under weights of that name."""
+        """Return the state before the first token, under weights of that name."""
         return int.from_bytes(blake2b(weights.encode(), digest_size=8).digest())
 
     @staticmethod
     def after(state: int, token_ids: Iterable[int]) -> int:
-        """The state after these tokens."""
+        """Return the state after these tokens."""
         for token in token_ids:
             state = ((state ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
             state ^= state >> 29
         return state
 
-    def sampled(self, state: int, token: int, top: int) -> Sampled:
-        """A token in this state with its logprob, its rank and the `top` likeliest."""
+    def score_token(self, state: int, token: int, top: int) -> Sampled:
+        """Return a token in this state with its logprob, its rank and the `top` most likely
+        tokens."""
         place = self._place(state, token)
         return Sampled(token, self._logprobs[place], place + 1, self.likeliest(state, top))
 
     def logprobs(self, state: int, token_ids: Iterable[int]) -> list[float]:
-        """The logprob of each token, given those before it."""
+        """Return the logprob of each token, given those before it."""
         scores = []
         for token in token_ids:
             scores.append(self._logprobs[self._place(state, token)])
@@ -59,7 +60,8 @@ class HashedDistribution:
         return scores
 
     def draw(self, state: int, uniform: float, banned: Container[int] = ()) -> int:
-        """The token that this number in [0, 1) draws, or the next likely one if it is banned."""
+        """Return the token that this number in [0, 1) selects, or the next likely one if it is
+        banned."""
         place = min(bisect_right(self._cumulative, uniform), self._size - 1)
         for step in range(self._size):
             token = self._token(state, (place + step) % self._size)

@@ -1,4 +1,4 @@
-"""Finds the rule for a prompt, and writes what it says in the chat format of the model."""
+"""Selection of the rule for a prompt, and its reply in the chat format of the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ScriptedReply:
-    """The ids that a rule says."""
+    """The token ids of a rule's reply."""
 
     rule: Rule
     token_ids: list[int]
@@ -38,17 +38,17 @@ class Responder:
         self._close_text = self.renderer.decode([self._close])
 
     def find(self, prompt_ids: Sequence[int]) -> tuple[int, Rule]:
-        """The rule for this prompt. Raises BadRequest when there is none."""
+        """Return the index and the rule for this prompt. Raises BadRequest when there is none."""
         return self._script.find(self._view(prompt_ids))
 
     def take(self, prompt_ids: Sequence[int]) -> ScriptedReply:
-        """What to say to this prompt; counts the use of its rule. Raises BadRequest like `find`."""
+        """Return the reply to this prompt and count the use of its rule. Raises as `find`."""
         at, rule = self.find(prompt_ids)
         self._script.take(at)
         return ScriptedReply(rule, self._ids(rule))
 
     def count(self, at: int) -> None:
-        """Counts the use of a rule that says nothing."""
+        """Count the use of a rule without a reply."""
         self._script.take(at)
 
     def _view(self, prompt_ids: Sequence[int]) -> PromptView:
@@ -62,11 +62,11 @@ class Responder:
         return PromptView(text, last, turn)
 
     def _ids(self, rule: Rule) -> list[int]:
-        text = self._written(rule) if rule.raw is None else rule.raw
+        text = self._render(rule) if rule.raw is None else rule.raw
         ids = self.renderer.template.encode(text)
         return ids if rule.finish == "length" else [*ids, self._close]
 
-    def _written(self, rule: Rule) -> str:
+    def _render(self, rule: Rule) -> str:
         reply: Plain = {"role": "assistant", "content": rule.say}
         if rule.think:
             reply["reasoning_content"] = rule.think
@@ -82,15 +82,15 @@ class Responder:
         whole = self.renderer.template.text([_QUESTION, reply], None, add_generation_prompt=False)
         if not whole.startswith(self._opened):
             raise BadRequest(
-                "the chat template does not write a reply after its own opening of a turn: say it "
-                "with raw",
+                "the chat template does not continue its own opening of a turn with the reply: "
+                "write the reply with raw",
                 param="script",
             )
         body = whole[len(self._opened) : whole.rfind(self._close_text)]
         return body if rule.think else body.removeprefix(_NO_THOUGHT)
 
     def _close_id(self) -> int:
-        """The token that ends an assistant turn."""
+        """Return the token that ends an assistant turn."""
         template = self.renderer.template
         whole = template.text([_QUESTION, _ANSWER], None, add_generation_prompt=False)
         rest = template.encode(whole.rpartition(str(_ANSWER["content"]))[2])

@@ -1,4 +1,4 @@
-"""The script of a scripted worker: rules in a file, each with when it applies and what is said."""
+"""The script of a scripted worker: rules in a file, each with a condition and a reply."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 class When(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When a rule applies: all that is given must hold.
+    """Condition of a rule. All given fields must match.
 
-    `last` is a regular expression that is searched in the last message, `prompt` and `without` are
-    texts that the whole prompt must and must not hold, `turn` is the number of assistant turns
-    that the prompt holds.
+    `last` is a regular expression searched in the last message. `prompt` and `without` are texts
+    that the whole prompt must and must not contain. `turn` is the number of assistant turns in the
+    prompt.
     """
 
     last: str | None = None
@@ -47,7 +47,8 @@ class When(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool call to say; arguments that are text are said as they are, sound JSON or not."""
+    """A tool call in a reply. Arguments given as text are emitted as they are, valid JSON or
+    not."""
 
     name: str
     arguments: dict[str, Any] | str = {}
@@ -66,11 +67,11 @@ class ScriptedError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rule. The first that applies is taken, and no more often than `times`.
+    """One rule. The first that applies is used, at most `times` times.
 
     `say`, `think` and `calls` are written in the chat format of the model, `raw` is written as it
-    is. `finish="length"` leaves out the token that ends the turn. `delay` are seconds before the
-    first token, `token_delay` between two.
+    is. `finish="length"` omits the token that ends the turn. `delay` is the time in seconds before
+    the first token, `token_delay` that between two tokens.
     """
 
     when: When = When()
@@ -86,7 +87,8 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptView(msgspec.Struct, frozen=True):
-    """What rules look at: the text of a prompt, its last message, and the turns it holds."""
+    """The parts of a prompt that rules match: its text, its last message, and its number of
+    turns."""
 
     text: str
     last: str
@@ -94,61 +96,61 @@ class PromptView(msgspec.Struct, frozen=True):
 
 
 class Script:
-    """The rules of a file, and how often each was taken."""
+    """The rules of a file, and how often each was used."""
 
     def __init__(self, rules: list[Rule], name: str = "script") -> None:
         self.rules = rules
         self.name = name
-        self._taken = [0] * len(rules)
+        self._uses = [0] * len(rules)
 
     @classmethod
     def read(cls, path: Path) -> Script:
-        """The script in a file of JSON lines, or of one JSON list.
+        """Return the script in a file of JSON lines, or of one JSON list.
 
-        Raises BadRequest that names the line (or the place in the list) and the field.
+        Raises BadRequest that names the line (or the index in the list) and the field.
         """
         try:
             text = path.read_text()
         except OSError as error:
             raise BadRequest(f"the script {path} cannot be read: {error}", param="script") from None
         if text.lstrip().startswith("["):
-            listed = _decoded(path, "the file", text)
-            parts = [(f"rule {at}", json.dumps(each)) for at, each in enumerate(listed)]
+            listed = _decode_list(path, "the file", text)
+            parts = [(f"rule {at}", json.dumps(raw)) for at, raw in enumerate(listed)]
         else:
             lines = enumerate(text.splitlines(), 1)
-            parts = [(f"line {at}", each) for at, each in lines if each.strip()]
+            parts = [(f"line {at}", line) for at, line in lines if line.strip()]
         if not parts:
             raise BadRequest(f"the script {path} holds no rule", param="script")
         return cls([_rule(path, where, raw) for where, raw in parts], path.name)
 
     def find(self, view: PromptView) -> tuple[int, Rule]:
-        """The first rule that applies, with what its regular expression found filled in.
+        """Return the first rule that applies, with the groups of its regular expression filled in.
 
         Raises BadRequest when there is none.
         """
         for at, rule in enumerate(self.rules):
-            if rule.times is not None and self._taken[at] >= rule.times:
+            if rule.times is not None and self._uses[at] >= rule.times:
                 continue
-            groups = _applies(rule.when, view)
+            groups = _match(rule.when, view)
             if groups is not None:
-                return at, _filled(rule, groups)
+                return at, _fill_rule(rule, groups)
         raise BadRequest(
-            f"no rule of {self.name} applies: the prompt holds {view.turn} assistant turns, and "
+            f"no rule of {self.name} applies: the prompt has {view.turn} assistant turns, and "
             f"its last message ends with {view.last[-200:]!r}"
         )
 
     def take(self, at: int) -> None:
-        """Counts one use of a rule."""
-        self._taken[at] += 1
+        """Count one use of a rule."""
+        self._uses[at] += 1
 
 
-def _applies(when: When, view: PromptView) -> dict[str, str] | None:
-    """What the places of a rule stand for; None where it does not apply."""
+def _match(when: When, view: PromptView) -> dict[str, str] | None:
+    """Return the values of a rule's placeholders, or None if it does not apply."""
     if when.turn not in (None, view.turn):
         return None
-    if any(text not in view.text for text in _several(when.prompt)):
+    if any(text not in view.text for text in _as_list(when.prompt)):
         return None
-    if any(text in view.text for text in _several(when.without)):
+    if any(text in view.text for text in _as_list(when.without)):
         return None
     if when.last is None:
         return {}
@@ -159,7 +161,7 @@ def _applies(when: When, view: PromptView) -> dict[str, str] | None:
     return groups | {name: value or "" for name, value in match.groupdict().items()}
 
 
-def _filled(rule: Rule, groups: dict[str, str]) -> Rule:
+def _fill_rule(rule: Rule, groups: dict[str, str]) -> Rule:
     if not groups:
         return rule
     fields = {name: getattr(rule, name) for name in ("say", "think", "raw")}
@@ -172,13 +174,13 @@ def _filled(rule: Rule, groups: dict[str, str]) -> Rule:
 
 
 def _fill(value: Any, groups: dict[str, str]) -> Any:
-    """The value with every {{1}} or {{name}} replaced by what that group found."""
+    """Return the value with every {{1}} or {{name}} replaced by the text of that group."""
     if isinstance(value, str):
         return _PLACE.sub(lambda place: groups.get(place[1], place[0]), value)
     if isinstance(value, list):
-        return [_fill(each, groups) for each in value]
+        return [_fill(item, groups) for item in value]
     if isinstance(value, dict):
-        return {key: _fill(each, groups) for key, each in value.items()}
+        return {key: _fill(item, groups) for key, item in value.items()}
     return value
 
 
@@ -189,20 +191,20 @@ def _rule(path: Path, where: str, raw: str) -> Rule:
     except (msgspec.DecodeError, re.error) as error:
         raise BadRequest(f"{path}, {where}: {error}", param="script") from None
     if rule.error is not None and rule.error.status not in ERRORS:
-        known = ", ".join(map(str, ERRORS))
+        statuses = ", ".join(map(str, ERRORS))
         raise BadRequest(
-            f"{path}, {where}: error.status is {rule.error.status}, expected one of {known}",
+            f"{path}, {where}: error.status is {rule.error.status}, expected one of {statuses}",
             param="script",
         )
     return rule
 
 
-def _decoded(path: Path, where: str, text: str) -> list[Any]:
+def _decode_list(path: Path, where: str, text: str) -> list[Any]:
     try:
         return msgspec.json.decode(text, type=list[Any])
     except msgspec.DecodeError as error:
         raise BadRequest(f"{path}, {where}: {error}", param="script") from None
 
 
-def _several(texts: str | list[str]) -> list[str]:
+def _as_list(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts

@@ -40,16 +40,16 @@ from lockstep.worker.metrics import WorkerMetrics
 PREFIX = wire.REQUEST_ID_PREFIX
 
 
-def prefixed(request_id: str) -> str:
-    """The id under which the engine knows a request: with vLLM's prefix, added where missing."""
+def engine_request_id(request_id: str) -> str:
+    """Return the engine's id of a request: with vLLM's prefix, added if missing."""
     return PREFIX + request_id.removeprefix(PREFIX)
 
 
 class DataPlane:
     """Routes of the data port, over one engine that serves `model` (and its adapters).
 
-    Requests need one of `keys`, where there are any, and one of `hosts`, unless that is None. With
-    `return_routed_experts` every response has them. Raises BadRequest when the model has none.
+    Requests need one of `keys`, if there are any, and one of `hosts`, unless that is None. With
+    `return_routed_experts` every response includes them. Raises BadRequest when the model has none.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class DataPlane:
     ) -> None:
         if return_routed_experts and not engine.core.config.moe_layers:
             raise BadRequest(
-                f"--return-routed-experts is set, but {model} is no mixture of experts: leave it "
-                "out",
+                f"--return-routed-experts is set, but {model} is not a mixture of experts: leave "
+                "it out",
                 param="return_routed_experts",
             )
         self.engine = engine
@@ -91,14 +91,15 @@ class DataPlane:
         )
 
     async def generate(self, http: Request) -> Response:
-        """Generates for a request, whole or streamed. X-Request-Id beats the body's request_id."""
+        """Generate for a request, whole or streamed. X-Request-Id overrides the body's
+        request_id."""
         header = http.headers.get("x-request-id")
         check_request_id(header or None, "x-request-id")
-        http.state.request_id = prefixed(header or secrets.token_hex(8))
+        http.state.request_id = engine_request_id(header or secrets.token_hex(8))
         body = await read_body(http, decode_request, self.limits)
         check_request_id(body.request_id or None)
         if body.request_id and not header:
-            http.state.request_id = prefixed(body.request_id)
+            http.state.request_id = engine_request_id(body.request_id)
         if self.draining:
             raise Unavailable("this worker is shutting down: send the request to another one")
         request = self._request(body, http.state.request_id)
@@ -160,27 +161,28 @@ class DataPlane:
         )
 
     def _experts_start(self, body: GenerateBody) -> int | None:
-        """The first row of routed experts to return: those requested, or those of every request."""
+        """Return the first row of routed experts to return, or None if they were not requested."""
         if body.experts_start is None and self._always_experts:
             return body.experts_skipped or 0
         return body.experts_start
 
     def _adapter(self, name: str | None) -> str | None:
-        """The adapter that a model name means, None for the base. Raises UnknownModel."""
+        """Return the adapter with that model name, or None for the base model. Raises
+        UnknownModel."""
         adapters = self.engine.adapters
         if name is None or name == self.model:
             return None
         if name in adapters:
             return name
-        known = ", ".join([self.model, *adapters])
-        raise UnknownModel(f"the model {name!r} does not exist; served are {known}", param="model")
+        served = ", ".join([self.model, *adapters])
+        raise UnknownModel(f"the model {name!r} does not exist; served are {served}", param="model")
 
     async def abort(self, http: Request) -> Response:
-        """Stops requests by id, with or without the prefix; returns how many it really stopped."""
+        """Stop requests by id, with or without the prefix; return how many were running."""
         body: AbortRequest = await read_body(http, decode_abort, self.limits)
         if not body.request_ids:
             raise BadRequest("request_ids is empty: name at least one", param="request_ids")
-        stopped = await self.engine.abort(*map(prefixed, body.request_ids))
+        stopped = await self.engine.abort(*map(engine_request_id, body.request_ids))
         return json_response({"status": "aborted", "aborted": stopped})
 
     async def health(self, _: Request) -> Response:
@@ -194,7 +196,7 @@ class DataPlane:
         return json_response({"status": "ok", "instance": self.instance, **view})
 
     async def models(self, _: Request) -> Response:
-        """The base model, then its adapters with their parent."""
+        """Return the base model, then its adapters with their parent."""
         cards = [self._card(self.model, str(self.root), None, self.engine.version)]
         for adapter in self.engine.adapters.values():
             label = self.engine.version_of(adapter)

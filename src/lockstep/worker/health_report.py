@@ -1,4 +1,4 @@
-"""Tells a runtime that has no /health of ours to read whether the engine works."""
+"""Health reports of the engine to a runtime that does not poll the worker's /health route."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SECONDS = 1.0
 async def report_health(
     engine: Engine, report: Callable[[bool], None], seconds: float = SECONDS
 ) -> None:
-    """Calls `report` whenever the engine has become well or ill, until it is cancelled.
+    """Call `report` whenever the engine becomes healthy or unhealthy, until cancelled.
 
-    It is taken for well in the beginning.
+    The engine counts as healthy at first.
     """
-    was = True
+    was_healthy = True
     while True:
         await asyncio.sleep(seconds)
-        now = engine.alive and engine.problem is None
-        if now != was:
-            report(now)
-            was = now
+        is_healthy = engine.alive and engine.problem is None
+        if is_healthy != was_healthy:
+            report(is_healthy)
+            was_healthy = is_healthy

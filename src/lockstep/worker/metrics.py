@@ -1,4 +1,4 @@
-"""Prometheus metrics of one worker, read from the engine when they are scraped."""
+"""Prometheus metrics of one worker, read from the engine at scrape time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ GAUGES = {
     "waiting": "Sequences in the queue.",
     "prefix_blocks": "Blocks in the prefix cache.",
     "slots": "Sequences that the KV cache holds at once.",
-    "slot_tokens": "Tokens that each of them may have.",
+    "slot_tokens": "Tokens per sequence in the KV cache.",
 }
 
 
 class WorkerMetrics(Collector):
-    """Collects from `engine.stats()`; nothing is counted on the hot path."""
+    """Collector that reads `engine.stats()`. Nothing is counted on the hot path."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
@@ -51,13 +51,13 @@ class WorkerMetrics(Collector):
             yield gauge
         info = GaugeMetricFamily(
             "lockstep_worker_info",
-            "What is served: the value is always 1.",
+            "Served model, version, state and arithmetic; the value is always 1.",
             labels=["model", "version", "state", "arithmetic"],
         )
         info.add_metric([self._model, stats["version"], stats["state"], stats["arithmetic"]], 1)
         yield info
 
     def exposition(self) -> tuple[bytes, str]:
-        """The body and media type of a scrape."""
+        """Return the body and media type of a scrape."""
         encode, media_type = choose_encoder("")
         return encode(self.registry), media_type

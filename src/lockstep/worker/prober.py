@@ -1,8 +1,8 @@
-"""Scores probes of the weights beside the engine's own thread, which goes on generating.
+"""Scoring of weight probes in parallel to the engine's thread, which keeps generating.
 
-On a CPU a probe of some hundred tokens takes as long as many steps of decoding. On other devices it
-takes milliseconds, and memory for a second cache is dear: there the engine scores by itself, and so
-it does while it is paused: then a probe delays nobody, and scores the very weights to be served.
+On a CPU a probe of a few hundred tokens takes as long as many decode steps. On other devices it
+takes milliseconds, and memory for a second cache is scarce, so the engine scores it between steps.
+It also does so while paused: the probe then delays no request.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from lockstep.engine.weights.weights import Weights
 from lockstep.tokens.errors import Conflict, EngineFailure
 
 SLOTS = 8
-"""Sequences of the engine's full length that a probe may take memory for; of short ones, more are
-scored at once."""
+"""Memory limit of a probe, in sequences of the engine's full length. More short ones fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,10 @@ class Scored:
 
 
 class Prober:
-    """Scores under the live or the staged weights of one engine; one probe at a time.
+    """Scorer of probes under the live or the staged weights of one engine, one probe at a time.
 
-    Weights are named here by what they are and not by their label: by this object and their epoch,
-    which no other set of weights has, in no other process either.
+    Weights are named by identity and not by label: by this object and their epoch, which no other
+    set of weights has, in this or any other process.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -48,23 +47,24 @@ class Prober:
         self._proved: weakref.ref[Weights] | None = None
         self._turn = asyncio.Lock()
 
-    def staged(self, weights: Weights) -> Weights:
-        """Remembers what the engine has staged now, by a weak reference: weights are large."""
+    def remember_staged(self, weights: Weights) -> Weights:
+        """Store a weak reference to the staged weights and return them. A strong one would keep
+        memory."""
         self._staged = weakref.ref(weights)
         return weights
 
     async def score_all(
         self, sequences: list[list[int]], *, adapter: str | None = None, staged: bool = False
     ) -> Scored:
-        """The logprob of every token after the first of each sequence, all under the same weights.
+        """Return the logprob of every token after the first, all under the same weights.
 
-        Raises Conflict where nothing is staged or where they changed meanwhile, and what
+        Raises Conflict when nothing is staged or the weights changed meanwhile, and what
         `Engine.score_all` raises. Staged weights that were scored can be committed as proved.
         """
         engine, core = self._engine, self._engine.core
         weights = self.weights(staged)
         if core.scores_beside and core.state == "running" and sequences:
-            core.check_scored(sequences)
+            core.check_scorable(sequences)
             loaded = None if adapter is None else core.served.adapter(adapter)
             async with self._turn:
                 scores = await asyncio.to_thread(self._score, weights, sequences, loaded)
@@ -77,10 +77,10 @@ class Prober:
         return Scored(scores, self.name(weights))
 
     async def commit_proved(self, proof: str) -> str:
-        """Has the engine serve the staged weights that were scored; returns their version.
+        """Commit the staged weights that were probed; return their version.
 
-        Raises Conflict, with nothing swapped, unless those are staged which a probe was scored on
-        that gave this `proof`; EngineFailure when the engine then serves anything else.
+        Raises Conflict, and swaps nothing, unless the staged weights are those whose probe returned
+        this `proof`; EngineFailure when the engine then serves anything else.
         """
         weights = self.weights(staged=True)
         proved = None if self._proved is None else self._proved()
@@ -90,18 +90,19 @@ class Prober:
                 f"{weights.version!r} are not those which that probe was scored on: probe them",
                 param="proved",
             )
-        # Nothing is awaited between this look and the engine's own lock.
+        # No await between this check and the engine's lock: nothing can change in between.
         version = await self._engine.commit()
         if self._engine.core.served.weights is not weights:
             raise EngineFailure(f"other weights than the proved ones are served as {version!r}")
         return version
 
     def name(self, weights: Weights) -> str:
-        """What these weights are called here; as `proof` once a probe of them was scored."""
+        """Return the name of these weights, which becomes the `proof` once a probe of them was
+        scored."""
         return f"{self._name}.{weights.epoch}"
 
     def weights(self, staged: bool) -> Weights:
-        """The live or the staged weights. Raises Conflict where nothing is staged."""
+        """Return the live or the staged weights. Raises Conflict when nothing is staged."""
         if not staged:
             return self._engine.core.served.weights
         weights = None if self._staged is None else self._staged()
@@ -115,8 +116,8 @@ class Prober:
         core, options = self._engine.core, self._engine.options
         torch.set_num_threads(options.threads)
         longest, whole = max(map(len, sequences)), core.cache.k.shape[-2]
-        # Slots as long as these sequences need: the engine's own, most of which would stay empty,
-        # take longer to zero than a probe to compute.
+        # Size the slots for these sequences. Zeroing slots of the engine's full length would take
+        # longer than computing the probe.
         capacity = core.model.arithmetic.keys(longest)
         slots = min(len(sequences), SLOTS * whole // capacity)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""How a worker process starts, says that it is ready, drains and ends."""
+"""Life cycle of a worker process: start, ready line, drain and shutdown."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """How one worker listens. Ports 0 are chosen by the system; `api_keys` open the data port.
+    """Options of one worker's ports. Port 0 picks a free port; `api_keys` protect the data port.
 
-    `tls` is for both ports; where it has a `ca`, every client needs a certificate.
+    `tls` applies to both ports. If it has a `ca`, every client needs a certificate.
     """
 
     model: str
@@ -66,9 +66,9 @@ MakeEngine = Callable[[str, EngineOptions], Engine]
 
 
 def run_worker(options: WorkerOptions, make_engine: MakeEngine = Engine) -> None:
-    """Serves until SIGTERM or SIGINT; prints one JSON line on stdout when ready.
+    """Serve until SIGTERM or SIGINT; print one JSON line on stdout when ready.
 
-    Raises Forbidden before it starts when the data port would be open to everybody.
+    Raises Forbidden before starting when the data port would be open to everyone.
     """
     tls = options.tls
     keyed = bool(options.api_keys) or (tls is not None and tls.ca is not None)
@@ -83,7 +83,7 @@ async def _serve(options: WorkerOptions, make_engine: MakeEngine) -> None:
         data_socket = stack.enter_context(listen(options.host, options.port))
         system_socket = stack.enter_context(listen(options.system_host, options.system_port))
         worker = options.engine.worker or url_of(data_socket).partition("://")[2]
-        # A supervisor reads the ready line from a pipe, and shows progress of its own.
+        # Under a supervisor stdout is a pipe for the ready line, and the supervisor shows progress.
         with Progress(f"Loading {name}", shown=sys.stdout.isatty()):
             engine = make_engine(options.model, replace(options.engine, worker=worker))
         data = DataPlane(
@@ -130,12 +130,12 @@ async def _serve(options: WorkerOptions, make_engine: MakeEngine) -> None:
 
 
 async def drain(engine: Engine, data: DataPlane, seconds: float) -> None:
-    """Refuses new requests, lets the others end, and after `seconds` aborts those that did not."""
+    """Reject new requests, wait for running ones, and abort those still running after `seconds`."""
     data.draining = True
     try:
         async with asyncio.timeout(seconds):
             while engine.busy:
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        log.warning("requests were still running after %g s: they are aborted", seconds)
+        log.warning("drain timed out after %g s: aborting the remaining requests", seconds)
         await engine.pause("abort")

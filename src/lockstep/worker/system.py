@@ -30,7 +30,7 @@ from lockstep.protocol.control.worker import TensorSpec
 from lockstep.protocol.json.strict import decode
 from lockstep.tokens.errors import BadRequest, Conflict, NotFound
 from lockstep.tokens.versions import check_label
-from lockstep.worker.data import prefixed
+from lockstep.worker.data import engine_request_id
 from lockstep.worker.prober import Prober
 from lockstep.worker.sequence_number import SequenceNumbers
 
@@ -41,10 +41,11 @@ B = TypeVar("B")
 
 
 class SystemPlane:
-    """Routes of the system port. `roots` are the directories weights may come from; empty: any.
+    """Routes of the system port.
 
-    `hosts` are the names that it answers to; None: any. `model` is the name of the model, which no
-    adapter may have.
+    `roots` are the directories that weights may be loaded from; empty allows any. `hosts` are the
+    accepted Host headers; None accepts any. `model` is the name of the model, which no adapter may
+    use.
     """
 
     def __init__(
@@ -77,15 +78,15 @@ class SystemPlane:
             "update_weights_from_distributed": self._method(
                 control.FromGroup, self.update_from_group
             ),
-            "get_weight_version": self._look(control.EmptyBody, self.version),
+            "get_weight_version": self._read_method(control.EmptyBody, self.version),
             "load_lora_adapter": self._method(control.LoadLora, self.load_lora),
             "unload_lora_adapter": self._method(control.UnloadLora, self.unload_lora),
-            "liveness_probe": self._look(control.EmptyBody, self.liveness),
+            "liveness_probe": self._read_method(control.EmptyBody, self.liveness),
             "stage": self._method(control.Stage, self.stage),
             "commit": self._method(control.Commit, self.commit),
             "rollback": self._method(control.Rollback, self.rollback),
-            "probe": self._look(control.ProbeRequest, self.probe),
-            "weights_digest": self._look(control.WeightsDigest, self.weights_digest),
+            "probe": self._read_method(control.ProbeRequest, self.probe),
+            "weights_digest": self._read_method(control.WeightsDigest, self.weights_digest),
         }
         self.app = Starlette(
             routes=[Route("/engine/{method}", self.dispatch, methods=["POST"])],
@@ -94,12 +95,12 @@ class SystemPlane:
         )
 
     @staticmethod
-    def _look(body: type[B], run: Callable[[B], Awaitable[Fields]]) -> Method:
-        """A method that changes nothing: anybody with the token may call it."""
+    def _read_method(body: type[B], run: Callable[[B], Awaitable[Fields]]) -> Method:
+        """Return a read-only method, which any caller with the token may call."""
         return msgspec.json.Decoder(body), run
 
     def _method(self, body: type[B], run: Callable[[B], Awaitable[Fields]]) -> Method:
-        """A method that a gateway may not call any more once a later one was obeyed."""
+        """Return a method that is rejected from a gateway once a later one has been obeyed."""
 
         async def fenced(decoded: Any) -> Fields:
             self._generations.check(decoded.generation)
@@ -108,11 +109,13 @@ class SystemPlane:
         return msgspec.json.Decoder(body), fenced
 
     async def dispatch(self, http: Request) -> Response:
-        """Runs the method that the path names, for callers with the token."""
+        """Run the method named in the path, for callers with the token."""
         require_bearer(http, self._token)
         name = http.path_params["method"]
         if name not in self.methods:
-            raise NotFound(f"there is no method {name!r}; known are {', '.join(self.methods)}")
+            raise NotFound(
+                f"there is no method {name!r}: expected one of {', '.join(self.methods)}"
+            )
         decoder, run = self.methods[name]
         body = await read_json(http, BODY_LIMIT)
         return json_response({"status": "ok", **await run(decode(decoder, body or b"{}"))})
@@ -127,7 +130,7 @@ class SystemPlane:
         return {"message": "Engine paused", "mode": body.mode, "clear_cache": body.clear_cache}
 
     async def resume(self, body: control.Resume) -> Fields:
-        """Goes on generating. Raises Conflict when other weights are served than were proved."""
+        """Resume generation. Raises Conflict when the served weights are not the proved ones."""
         self._sequence_numbers.check(body.sequence_number)
         serves = self._serves()
         if body.proved not in (None, serves):
@@ -143,16 +146,18 @@ class SystemPlane:
         return {"message": "Cache flushed", "blocks": await self.engine.flush_cache()}
 
     async def abort(self, body: control.Abort) -> Fields:
-        stopped = await self.engine.abort(prefixed(body.request_id))
+        stopped = await self.engine.abort(engine_request_id(body.request_id))
         return {"request_id": body.request_id, "aborted": stopped}
 
     async def liveness(self, _: control.EmptyBody) -> Fields:
-        """Counters and what is served, once the engine's thread has responded."""
+        """Return counters and what is served, once the engine's thread has responded."""
         await self.engine.ping()
         return {
             "alive": True,
             **self.engine.stats(),
-            "adapter_labels": {name: one.label for name, one in self.engine.adapters.items()},
+            "adapter_labels": {
+                name: adapter.label for name, adapter in self.engine.adapters.items()
+            },
             "incarnation": self._incarnation,
             "weights_id": self._weights_id(),
             "serves": self._serves(),
@@ -165,7 +170,7 @@ class SystemPlane:
         return {"version": self.engine.version, "version_declared": True}
 
     async def stage(self, body: control.Stage) -> Fields:
-        """Loads weights beside the live ones, from exactly one source."""
+        """Load weights next to the live ones, from exactly one source."""
         if body.model_path is not None:
             weights = await self._stage_directory(body.model_path, body.weight_version)
         else:
@@ -174,7 +179,7 @@ class SystemPlane:
 
     async def _stage_directory(self, model_path: str, version: str | None) -> Weights:
         path = resolve(model_path, self._roots, "model_path")
-        return self._prober.staged(await self.engine.stage(path, version or path.name))
+        return self._prober.remember_staged(await self.engine.stage(path, version or path.name))
 
     async def _stage_tensors(self, body: control.Stage) -> Weights:
         if body.weight_version is None:
@@ -186,7 +191,7 @@ class SystemPlane:
             self._check_complete(tensor.name for tensor in body.tensors)
         if body.shared_name is not None:
             tensors = read_shared(body.shared_name, body.tensors)
-            return self._prober.staged(
+            return self._prober.remember_staged(
                 await self.engine.stage_tensors(tensors, body.weight_version)
             )
         return await self._stage_broadcast(body.group_name or "", body.tensors, body.weight_version)
@@ -194,22 +199,22 @@ class SystemPlane:
     async def _stage_broadcast(
         self, group_name: str, specs: Sequence[TensorSpec], version: str
     ) -> Weights:
-        check_label(version)  # before it waits for tensors
+        check_label(version)  # reject a bad label before waiting for tensors
         group = self._group(group_name)
         device = self.engine.options.device
         tensors = await asyncio.to_thread(group.receive, specs, device)
-        return self._prober.staged(await self.engine.stage_tensors(tensors, version))
+        return self._prober.remember_staged(await self.engine.stage_tensors(tensors, version))
 
     def _check_complete(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError: what is left out would silently stay as it was."""
+        """Raise CheckpointError for missing tensors, which would silently keep their old values."""
         layout = self.engine.core.served.layout
         tied = layout.config.tied
-        # The engine takes a tied head for the embedding, so one of the two is enough.
+        # The engine stores a tied head in the embedding, so either of the two is enough.
         sent = {EMBEDDING if tied and name == HEAD else name for name in names}
         check_names(sent, layout.places, "the update", tied=tied)
 
     async def commit(self, body: control.Commit) -> Fields:
-        """Serves the staged weights. Raises Conflict when others are staged than the body names."""
+        """Serve the staged weights. Raises Conflict when others are staged than the body names."""
         staged = self.engine.staged_version
         if body.weight_version not in (None, staged):
             raise Conflict(
@@ -220,8 +225,9 @@ class SystemPlane:
         return {"version": await self.engine.commit()}
 
     async def rollback(self, body: control.Rollback) -> Fields:
-        """Drops what is staged, or else serves the weights before the last commit again."""
-        # Nothing is awaited between this look and the engine's own lock.
+        """Drop the staged weights, or serve those before the last commit again if none are
+        staged."""
+        # No await between this check and the engine's lock: nothing can change in between.
         if body.weights_id not in (None, self._weights_id()):
             raise Conflict(
                 f"rollback of {body.weights_id!r} was requested, but the weights have changed "
@@ -231,7 +237,7 @@ class SystemPlane:
         return {"version": await self.engine.rollback()}
 
     async def update_from_disk(self, body: control.FromDisk) -> Fields:
-        """Stages and commits a directory at once, without a probe: Dynamo's own method."""
+        """Stage and commit a directory at once, without a probe: Dynamo's own method."""
         await self._stage_directory(body.model_path, body.weight_version)
         return {"version": await self.engine.commit(), "version_declared": True}
 
@@ -270,7 +276,7 @@ class SystemPlane:
         return {"version": await self.engine.commit(), "version_declared": True}
 
     async def probe(self, body: control.ProbeRequest) -> Fields:
-        """Logprobs of the sequences, and how far they are from the expected ones."""
+        """Return the logprobs of the sequences, and their distance from the expected ones."""
         if body.logprobs is not None:
             got = [len(row) for row in body.logprobs]
             expected = [len(ids) - 1 for ids in body.token_ids]
@@ -296,7 +302,7 @@ class SystemPlane:
         return response
 
     async def weights_digest(self, body: control.WeightsDigest) -> Fields:
-        """What identifies the weights by what was read from their checkpoint; null if unknown."""
+        """Return the digests of the weights as read from their checkpoint, or null if unknown."""
         weights = self._prober.weights(body.staged)
         response: Fields = {
             "version": weights.version,
@@ -342,11 +348,13 @@ class SystemPlane:
     # Helpers
 
     def _serves(self) -> str:
-        """Names the live weights, as the probe did that they were proved with."""
+        """Return the name of the live weights, the same that the probe of these weights
+        returned."""
         return self._prober.name(self.engine.core.served.weights)
 
     def _weights_id(self) -> str:
-        """Changes with every change of the live weights, of what is staged, and with a restart."""
+        """Return an id that changes with the live weights, with the staged ones, and with a
+        restart."""
         epoch = self.engine.core.served.weights.epoch
         return f"{self._incarnation}.{epoch}.{self.engine.staged_version or ''}"
 

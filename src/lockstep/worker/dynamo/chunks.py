@@ -17,51 +17,52 @@ from lockstep.tokens import Completion
 
 Chunk = dict[str, Any]
 SECONDS = 0.03
-"""How long tokens are collected: each chunk costs the frontend about as much as 30 tokens in it."""
+"""Seconds to collect tokens for one chunk. A chunk costs the frontend as much as 30 tokens."""
 MOST = 64
 FINISH = {"stop": "stop", "length": "length", "tool_calls": "stop", "abort": "cancelled"}
-"""Dynamo's word for abort reaches the client as `stop`: only engine_data tells them apart."""
+"""Dynamo's finish reasons. "cancelled" reaches the client as `stop`; only engine_data differs."""
 
 
-async def collected(
+async def collect(
     pieces: AsyncIterator[StreamedToken], seconds: float = SECONDS, most: int = MOST
 ) -> AsyncGenerator[list[StreamedToken], None]:
-    """The pieces in lists: all that came within `seconds`, or `most`. Closed early, it stops them.
+    """Yield the pieces in lists: those of `seconds`, or at most about `most`. Closing it stops
+    them.
 
-    An end token and the record of its choice are one piece, so they stay together: the frontend
-    ends a choice at its end token, and would not wait for more.
+    An end token and the record of its choice are one piece, so they stay together. The frontend
+    ends a choice at its end token and would not wait for more.
     """
     waiting: list[StreamedToken] = []
-    came = asyncio.Event()
+    arrived = asyncio.Event()
 
     async def pump() -> None:
         try:
             async for piece in pieces:
                 waiting.append(piece)
-                came.set()
+                arrived.set()
         finally:
-            came.set()
+            arrived.set()
 
     task = asyncio.create_task(pump())
     loop = asyncio.get_running_loop()
     try:
         while True:
-            await came.wait()
+            await arrived.wait()
             due = loop.time() + seconds
             while not task.done() and len(waiting) < most and (rest := due - loop.time()) > 0:
-                came.clear()
+                arrived.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(rest):
-                        await came.wait()
-            came.clear()
+                        await arrived.wait()
+            arrived.clear()
             if waiting:
                 ready, waiting[:] = list(waiting), []
                 yield ready
             if task.done() and not waiting:
-                await task  # raises what ended it
+                await task  # raise the error that ended it, if any
                 return
             if waiting or task.done():
-                came.set()
+                arrived.set()
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
@@ -69,7 +70,7 @@ async def collected(
 
 
 def chunks_of(pieces: list[StreamedToken], *, engine_data: bool) -> list[Chunk]:
-    """One chunk for each choice that has something new."""
+    """Return one chunk for each choice that has new tokens."""
     indices = dict.fromkeys(piece.index for piece in pieces)
     return [
         _chunk(index, [p for p in pieces if p.index == index], engine_data) for index in indices
@@ -101,15 +102,15 @@ def _chunk(index: int, pieces: list[StreamedToken], engine_data: bool) -> Chunk:
 
 def _tops(token: Sampled) -> list[Chunk]:
     return [
-        {"token_id": one.token_id, "logprob": one.logprob, "rank": one.rank} for one in token.top
+        {"token_id": top.token_id, "logprob": top.logprob, "rank": top.rank} for top in token.top
     ]
 
 
 def engine_data_of(completion: Completion) -> Chunk:
-    """The record of one choice: Dynamo's names, and what only Lockstep tells.
+    """Return the record of one choice: Dynamo's names, and fields that only Lockstep has.
 
-    `finished` is false for an aborted one. Keys of prompt logprobs are strings, as the frontend
-    demands.
+    `finished` is false for an aborted choice. Keys of prompt logprobs are strings, as the frontend
+    requires.
     """
     data: Chunk = {
         "prompt_token_ids": completion.prompt_ids,

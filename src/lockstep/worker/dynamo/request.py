@@ -1,7 +1,7 @@
-"""Reads a request of Dynamo's frontend as the request that Lockstep's own data port reads.
+"""Decoding of requests from Dynamo's frontend into requests of Lockstep's own data port.
 
-Both of its token-in routes end here: chat, which arrives in Dynamo's own words and with its
-numbers cut to 32 bits, and /inference/v1/generate, which arrives beside them as it was sent.
+Both token-in routes of the frontend end here: chat, which arrives in Dynamo's fields and with
+floats cut to 32 bits, and /inference/v1/generate, whose body is included as it was sent.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from lockstep.tokens.errors import UnsupportedField
 
 Fields = dict[str, Any]
 VERBATIM = "vllm_tito"
-"""Where the frontend puts the body of POST /inference/v1/generate."""
+"""Key under which the frontend passes the body of POST /inference/v1/generate."""
 SAME_NAME = frozenset(OPTIONS)
-REFUSED = ("best_of", "use_beam_search", "length_penalty")
+UNSUPPORTED = ("best_of", "use_beam_search", "length_penalty")
 ENGINE_FIELDS = frozenset({"engine_data", "routed_experts", "prompt_logprobs"})
-"""Extra fields that the frontend takes from the worker's response."""
+"""Extra fields that the frontend copies from the worker's response."""
 
 
 @dataclass(frozen=True, slots=True)
 class DynamoRequest:
-    """A request, and what its response must hold.
+    """A request, and what its response must contain.
 
-    `verbatim` says that it came by /inference/v1/generate, whose responses have no field for
+    `verbatim` marks a request to /inference/v1/generate, whose responses have no field for
     versions, logprob modes and aborts.
     """
 
@@ -40,10 +40,10 @@ class DynamoRequest:
 
 
 def read_request(fields: Fields, *, has_experts: bool) -> DynamoRequest:
-    """The request. Raises BadRequest, UnknownField or UnsupportedField that names the field.
+    """Return the request. Raises BadRequest, UnknownField or UnsupportedField that names the field.
 
-    `has_experts` says that the model is a mixture of experts: /inference/v1/generate has no field
-    that requests them, so they always come there.
+    `has_experts` says that the model is a mixture of experts. /inference/v1/generate has no field
+    to request routed experts, so they are always returned there.
     """
     extra: Fields = fields.get("extra_args") or {}
     if VERBATIM in extra:
@@ -53,13 +53,13 @@ def read_request(fields: Fields, *, has_experts: bool) -> DynamoRequest:
     engine_data = bool(wanted & ENGINE_FIELDS)
     body = decode_request(msgspec.json.encode(_body(fields, extra, wanted)))
     if engine_data:
-        _refuse_lossy(fields, body)
+        _reject_lossy(fields, body)
     return DynamoRequest(body, engine_data=engine_data, verbatim=False)
 
 
 def _verbatim(fields: Fields, sent: Fields, has_experts: bool) -> GenerateBody:
     params = dict(sent.get("sampling_params") or {})
-    # The response cannot say how they were made, so it is what Dynamo's workers for RL do.
+    # The response has no field for the mode, so use that of Dynamo's own workers for RL.
     params.setdefault("logprob_mode", "processed")
     body = {**sent, "sampling_params": params, "token_ids": fields["token_ids"], "stream": False}
     if has_experts:
@@ -72,18 +72,18 @@ def _body(fields: Fields, extra: Fields, wanted: set[str]) -> Fields:
     stops: Fields = fields.get("stop_conditions") or {}
     output: Fields = fields.get("output_options") or {}
     routing: Fields = fields.get("routing") or {}
-    for name in REFUSED:
+    for name in UNSUPPORTED:
         if sampling.get(name) not in (None, False):
             raise UnsupportedField(
                 f"{name} is {sampling[name]!r}: this engine does not support it, leave it out",
                 param=name,
             )
-    passed: Fields = extra.get("sampling_options") or {}
+    engine_options: Fields = extra.get("sampling_options") or {}
     body: Fields = {
         "token_ids": fields["token_ids"],
         "model": routing.get("lora_name") or fields.get("model"),
         "cache_salt": routing.get("cache_salt"),
-        # Dynamo's higher is sooner; the engine's lower is.
+        # In Dynamo a higher priority runs sooner, in the engine a lower one.
         "priority": -int(routing.get("priority") or 0),
         "sampling_params": {
             **{
@@ -99,19 +99,19 @@ def _body(fields: Fields, extra: Fields, wanted: set[str]) -> Fields:
             "structured_outputs": _grammar(sampling.get("guided_decoding")),
             "logprobs": output.get("logprobs"),
             "prompt_logprobs": output.get("prompt_logprobs"),
-            **{name: value for name, value in passed.items() if value is not None},
+            **{name: value for name, value in engine_options.items() if value is not None},
         },
     }
     start = next((a for a in fields.get("annotations") or () if a.startswith(EXPERTS_FROM)), None)
     if start is not None:
-        body["sampling_params"]["routed_experts_prompt_start"] = _whole(start)
+        body["sampling_params"]["routed_experts_prompt_start"] = _row_number(start)
     if start is not None or "routed_experts" in wanted:
         body["return_routed_experts"] = True
     return body
 
 
-def _refuse_lossy(fields: Fields, body: GenerateBody) -> None:
-    """Raises UnsupportedField where the frontend would drop what it must return."""
+def _reject_lossy(fields: Fields, body: GenerateBody) -> None:
+    """Raise UnsupportedField where the frontend would drop requested data."""
     stop = (fields.get("stop_conditions") or {}).get("stop")
     if stop:
         raise UnsupportedField(
@@ -128,21 +128,21 @@ def _refuse_lossy(fields: Fields, body: GenerateBody) -> None:
 
 
 def _grammar(guided: Fields | None) -> Fields | None:
-    """Dynamo's guided_decoding in vLLM's words; which library shall hold to it is ours to say."""
+    """Return Dynamo's guided_decoding in vLLM's fields, without its choice of a backend."""
     if guided is None:
         return None
     return {name: value for name, value in guided.items() if name != "backend" and value}
 
 
 def _stop_ids(stops: Fields) -> list[int] | None:
-    """Those of the request, and the model card's end tokens unless they are to be ignored."""
+    """Return the stop ids of the request, and the model's end tokens unless they are ignored."""
     ids = [*(stops.get("stop_token_ids") or ()), *(stops.get("stop_token_ids_visible") or ())]
     if not stops.get("ignore_eos"):
         ids += stops.get("stop_token_ids_hidden") or ()
     return list(dict.fromkeys(ids)) or None
 
 
-def _whole(annotation: str) -> int:
+def _row_number(annotation: str) -> int:
     text = annotation.removeprefix(EXPERTS_FROM)
     if not text.isdigit():
         raise UnsupportedField(
@@ -153,5 +153,5 @@ def _whole(annotation: str) -> int:
 
 
 def decimal(value: float) -> float:
-    """The shortest decimal that 32 bits hold as `value`: 0.7 again, not 0.699999988079071."""
+    """Return the shortest decimal that rounds to `value` in 32 bits: 0.7, not 0.699999988079071."""
     return float(str(np.float32(value)))

@@ -1,7 +1,7 @@
 """The worker's control methods as Dynamo's /engine routes; adapters become models of the frontend.
 
-Dynamo's system server has no password, calls a route on GET too, and turns an exception into a
-bare 500. So it listens on loopback unless told otherwise, and errors are returned, not raised:
+Dynamo's system server has no password, runs a route on GET too, and turns an exception into a bare
+500. It therefore listens on loopback by default, and errors are returned instead of raised:
 {"status": "error", "message": ..., "reason": ..., "code": ...} with Lockstep's stable code.
 """
 
@@ -25,7 +25,7 @@ LOAD, UNLOAD = "load_lora_adapter", "unload_lora_adapter"
 
 
 class Models(Protocol):
-    """Makes names known to Dynamo's frontends as models of this worker."""
+    """Registry of the models that Dynamo's frontends route to this worker."""
 
     async def add(self, name: str) -> None: ...
 
@@ -33,7 +33,7 @@ class Models(Protocol):
 
 
 def engine_routes(system: SystemPlane, models: Models) -> dict[str, Route]:
-    """A callback for every method of the system port."""
+    """Return a callback for every method of the system port."""
     routes = {name: _route(system, name) for name in system.methods}
     routes[LOAD] = _as_response(LOAD, _load(system, models))
     routes[UNLOAD] = _as_response(UNLOAD, _unload(system, models))
@@ -56,7 +56,7 @@ def _load(system: SystemPlane, models: Models) -> Route:
             try:
                 await models.add(response["lora_name"])
             except EngineFailure:
-                # Loaded but not to be found is worse than not loaded: it could not be unloaded.
+                # Unload it again: an adapter that is not registered could not be unloaded later.
                 await system.engine.unload_adapter(response["lora_name"])
                 raise
         return response
@@ -78,15 +78,16 @@ def _as_response(name: str, run: Route) -> Route:
         try:
             return {"status": "ok", **await run({} if body is None else body)}
         except LockstepError as error:
-            return _failed(error)
+            return _error_response(error)
         except Exception as error:
             log.exception("/engine/%s failed", name)
-            return _failed(EngineFailure(f"{name} failed: {error!r}"))
+            return _error_response(EngineFailure(f"{name} failed: {error!r}"))
 
     return route
 
 
-def _failed(error: LockstepError) -> Fields:
-    """The fields of an error, flat: Dynamo's clients look for `message` at the top."""
+def _error_response(error: LockstepError) -> Fields:
+    """Return the fields of an error, flat, because Dynamo's clients read `message` at the top
+    level."""
     fields = error_fields(error)["error"]
     return {"status": "error", **(fields if isinstance(fields, dict) else {})}

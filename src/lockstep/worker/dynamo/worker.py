@@ -1,4 +1,4 @@
-"""The embedded engine as a worker of an NVIDIA Dynamo deployment: its start, drain and end."""
+"""Life cycle of the embedded engine as a worker of an NVIDIA Dynamo deployment."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ log = logging.getLogger(__name__)
 COMPONENT = "backend"
 BLOCK = 16
 HIGHEST_PORT = 32767
-"""Dynamo reads DYN_SYSTEM_PORT as a number of 16 bits with a sign."""
+"""Highest system port. Dynamo reads DYN_SYSTEM_PORT as a signed 16-bit number."""
 READY_SECONDS = 60.0
 GENERATE_ROUTE = "vllm_inference_v1_generate"
-"""A worker that sets this lets the frontend serve POST /inference/v1/generate from it."""
+"""Setting that lets the frontend serve POST /inference/v1/generate from this worker."""
 
 
 def run_dynamo_worker(options: WorkerOptions) -> None:
-    """Serves until SIGTERM or SIGINT; prints one JSON line on stdout when a frontend may find it.
+    """Serve until SIGTERM or SIGINT; print one JSON line on stdout once frontends can find it.
 
-    The environment decides where (see `dynamo_env`): what is not set there is set for one machine.
-    Raises UnsupportedField in a Python without Dynamo, and EngineFailure when it lost its lease.
+    Environment variables decide where to register (see `dynamo_env`); unset ones get defaults for a
+    single machine. Raises UnsupportedField in a Python without Dynamo, and EngineFailure when the
+    worker loses its lease.
     """
     if options.port or options.host != "127.0.0.1":
         raise BadRequest(
-            f"--host {options.host} --port {options.port}: a Dynamo worker has no data port of its "
-            "own; requests come through the frontend, and DYN_TCP_RPC_HOST says where it listens",
+            f"--host {options.host} --port {options.port}: a Dynamo worker has no data port; "
+            "requests arrive through the frontend, and DYN_TCP_RPC_HOST sets its address",
             param="port",
         )
     environ = dynamo_env.complete(os.environ)
@@ -50,11 +51,11 @@ def run_dynamo_worker(options: WorkerOptions) -> None:
         environ[dynamo_env.SYSTEM_PORT] = str(options.system_port)
     if int(environ[dynamo_env.SYSTEM_PORT]) > HIGHEST_PORT:
         raise BadRequest(
-            f"the system port is {environ[dynamo_env.SYSTEM_PORT]}: Dynamo takes none above "
-            f"{HIGHEST_PORT} there; 0 is any free port",
+            f"the system port is {environ[dynamo_env.SYSTEM_PORT]}: Dynamo accepts at most "
+            f"{HIGHEST_PORT}; use 0 for any free port",
             param="system_port",
         )
-    os.environ.update(environ)  # Dynamo's runtime reads it there, in this process
+    os.environ.update(environ)  # Dynamo's runtime reads os.environ of this process
     try:
         import dynamo.llm
         import dynamo.runtime  # noqa: F401
@@ -81,11 +82,11 @@ async def _serve(options: WorkerOptions) -> None:
             os.environ[dynamo_env.DISCOVERY],
             os.environ.get(dynamo_env.REQUEST_PLANE, "tcp"),
         )
-    except Exception as error:  # of no class of its own; refused credentials end here, too
+    except Exception as error:  # Dynamo raises a bare Exception, also for rejected credentials
         raise EngineFailure(f"Dynamo's runtime did not start: {error}") from None
     place = f"{os.environ.get(dynamo_env.NAMESPACE, 'dynamo')}.{COMPONENT}"
     generate, rl = runtime.endpoint(f"{place}.generate"), runtime.endpoint(f"{place}.rl")
-    # The id that the frontend knows this worker by, so that completions name it alike.
+    # The frontend's id of this worker, so that completions name the same one.
     worker = options.engine.worker or str(generate.connection_id())
     engine = Engine(options.model, replace(options.engine, worker=worker))
     data = DynamoData(engine, name, root, return_routed_experts=options.return_routed_experts)
@@ -101,7 +102,7 @@ async def _serve(options: WorkerOptions) -> None:
             runtime.set_health_status(True)
             health = asyncio.create_task(report_health(engine, runtime.set_health_status))
             system_url = runtime.system_status_server_url()
-            await _until_ready(system_url)
+            await _wait_until_ready(system_url)
             say_ready(
                 runtime="dynamo",
                 system_url=system_url,
@@ -115,34 +116,34 @@ async def _serve(options: WorkerOptions) -> None:
             )
             await stop.wait()
             health.cancel()
-            # Frontends first forget it, or they would still send what it must refuse.
+            # Unregister before draining, or frontends would send requests that are rejected.
             await models.leave()
             await drain(engine, data, options.drain_seconds)
 
 
 @contextlib.asynccontextmanager
 async def _endpoints(runtime: Any, *serving: Any) -> AsyncIterator[None]:
-    """Serves while the block runs; an endpoint that ends before that is an EngineFailure."""
-    tasks = [asyncio.ensure_future(each) for each in serving]
+    """Serve the endpoints within the block. An endpoint that ends earlier raises EngineFailure."""
+    tasks = [asyncio.ensure_future(endpoint) for endpoint in serving]
     body = asyncio.current_task()
-    failed: list[BaseException] = []
+    failures: list[BaseException] = []
 
-    def ended(task: asyncio.Future[Any]) -> None:
+    def on_end(task: asyncio.Future[Any]) -> None:
         if not leaving and body is not None:
             error = None if task.cancelled() else task.exception()
-            failed.append(error or EngineFailure("it ended by itself"))
+            failures.append(error or EngineFailure("it ended without an error"))
             body.cancel()
 
     leaving = False
     for task in tasks:
-        task.add_done_callback(ended)
+        task.add_done_callback(on_end)
     try:
         yield
     except asyncio.CancelledError:
-        if failed:
+        if failures:
             raise EngineFailure(
-                f"an endpoint of Dynamo ended ({failed[0]!r}): without its lease in discovery no "
-                "frontend finds this worker, so it has to be started again"
+                f"an endpoint of Dynamo ended ({failures[0]!r}): without its lease in discovery no "
+                "frontend finds this worker: restart it"
             ) from None
         raise
     finally:
@@ -152,7 +153,7 @@ async def _endpoints(runtime: Any, *serving: Any) -> AsyncIterator[None]:
 
 
 class _Models:
-    """What this worker serves, as Dynamo's discovery lists it."""
+    """The models of this worker, as listed by Dynamo's discovery."""
 
     def __init__(self, endpoint: Any, root: Path, context_length: int) -> None:
         self._endpoint = endpoint
@@ -185,25 +186,28 @@ class _Models:
         )
 
     async def add(self, name: str) -> None:
-        """Raises EngineFailure when Dynamo refuses the name."""
+        """Register an adapter as a model. Raises EngineFailure when Dynamo rejects the name."""
         try:
             await self.register(name, lora_name=name, base_model_path=self._root)
         except Exception as error:
-            raise EngineFailure(f"Dynamo did not take the model {name!r}: {error}") from error
+            raise EngineFailure(f"Dynamo rejected the model {name!r}: {error}") from error
         self._adapters.add(name)
 
     async def remove(self, name: str) -> None:
-        """Raises EngineFailure; then the name is still listed, and requests for it get 404."""
+        """Unregister an adapter.
+
+        Raises EngineFailure on failure; the name then stays listed, and requests for it get a 404.
+        """
         from dynamo.llm import unregister_model
 
         self._adapters.discard(name)
         try:
             await unregister_model(self._endpoint, lora_name=name)
         except Exception as error:
-            raise EngineFailure(f"Dynamo did not let go of the model {name!r}: {error}") from error
+            raise EngineFailure(f"Dynamo did not unregister model {name!r}: {error}") from error
 
     async def leave(self) -> None:
-        """Takes back the base model and every adapter."""
+        """Unregister the base model and every adapter."""
         from dynamo.llm import unregister_model
 
         for name in [*self._adapters]:
@@ -211,8 +215,8 @@ class _Models:
         await unregister_model(self._endpoint)
 
 
-async def _until_ready(system_url: str) -> None:
-    """Returns when the runtime says that both endpoints listen. Raises EngineFailure if late."""
+async def _wait_until_ready(system_url: str) -> None:
+    """Wait until the runtime reports both endpoints as ready. Raises EngineFailure after 60 s."""
     health = "nothing"
     client = HttpClient(system_url, retries=0)
     try:
