@@ -1,6 +1,6 @@
-"""The demo ends well on every CPU: exact where it can be, close with the reason where it cannot.
+"""The demo succeeds on every CPU: exact where possible, else close with the reason.
 
-One module, so that a parallel test run plays these demos one after the other.
+One module, so that a parallel test run executes these demos one after the other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def numerics(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.failure_mode("F65")
 @pytest.mark.parametrize("forced", FORCED)
-def test_a_demo_holds_whatever_instructions_the_cpu_has(tmp_path: Path, forced: str) -> None:
+def test_a_demo_succeeds_whatever_instructions_the_cpu_has(tmp_path: Path, forced: str) -> None:
     name, _, value = forced.partition("=")
     process, row = run(*SHORT, cwd=tmp_path, **{name: value})
     assert process.returncode == 0, process.stderr
@@ -42,7 +42,7 @@ def test_a_demo_holds_whatever_instructions_the_cpu_has(tmp_path: Path, forced: 
 
 
 @pytest.mark.failure_mode("F65")
-def test_where_exact_cannot_be_had_the_demo_is_close_and_says_why(tmp_path: Path) -> None:
+def test_a_demo_without_exact_arithmetic_is_close_with_the_reason(tmp_path: Path) -> None:
     process, row = run(*SHORT, *CLOSE, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert row["exact"] is False
@@ -60,7 +60,7 @@ def test_where_exact_cannot_be_had_the_demo_is_close_and_says_why(tmp_path: Path
 
 
 @pytest.mark.failure_mode("F65")
-def test_exactness_that_is_demanded_and_cannot_be_had_fails_with_the_reason(tmp_path: Path) -> None:
+def test_required_exactness_that_does_not_hold_fails_with_the_reason(tmp_path: Path) -> None:
     process, _ = run(*SHORT, *CLOSE, "--exact", cwd=tmp_path)
     assert process.returncode == 2
     reason = " ".join(process.stderr.split())

@@ -1,4 +1,4 @@
-"""The mode that MKL computes in: made strict, inherited by children, tried in processes."""
+"""The MKL mode of a process: set to strict, inherited by children, tested in processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REPRODUCIBLE = (
 MODE = REPRODUCIBLE + "print(mkl.mode())"
 
 
-def test_mkl_is_made_strict_where_it_promises_to_be() -> None:
+def test_mkl_is_strict_where_it_guarantees_the_mode() -> None:
     if mkl_choice.vendor() != "GenuineIntel" or not mkl.offers_strict():
         pytest.skip(f"MKL promises no strict mode on {mkl_choice.vendor()}")
     assert child(MODE).stdout.strip() == mkl.STRICT
@@ -26,7 +26,7 @@ def test_children_inherit_the_mode() -> None:
     assert process.stdout.strip() == child(MODE).stdout.strip()
 
 
-def test_a_mode_is_tried_in_a_process_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mode_is_tested_in_a_separate_process(caplog: pytest.LogCaptureFixture) -> None:
     assert mkl_choice._try_mode(mkl.STRICT) in (0, 4, 8, 16, 32, 64)
     assert mkl_choice._try_mode("no such mode") == 0
     assert "trial of MKL mode" not in caplog.text, "0 must not be the child's failure to start"

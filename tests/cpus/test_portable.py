@@ -1,4 +1,4 @@
-"""Portable bits are those that were measured once, or are not claimed."""
+"""Portable bits equal those measured once, or are not claimed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(json.dumps([core.plan.to_json(), [[x.hex() for x in row] for row in core.s
 
 @pytest.mark.parametrize("advice", ["", "SSE4_2", "AVX2"])
 def test_portable_bits_are_the_golden_ones(advice: str) -> None:
-    """They were measured on one make; where this CPU has others, the engine must say so."""
+    """They were measured on one make. If this CPU computes others, the engine must report it."""
     golden = json.loads((GOLDEN / "compatible-default.json").read_text())
     forced = {"MKL_ENABLE_INSTRUCTIONS": advice} if advice else {}
     process = child(SCORES.format(arithmetic="portable"), **forced, **PORTABLE_ENVIRONMENT)
@@ -41,7 +41,7 @@ def test_portable_bits_are_the_golden_ones(advice: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["avx2strict-avx2", "compatible-avx2"])
-def test_the_bits_of_one_machine_and_torch_stay_what_they_were(name: str) -> None:
+def test_the_bits_of_one_machine_and_torch_do_not_change(name: str) -> None:
     golden = json.loads((GOLDEN / f"{name}.json").read_text())
     if mkl_choice.vendor() != "GenuineIntel" or torch.__version__ != golden["torch"]:
         pytest.skip(f"golden bits of {golden['cpu']}, torch {golden['torch']}")
@@ -49,7 +49,7 @@ def test_the_bits_of_one_machine_and_torch_stay_what_they_were(name: str) -> Non
     assert json.loads(process.stdout.splitlines()[-1])[1] == golden["logprobs_hex"]
 
 
-def test_portable_is_not_claimed_where_the_bits_are_others() -> None:
+def test_portable_is_not_claimed_when_the_bits_differ() -> None:
     environ = {**PORTABLE_ENVIRONMENT, "ATEN_CPU_CAPABILITY": "avx2"}
     report = self_test("tiny", arithmetic="portable", **environ)
     assert report["arithmetic"] == "exact"

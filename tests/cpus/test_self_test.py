@@ -1,4 +1,4 @@
-"""Exact on every kind of x86 CPU that this one can play, from engine to trainer."""
+"""Exactness, from engine to trainer, on every kind of x86 CPU that this one can emulate."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FORCED = {
 
 
 def measured_exact() -> bool:
-    """Whether this is the kind of CPU on which every forced mode was measured to be exact."""
+    """Return whether every forced mode was measured to be exact on this kind of CPU."""
     return vendor() == "GenuineIntel" and "avx512f" in (cpu_flags() or ())
 
 
 @pytest.mark.failure_mode("F65")
 @pytest.mark.parametrize("environ", FORCED.values(), ids=FORCED)
-def test_trainer_and_engine_agree_bit_for_bit_or_it_is_close_and_says_why(
+def test_trainer_and_engine_agree_bit_for_bit_or_close_is_reported(
     environ: dict[str, str],
 ) -> None:
     report = self_test("tiny", **environ)
@@ -40,7 +40,7 @@ def test_trainer_and_engine_agree_bit_for_bit_or_it_is_close_and_says_why(
 
 
 @pytest.mark.parametrize("environ", [{}, {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}])
-def test_a_mixture_of_experts_does_too(environ: dict[str, str]) -> None:
+def test_a_mixture_of_experts_agrees_too(environ: dict[str, str]) -> None:
     report = self_test("tiny-moe", **environ)
     assert report["exact"] == self_test("tiny", **environ)["exact"], report["problem"]
 
@@ -51,13 +51,13 @@ def test_the_bits_of_another_cpu_have_another_fingerprint() -> None:
     assert plain["fingerprint"] != other["fingerprint"]
 
 
-def test_a_mode_that_the_user_chose_is_kept() -> None:
+def test_a_mode_set_by_the_user_is_kept() -> None:
     assert self_test("tiny", MKL_CBWR="COMPATIBLE")["mkl"] == "COMPATIBLE"
     assert self_test("tiny", MKL_CBWR="OFF")["mkl"] == "OFF"
 
 
 @pytest.mark.failure_mode("F65")
-def test_where_no_row_multiple_holds_it_is_close_and_says_why() -> None:
+def test_without_a_row_multiple_arithmetic_is_close_with_the_reason() -> None:
     report = self_test("tiny", MKL_ENABLE_INSTRUCTIONS="AVX2", MKL_CBWR="OFF")
     if report["exact"]:
         pytest.skip("MKL keeps the bits of AVX2 in its default mode on this CPU")
@@ -84,7 +84,7 @@ except NotExact as error:
 
 
 @pytest.mark.failure_mode("F65")
-def test_a_trainer_that_computed_too_early_is_told_the_line_to_add() -> None:
+def test_a_trainer_that_computed_too_early_gets_the_line_to_add() -> None:
     if self_test("tiny", MKL_ENABLE_INSTRUCTIONS="AVX2", MKL_CBWR="OFF")["exact"]:
         pytest.skip("MKL keeps the bits of AVX2 in its default mode on this CPU")
     late = child(LATE, MKL_ENABLE_INSTRUCTIONS="AVX2")
@@ -93,7 +93,7 @@ def test_a_trainer_that_computed_too_early_is_told_the_line_to_add() -> None:
     assert in_time.stdout == "prepared\n", in_time.stderr
 
 
-def test_a_trainer_that_computed_too_early_goes_on_where_its_mode_holds() -> None:
+def test_a_trainer_that_computed_too_early_continues_if_its_mode_holds() -> None:
     late = child(LATE)
     if self_test("tiny", MKL_CBWR="OFF")["exact"]:
         assert late.stdout == "prepared\n", late.stderr

@@ -1,4 +1,4 @@
-"""Checkpoints and adapters made for a test: small, random, and different from each other."""
+"""Checkpoints and adapters for tests: small, random, and different from each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 
 def save(source: Path, target: Path, tensors: dict[str, Tensor]) -> Path:
-    """A checkpoint with the config of `source` and other tensors."""
+    """Write a checkpoint with the config of `source` and other tensors."""
     target.mkdir(parents=True, exist_ok=True)
     shutil.copy(source / "config.json", target)
     save_file({name: t.contiguous() for name, t in tensors.items()}, target / "model.safetensors")
@@ -31,7 +31,7 @@ def save(source: Path, target: Path, tensors: dict[str, Tensor]) -> Path:
 
 
 def variant(source: Path, target: Path, seed: int, scale: float = 0.05) -> Path:
-    """`source` with noise on every tensor, as after some steps of training."""
+    """Write `source` with noise on every tensor, as after some training steps."""
     rng = torch.Generator().manual_seed(seed)
     noisy = {
         name: t + scale * t.std() * torch.randn(t.shape, generator=rng)
@@ -42,7 +42,7 @@ def variant(source: Path, target: Path, seed: int, scale: float = 0.05) -> Path:
 
 @cache
 def trainer(directory: Path) -> Any:
-    """The transformers model of a checkpoint, made exact; kept, so it must not be changed."""
+    """Return the prepared transformers model of a checkpoint. It is cached: do not change it."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -50,7 +50,7 @@ def trainer(directory: Path) -> Any:
 
 
 def reference(directory: Path, token_ids: list[int], temperature: float = 1.0) -> list[float]:
-    """What the trainer says of a sequence: one logprob for each token after the first."""
+    """Return the trainer's logprobs of a sequence, one for each token after the first."""
     with torch.no_grad():
         logprobs = exact.token_logprobs(trainer(directory), token_ids, temperature)
     assert isinstance(logprobs, Tensor)
@@ -75,7 +75,7 @@ def peft_model(
 
 
 def adapter(source: Path, target: Path, **how: Any) -> Path:
-    """A LoRA adapter for `source`, written by PEFT."""
+    """Write a LoRA adapter for `source` with PEFT."""
     peft_model(source, **how).save_pretrained(target)
     return target
 

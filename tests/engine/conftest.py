@@ -1,4 +1,4 @@
-"""What the engine's tests share: the bundled models, and second sets of weights for them."""
+"""Fixtures of the engine's tests: the bundled models, and second sets of weights for them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def lora_a(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lora_b(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another adapter, of another rank, for more modules."""
+    """A second adapter, with another rank and more modules."""
     modules = checkpoints.ALL_LINEAR
     target = tmp_path_factory.mktemp("lora_b")
     return checkpoints.adapter(tiny, target, rank=3, modules=modules, seed=2, alpha=5)
@@ -71,7 +71,7 @@ def shared(tiny: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(shared: Engine) -> Iterator[Engine]:
-    """The module's engine, which every test must leave quiet."""
+    """The module's engine, which every test must leave idle."""
     yield shared
     assert shared.core.handles == {}
     assert shared.core.scheduler.running == []

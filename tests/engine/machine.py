@@ -1,4 +1,4 @@
-"""The self-test of this machine in a fresh process, and child processes with another CPU."""
+"""The self-test of this machine in a fresh process, and child processes that act as another CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ print(json.dumps({"exact": report.exact, "problem": report.problem, **report.pla
 
 
 def child(code: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A fresh process in which only `environ` decides how it computes."""
+    """Run a fresh process in which only `environ` decides how it computes."""
     kept = {name: value for name, value in os.environ.items() if name not in DECIDING}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -32,7 +32,7 @@ def child(code: str, *arguments: str, **environ: str) -> subprocess.CompletedPro
 
 @cache
 def self_test(model: str = "tiny", arithmetic: str = "auto", **environ: str) -> dict[str, Any]:
-    """The report of the self-test in a fresh process with that environment."""
+    """Return the report of the self-test in a fresh process with that environment."""
     process = child(SELF_TEST, model, arithmetic, **environ)
     assert process.returncode == 0, process.stderr
     report: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])

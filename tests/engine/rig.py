@@ -1,4 +1,4 @@
-"""A Core driven by hand: submit, step, and look at what came, without a thread."""
+"""A Core driven by hand, without a thread: submit, step, and inspect the events."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ REQUEST_FIELDS = {f.name for f in fields(EngineRequest)} - {"prompt_ids", "sampl
 
 
 def ids(seed: int, length: int, vocab: int = 500) -> list[int]:
-    """A prompt that no other seed gives."""
+    """Return a prompt that is unique to its seed."""
     rng = random.Random(seed)
     return [rng.randrange(vocab) for _ in range(length)]
 
 
 def request(prompt: list[int], **options: Any) -> EngineRequest:
-    """A request; options that are not its own go to its Sampling. Seeded and long by default."""
+    """Return a seeded request. Options that it does not have itself go to its Sampling."""
     own = {name: options.pop(name) for name in list(options) if name in REQUEST_FIELDS}
     sampling = {"seed": 7, "ignore_eos": True, "max_tokens": 8} | options
     return EngineRequest(prompt_ids=prompt, sampling=Sampling(**sampling), **own)
 
 
 def sample_of(completion: Completion) -> Sample:
-    """What there is to learn from one completion."""
+    """Return the training sample of one completion."""
     before, count = len(completion.prompt_ids), len(completion.token_ids)
     shaping = completion.shaping
     return Sample(
@@ -57,7 +57,7 @@ def sample_of(completion: Completion) -> Sample:
 
 @dataclass
 class Result:
-    """The events of one request, and what they amount to."""
+    """The events of one request, and their combined result."""
 
     handle: RequestHandle
     events: list[Event] = field(default_factory=list)
@@ -104,19 +104,19 @@ class Rig:
         return result
 
     def run(self, steps: int = 10_000) -> None:
-        """Steps until there is nothing to do, or `steps` times."""
+        """Step until there is nothing to do, or `steps` times."""
         while steps and self.core.has_work:
             self.core.step()
             steps -= 1
 
     def generate(self, prompt: list[int], **options: Any) -> Completion:
-        """The single completion of a request, with the engine run until nothing is left."""
+        """Return the single completion of a request, after running the engine until it is idle."""
         result = self.submit(prompt, **options)
         self.run()
         return result.one
 
     def pause(self, mode: PauseMode) -> list[LockstepError | None]:
-        """Pauses; the list gets an entry when the engine is quiet."""
+        """Pause the engine. The returned list gets an entry once the engine is quiet."""
         quiet: list[LockstepError | None] = []
         self.core.pause(mode, quiet.append)
         return quiet
@@ -132,6 +132,6 @@ class Rig:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing of any request is left."""
+        """Whether no request is left."""
         scheduler = self.core.scheduler
         return not (self.core.handles or scheduler.running or scheduler.has_waiting)

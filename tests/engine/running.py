@@ -1,4 +1,4 @@
-"""An engine with its thread, and requests that are running when a test goes on."""
+"""Helpers for an engine with its thread, and requests that are running during a test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def until_running(engine: Engine, count: int = 1) -> None:
 
 
 async def start(engine: Engine, **options: Any) -> asyncio.Task[Any]:
-    """A long request that is running when this returns."""
+    """Start a long request and return once it is running."""
     before = len(engine.core.scheduler.running)
     task = asyncio.create_task(engine.generate(request(ids(1, 20), max_tokens=LONG, **options)))
     await until_running(engine, before + 1)
@@ -31,6 +31,6 @@ async def start(engine: Engine, **options: Any) -> asyncio.Task[Any]:
 
 
 async def score(engine: Engine, token_ids: list[int], *, staged: bool = False) -> list[float]:
-    """The logprobs of one sequence."""
+    """Return the logprobs of one sequence."""
     (scores,) = await engine.score_all([token_ids], staged=staged)
     return scores

@@ -1,4 +1,5 @@
-"""Any mix of requests, aborts, pauses, swaps and flushes gives each request what it gets alone."""
+"""Any mix of requests, aborts, pauses, swaps and flushes gives each request the result it has
+alone."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ moves = st.sampled_from(
 
 @dataclass
 class World:
-    """The crowded engine, and a lone one with a slot for one request to compare it with.
+    """A busy engine, and a reference engine with one slot to compare it with.
 
     Labels name contents: version "vN" is the weights N % 2, adapter label "L" the directory L % 2.
     """
@@ -86,7 +87,7 @@ class World:
         rig.load(self.checkpoints[int(version[1:]) % 2], version)
 
     def judge(self, version: str) -> str | None:
-        """Makes the lone engine serve a version label; returns the adapter in it."""
+        """Make the reference engine serve a version label; return the adapter in it."""
         base, _, adapter = version.partition("+")
         if self.alone.core.served.weights.version != base:
             self._serve(self.alone, base)
@@ -173,7 +174,7 @@ def world(tiny: Path, tiny2: Path, lora_a: Path, lora_b: Path) -> World:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(script=st.lists(moves, min_size=20, max_size=80))
-def test_each_request_gets_what_it_would_have_got_alone(
+def test_each_request_gets_the_result_it_has_alone(
     world: World, script: list[tuple[str, Any]]
 ) -> None:
     world.reset()

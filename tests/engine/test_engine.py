@@ -18,7 +18,9 @@ from tests.engine.rig import Rig, ids, request
 from tests.engine.running import LONG, start, until_running
 
 
-async def test_requests_at_once_are_answered_as_if_alone(engine: Engine, tiny: Path) -> None:
+async def test_concurrent_requests_give_the_same_results_as_alone(
+    engine: Engine, tiny: Path
+) -> None:
     alone = Rig(tiny, weight_version="v1", max_seqs=1, logprob_mode="processed")
     prompts = [ids(i, 10 + 20 * i) for i in range(8)]
     results = await asyncio.gather(*(engine.generate(request(p, seed=1)) for p in prompts))
@@ -40,7 +42,7 @@ async def test_a_stream_is_the_completion_in_pieces(engine: Engine) -> None:
         assert [piece.completion for piece in mine] == [None] * 5 + [completion]
 
 
-async def test_a_refused_request_says_why_at_once(engine: Engine) -> None:
+async def test_a_rejected_request_raises_at_once(engine: Engine) -> None:
     with pytest.raises(BadTokenId):
         await engine.generate(request([]))
     with pytest.raises(BadTokenId):
@@ -70,7 +72,7 @@ async def test_cancelling_the_caller_stops_the_request_within_a_step(
 
 
 @pytest.mark.failure_mode("F47")
-async def test_a_caller_cancelled_on_the_way_in_leaves_nothing(engine: Engine) -> None:
+async def test_a_caller_cancelled_during_submission_leaves_nothing(engine: Engine) -> None:
     for ticks in range(4):
         task = asyncio.create_task(engine.generate(request(ids(1, 20), max_tokens=LONG)))
         for _ in range(ticks):
@@ -83,7 +85,7 @@ async def test_a_caller_cancelled_on_the_way_in_leaves_nothing(engine: Engine) -
 
 
 @pytest.mark.failure_mode("F47")
-async def test_a_stream_that_is_left_stops_its_request(engine: Engine) -> None:
+async def test_closing_a_stream_stops_its_request(engine: Engine) -> None:
     stream = engine.stream(request(ids(1, 20), max_tokens=LONG))
     async for _ in stream:
         break
@@ -93,7 +95,7 @@ async def test_a_stream_that_is_left_stops_its_request(engine: Engine) -> None:
 
 
 @pytest.mark.failure_mode("F45")
-async def test_abort_answers_the_callers_and_counts_them(engine: Engine) -> None:
+async def test_abort_ends_and_counts_requests(engine: Engine) -> None:
     tasks = [await start(engine, request_id="twin") for _ in range(2)]
     assert await engine.abort("twin") == 2
     for task in tasks:
@@ -103,7 +105,7 @@ async def test_abort_answers_the_callers_and_counts_them(engine: Engine) -> None
 
 
 @pytest.mark.failure_mode("F12")
-async def test_pause_abort_answers_the_callers_with_what_they_have(engine: Engine) -> None:
+async def test_pause_abort_returns_partial_completions(engine: Engine) -> None:
     task = await start(engine)
     await engine.pause("abort")
     (completion,) = await task
@@ -124,7 +126,7 @@ async def test_pause_wait_returns_when_drained(engine: Engine) -> None:
     await engine.resume()
 
 
-async def test_resume_during_a_drain_is_a_conflict_for_who_waits(engine: Engine) -> None:
+async def test_resume_during_a_drain_raises_conflict_in_the_pause(engine: Engine) -> None:
     task = await start(engine, request_id="long")
     drain = asyncio.create_task(engine.pause("wait"))
     while engine.stats()["state"] != "draining":

@@ -1,4 +1,5 @@
-"""How the engine breaks and closes: everybody is answered, and what can go on goes on."""
+"""Failures and shutdown of the engine: every caller gets a response, and the engine keeps
+running."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.engine.rig import ids, request
 from tests.engine.running import make, score, start
 
 
-async def test_a_step_that_breaks_fails_its_requests_and_the_engine_goes_on(
+async def test_a_failed_step_fails_its_requests_and_the_engine_keeps_running(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(core: Core) -> None:
@@ -31,7 +32,7 @@ async def test_a_step_that_breaks_fails_its_requests_and_the_engine_goes_on(
     assert (await engine.generate(request(ids(1, 20))))[0].finish == "length"
 
 
-async def test_a_command_that_breaks_is_answered_and_the_engine_goes_on(
+async def test_a_failed_command_returns_an_error_and_the_engine_keeps_running(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -44,7 +45,7 @@ async def test_a_command_that_breaks_is_answered_and_the_engine_goes_on(
     assert len(await score(engine, [1, 2])) == 1
 
 
-async def test_closing_fails_what_is_in_flight_and_refuses_what_comes(tiny: Path) -> None:
+async def test_closing_fails_requests_in_flight_and_rejects_new_ones(tiny: Path) -> None:
     async with make(tiny) as engine:
         tasks = [await start(engine) for _ in range(2)]
         drain = asyncio.create_task(engine.pause("wait"))
@@ -61,8 +62,9 @@ async def test_closing_fails_what_is_in_flight_and_refuses_what_comes(tiny: Path
     engine.close()
 
 
-async def test_a_command_taken_before_the_close_is_always_answered(tiny: Path) -> None:
-    """It comes while the thread is busy, and the close comes before the thread looks again."""
+async def test_a_command_queued_before_the_close_always_gets_a_result(tiny: Path) -> None:
+    """The command is queued while the thread is busy, and `close` before the thread reads the
+    queue."""
     engine = make(tiny, arithmetic="close", max_model_len=64)
     engine.start()
     busy, go_on = threading.Event(), threading.Event()
@@ -81,7 +83,7 @@ async def test_a_command_taken_before_the_close_is_always_answered(tiny: Path) -
     assert isinstance(generated, Unavailable)
 
 
-async def test_an_engine_that_was_not_started_says_so(tiny: Path) -> None:
+async def test_an_engine_that_was_not_started_raises(tiny: Path) -> None:
     engine = make(tiny, arithmetic="close", max_model_len=64)
     with pytest.raises(Unavailable, match="not running"):
         await engine.ping()

@@ -18,7 +18,7 @@ def rig(tiny: Path) -> Rig:
 
 
 @pytest.mark.failure_mode("F12")
-def test_abort_ends_all_with_their_partial_tokens(rig: Rig) -> None:
+def test_abort_ends_all_requests_with_their_partial_tokens(rig: Rig) -> None:
     running = [rig.submit(ids(i, 20), max_tokens=30) for i in range(3)]
     waiting = rig.submit(ids(9, 20), max_tokens=30)
     rig.run(6)
@@ -54,7 +54,7 @@ def test_an_aborted_prefill_has_no_tokens_and_no_half_scored_prompt(rig: Rig) ->
     assert (result.one.token_ids, result.one.prompt_logprobs) == ([], None)
 
 
-def test_wait_lets_the_running_end_and_starts_nothing_new(rig: Rig) -> None:
+def test_wait_finishes_running_requests_and_starts_no_new_ones(rig: Rig) -> None:
     running = [rig.submit(ids(i, 20), max_tokens=5 + i) for i in range(3)]
     waiting = rig.submit(ids(9, 20))
     rig.run(2)
@@ -72,8 +72,8 @@ def test_wait_lets_the_running_end_and_starts_nothing_new(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_wait_lets_all_choices_of_a_begun_request_end(rig: Rig, tokens: int) -> None:
-    """Else its later choices would be sampled under the weights after the pause."""
+def test_wait_finishes_all_choices_of_a_started_request(rig: Rig, tokens: int) -> None:
+    """Otherwise its later choices would be sampled under the weights after the pause."""
     begun = rig.submit(ids(1, 300), n=7, max_tokens=tokens)
     rig.run(2)
     queued = rig.submit(ids(2, 40), n=2, max_tokens=5)
@@ -90,7 +90,7 @@ def test_wait_on_a_quiet_engine_returns_at_once(rig: Rig) -> None:
     assert rig.core.state == "paused"
 
 
-def test_resume_during_a_drain_tells_the_waiter(rig: Rig) -> None:
+def test_resume_during_a_drain_raises_conflict(rig: Rig) -> None:
     result = rig.submit(ids(1, 20))
     rig.run(2)
     quiet = rig.pause("wait")
@@ -103,7 +103,7 @@ def test_resume_during_a_drain_tells_the_waiter(rig: Rig) -> None:
     assert len(quiet) == 1
 
 
-def test_a_drain_overtaken_by_abort_is_quiet_and_by_keep_is_not(rig: Rig) -> None:
+def test_a_drain_ends_quietly_by_abort_but_not_by_keep(rig: Rig) -> None:
     rig.submit(ids(1, 20))
     rig.run(2)
     first = rig.pause("wait")
@@ -115,7 +115,7 @@ def test_a_drain_overtaken_by_abort_is_quiet_and_by_keep_is_not(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize("end", ["abort", "drop"])
-def test_a_drain_ends_when_the_last_request_is_taken_away(rig: Rig, end: str) -> None:
+def test_a_drain_ends_when_the_last_request_is_dropped(rig: Rig, end: str) -> None:
     result = rig.submit(ids(1, 20), request_id="r", n=4)
     rig.run(2)
     quiet = rig.pause("wait")
@@ -124,7 +124,7 @@ def test_a_drain_ends_when_the_last_request_is_taken_away(rig: Rig, end: str) ->
     assert rig.idle
 
 
-def test_keep_freezes_and_resume_goes_on_as_if_nothing_was(rig: Rig, tiny: Path) -> None:
+def test_resume_after_keep_continues_unchanged(rig: Rig, tiny: Path) -> None:
     alone = Rig(tiny).generate(ids(1, 20), max_tokens=20)
     result = rig.submit(ids(1, 20), max_tokens=20)
     rig.run(5)
@@ -138,7 +138,7 @@ def test_keep_freezes_and_resume_goes_on_as_if_nothing_was(rig: Rig, tiny: Path)
     assert result.one == alone
 
 
-def test_keep_then_wait_drains_what_was_frozen(rig: Rig) -> None:
+def test_keep_then_wait_drains_the_frozen_requests(rig: Rig) -> None:
     result = rig.submit(ids(1, 20))
     rig.run(2)
     rig.pause("keep")
@@ -161,7 +161,7 @@ def test_new_requests_queue_while_paused(rig: Rig, mode: PauseMode) -> None:
 
 
 @pytest.mark.failure_mode("F45")
-def test_two_requests_with_one_id_are_both_answered_and_abort_counts_both(rig: Rig) -> None:
+def test_abort_ends_and_counts_two_requests_with_one_id(rig: Rig) -> None:
     twins = [rig.submit(ids(i, 20), request_id="twin", n=2) for i in range(2)]
     other = rig.submit(ids(5, 20), request_id="other")
     rig.run(3)

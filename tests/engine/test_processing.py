@@ -1,4 +1,4 @@
-"""Processed logprobs: what was sampled from, and the same numbers when it is scored again."""
+"""Processed logprobs: those of the sampled distribution, and the same values when scored again."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_engine_scores_processed_logprobs_again_bit_for_bit(
     assert [one.logprob for one in scored[len(prompt) :] if one] == completion.logprobs
 
 
-def test_raw_logprobs_know_nothing_of_any_option(rig: Rig) -> None:
+def test_raw_logprobs_ignore_all_options(rig: Rig) -> None:
     completion = rig.generate(ids(33, 40), logprob_mode="raw", **OPTIONS[-1])
     whole = [*completion.prompt_ids, *completion.token_ids]
     assert completion.logprobs == checkpoints.reference(rig.directory, whole)[-8:]
@@ -85,7 +85,7 @@ def test_gradients_flow_through_every_option(rig: Rig) -> None:
     assert all(bool(torch.isfinite(each).all()) for each in gradients)
 
 
-def test_a_token_that_could_not_be_drawn_has_no_probability(rig: Rig) -> None:
+def test_a_token_that_cannot_be_drawn_has_logprob_minus_infinity(rig: Rig) -> None:
     prompt = ids(35, 30)
     (likely,) = rig.generate(prompt, temperature=0, max_tokens=1).token_ids
     other = (likely + 1) % 500
@@ -131,7 +131,7 @@ def test_penalties_count_each_choice_for_itself_and_survive_new_weights(
     assert [each.token_ids for each in both.completions] == [each.token_ids for each in alone]
 
 
-def test_the_completion_says_what_shaped_it(rig: Rig) -> None:
+def test_the_completion_names_the_options_that_shaped_it(rig: Rig) -> None:
     assert rig.generate(ids(37, 10), temperature=0.5).shaping is None
     shaped = rig.generate(ids(37, 10), top_p=0.9, min_tokens=2, ignore_eos=False)
     ends = tuple(sorted(rig.core.config.eos_ids))

@@ -1,4 +1,4 @@
-"""The sampler: the right distribution, the right support, and one number per row behind it."""
+"""The sampler: the right distribution and support, with one random number per row."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def tempered(temperature: float, tokens: range | list[int] = range(8)) -> dict[i
         ({"logit_bias": {0: -100.0, 7: 22.0}, "top_k": 2}, normalised({7: math.e**0.5, 6: 1.0})),
     ],
 )
-def test_draws_follow_the_distribution_that_was_asked_for(
+def test_draws_follow_the_requested_distribution(
     options: dict[str, Any], expected: dict[int, float]
 ) -> None:
     drawn = Counter(draws(LOGITS, **options))
@@ -78,7 +78,7 @@ def test_bias_is_added_before_the_temperature() -> None:
     )
 
 
-def test_temperature_zero_takes_the_likeliest_of_what_is_left() -> None:
+def test_temperature_zero_selects_the_most_likely_allowed_token() -> None:
     def greedy(**options: Any) -> int:
         return sample(LOGITS[None], [row(temperature=0, **options)])[0].token_id
 
@@ -116,12 +116,12 @@ def test_ranks_count_from_one_and_agree_with_the_alternatives() -> None:
         assert [(t.token_id, t.rank) for t in drawn.top] == list(zip(order, range(1, 9)))  # noqa: B905
 
 
-def test_each_row_gets_as_many_alternatives_as_it_asked_for() -> None:
+def test_each_row_gets_the_requested_number_of_alternatives() -> None:
     tops = top_logprobs(LOGITS.repeat(3, 1), [0, 2, 20])
     assert [len(top) for top in tops] == [0, 2, 8]
 
 
-def test_a_row_does_not_see_its_neighbours() -> None:
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
     rows = [row(3), row(4, temperature=0), row(5, top_p=0.5), row(6, mode="processed", top_k=2)]
     logits = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     together = sample(logits, rows)
@@ -137,7 +137,7 @@ def test_a_broken_row_does_not_break_its_neighbours() -> None:
 
 
 def test_options_that_push_a_row_out_of_range_give_no_logprob() -> None:
-    """The raw logprob would be a fine number, of a token that was drawn from nothing."""
+    """The raw logprob would be finite, for a token drawn from no distribution."""
     (drawn,) = sample(1e36 * LOGITS[None], [row(1, temperature=1e-4)])
     assert math.isnan(drawn.logprob)
 

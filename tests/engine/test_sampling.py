@@ -73,7 +73,7 @@ def test_choices_of_a_seed_do_not_depend_on_how_many_fit_at_once(rig: Rig, tiny:
 
 
 @pytest.mark.parametrize("length", [1, 9, 100])
-def test_later_choices_take_the_prompt_of_the_first_whole(rig: Rig, length: int) -> None:
+def test_later_choices_copy_the_whole_prompt_of_the_first(rig: Rig, length: int) -> None:
     rig.forget_prefixes()
     hits, queries = rig.core.prefixes.hits, rig.core.prefixes.queries
     prompt = ids(4, length)
@@ -87,8 +87,9 @@ def test_later_choices_take_the_prompt_of_the_first_whole(rig: Rig, length: int)
     assert [replace(each, index=0) for each in result.completions] == alone
 
 
-def test_no_choice_takes_a_prompt_that_older_weights_computed(tiny: Path, tiny2: Path) -> None:
-    """A swap of weights comes to a later choice first, whose slot is before that of the first."""
+def test_no_choice_copies_a_prompt_computed_by_older_weights(tiny: Path, tiny2: Path) -> None:
+    """A weight swap restarts a later choice first when its slot is before that of the first
+    choice."""
     rig = Rig(tiny)
     short = rig.submit(ids(3, 9), max_tokens=4)
     result = rig.submit(prompt := ids(4, 9), n=3, seed=7, max_tokens=12)
@@ -133,7 +134,7 @@ def test_a_stop_token_ends_the_output_and_stays_in_it(rig: Rig) -> None:
     assert len(completion.logprobs) == at + 1
 
 
-def test_min_tokens_holds_stops_back_and_then_lets_them_come(rig: Rig, eos: int) -> None:
+def test_min_tokens_delays_stop_tokens(rig: Rig, eos: int) -> None:
     completion = rig.generate(
         ids(7, 20), ignore_eos=False, min_tokens=6, max_tokens=9, logit_bias={eos: 100.0}
     )
@@ -149,7 +150,7 @@ def test_min_tokens_holds_stops_back_and_then_lets_them_come(rig: Rig, eos: int)
     assert stopped.token_ids.index(9) == 3
 
 
-def test_min_tokens_that_leave_nothing_to_sample_are_refused(rig: Rig, eos: int) -> None:
+def test_min_tokens_with_nothing_left_to_sample_are_rejected(rig: Rig, eos: int) -> None:
     with pytest.raises(BadRequest, match="leaves only end tokens") as refused:
         rig.submit(
             ids(7, 5), allowed_token_ids=(eos, 9), stop_token_ids=(9,), min_tokens=1,
@@ -169,12 +170,12 @@ def test_an_end_token_ends_unless_it_is_to_be_ignored(rig: Rig, eos: int) -> Non
     assert (as_stop.token_ids, as_stop.stop_token) == ([eos], eos)
 
 
-def test_only_allowed_tokens_come(rig: Rig) -> None:
+def test_only_allowed_tokens_are_sampled(rig: Rig) -> None:
     completion = rig.generate(ids(9, 9), allowed_token_ids=(17, 33), max_tokens=30, temperature=5.0)
     assert set(completion.token_ids) == {17, 33}
 
 
-def test_alternatives_and_ranks_come_with_each_token(rig: Rig) -> None:
+def test_each_token_has_alternatives_and_a_rank(rig: Rig) -> None:
     completion = rig.generate(ids(10, 20), logprobs=5, max_tokens=15, temperature=2.0)
     assert completion.top_logprobs is not None
     assert completion.ranks is not None
@@ -212,7 +213,7 @@ def test_greedy_processed_logprobs_are_of_the_untempered_model(rig: Rig) -> None
 
 
 @pytest.mark.failure_mode("F16")
-def test_the_completion_says_how_its_logprobs_were_made(tiny: Path) -> None:
+def test_the_completion_names_its_logprob_mode(tiny: Path) -> None:
     rig = Rig(tiny, logprob_mode="processed", worker="w1")
     completion = rig.generate(ids(1, 5), temperature=0.7)
     assert (completion.logprob_mode, completion.temperature, completion.worker) == (
@@ -232,7 +233,7 @@ def test_the_completion_says_how_its_logprobs_were_made(tiny: Path) -> None:
         ([1, 2, 512, 900], r"token_ids\[2\] is 512"),
     ],
 )
-def test_bad_ids_are_refused_by_place(rig: Rig, prompt: list[int], says: str) -> None:
+def test_bad_ids_are_rejected_with_their_position(rig: Rig, prompt: list[int], says: str) -> None:
     with pytest.raises(BadTokenId, match=says):
         rig.submit(prompt)
     with pytest.raises(BadTokenId, match=says):
@@ -241,13 +242,13 @@ def test_bad_ids_are_refused_by_place(rig: Rig, prompt: list[int], says: str) ->
 
 
 @pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
-def test_bad_ids_in_options_are_refused_by_place(rig: Rig, field: str) -> None:
+def test_bad_ids_in_options_are_rejected_with_their_position(rig: Rig, field: str) -> None:
     with pytest.raises(BadTokenId, match=rf"{field}\[1\] is 512"):
         rig.submit([1], **{field: (4, 512)})
     with pytest.raises(BadTokenId, match=r"logit_bias\[0\] is -1"):
         rig.submit([1], logit_bias={-1: 3.0})
 
 
-def test_routed_experts_of_a_dense_model_are_refused(rig: Rig) -> None:
+def test_routed_experts_of_a_dense_model_are_rejected(rig: Rig) -> None:
     with pytest.raises(BadRequest, match="this model has none"):
         rig.submit([1], experts_start=0)

@@ -1,4 +1,4 @@
-"""Who runs when: chunks, priorities, waiting, and what can never run."""
+"""Scheduling: chunks, priorities, waiting, and requests that can never run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def order_of_first_tokens(rig: Rig, results: list[Result]) -> list[int]:
     return order
 
 
-def test_a_lower_priority_number_goes_first_then_who_came_first(tiny: Path) -> None:
+def test_lower_priority_numbers_run_first_then_arrival_order(tiny: Path) -> None:
     rig = Rig(tiny, max_seqs=1)
     priorities = [0, 5, -3, 0, 5, -3]
     rig.pause("keep")
@@ -79,7 +79,7 @@ def test_a_request_that_does_not_fit_waits_for_a_slot(rig: Rig) -> None:
 
 
 @pytest.mark.failure_mode("F17")
-def test_a_prompt_without_room_for_one_token_is_refused_with_both_numbers(tiny: Path) -> None:
+def test_a_prompt_without_room_for_one_token_is_rejected_with_both_numbers(tiny: Path) -> None:
     rig = Rig(tiny, max_model_len=64)
     with pytest.raises(PromptTooLong, match=r"maximum context length is 64 .* has 64"):
         rig.submit(ids(1, 64))
@@ -98,7 +98,7 @@ def test_output_stops_at_the_length_of_the_model(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 1_000_000])
-def test_a_length_the_model_was_not_made_for_is_refused(tiny: Path, length: int) -> None:
+def test_a_length_beyond_the_models_is_rejected(tiny: Path, length: int) -> None:
     with pytest.raises(BadRequest, match="max_model_len"):
         Rig(tiny, max_model_len=length)
 

@@ -1,4 +1,4 @@
-"""Scoring many sequences at once: the same numbers as alone, whatever runs beside it."""
+"""Scoring of many sequences at once gives the same values as scoring them alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.engine.rig import Rig, ids
 
 
-def test_sequences_scored_together_get_what_they_get_alone(tiny: Path) -> None:
+def test_sequences_score_equally_together_and_alone(tiny: Path) -> None:
     rig = Rig(tiny)
     sequences = [ids(seed, length) for seed, length in ((1, 2), (2, 9), (3, 70), (4, 200), (5, 1))]
     alone = [rig.core.score(sequence) for sequence in sequences]

@@ -1,4 +1,5 @@
-"""Stop strings in the engine: it ends with the token that completes one, and keeps every token."""
+"""Stop strings in the engine: a choice ends with the token that completes one, and keeps all
+tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def pieces(rig: Rig, completion: Completion) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def free(rig: Rig) -> Completion:
-    """What is sampled without any stop string."""
+    """The completion without any stop string."""
     return rig.generate(ids(41, 20), max_tokens=40)
 
 
@@ -33,9 +34,7 @@ def stopped(rig: Rig, **options: Any) -> Completion:
 
 
 @pytest.mark.failure_mode("F66")
-def test_it_ends_with_the_token_that_completes_the_string_and_keeps_them_all(
-    rig: Rig, free: Completion
-) -> None:
+def test_a_choice_ends_with_the_token_that_completes_the_string(rig: Rig, free: Completion) -> None:
     text = pieces(rig, free)
     # A string that begins within one token and ends within another.
     stop = (text[10] + text[11] + text[12])[:-1].decode() or "?"
@@ -49,7 +48,7 @@ def test_it_ends_with_the_token_that_completes_the_string_and_keeps_them_all(
     assert stop.encode() in b"".join(text[first + 1 - completion.stop_tokens : first + 1])
 
 
-def test_a_string_that_never_comes_changes_nothing(rig: Rig, free: Completion) -> None:
+def test_a_string_that_never_occurs_changes_nothing(rig: Rig, free: Completion) -> None:
     completion = stopped(rig, stop=("never in this text",))
     assert completion.token_ids == free.token_ids
     assert (completion.finish, completion.stop_reason) == ("length", None)
@@ -82,9 +81,7 @@ def test_a_special_token_is_a_stop_string_only_as_a_whole(rig: Rig) -> None:
     assert rig.generate(ids(42, 9), stop=(name[1:4],), **forced).stop_reason is None
 
 
-def test_without_a_tokenizer_stop_strings_are_refused_with_the_way_out(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_stop_strings_without_a_tokenizer_are_rejected(tiny: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(tiny, bare, ignore=shutil.ignore_patterns("tokenizer*"))
     with pytest.raises(UnsupportedField, match="stop_token_ids") as refused:

@@ -1,4 +1,4 @@
-"""Which rule of a script applies, and what a script that cannot be read is told."""
+"""Selection of a script's rules, and errors for scripts that cannot be read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def script(tmp_path: Path, *lines: str) -> Script:
     return Script.read(path)
 
 
-def test_the_first_rule_that_applies_is_taken(tmp_path: Path) -> None:
+def test_the_first_rule_that_applies_is_used(tmp_path: Path) -> None:
     rules = script(
         tmp_path,
         '{"when": {"turn": 1}, "say": "another turn"}',
@@ -33,14 +33,14 @@ def test_the_first_rule_that_applies_is_taken(tmp_path: Path) -> None:
     assert rules.find(VIEW)[1].say == "this"
 
 
-def test_a_rule_is_taken_no_more_often_than_it_says(tmp_path: Path) -> None:
+def test_a_rule_is_used_at_most_the_given_number_of_times(tmp_path: Path) -> None:
     rules = script(tmp_path, '{"say": "once", "times": 1}', '{"say": "then"}')
     at, first = rules.find(VIEW)
     rules.take(at)
     assert (first.say, rules.find(VIEW)[1].say) == ("once", "then")
 
 
-def test_what_the_expression_found_is_filled_in_everywhere(tmp_path: Path) -> None:
+def test_groups_of_the_expression_are_filled_in_everywhere(tmp_path: Path) -> None:
     rule = script(
         tmp_path,
         '{"when": {"last": "open (?P<file>[^ ]+)/(\\\\S+)"}, "say": "{{file}} {{2}} {{none}}",'
@@ -50,7 +50,7 @@ def test_what_the_expression_found_is_filled_in_everywhere(tmp_path: Path) -> No
     assert rule.calls[0].arguments == {"paths": ["src/main.py"]}
 
 
-def test_no_rule_is_an_error_that_shows_the_message(tmp_path: Path) -> None:
+def test_a_prompt_without_a_rule_is_an_error_with_its_last_message(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"no rule.*open src/main\.py"):
         script(tmp_path, '{"when": {"turn": 9}}').find(VIEW)
 
@@ -66,17 +66,19 @@ def test_no_rule_is_an_error_that_shows_the_message(tmp_path: Path) -> None:
         ("[{", "the file"),
     ],
 )
-def test_a_script_that_cannot_be_read_names_the_place(tmp_path: Path, text: str, why: str) -> None:
+def test_an_invalid_script_is_rejected_with_line_and_field(
+    tmp_path: Path, text: str, why: str
+) -> None:
     with pytest.raises(BadRequest, match=why):
         script(tmp_path, text)
 
 
-def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_script_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="absent"):
         Script.read(tmp_path / "absent")
 
 
-def test_the_distribution_is_one_and_changes_with_every_token_before() -> None:
+def test_the_distribution_sums_to_one_and_depends_on_every_earlier_token() -> None:
     distribution = HashedDistribution(100)
     states = {distribution.after(distribution.start("weights"), ids) for ids in ([1, 2], [2, 1])}
     states.add(distribution.after(distribution.start("other"), [1, 2]))

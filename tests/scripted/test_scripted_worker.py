@@ -1,4 +1,4 @@
-"""A scripted worker speaks like any other: ids, logprobs, versions, updates, aborts, errors."""
+"""A scripted worker behaves like any other: ids, logprobs, versions, updates, aborts, errors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def prompt(renderer: Renderer, text: str) -> list[int]:
     return renderer.render([{"role": "user", "content": text}], TOOLS)
 
 
-async def test_it_says_text_thinking_and_calls_in_the_models_own_format(
+async def test_text_thinking_and_calls_are_in_the_models_own_format(
     worker: WorkerProcess, renderer: Renderer
 ) -> None:
     ids = prompt(renderer, "list src")
@@ -68,7 +68,7 @@ async def test_it_says_text_thinking_and_calls_in_the_models_own_format(
     assert body["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_it_matches_the_turn_and_the_last_message(
+async def test_rules_match_the_turn_and_the_last_message(
     worker: WorkerProcess, renderer: Renderer
 ) -> None:
     call = {"name": "bash", "arguments": {"command": "ls"}}
@@ -161,7 +161,7 @@ async def test_an_abort_keeps_the_tokens_so_far(worker: WorkerProcess, renderer:
     assert 0 < len(choice["token_ids"]) < 50
 
 
-async def test_errors_come_as_often_as_the_script_says(
+async def test_errors_occur_as_often_as_the_script_says(
     worker: WorkerProcess, renderer: Renderer
 ) -> None:
     ids = prompt(renderer, "once, then hello")
@@ -189,7 +189,7 @@ async def test_a_turn_can_end_at_its_length_or_with_a_broken_call(
     assert [call.ok for call in parsed.calls] == [False]
 
 
-async def test_a_prompt_that_no_rule_is_for_is_refused(
+async def test_a_prompt_without_a_rule_is_rejected(
     worker: WorkerProcess, renderer: Renderer
 ) -> None:
     status, body = await worker.generate(prompt(renderer, "unforeseen"))
@@ -197,7 +197,9 @@ async def test_a_prompt_that_no_rule_is_for_is_refused(
     assert "unforeseen" in body["error"]["message"]
 
 
-async def test_min_tokens_and_max_tokens_hold(worker: WorkerProcess, renderer: Renderer) -> None:
+async def test_min_tokens_and_max_tokens_are_respected(
+    worker: WorkerProcess, renderer: Renderer
+) -> None:
     ids = prompt(renderer, "hello")
     _, longer = await worker.generate(ids, min_tokens=20, max_tokens=30, seed=1)
     assert 20 <= len(longer["choices"][0]["token_ids"]) <= 30

@@ -18,7 +18,7 @@ SIZES = {
 
 
 def write_adapter(path: Path, *, rank: int = 4, seed: int = 0, scale: float = 0.3) -> Path:
-    """An adapter with random weights in `path`; the same seed gives the same contents."""
+    """Write an adapter with random weights to `path`. The same seed gives the same contents."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(LAYERS):

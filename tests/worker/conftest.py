@@ -23,7 +23,7 @@ def worker() -> Iterator[WorkerProcess]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a perturbed copy of a bundled model; returns its directory."""
+    """Return a function that writes a perturbed copy of a bundled model."""
 
     def write(name: str, model: str = "tiny", seed: int = 1, scale: float = 0.1) -> Path:
         source, target = bundled(model), tmp_path / name

@@ -1,4 +1,4 @@
-"""An engine whose steps fail: its worker says so, gets no traffic, and comes back when it works."""
+"""An engine whose steps fail: its worker reports it, gets no traffic, and recovers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POISON = 400
 
 
 class Breakable:
-    """A real engine behind a real port, whose forward pass fails while `broken` says so."""
+    """A real engine behind a real port, whose forward pass fails while `broken` is set."""
 
     def __init__(self, engine: Engine, url: str) -> None:
         self.engine, self.url = engine, url
@@ -66,7 +66,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_health, "RETRY_SECONDS", 0.2)
 
 
-async def test_after_three_failed_steps_a_worker_is_unhealthy_until_it_works_again() -> None:
+async def test_three_failed_steps_make_a_worker_unhealthy_until_it_recovers() -> None:
     async with breakable() as worker:
         await worker.generate()
         worker.broken = True
@@ -97,7 +97,7 @@ async def test_a_request_that_breaks_every_step_does_not_make_the_worker_unhealt
         assert len((await worker.generate())[0].token_ids) == 4
 
 
-async def test_an_engine_that_is_asleep_does_not_look_at_itself() -> None:
+async def test_a_sleeping_engine_runs_no_canary() -> None:
     async with breakable() as worker:
         await worker.generate()
         steps = worker.steps
@@ -106,7 +106,7 @@ async def test_an_engine_that_is_asleep_does_not_look_at_itself() -> None:
 
 
 @pytest.mark.failure_mode("F35")
-async def test_a_fleet_answers_every_request_while_one_of_its_engines_fails_for_ever() -> None:
+async def test_a_fleet_serves_every_request_while_one_engine_always_fails() -> None:
     request = GenerateRequest(
         prompt_ids=[5, 6, 7], sampling=Sampling(max_tokens=4, ignore_eos=True), model="tiny"
     )

@@ -1,4 +1,4 @@
-"""The system port over real HTTP: pauses, the weight transaction, adapters, and who may call."""
+"""The system port over real HTTP: pauses, the weight transaction, adapters, and authentication."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Checkpoint = Callable[..., Path]
 
 @pytest.fixture(autouse=True)
 async def fresh(worker: WorkerProcess) -> None:
-    """Every test starts from the bundled weights, unpaused."""
+    """Start every test from the bundled weights, unpaused."""
     await worker.control("resume_generation")
     source = bundled("tiny")
     _, body = await worker.control(
@@ -43,7 +43,7 @@ async def scores(worker: WorkerProcess, **options: Any) -> list[float]:
 
 
 async def in_flight(worker: WorkerProcess, count: int = 1) -> list[asyncio.Task[Any]]:
-    """Long requests that have begun to generate."""
+    """Start long requests and return once they generate."""
     _, before = await worker.control("liveness_probe")
     tasks = [
         asyncio.create_task(
@@ -63,7 +63,7 @@ BAD_LABELS = ["a+b", "a\nb", "\x1b[31m", "[bold]", "x" * 100_000]
 
 @pytest.mark.failure_mode("F50")
 @pytest.mark.parametrize("label", BAD_LABELS, ids=lambda label: ascii(label[:10]))
-async def test_a_label_that_could_be_misread_does_not_get_in(
+async def test_an_ambiguous_label_is_rejected(
     worker: WorkerProcess, checkpoint: Checkpoint, label: str
 ) -> None:
     path = str(checkpoint("new"))
@@ -89,7 +89,7 @@ async def test_a_label_that_could_be_misread_does_not_get_in(
 
 
 @pytest.mark.failure_mode("F50")
-async def test_the_name_of_a_directory_is_a_label_too(
+async def test_the_name_of_a_directory_is_checked_as_a_label(
     worker: WorkerProcess, checkpoint: Checkpoint
 ) -> None:
     path = checkpoint("new").rename(checkpoint("old").with_name("a+b"))
@@ -130,7 +130,7 @@ async def test_control_routes_are_not_on_the_data_port(worker: WorkerProcess) ->
     assert status == 404
 
 
-async def test_unknown_methods_fields_and_modes_are_refused(worker: WorkerProcess) -> None:
+async def test_unknown_methods_fields_and_modes_are_rejected(worker: WorkerProcess) -> None:
     status, body = await worker.control("nope")
     assert (status, "stage" in body["error"]["message"]) == (404, True)
     status, body = await worker.control("pause_generation", mod="keep")
@@ -143,7 +143,7 @@ async def test_unknown_methods_fields_and_modes_are_refused(worker: WorkerProces
 
 
 @pytest.mark.failure_mode("F12")
-async def test_pause_abort_ends_requests_with_what_they_have(worker: WorkerProcess) -> None:
+async def test_pause_abort_ends_requests_with_their_partial_tokens(worker: WorkerProcess) -> None:
     tasks = await in_flight(worker, 2)
     status, _ = await worker.control("pause_generation", mode="abort")
     assert status == 200
@@ -155,7 +155,7 @@ async def test_pause_abort_ends_requests_with_what_they_have(worker: WorkerProce
 
 
 @pytest.mark.failure_mode("F12")
-async def test_an_aborted_answer_is_continued_token_exactly(worker: WorkerProcess) -> None:
+async def test_an_aborted_completion_is_continued_token_exactly(worker: WorkerProcess) -> None:
     (task,) = await in_flight(worker)
     await worker.control("pause_generation", mode="abort")
     await worker.control("resume_generation")
@@ -168,7 +168,7 @@ async def test_an_aborted_answer_is_continued_token_exactly(worker: WorkerProces
     assert rescored == sampled
 
 
-async def test_pause_wait_returns_when_the_running_ones_have_ended(worker: WorkerProcess) -> None:
+async def test_pause_wait_returns_when_running_requests_have_ended(worker: WorkerProcess) -> None:
     tasks = await in_flight(worker)
     await worker.control("pause_generation", mode="wait")
     assert tasks[0].done() or (await asyncio.wait_for(tasks[0], 5))
@@ -195,7 +195,7 @@ async def test_pause_keep_freezes_and_new_requests_queue(worker: WorkerProcess) 
 # The weight transaction
 
 
-async def test_stage_leaves_the_live_weights_alone(
+async def test_stage_does_not_change_the_live_weights(
     worker: WorkerProcess, checkpoint: Checkpoint
 ) -> None:
     before = await scores(worker)
@@ -223,7 +223,7 @@ async def test_commit_then_rollback_restores_every_bit(
     assert status == 409
 
 
-async def test_commit_of_another_version_than_staged_is_refused(
+async def test_commit_of_another_version_than_staged_is_rejected(
     worker: WorkerProcess, checkpoint: Checkpoint
 ) -> None:
     status, _ = await worker.control("commit")
@@ -256,7 +256,7 @@ async def test_tokens_carry_the_version_they_were_sampled_under(
 
 
 @pytest.mark.failure_mode("F43")
-async def test_a_request_may_demand_a_version_or_a_floor(
+async def test_a_request_may_require_a_version_or_a_minimum(
     worker: WorkerProcess, checkpoint: Checkpoint
 ) -> None:
     status, body = await worker.generate(PROMPT, max_tokens=1, weight_version="B")
@@ -286,7 +286,7 @@ async def test_cached_prefixes_of_old_weights_are_never_used(
 
 
 @pytest.mark.failure_mode("F34")
-async def test_broken_checkpoints_are_refused_and_nothing_is_touched(
+async def test_broken_checkpoints_are_rejected_and_change_nothing(
     worker: WorkerProcess, checkpoint: Checkpoint
 ) -> None:
     before = await scores(worker)
@@ -365,7 +365,7 @@ async def test_weights_arrive_by_broadcast(worker: WorkerProcess, tmp_path: Path
 
 
 @pytest.mark.failure_mode("F28")
-async def test_a_probe_tells_right_weights_from_wrong_ones(
+async def test_a_probe_distinguishes_right_from_wrong_weights(
     worker: WorkerProcess, checkpoint: Checkpoint
 ) -> None:
     expected = await scores(worker)
@@ -384,7 +384,9 @@ async def test_a_probe_tells_right_weights_from_wrong_ones(
 
 @pytest.mark.failure_mode("F30")
 @pytest.mark.failure_mode("F31")
-async def test_an_adapter_is_served_swapped_and_gone(worker: WorkerProcess, tmp_path: Path) -> None:
+async def test_an_adapter_is_served_swapped_and_unloaded(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
     options = {"max_tokens": 6, "seed": 1, "logprobs": 0, "ignore_eos": True}
     prompt = [(3 * i) % 500 for i in range(60)]
     _, base = await worker.generate(prompt, **options)
@@ -452,7 +454,7 @@ def own(request: pytest.FixtureRequest) -> Iterator[WorkerProcess]:
 
 @pytest.mark.arguments("--max-model-len", "256", model="tiny-moe")
 @pytest.mark.failure_mode("F38")
-async def test_routed_experts_come_in_both_forms_and_from_any_row(own: WorkerProcess) -> None:
+async def test_routed_experts_in_both_formats_and_from_any_row(own: WorkerProcess) -> None:
     import base64
     import io
 
@@ -503,7 +505,9 @@ async def in_flight_of(own: WorkerProcess) -> list[asyncio.Task[Any]]:
 
 @pytest.mark.arguments("--max-model-len", "64", "--checkpoint-root", "/nonexistent-root")
 @pytest.mark.failure_mode("F33")
-async def test_weights_come_only_from_allowed_roots(own: WorkerProcess, tmp_path: Path) -> None:
+async def test_weights_are_loaded_only_from_allowed_roots(
+    own: WorkerProcess, tmp_path: Path
+) -> None:
     link = tmp_path / "link"
     link.symlink_to(bundled("tiny") or "")
     for path in (str(bundled("tiny")), str(link)):

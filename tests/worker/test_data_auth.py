@@ -1,4 +1,4 @@
-"""Who may use a worker's data port: the same as at a gateway."""
+"""Authentication of a worker's data port, equal to a gateway's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def status(http: aiohttp.ClientSession, **headers: str) -> int:
 
 
 @pytest.mark.failure_mode("F42")
-async def test_a_worker_with_keys_lets_nobody_generate_without_one() -> None:
+async def test_a_worker_with_keys_rejects_requests_without_one() -> None:
     async with data_port("0.0.0.0", (KEY,)) as http:
         assert await status(http) == 401
         assert await status(http, authorization="Bearer another-key") == 401
@@ -51,14 +51,14 @@ async def test_a_worker_with_keys_lets_nobody_generate_without_one() -> None:
 
 
 @pytest.mark.failure_mode("F42")
-async def test_a_worker_on_loopback_answers_to_loopback_names_only() -> None:
+async def test_a_worker_on_loopback_accepts_only_loopback_host_names() -> None:
     async with data_port("127.0.0.1") as http:
         assert await status(http, host="evil.example") == 403
         assert await status(http, host="localhost:1234") == 200
 
 
 @pytest.mark.failure_mode("F42")
-def test_a_worker_that_would_serve_everybody_does_not_start() -> None:
+def test_a_worker_that_would_be_open_to_everyone_does_not_start() -> None:
     command = [sys.executable, "-m", "lockstep", "worker", "tiny", "--host", "0.0.0.0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode != 0

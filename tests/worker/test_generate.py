@@ -1,4 +1,4 @@
-"""The data port over real HTTP: what vLLM's dialect promises, kept strictly."""
+"""The data port over real HTTP: vLLM's dialect, checked strictly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.processes import GENERATE, WorkerProcess
 PROMPT = [11, 29, 3, 77, 5, 140, 9]
 
 
-async def test_an_answer_has_every_field_of_vllm(worker: WorkerProcess) -> None:
+async def test_a_response_has_every_field_of_vllm(worker: WorkerProcess) -> None:
     status, body = await worker.generate(
         PROMPT,
         temperature=0,
@@ -56,7 +56,7 @@ async def test_each_entry_names_its_token_in_both_spellings(worker: WorkerProces
 
 
 @pytest.mark.failure_mode("F71")
-async def test_logprobs_are_processed_by_default_and_say_so(worker: WorkerProcess) -> None:
+async def test_logprobs_are_processed_by_default_and_labelled(worker: WorkerProcess) -> None:
     options = {"max_tokens": 4, "seed": 4, "logprobs": 0, "temperature": 0.5}
     _, processed = await worker.generate(PROMPT, **options)
     _, raw = await worker.generate(PROMPT, **options, logprob_mode="raw")
@@ -85,7 +85,7 @@ async def test_a_stop_string_ends_a_choice_and_its_tokens_stay(worker: WorkerPro
     assert "stop_tokens" not in free["choices"][0]
 
 
-async def test_logprobs_come_only_when_asked_for(worker: WorkerProcess) -> None:
+async def test_logprobs_are_returned_only_on_request(worker: WorkerProcess) -> None:
     _, body = await worker.generate(PROMPT, max_tokens=2)
     assert body["choices"][0]["logprobs"] is None
     _, body = await worker.generate(PROMPT, max_tokens=2, logprobs=0)
@@ -104,7 +104,7 @@ async def test_each_choice_has_its_own_ids_and_logprobs(worker: WorkerProcess) -
 
 
 @pytest.mark.failure_mode("F44")
-async def test_a_stream_says_what_the_whole_answer_says(worker: WorkerProcess) -> None:
+async def test_a_stream_equals_the_whole_response(worker: WorkerProcess) -> None:
     options = {
         "ignore_eos": True,
         "max_tokens": 12,
@@ -187,7 +187,7 @@ async def test_sampled_logprobs_score_again_bit_for_bit(worker: WorkerProcess) -
     ],
 )  # fmt: skip
 @pytest.mark.failure_mode("F18")
-async def test_bad_input_is_refused_by_name(
+async def test_bad_input_is_rejected_by_name(
     worker: WorkerProcess, body: object, param: str
 ) -> None:
     for stream in (False, True):
@@ -212,7 +212,7 @@ async def test_a_start_of_experts_has_no_effect_on_a_model_without_them(
 
 
 @pytest.mark.failure_mode("F17")
-async def test_a_prompt_without_room_is_refused_with_both_numbers(worker: WorkerProcess) -> None:
+async def test_a_prompt_without_room_is_rejected_with_both_numbers(worker: WorkerProcess) -> None:
     _, response = await worker.generate([1] * 1500, max_tokens=1)
     assert "1500" in response["error"]["message"]
     assert "1024" in response["error"]["message"]
@@ -224,14 +224,14 @@ async def test_a_prompt_without_room_is_refused_with_both_numbers(worker: Worker
      {"stop": []}, {"stop": None}, {"bad_words": []}, {"detokenize": False}, {"logit_bias": None},
      {"skip_special_tokens": False}, {"structured_outputs": None}, {"min_tokens": 0}],
 )  # fmt: skip
-async def test_vllm_fields_at_their_neutral_value_are_taken(
+async def test_vllm_fields_at_their_neutral_value_are_accepted(
     worker: WorkerProcess, neutral: dict[str, object]
 ) -> None:
     status, _ = await worker.generate(PROMPT, max_tokens=1, **neutral)
     assert status == 200
 
 
-async def test_other_content_types_routes_and_verbs_are_refused(worker: WorkerProcess) -> None:
+async def test_other_content_types_routes_and_verbs_are_rejected(worker: WorkerProcess) -> None:
     status, body = await worker.post(GENERATE, "{}", headers={"content-type": "text/plain"})
     assert (status, body["error"]["type"]) == (400, "BadRequestError")
     status, body = await worker.get("/inference/v1/nope")
@@ -247,14 +247,14 @@ async def test_an_unknown_model_is_404(worker: WorkerProcess) -> None:
     assert "tiny" in body["error"]["message"]
 
 
-async def test_the_header_beats_the_request_id_of_the_body(worker: WorkerProcess) -> None:
+async def test_the_header_overrides_the_request_id_of_the_body(worker: WorkerProcess) -> None:
     sent = {"token_ids": [1], "request_id": "body", "sampling_params": {"max_tokens": 1}}
     _, body = await worker.post(GENERATE, sent, headers={"X-Request-Id": "header"})
     assert body["request_id"] == "generate-tokens-header"
 
 
 @pytest.mark.failure_mode("F45")
-async def test_abort_by_id_says_how_many_it_stopped(worker: WorkerProcess) -> None:
+async def test_abort_by_id_returns_how_many_it_stopped(worker: WorkerProcess) -> None:
     await worker.control("pause_generation", mode="keep")
     twins = [
         asyncio.create_task(worker.generate(PROMPT, max_tokens=500, request_id="twin", logprobs=0))
@@ -277,9 +277,7 @@ async def test_abort_by_id_says_how_many_it_stopped(worker: WorkerProcess) -> No
 
 @pytest.mark.failure_mode("F47")
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_goes_away_stops_its_request(
-    worker: WorkerProcess, stream: bool
-) -> None:
+async def test_a_disconnected_client_stops_its_request(worker: WorkerProcess, stream: bool) -> None:
     await worker.control("pause_generation", mode="keep")
     body = {"token_ids": PROMPT, "stream": stream, "sampling_params": {"max_tokens": 900}}
     async with aiohttp.ClientSession() as session:
@@ -310,8 +308,8 @@ async def test_models_health_and_metrics(worker: WorkerProcess) -> None:
 
 @pytest.mark.failure_mode("F70")
 @pytest.mark.usefixtures("requires_exact")
-async def test_the_card_says_how_the_worker_computes(worker: WorkerProcess) -> None:
-    """A trainer with another environment than this process could not compare it otherwise."""
+async def test_the_model_card_has_the_numerics_plan(worker: WorkerProcess) -> None:
+    """A trainer in another environment could not compare its plan otherwise."""
     directory = bundled("tiny")
     assert directory is not None
     _, body = await worker.get("/v1/models")
@@ -321,7 +319,7 @@ async def test_the_card_says_how_the_worker_computes(worker: WorkerProcess) -> N
 
 
 async def test_a_logprob_survives_json_bit_for_bit(worker: WorkerProcess) -> None:
-    """An fp32 number written as a decimal and read back is the same number."""
+    """An fp32 value written as a decimal and read back is the same value."""
     import struct
 
     _, body = await worker.generate(PROMPT, max_tokens=20, logprobs=0, seed=3)

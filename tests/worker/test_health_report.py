@@ -1,4 +1,4 @@
-"""A runtime is told when the engine becomes ill, and when it is well again."""
+"""Reports to a runtime when the engine becomes unhealthy and when it recovers."""
 
 from __future__ import annotations
 

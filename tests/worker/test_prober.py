@@ -1,4 +1,4 @@
-"""Probes are scored beside what is generated, and say the same as the engine itself."""
+"""Probes are scored in parallel to generation, with the engine's own results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def engine() -> AsyncIterator[Engine]:
         yield running
 
 
-async def test_a_probe_does_not_take_the_engines_turn_unless_it_is_paused(
+async def test_a_probe_does_not_block_the_engine_unless_it_is_paused(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = await engine.score_all(SEQUENCES)
@@ -38,15 +38,13 @@ async def test_a_probe_does_not_take_the_engines_turn_unless_it_is_paused(
 
 
 @pytest.mark.parametrize("length", [2, 63, 64, 65, 255, 256])
-async def test_sequences_of_any_length_are_scored_in_slots_that_are_no_longer_than_they_need(
-    engine: Engine, length: int
-) -> None:
+async def test_slots_are_sized_for_the_scored_sequences(engine: Engine, length: int) -> None:
     sequences = [[(7 * at + seed) % 500 for at in range(length)] for seed in range(30)]
     expected = await engine.score_all(sequences)
     assert (await Prober(engine).score_all(sequences)).logprobs == expected
 
 
-async def test_what_is_staged_is_scored_as_the_engine_scores_it_and_not_kept(
+async def test_staged_weights_score_as_in_the_engine_and_are_not_kept_alive(
     engine: Engine, checkpoint: Callable[..., Path]
 ) -> None:
     prober = Prober(engine)
@@ -80,7 +78,7 @@ async def test_weights_that_are_replaced_while_they_are_probed_prove_nothing(
         await prober.score_all([[1, 2]], staged=True)
 
 
-async def test_what_cannot_be_scored_is_refused_as_the_engine_does(engine: Engine) -> None:
+async def test_bad_sequences_are_rejected_as_by_the_engine(engine: Engine) -> None:
     for wrong, error in (([[1, 1 << 20]], BadTokenId), ([[1] * 257], PromptTooLong)):
         for scorer in (engine, Prober(engine)):
             with pytest.raises(error):
@@ -89,7 +87,7 @@ async def test_what_cannot_be_scored_is_refused_as_the_engine_does(engine: Engin
 
 @pytest.mark.failure_mode("F28")
 @pytest.mark.parametrize("paused", [False, True])
-async def test_only_the_very_weights_that_were_scored_are_committed_as_proved(
+async def test_only_the_weights_that_were_scored_are_committed_as_proved(
     engine: Engine, checkpoint: Callable[..., Path], paused: bool
 ) -> None:
     prober, path = Prober(engine), checkpoint("b")
@@ -117,7 +115,7 @@ async def test_only_the_very_weights_that_were_scored_are_committed_as_proved(
 
 
 @pytest.mark.failure_mode("F28")
-async def test_an_engine_that_swaps_to_other_weights_than_the_proved_is_a_failure(
+async def test_an_engine_that_swaps_to_unproved_weights_is_a_failure(
     engine: Engine, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prober = Prober(engine)

@@ -1,4 +1,4 @@
-"""`--return-routed-experts`: every response has them, from the row that a request names."""
+"""`--return-routed-experts`: every response includes them, from the row that a request names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def worker() -> Iterator[WorkerProcess]:
     process.stop()
 
 
-async def test_experts_come_unasked_with_every_response(worker: WorkerProcess) -> None:
+async def test_every_response_includes_experts(worker: WorkerProcess) -> None:
     options = {"max_tokens": 5, "seed": 1, "ignore_eos": True}
     _, body = await worker.generate(PROMPT, **options)
     assert body["choices"][0]["routed_experts"]["shape"] == [len(PROMPT) + 4, 2, 2]
@@ -36,14 +36,14 @@ async def test_experts_come_unasked_with_every_response(worker: WorkerProcess) -
     assert shapes == [[len(PROMPT) + 4, 2, 2]]
 
 
-async def test_rows_that_a_client_has_already_are_left_out(worker: WorkerProcess) -> None:
+async def test_rows_that_a_client_already_has_are_left_out(worker: WorkerProcess) -> None:
     options = {"max_tokens": 5, "seed": 1, "ignore_eos": True}
     _, body = await worker.generate(PROMPT, **options, routed_experts_prompt_start=4)
     experts = body["choices"][0]["routed_experts"]
     assert (experts["start"], experts["shape"][0]) == (4, len(PROMPT))
 
 
-def test_a_model_without_experts_refuses_the_option_when_it_starts() -> None:
+def test_a_model_without_experts_rejects_the_option_at_start() -> None:
     directory = bundled("tiny")
     assert directory is not None
     with pytest.raises(BadRequest, match="not a mixture of experts"):

@@ -1,4 +1,4 @@
-"""A caller's pauses and resumes are taken in the order in which it sent them."""
+"""Pauses and resumes of a caller take effect in the order in which they were sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lockstep.tokens.errors import Conflict
 from lockstep.worker.sequence_number import CALLERS, SequenceNumbers
 
 
-def test_what_was_sent_before_another_that_came_already_is_refused() -> None:
+def test_a_message_older_than_one_received_is_rejected() -> None:
     arrivals = SequenceNumbers()
     for number in (1, 2, 2, 5):  # a repetition is no error, nor is one that got lost for good
         arrivals.check(SequenceNumber(caller="a", number=number))
@@ -20,7 +20,7 @@ def test_what_was_sent_before_another_that_came_already_is_refused() -> None:
     arrivals.check(None)
 
 
-def test_callers_that_are_gone_are_forgotten() -> None:
+def test_inactive_callers_are_dropped() -> None:
     arrivals = SequenceNumbers()
     arrivals.check(SequenceNumber(caller="old", number=9))
     arrivals.check(SequenceNumber(caller="busy", number=9))

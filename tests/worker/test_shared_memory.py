@@ -1,4 +1,4 @@
-"""Weights through POSIX shared memory: written once, read by workers, freed by the writer alone."""
+"""Weights through POSIX shared memory: written once, read by workers, freed only by the writer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TENSORS = {
 }
 
 
-def test_what_is_read_is_what_was_written() -> None:
+def test_tensors_are_read_as_written() -> None:
     with shared_tensors(TENSORS) as (name, specs):
         places = placed(specs)
         assert [place.offset % 64 for place in places] == [0, 0, 0]
@@ -42,7 +42,7 @@ def test_what_is_read_is_what_was_written() -> None:
     assert all(torch.equal(read[n], t) for n, t in TENSORS.items()), "copies outlive the block"
 
 
-def test_a_reader_that_ends_leaves_the_block_to_its_writer() -> None:
+def test_a_reader_that_exits_does_not_remove_the_block() -> None:
     name, _ = write_shared({"a": TENSORS["a"]})
     code = (
         "from lockstep.engine.weights.shared_memory import read_shared\n"
@@ -60,7 +60,7 @@ def test_a_reader_that_ends_leaves_the_block_to_its_writer() -> None:
 
 
 @pytest.mark.failure_mode("F35")
-def test_the_block_of_a_writer_that_dies_does_not_stay() -> None:
+def test_the_block_of_a_killed_writer_is_removed() -> None:
     code = (
         "import os, signal, torch\n"
         "from lockstep.engine.weights.shared_memory import write_shared\n"
@@ -85,9 +85,7 @@ def test_the_block_of_a_writer_that_dies_does_not_stay() -> None:
         (PlacedTensor("a", "float32", (1,), 1 << 40), "ends at byte"),
     ],
 )
-def test_a_tensor_that_does_not_lie_in_the_block_is_refused(
-    place: PlacedTensor, field: str
-) -> None:
+def test_a_tensor_outside_the_block_is_rejected(place: PlacedTensor, field: str) -> None:
     with shared_tensors({"a": TENSORS["a"]}) as (name, _):
         size = (BLOCKS / name).stat().st_size
         placed_tensor = place if place.shape != (6,) else PlacedTensor("a", "float32", (size,))
@@ -97,19 +95,19 @@ def test_a_tensor_that_does_not_lie_in_the_block_is_refused(
 
 @pytest.mark.failure_mode("F33")
 @pytest.mark.parametrize("name", ["", "../etc/passwd", "/etc/passwd", "a/b", ".", "x" * 300])
-def test_a_name_that_is_a_path_is_refused(name: str) -> None:
+def test_a_name_that_is_a_path_is_rejected(name: str) -> None:
     with pytest.raises(BadRequest, match="shared_name"):
         read_shared(name, [])
 
 
-def test_a_block_that_is_not_there_is_not_found() -> None:
+def test_a_missing_block_is_not_found() -> None:
     with pytest.raises(NotFound, match="nothing-here"):
         read_shared("nothing-here", [])
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the blocks that a test makes."""
+    """The names of the blocks that a test creates."""
     names: list[str] = []
 
     class Recorded(SharedMemory):
@@ -121,7 +119,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_no_room_is_an_error_and_not_a_crash(
+def test_full_shared_memory_is_an_error_and_not_a_crash(
     monkeypatch: pytest.MonkeyPatch, made: list[str]
 ) -> None:
     def full(*_: int) -> None:
@@ -133,7 +131,7 @@ def test_no_room_is_an_error_and_not_a_crash(
     assert [(BLOCKS / name).exists() for name in made] == [False]
 
 
-def test_what_cannot_be_sent_is_refused_before_anything_is_made(made: list[str]) -> None:
+def test_an_unsupported_dtype_is_rejected_before_a_block_is_created(made: list[str]) -> None:
     for tensors in ({}, {"a": torch.ones(2, dtype=torch.int64)}):
         with pytest.raises(BadRequest):
             write_shared(tensors)

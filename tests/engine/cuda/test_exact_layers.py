@@ -1,6 +1,6 @@
-"""Adapters and experts on the exact kernels give what the engine gives on a CPU.
+"""Comparison of adapters and experts on the exact kernels with the engine on a CPU.
 
-The kernels run by Triton's interpreter in fp32, so that both compute the same up to rounding.
+The kernels run in Triton's interpreter in fp32, so both agree up to rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_kernels(model: Path, places: int = 4) -> Rig:
-    """An engine whose exact arithmetic is that of the kernels, as it is on a GPU."""
+    """Return an engine whose exact arithmetic is that of the kernels, as on a GPU."""
     rig = Rig(model, weight_version="v1", **SMALL)
     core = rig.core
     core.model.arithmetic = ExactOnDevice()
@@ -72,7 +72,7 @@ def test_adapters_and_plain_requests_in_one_batch(
     assert scored != pytest.approx(ours.core.score(ids(1, 12)), abs=1e-3)
 
 
-def test_an_adapter_whose_place_a_scored_prompt_took_gets_it_back(
+def test_an_adapter_evicted_by_a_scored_prompt_gets_a_place_again(
     tiny: Path, lora_a: Path, lora_b: Path
 ) -> None:
     ours, theirs = on_kernels(tiny, places=1), Rig(tiny, weight_version="v1", **SMALL)
@@ -108,7 +108,7 @@ def test_an_adapter_of_the_head(tiny: Path, lora_a: Path, tmp_path: Path) -> Non
     assert my_scores[0] != pytest.approx(my_scores[1], abs=1e-3)
 
 
-def test_no_request_of_an_exact_engine_is_computed_by_other_kernels(
+def test_an_exact_engine_uses_no_other_kernels(
     tiny: Path, lora_a: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = on_kernels(tiny)
@@ -122,7 +122,7 @@ def test_no_request_of_an_exact_engine_is_computed_by_other_kernels(
     rig.core.score(ids(1, 12), adapter="a")
 
 
-def test_a_mixture_of_experts_and_the_experts_it_chose(moe: Path) -> None:
+def test_a_mixture_of_experts_and_its_routed_experts(moe: Path) -> None:
     ours, theirs = on_kernels(moe), Rig(moe, weight_version="v1", **SMALL)
     pairs = [
         [rig.submit(ids(at, 4 + at), max_tokens=3, experts_start=0) for rig in (ours, theirs)]

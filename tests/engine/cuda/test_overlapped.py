@@ -1,7 +1,7 @@
-"""Overlapped decoding gives what decoding step by step gives, whatever happens in between.
+"""Overlapped decoding gives the same results as decoding step by step, whatever happens in between.
 
-The kernels run by Triton's interpreter on the CPU; what is launched and collected apart on a GPU
-is so here, though the device has no queue of its own.
+The kernels run in Triton's interpreter on the CPU. Steps are launched and collected separately, as
+on a GPU, although the device has no queue.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def step_by_step(tiny: Path) -> Rig:
 
 @pytest.fixture
 def rig(tiny: Path) -> Rig:
-    """An engine with overlapped decoding, as it is on a GPU."""
+    """An engine with overlapped decoding, as on a GPU."""
     rig = step_by_step(tiny)
     core = rig.core
     decoder = Decoder(core.model, core.cache, GraphPool())
@@ -85,13 +85,14 @@ def in_flight(rig: Rig) -> bool:
 
 
 def launch(rig: Rig) -> None:
-    """Steps until a step is in flight in which all requests decode."""
+    """Step until a step is in flight in which all requests decode."""
     while not in_flight(rig) or any(each.generated == 0 for each in rig.core.scheduler.running):
         rig.core.step()
 
 
 def test_every_request_gets_the_tokens_it_gets_step_by_step(tiny: Path, rig: Rig) -> None:
-    """Different ends free slots, which others move into; a later request waits for one."""
+    """Requests of different lengths free slots that others move into; a later request waits for
+    one."""
     options_of_each = [
         {"max_tokens": 5, "seed": 1},
         {"max_tokens": 2, "seed": 2, "temperature": 0.0},
@@ -111,7 +112,7 @@ def test_every_request_gets_the_tokens_it_gets_step_by_step(tiny: Path, rig: Rig
     assert rig.idle
 
 
-def test_a_stop_token_ends_it_though_the_next_step_is_under_way(tiny: Path, rig: Rig) -> None:
+def test_a_stop_token_ends_a_request_whose_next_step_is_in_flight(tiny: Path, rig: Rig) -> None:
     plain = step_by_step(tiny).generate(ids(1, 5), max_tokens=6)
     stop = plain.token_ids[2]
     others = rig.submit(ids(2, 5), max_tokens=6)
@@ -136,7 +137,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def test_every_option_stays_in_the_graphs(tiny: Path, rig: Rig) -> None:
-    """Three at a time, so that rows which the kernels draw stand beside rows that they do not."""
+    """Three requests at a time, so that rows sampled by the kernels are next to rows that are
+    not."""
     other = step_by_step(tiny)
     pairs = [
         (
@@ -172,7 +174,7 @@ def tops_of(completion: Completion) -> list[tuple[Ranked, ...]]:
 
 
 def test_prompts_of_a_step_are_one_batch_and_long_ones_are_cut(tiny: Path, rig: Rig) -> None:
-    """A step takes 12 tokens here: the first prompt ends in it, the second goes on in others."""
+    """A step takes 12 tokens: the first prompt ends in it, the second continues in later steps."""
     other = step_by_step(tiny)
     rig.core.scheduler.max_batch_tokens = 12
     refuse_eager_steps(rig)
@@ -188,7 +190,7 @@ def test_prompts_of_a_step_are_one_batch_and_long_ones_are_cut(tiny: Path, rig: 
         alike(ours.one, theirs.one)
 
 
-def test_scores_come_from_the_same_batches(tiny: Path, rig: Rig) -> None:
+def test_scores_use_the_same_batches(tiny: Path, rig: Rig) -> None:
     sequences = [ids(1, 9), ids(2, 3), ids(3, 20)]
     expected = step_by_step(tiny).core.score_all(sequences)
     rig.core.model.forward = None  # type: ignore[assignment]
@@ -197,7 +199,7 @@ def test_scores_come_from_the_same_batches(tiny: Path, rig: Rig) -> None:
 
 
 def test_a_long_score_in_pieces_keeps_the_start_of_its_slot(tiny: Path, rig: Rig) -> None:
-    """Rows that pad a batch leave nothing, not even in the slot that scoring uses."""
+    """Padding rows write nothing, not even to the slot used for scoring."""
     rig.core.options = replace(rig.core.options, max_batch_tokens=8)
     (ours,), (theirs,) = (
         rig.core.score_all([ids(3, 20)]),
@@ -252,7 +254,7 @@ def test_all_shapes_are_warm_before_the_first_request(rig: Rig) -> None:
     assert (rig.core.steps, rig.core.generated_tokens, len(rig.core.prefixes)) == (0, 0, 0)
 
 
-def test_a_budget_ends_warming_and_says_what_is_left(
+def test_a_time_budget_ends_the_warm_up_and_is_reported(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     note = warm(rig.core, 1e-9)
@@ -261,7 +263,7 @@ def test_a_budget_ends_warming_and_says_what_is_left(
     rig.generate(ids(1, 5), max_tokens=3)
 
 
-def test_no_budget_warms_nothing(rig: Rig) -> None:
+def test_a_budget_of_zero_skips_the_warm_up(rig: Rig) -> None:
     assert warm(rig.core, 0) == ""
 
 
@@ -269,7 +271,7 @@ def no_room(*_: object, **__: object) -> None:
     raise OutOfResources(196_608, 101_376, "shared memory")
 
 
-def test_kernels_that_a_gpu_has_no_room_for_are_left_for_torchs_own(
+def test_kernels_that_do_not_fit_the_gpu_are_replaced_by_torchs(
     tiny: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(close_kernels, "linear", no_room)
@@ -284,7 +286,7 @@ def test_kernels_that_a_gpu_has_no_room_for_are_left_for_torchs_own(
 
 
 @pytest.mark.parametrize("demanded", [True, False])
-def test_exact_kernels_that_do_not_fit_are_left_for_close_ones_unless_demanded(
+def test_exact_kernels_that_do_not_fit_fall_back_to_close_unless_requested(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, demanded: bool
 ) -> None:
     core = rig.core
@@ -312,7 +314,7 @@ def test_exact_kernels_that_do_not_fit_are_left_for_close_ones_unless_demanded(
         CalledProcessError(1, ["gcc", "main.c"]),
     ],
 )
-def test_a_machine_without_a_compiler_is_told_so(
+def test_a_missing_compiler_is_reported(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fails(*_: object) -> None:
@@ -323,9 +325,7 @@ def test_a_machine_without_a_compiler_is_told_so(
         start.start(rig.core, 60)
 
 
-def test_other_errors_of_a_start_are_not_covered_up(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_at_start_are_raised(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -334,7 +334,7 @@ def test_other_errors_of_a_start_are_not_covered_up(
         start.start(rig.core, 60)
 
 
-def test_an_end_that_is_banned_yet_does_not_come(tiny: Path, rig: Rig) -> None:
+def test_an_end_token_is_not_sampled_before_min_tokens(tiny: Path, rig: Rig) -> None:
     plain = step_by_step(tiny).generate(ids(1, 5), max_tokens=4)
     stop = plain.token_ids[1]
     completion = rig.generate(ids(1, 5), max_tokens=4, stop_token_ids=[stop], min_tokens=3)
@@ -352,7 +352,7 @@ def test_an_abort_keeps_the_token_that_was_in_flight(tiny: Path, rig: Rig) -> No
     assert result.one.token_ids == plain.token_ids
 
 
-def test_a_swap_falls_between_two_tokens(tiny: Path, rig: Rig, tmp_path: Path) -> None:
+def test_a_swap_happens_between_two_tokens(tiny: Path, rig: Rig, tmp_path: Path) -> None:
     from tests.engine import checkpoints
 
     tensors = {name: each * 1.01 for name, each in checkpoints.tensors_of(tiny).items()}
@@ -375,7 +375,7 @@ def test_a_swap_falls_between_two_tokens(tiny: Path, rig: Rig, tmp_path: Path) -
         assert result.one.logprobs[span] == pytest.approx(logprobs[4:][span], abs=1e-4), weights
 
 
-def test_a_pause_hands_on_what_is_in_flight(rig: Rig) -> None:
+def test_a_pause_delivers_the_token_in_flight(rig: Rig) -> None:
     result = rig.submit(ids(1, 5), max_tokens=6, stream=True)
     launch(rig)
     before = len(result.pieces)
@@ -387,7 +387,7 @@ def test_a_pause_hands_on_what_is_in_flight(rig: Rig) -> None:
     assert len([piece for piece in result.pieces if piece.sampled]) == 6
 
 
-def test_a_prefix_of_overlapped_decoding_is_there_for_the_next_turn(tiny: Path, rig: Rig) -> None:
+def test_a_prefix_of_overlapped_decoding_is_cached_for_the_next_turn(tiny: Path, rig: Rig) -> None:
     first = rig.generate(ids(1, 30), max_tokens=4)
     turn = [*first.prompt_ids, *first.token_ids, *ids(2, 4)]
     again = rig.generate(turn, max_tokens=3)

@@ -1,6 +1,6 @@
-"""The trainer's functions on exact kernels: their gradients are those of plain torch.
+"""Gradients of the trainer's functions on exact kernels, compared with plain torch.
 
-Run by Triton's interpreter in fp32, where the two must agree closely.
+Run by Triton's interpreter in fp32, where both must agree closely.
 """
 
 from __future__ import annotations
@@ -94,6 +94,6 @@ def test_attention(start: int) -> None:
     same_gradients(lambda q, k, v: trainer.attend(q, k, v, positions, 0.2), plain, q, k, v)
 
 
-def test_a_model_that_the_kernels_do_not_know_is_refused() -> None:
+def test_an_unsupported_model_is_rejected() -> None:
     with pytest.raises(NotExact, match="is not supported"):
         trainer.prepare_modules(torch.nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"""The prefix cache: hits only where everything that decided the contents is the same."""
+"""The prefix cache hits only when everything that determines the contents is equal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hits_of(rig: Rig, prompt: list[int] = PROMPT, **options: Any) -> int:
     return rig.core.prefixes.hits - before
 
 
-def test_the_same_prompt_hits_all_but_what_must_be_computed(rig: Rig) -> None:
+def test_the_same_prompt_hits_all_but_its_last_block(rig: Rig) -> None:
     assert hits_of(rig) == 0
     assert hits_of(rig) == 96
     assert hits_of(rig, PROMPT[:96]) == 80, "one token at least is left, in a whole block"
@@ -95,7 +95,7 @@ def test_prompt_logprobs_are_computed_not_cached(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 3, 9])
-def test_answers_are_right_however_small_the_cache(tiny: Path, blocks: int) -> None:
+def test_results_are_right_with_a_cache_of_any_size(tiny: Path, blocks: int) -> None:
     whole = Rig(tiny)
     block_bytes = 4 * 2 * whole.core.config.layers * whole.core.config.kv_size * BLOCK
     rig = Rig(tiny, prefix_cache_bytes=blocks * block_bytes)
@@ -127,7 +127,8 @@ class Pool:
         self.cache.store(root, tokens, 0)
 
     def load(self, root: bytes, tokens: list[int]) -> int:
-        """How much was found; what was found must be what these tokens made."""
+        """Load a prefix and return its length, after checking that its contents match these
+        tokens."""
         self.slots.k[:, 1] = self.slots.v[:, 1] = torch.nan
         loaded = self.cache.load(root, tokens, 1)
         marks = torch.tensor(tokens[:loaded], dtype=torch.float32)[None, None, :, None]
@@ -137,7 +138,7 @@ class Pool:
 
 
 def test_the_start_of_a_chain_outlives_its_end(tiny: Path) -> None:
-    """Evicting the first block of a prefix would make all blocks behind it useless."""
+    """Evicting the first block of a prefix would make all later blocks useless."""
     pool, root = Pool(tiny, blocks=8), root_name(0, None, None)
     old, new = ids(1, 6 * BLOCK + 1), ids(2, 4 * BLOCK + 1)
     pool.store(root, old)
@@ -168,7 +169,7 @@ def test_a_chain_longer_than_the_cache_keeps_its_start(tiny: Path) -> None:
     ),
     blocks=st.integers(0, 6),
 )
-def test_what_is_found_is_what_was_stored(
+def test_loaded_blocks_are_those_that_were_stored(
     tiny: Path, moves: list[tuple[str, int, list[int], int]], blocks: int
 ) -> None:
     pool = Pool(tiny, blocks)
@@ -190,7 +191,7 @@ def test_what_is_found_is_what_was_stored(
         assert len(pool.cache) <= blocks
 
 
-def test_names_tell_apart_all_that_decides_the_contents() -> None:
+def test_block_names_differ_in_everything_that_determines_contents() -> None:
     roots = [
         root_name(epoch, adapter, salt)
         for epoch in (0, 1)
@@ -204,7 +205,7 @@ def test_names_tell_apart_all_that_decides_the_contents() -> None:
     assert not set(names) & set(moved), "a block is named by all tokens before it too"
 
 
-def test_no_room_for_two_slots_is_said_when_it_starts(tiny: Path) -> None:
+def test_too_little_memory_for_two_slots_is_rejected_at_start(tiny: Path) -> None:
     with pytest.raises(BadRequest, match="raise kv_bytes or lower max_model_len"):
         Rig(tiny, kv_bytes=1 << 20)
     with pytest.raises(BadRequest, match="prefix_cache_bytes must not be negative"):

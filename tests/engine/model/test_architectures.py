@@ -1,4 +1,4 @@
-"""Every supported architecture, with shapes that real models do not have, against transformers."""
+"""Comparison of every supported architecture, in unusual shapes, with transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def qwen3() -> PretrainedConfig:
 
 
 def qwen3_moe() -> PretrainedConfig:
-    """Layer 0 has no experts; shares are not normalised; three of five are taken."""
+    """Return a config without experts in layer 0, with unnormalised shares and 3 of 5 experts."""
     return Qwen3MoeConfig(
         vocab_size=77, hidden_size=40, intermediate_size=72, moe_intermediate_size=24,
         num_experts=5, num_experts_per_tok=3, norm_topk_prob=False, mlp_only_layers=[0],
@@ -61,7 +61,7 @@ def qwen3_moe() -> PretrainedConfig:
 
 
 def write(config: PretrainedConfig, directory: Path) -> Path:
-    """A random model in many shards."""
+    """Write a random model in many shards."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -93,15 +93,15 @@ def test_a_random_model_has_the_logprobs_of_transformers(
         assert rig.core.score(whole) == expected
 
 
-def test_llama_rope_stretching_matters_here(tmp_path: Path) -> None:
-    """Else the parity above would not show that it is right."""
+def test_llama_rope_scaling_changes_these_logprobs(tmp_path: Path) -> None:
+    """Otherwise the parity above would not show that the scaling is right."""
     directory = write(llama3(), tmp_path)
     stretched = Rig(directory).core.score(ids(1, 300, vocab=77))
     edit_json(directory / "config.json", rope_parameters={"rope_theta": 500000.0})
     assert Rig(directory).core.score(ids(1, 300, vocab=77)) != stretched
 
 
-def test_end_tokens_come_from_both_configs(tmp_path: Path) -> None:
+def test_end_tokens_are_read_from_both_configs(tmp_path: Path) -> None:
     directory = write(llama3(), tmp_path)
     (directory / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     assert ModelConfig.read(directory).eos_ids == {1, 2, 5}
@@ -119,7 +119,7 @@ def test_end_tokens_come_from_both_configs(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
     ],
 )
-def test_a_model_that_would_be_computed_wrongly_is_refused(
+def test_an_unsupported_feature_is_rejected(
     tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     qwen3().save_pretrained(tmp_path)
@@ -136,7 +136,7 @@ def test_a_model_that_would_be_computed_wrongly_is_refused(
         ('{"architectures": ["LlamaForCausalLM"]}', "num_hidden_layers"),
     ],
 )
-def test_a_config_that_is_not_one_is_refused(tmp_path: Path, text: str, says: str) -> None:
+def test_an_invalid_config_is_rejected(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=says):
         ModelConfig.read(tmp_path)

@@ -1,4 +1,4 @@
-"""Exact mode: the engine's logprobs are the trainer's, bit for bit, in any batch."""
+"""Exact mode: the engine's logprobs equal the trainer's, bit for bit, in any batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def rig(request: pytest.FixtureRequest, requires_exact: None) -> Rig:
 
 
 def all_logprobs(completion: Completion) -> list[float]:
-    """Of every token after the first: scored prompt, then what was sampled."""
+    """Return the logprob of every token after the first: of the scored prompt, then of the
+    output."""
     assert completion.prompt_logprobs is not None
     scored = [entry.logprob for entry in completion.prompt_logprobs if entry is not None]
     assert len(scored) == len(completion.prompt_ids) - 1
@@ -138,7 +139,7 @@ def test_a_lora_request_has_the_logprobs_of_the_peft_model(
     check(rig, results[3:])
 
 
-def test_a_sequence_without_tokens_is_refused(rig: Rig) -> None:
+def test_a_sequence_without_tokens_is_rejected(rig: Rig) -> None:
     model = checkpoints.trainer(rig.directory)
     with pytest.raises(BadRequest, match="empty"):
         exact.token_logprobs(model, [])
@@ -147,7 +148,7 @@ def test_a_sequence_without_tokens_is_refused(rig: Rig) -> None:
 
 
 def distance_from_transformers(directory: Path) -> float:
-    """The largest difference of logprobs between close mode and plain transformers."""
+    """Return the largest difference of logprobs between close mode and plain transformers."""
     from transformers import AutoModelForCausalLM
 
     rig = Rig(directory, arithmetic="close", max_seqs=16, max_batch_tokens=64)
@@ -190,10 +191,10 @@ def test_close_mode_is_close_to_plain_transformers(
 def test_a_trainer_in_any_number_of_threads_has_the_bits_of_the_engine(
     team: int, odd_widths: tuple[Rig, Any]
 ) -> None:
-    """Loops over these widths are shared out to threads in the middle of a register.
+    """Loops over these widths are split among threads in the middle of a register.
 
-    The few values at the end of a share often round to the same bits anyway, so one sequence may
-    not tell: hence several, and weights that are large enough for a bit to reach the logprobs.
+    The few values at the end of a share often round to the same bits, so one sequence may not show
+    a difference. Several are compared, with weights large enough for a bit to reach the logprobs.
     """
     rig, model = odd_widths
     sequences = [ids(seed, 1100) for seed in (3, 4, 5)]

@@ -1,4 +1,4 @@
-"""A prepared model is exact in any batch of causal sequences, or refuses it."""
+"""A prepared model is exact in any batch of causal sequences, or rejects the batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sequences() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(model: Any, sequences: list[list[int]]) -> list[Tensor]:
-    """Logits of each sequence by itself, in the shape that the engine's are compared with."""
+    """Logits of each sequence on its own, in the shape of the engine's."""
     multiple = exact.row_multiple_of(model)
     logits = []
     for sequence in sequences:
@@ -68,7 +68,7 @@ def test_padding_on_either_side_changes_no_bit(
         assert torch.equal(logits[row][mask[row].bool()], expected)
 
 
-def test_a_sequence_of_any_length_has_the_bits_that_it_has_in_a_longer_one(
+def test_a_sequence_has_the_bits_of_the_same_tokens_in_a_longer_one(
     model: Any, sequences: list[list[int]], alone: list[Tensor]
 ) -> None:
     for length in (1, 2, 3, 5, 7, 11, 13, 29):
@@ -77,7 +77,7 @@ def test_a_sequence_of_any_length_has_the_bits_that_it_has_in_a_longer_one(
         assert torch.equal(logits, alone[-1][:length])
 
 
-def test_what_stands_in_the_padding_changes_no_bit(
+def test_padding_tokens_change_no_bit(
     model: Any, sequences: list[list[int]], alone: list[Tensor]
 ) -> None:
     rows, mask = padded(sequences, "left")
@@ -97,7 +97,7 @@ def test_sequences_packed_into_one_row_change_no_bit(
         assert torch.equal(packed, expected)
 
 
-def test_a_mask_of_the_callers_own_with_four_dimensions_changes_no_bit(
+def test_a_custom_mask_of_four_dimensions_changes_no_bit(
     model: Any, sequences: list[list[int]], alone: list[Tensor]
 ) -> None:
     rows, mask = padded(sequences, "left")
@@ -133,7 +133,7 @@ def test_generating_with_padding_on_the_left_samples_what_the_model_would_alone(
         assert one.tolist() == together[row].tolist()
 
 
-def test_gradients_flow_through_padding_as_without_and_checkpointing_changes_none(
+def test_padding_and_checkpointing_do_not_change_gradients(
     directory: Path, sequences: list[list[int]]
 ) -> None:
     model = exact.prepare(copy.deepcopy(checkpoints.trainer(directory)))
@@ -165,12 +165,14 @@ def test_gradients_flow_through_padding_as_without_and_checkpointing_changes_non
         (torch.ones(8, 8).tril().bool() & (torch.arange(8) != 3), "gap"),
     ],
 )
-def test_masks_that_the_engine_has_not_are_refused(model: Any, hidden: Tensor, reason: str) -> None:
+def test_masks_that_the_engine_does_not_support_are_rejected(
+    model: Any, hidden: Tensor, reason: str
+) -> None:
     with torch.no_grad(), pytest.raises(NotExact, match=reason):
         model(input_ids=torch.arange(8)[None], attention_mask=hidden[None, None])
 
 
-def test_compiling_a_prepared_model_is_refused(model: Any) -> None:
+def test_compiling_a_prepared_model_is_rejected(model: Any) -> None:
     compiled = torch.compile(model, backend="eager", fullgraph=False)
     with torch.no_grad(), pytest.raises(Exception, match=r"torch\.compile gives other bits"):
         compiled(input_ids=torch.arange(8)[None])

@@ -1,4 +1,5 @@
-"""LoRA: adapters side by side in one batch, swapped while serving, and never a quiet stand-in."""
+"""LoRA adapters: several in one batch, swapped while serving, never silently replaced by the
+base."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ def rig(tiny: Path, lora_a: Path, lora_b: Path) -> Rig:
 
 @pytest.fixture
 def copy(lora_a: Path, tmp_path: Path) -> Path:
-    """An adapter that a test may spoil."""
+    """An adapter that a test may damage."""
     return shutil.copytree(lora_a, tmp_path / "copy")
 
 
-def test_adapters_and_base_in_one_batch_each_answer_as_if_alone(rig: Rig) -> None:
+def test_adapters_and_base_in_one_batch_give_the_same_results_as_alone(rig: Rig) -> None:
     names = [None, "a", "b", None, "a", "b"]
     alone = [rig.generate(ids(i, 20 + 9 * i), adapter=n, seed=i) for i, n in enumerate(names)]
     rig.forget_prefixes()
@@ -44,7 +45,7 @@ def test_adapters_and_base_in_one_batch_each_answer_as_if_alone(rig: Rig) -> Non
 
 
 def with_head(adapter: Path) -> dict[str, torch.Tensor]:
-    """Adds an update of the head to an adapter, whose two parts are returned."""
+    """Add an update of the head to an adapter; return its two matrices."""
     file = adapter / "adapter_model.safetensors"
     tensors = load_file(file)
     rank = next(value for name, value in tensors.items() if "lora_A" in name).shape[0]
@@ -74,7 +75,7 @@ def test_an_adapter_of_a_tied_head_changes_logits_and_not_the_embeddings(
     assert torch.equal(logits[[1, 2]], plain[[1, 2]])
 
 
-def test_rows_under_an_adapted_head_sample_and_score_alike_alone_and_together(
+def test_an_adapted_head_samples_and_scores_equally_alone_and_in_a_batch(
     rig: Rig, copy: Path
 ) -> None:
     with_head(copy)
@@ -91,7 +92,7 @@ def test_rows_under_an_adapted_head_sample_and_score_alike_alone_and_together(
     assert scored[-len(own.token_ids) :] == own.logprobs
 
 
-def test_tokens_say_which_adapter_made_them(rig: Rig) -> None:
+def test_version_labels_name_the_adapter(rig: Rig) -> None:
     completion = rig.generate(PROMPT, adapter="a")
     label = rig.core.served.adapter("a").label
     assert label.startswith("1.")
@@ -148,7 +149,7 @@ def test_a_hot_swap_under_the_same_label_reuses_no_keys(rig: Rig, lora_b: Path) 
     assert completion.logprobs == rig.generate(PROMPT, adapter="b").logprobs
 
 
-def test_requests_in_flight_end_under_the_adapter_they_began_with(rig: Rig, lora_b: Path) -> None:
+def test_requests_in_flight_keep_the_adapter_they_started_with(rig: Rig, lora_b: Path) -> None:
     alone = rig.submit(PROMPT, adapter="a", n=9, max_tokens=12)
     rig.run()
     rig.forget_prefixes()
@@ -187,7 +188,7 @@ def test_a_swap_to_a_broken_adapter_leaves_the_old_one_served(rig: Rig, copy: Pa
 
 
 @pytest.mark.failure_mode("F32")
-def test_ten_thousand_names_leave_nothing_behind(rig: Rig, tiny: Path) -> None:
+def test_ten_thousand_adapter_names_leak_nothing(rig: Rig, tiny: Path) -> None:
     policy, loaded = rig.core.served, rig.core.served.adapter("a")
     for i in range(10_000):
         policy.add_adapter(Adapter(f"n{i}", loaded.path, "x", loaded.scaling, loaded.deltas))
@@ -199,7 +200,7 @@ def test_ten_thousand_names_leave_nothing_behind(rig: Rig, tiny: Path) -> None:
     assert len(rig.core.prefixes) <= rig.core.prefixes.capacity
 
 
-def test_one_adapter_too_many_is_refused_but_a_swap_is_not(tiny: Path, lora_a: Path) -> None:
+def test_one_adapter_too_many_is_rejected_but_a_swap_is_not(tiny: Path, lora_a: Path) -> None:
     rig = Rig(tiny, max_adapters=2)
     assert [rig.adopt(name, lora_a) for name in ("x", "y", "x")] == [False, False, True]
     with pytest.raises(Busy, match="2 adapters are loaded, which is the limit"):
@@ -225,7 +226,7 @@ def test_one_adapter_too_many_is_refused_but_a_swap_is_not(tiny: Path, lora_a: P
         ({"r": [[[]]]}, "rank"),
     ],
 )
-def test_settings_that_are_not_supported_are_refused(
+def test_unsupported_settings_are_rejected(
     rig: Rig, copy: Path, settings: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(AdapterError, match=says):
@@ -233,7 +234,7 @@ def test_settings_that_are_not_supported_are_refused(
     assert "x" not in rig.core.served.adapters
 
 
-def test_tensors_that_do_not_fit_are_refused(rig: Rig, lora_a: Path, copy: Path) -> None:
+def test_tensors_that_do_not_fit_are_rejected(rig: Rig, lora_a: Path, copy: Path) -> None:
     file = "adapter_model.safetensors"
     good = load_file(lora_a / file)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -257,7 +258,7 @@ def test_tensors_that_do_not_fit_are_refused(rig: Rig, lora_a: Path, copy: Path)
             rig.adopt("x", copy)
 
 
-def test_a_directory_that_is_no_adapter_is_refused(rig: Rig, copy: Path, tmp_path: Path) -> None:
+def test_a_directory_without_an_adapter_is_rejected(rig: Rig, copy: Path, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="cannot be read"):
         rig.adopt("x", tmp_path)
     for text in ("{", "[" * 100_000, '{"r": ' + "[" * 100_000 + "}", '{"r": 4, "r": 8}', "[]"):
@@ -275,7 +276,7 @@ def test_experts_cannot_be_targeted(moe: Path, copy: Path) -> None:
         rig.adopt("x", copy)
 
 
-def test_the_label_is_of_the_contents_and_their_scaling(rig: Rig, lora_a: Path, copy: Path) -> None:
+def test_the_label_depends_on_contents_and_scaling(rig: Rig, lora_a: Path, copy: Path) -> None:
     def label(path: Path) -> str:
         return rig.core.served.load_adapter("x", path).label
 

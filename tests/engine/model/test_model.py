@@ -1,4 +1,4 @@
-"""A batch is computed the short way where it can be, with the bits of the long way."""
+"""Batches that skip unneeded work have the bits of the full computation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rig(tiny: Path, lora_b: Path) -> Rig:
 
 
 def run(rig: Rig, segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor]:
-    """The hidden states asked for, and what lies in the slots then."""
+    """Return the requested hidden states, and the contents of the slots afterwards."""
     core = rig.core
     with torch.inference_mode():
         core.cache.k.zero_()
@@ -35,7 +35,8 @@ def run(rig: Rig, segments: list[Segment]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mixed(rig: Rig, outputs: tuple[int, int, int]) -> list[Segment]:
-    """Two that decode, one under an adapter; then a prompt, a chunk that is only read, another."""
+    """Return two decoding segments, one with an adapter, a prompt, a chunk without outputs, and
+    another."""
     poet = rig.core.served.adapter("poet")
     return [
         Segment.whole(0, 90, [5]),
@@ -47,7 +48,7 @@ def mixed(rig: Rig, outputs: tuple[int, int, int]) -> list[Segment]:
 
 
 @pytest.mark.parametrize("outputs", [(1, 0, 1), (0, 0, 0), (130, 0, 33), (3, 70, 1)])
-def test_hidden_states_that_nobody_asks_for_change_nothing(
+def test_skipping_unrequested_hidden_states_changes_nothing(
     rig: Rig, outputs: tuple[int, int, int]
 ) -> None:
     whole, *slots = run(rig, mixed(rig, (130, 70, 33)))
@@ -69,7 +70,7 @@ def test_decoding_does_not_depend_on_the_order_of_slots(rig: Rig, order: tuple[i
         assert torch.equal(together[row], alone[slot])
 
 
-def test_a_prompt_that_is_only_read_costs_the_last_layer_nothing(rig: Rig) -> None:
+def test_a_prompt_without_outputs_skips_the_last_layer(rig: Rig) -> None:
     prompt = ids(1, 64)
     core = rig.core
     hidden, *_ = run(rig, [Segment(5, 0, prompt, 0)])
@@ -79,7 +80,7 @@ def test_a_prompt_that_is_only_read_costs_the_last_layer_nothing(rig: Rig) -> No
     assert batch.tail.batch.count == 1
 
 
-def test_a_model_that_routes_in_its_last_layer_records_the_experts_of_all(moe: Path) -> None:
+def test_a_model_with_experts_in_its_last_layer_records_them_for_all_tokens(moe: Path) -> None:
     rig = Rig(moe, arithmetic="exact", max_batch_tokens=32)
     completion = rig.generate(ids(1, 100), max_tokens=3, experts_start=0)
     again = rig.generate(ids(1, 100), max_tokens=3, experts_start=0, prompt_logprobs=0)

@@ -1,4 +1,4 @@
-"""Routed experts: the choices of the router, row by row, however the rows were computed."""
+"""Routed experts: the router's choices, row by row, however the rows were computed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rig(moe: Path) -> Rig:
 
 
 def routed(directory: Path, token_ids: list[int]) -> npt.NDArray[np.integer]:
-    """What the routers of the trainer choose: (tokens, layers, top_k), the likeliest first."""
+    """Return the trainer's routed experts, (tokens, layers, top_k), most likely first."""
     model = trainer(directory)
     multiple = exact.row_multiple_of(model)
     width = -(-len(token_ids) // multiple) * multiple
@@ -35,7 +35,7 @@ def routed(directory: Path, token_ids: list[int]) -> npt.NDArray[np.integer]:
 
 
 @pytest.mark.usefixtures("requires_exact")
-def test_rows_are_the_choices_of_the_router(rig: Rig, moe: Path) -> None:
+def test_rows_are_the_routers_choices(rig: Rig, moe: Path) -> None:
     completion = rig.generate(PROMPT, experts_start=0, max_tokens=20)
     assert completion.experts is not None
     assert (completion.experts.shape, completion.experts.dtype, completion.experts.start) == (
@@ -48,7 +48,7 @@ def test_rows_are_the_choices_of_the_router(rig: Rig, moe: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 99, 100, 105, 119, 500])
-def test_rows_begin_where_they_were_asked_for(rig: Rig, start: int) -> None:
+def test_rows_start_at_the_requested_token(rig: Rig, start: int) -> None:
     whole = rig.generate(PROMPT, experts_start=0, max_tokens=20).experts
     part = rig.generate(PROMPT, experts_start=start, max_tokens=20).experts
     assert whole is not None
@@ -57,7 +57,7 @@ def test_rows_begin_where_they_were_asked_for(rig: Rig, start: int) -> None:
     assert (part.numpy() == whole.numpy()[start:]).all()
 
 
-def test_rows_come_only_when_asked_for(rig: Rig) -> None:
+def test_rows_are_returned_only_on_request(rig: Rig) -> None:
     assert rig.generate(PROMPT).experts is None
     with pytest.raises(BadRequest, match="-1 is negative"):
         rig.submit(PROMPT, experts_start=-1)
@@ -88,7 +88,7 @@ def test_each_choice_has_its_own_rows(rig: Rig, moe: Path) -> None:
 
 
 @pytest.mark.parametrize("swaps", [1, 2])
-def test_a_swap_keeps_the_rows_that_made_the_tokens_so_far(
+def test_a_swap_keeps_the_rows_of_tokens_sampled_before_it(
     rig: Rig, moe: Path, moe2: Path, swaps: int
 ) -> None:
     result = rig.submit(PROMPT, experts_start=0, max_tokens=20)

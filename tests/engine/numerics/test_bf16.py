@@ -1,4 +1,4 @@
-"""bf16 on a CPU that lists more than it allows: no process of ours dies of it."""
+"""bf16 on a CPU that lists instructions it does not allow: no process crashes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(save_checkpoint(model, sys.argv[1]))
 """
 
 
-def test_an_engine_in_bf16_survives_and_its_plan_says_what_it_took() -> None:
+def test_an_engine_in_bf16_survives_and_its_plan_names_the_limit() -> None:
     process = child(CORE)
     assert process.returncode == 0, process.stderr
     count, limit, arithmetic = process.stdout.split()
@@ -45,14 +45,14 @@ def test_a_trainer_that_saves_a_bf16_model_survives_its_probe(tmp_path: Path) ->
     assert (tmp_path / "step" / "STABLE").exists()
 
 
-def test_a_limit_that_was_tried_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tested_limit_is_not_tested_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(bf16.VARIABLE, "AVX2")
     monkeypatch.setenv(bf16.CHECKED, "AVX2")
     monkeypatch.setattr(bf16, "_find_limit", lambda _: pytest.fail("tried again"))
     assert bf16.make_bf16_safe() == "AVX2"
 
 
-def test_a_cpu_without_bf16_instructions_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_without_bf16_instructions_needs_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(bf16.CHECKED, raising=False)
     monkeypatch.delenv(bf16.VARIABLE, raising=False)
     monkeypatch.setattr(bf16, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
@@ -71,7 +71,7 @@ def test_a_limit_is_set_for_this_process_and_its_children(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("limit", [None, "AVX2"])
-def test_where_nothing_helps_or_it_is_too_late_it_is_refused(
+def test_bf16_is_rejected_when_no_limit_helps_or_it_is_too_late(
     limit: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bf16.VARIABLE, "ALL")
@@ -83,7 +83,7 @@ def test_where_nothing_helps_or_it_is_too_late_it_is_refused(
         bf16.make_bf16_safe()
 
 
-def test_a_fork_tells_whether_a_product_survives() -> None:
+def test_a_fork_reports_whether_a_product_survives() -> None:
     process = child("from lockstep.engine.numerics.bf16 import survives; print(survives())",
                  ONEDNN_MAX_CPU_ISA="AVX2")  # fmt: skip
     assert process.stdout.strip() == "True", process.stderr

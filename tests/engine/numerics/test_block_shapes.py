@@ -1,4 +1,4 @@
-"""Which shapes keep the bits is asked of the machine, and what it answers is kept to."""
+"""Search for shapes that keep the bits, on this machine and on simulated ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_keys_are_enough_and_end_in_a_good_tail(count: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [8, 32, 80, 128])
-def test_what_it_finds_holds_for_other_numbers(dim: int) -> None:
+def test_the_shapes_found_hold_for_other_values(dim: int) -> None:
     made = attention_shapes(dim)
     source = torch.Generator().manual_seed(99)
     q, k, v = (torch.randn(1, 1, 2 * BLOCK, dim, generator=source) for _ in range(3))
@@ -63,7 +63,7 @@ def test_what_it_finds_holds_for_other_numbers(dim: int) -> None:
 
 
 def test_a_shape_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU whose kernel sums 128 keys, or few queries, in another order."""
+    """Simulates a CPU whose kernel sums 128 keys, or few queries, in another order."""
     right = torch.nn.functional.scaled_dot_product_attention
 
     def odd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -77,7 +77,7 @@ def test_a_shape_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) ->
     assert made.tails[-1] == BLOCK
 
 
-def test_where_even_whole_blocks_differ_exact_is_refused(
+def test_exact_is_rejected_when_even_whole_blocks_differ(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = torch.nn.functional.scaled_dot_product_attention
@@ -101,7 +101,8 @@ SMALL = products(hidden=64, q_size=64, kv_size=32, vocab=128, intermediate=192)
 
 @pytest.fixture
 def odd_products(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a CPU that computes fewer than 16 rows, or a share of a product, in another order."""
+    """Simulate a CPU that computes fewer than 16 rows, or a share of a product, in another
+    order."""
     right = torch.nn.functional.linear
 
     def odd(x: Tensor, weight: Tensor) -> Tensor:
@@ -120,13 +121,13 @@ def clear() -> None:
 
 
 @pytest.mark.usefixtures("odd_products")
-def test_the_row_multiple_is_the_fewest_rows_that_keep_the_bits() -> None:
+def test_the_row_multiple_is_the_smallest_that_keeps_the_bits() -> None:
     assert row_multiple(SMALL) == 16
     assert why_unfit(32, SMALL) is None
 
 
 @pytest.mark.usefixtures("odd_products")
-def test_products_that_threads_change_are_computed_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_threads_change_use_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[bool] = []
     monkeypatch.setattr(mkl, "share_products", calls.append)
     assert not shared_products_hold(SMALL)
@@ -136,7 +137,7 @@ def test_products_that_threads_change_are_computed_in_one(monkeypatch: pytest.Mo
 
 
 @pytest.mark.failure_mode("F65")
-def test_where_no_multiple_keeps_the_bits_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_names_a_missing_row_multiple(monkeypatch: pytest.MonkeyPatch) -> None:
     right = torch.nn.functional.linear
     monkeypatch.setattr(module.F, "linear", lambda x, w: right(x, w) * (1 + len(x) * 2.0**-22))
     clear()
@@ -147,7 +148,7 @@ def test_where_no_multiple_keeps_the_bits_that_is_said(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("width", "fewest"), [(384, 4), (72, 4), (100, 8), (50, 16)])
-def test_few_rows_are_taken_only_where_loops_end_with_whole_registers(
+def test_a_small_multiple_requires_loops_that_end_with_whole_registers(
     width: int, fewest: int
 ) -> None:
     actual = row_multiple(products(hidden=64, q_size=64, kv_size=64, vocab=64, intermediate=width))

@@ -1,6 +1,6 @@
-"""How a process computes: which mode of MKL it takes, and the plan that processes compare.
+"""Arithmetic of a process: the MKL mode it selects, and the plan that processes compare.
 
-What needs another process is in tests/cpus.
+Tests that need another process are in tests/cpus.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.engine.rig import Rig
 
 
 @pytest.mark.usefixtures("requires_exact")
-def test_the_engines_plan_is_the_trainers(tiny: Path, moe: Path) -> None:
+def test_engine_and_trainer_have_the_same_plan(tiny: Path, moe: Path) -> None:
     for directory in (tiny, moe):
         plan, own = Rig(directory).core.plan, exact.own_plan(directory)
         assert plan == own
@@ -33,7 +33,7 @@ def test_the_engines_plan_is_the_trainers(tiny: Path, moe: Path) -> None:
 
 @pytest.mark.usefixtures("requires_exact")
 @pytest.mark.failure_mode("F70")
-def test_a_worker_that_computes_other_bits_is_named_before_the_first_step(tiny: Path) -> None:
+def test_a_worker_with_other_bits_is_rejected_before_the_first_step(tiny: Path) -> None:
     own = exact.own_plan(tiny)
     there = replace(own, fingerprint="0" * 16, isa="AVX2", mkl="OFF")
     with pytest.raises(NotExact, match=r"isa .*'AVX2' there") as raised:
@@ -49,7 +49,7 @@ def test_a_fingerprint_does_not_depend_on_threads() -> None:
     assert numerics.fingerprint() == many
 
 
-def test_on_another_make_the_modes_are_tried_once_and_the_answer_is_kept(
+def test_modes_are_tested_once_on_other_cpus_and_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -79,7 +79,7 @@ def test_on_another_make_the_modes_are_tried_once_and_the_answer_is_kept(
         ({"OFF": 0, "AUTO,STRICT": 0}, "OFF"),
     ],
 )
-def test_the_mode_that_holds_for_few_rows_is_taken(
+def test_a_mode_that_holds_for_few_rows_is_preferred(
     multiples: dict[str, int], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mkl_choice, "_try_mode", multiples.__getitem__)

@@ -1,4 +1,4 @@
-"""Sequences in one row have the bits that they have alone, and gradients that add up."""
+"""Packed sequences have the bits that they have alone, and gradients that add up."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def some(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def groups() -> tuple[list[list[int]], list[int]]:
-    """Answers of uneven lengths behind few prompts, and where each prompt ends."""
+    """Return responses of different lengths to few prompts, and the length of each prompt."""
     prompts = some((17, 5, 70))
     answers = some((1, 9, 40, 3, 130, 2, 12, 64))
     chosen = [prompts[at % len(prompts)] for at in range(len(answers))]
     return [p + a for p, a in zip(chosen, answers, strict=True)], list(map(len, chosen))
 
 
-def test_a_prompt_is_in_the_row_once_and_every_token_has_the_bits_it_has_alone(model: Any) -> None:
+def test_a_shared_prompt_is_packed_once_and_changes_no_bit(model: Any) -> None:
     sequences, shared = groups()
     row = pack(sequences, shared)
     assert len(row.ids_T) == 17 + 5 + 70 + sum(map(len, sequences)) - sum(shared)
@@ -48,7 +48,7 @@ def test_a_prompt_is_in_the_row_once_and_every_token_has_the_bits_it_has_alone(m
             assert torch.equal(packed[tokens], alone)
 
 
-def test_a_row_that_is_padded_at_its_end_has_the_same_bits(model: Any) -> None:
+def test_padding_the_row_changes_no_bit(model: Any) -> None:
     sequences, shared = groups()
     multiple = exact.row_multiple_of(model)
     plain, padded = pack(sequences, shared), pack(sequences, shared, multiple=multiple)
@@ -60,7 +60,7 @@ def test_a_row_that_is_padded_at_its_end_has_the_same_bits(model: Any) -> None:
     assert torch.equal(whole[: len(short)], short)
 
 
-def test_the_gradient_is_that_of_the_sequences_one_by_one(model: Any) -> None:
+def test_the_gradient_equals_that_of_separate_sequences(model: Any) -> None:
     sequences, shared = groups()
 
     def gradient(logprobs: Sequence[Tensor]) -> Tensor:
@@ -81,7 +81,7 @@ def test_the_gradient_is_that_of_the_sequences_one_by_one(model: Any) -> None:
     assert float((together - alone).norm() / alone.norm()) < 1e-5
 
 
-def test_many_sequences_score_as_each_does(model: Any) -> None:
+def test_packed_sequences_score_as_each_does_alone(model: Any) -> None:
     sequences = some((160, 66, 9, 1, 9, 2))
     with torch.no_grad():
         together = exact.token_logprobs(model, sequences)
@@ -90,7 +90,7 @@ def test_many_sequences_score_as_each_does(model: Any) -> None:
             assert torch.equal(row, exact.token_logprobs(model, ids))  # type: ignore[arg-type]
 
 
-def test_sequences_that_only_begin_alike_are_not_mixed_up(model: Any) -> None:
+def test_sequences_with_similar_prefixes_are_kept_apart(model: Any) -> None:
     (one,) = some((20,))
     other = one[:10] + [(token + 1) % 512 for token in one[10:]]
     row = pack([one, other], [15, 15])

@@ -1,4 +1,4 @@
-"""Exactness is tested on the machine, never assumed: what fails the test is not called exact."""
+"""Exactness is tested on the machine: what fails the test is not called exact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.rig import Rig, ids
 
 @pytest.fixture(params=["keys summed in one go", "rows not padded"])
 def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arithmetic whose bits depend on the batch, as on a CPU that does not keep the bargain."""
+    """Arithmetic whose bits depend on the batch, as on an unsuitable CPU."""
     right = arithmetic.exact_attention
 
     def noisy(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -29,7 +29,9 @@ def broken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("broken")
-def test_auto_falls_back_to_close_and_says_so(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_falls_back_to_close_with_a_reason(
+    tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         rig = Rig(tiny, arithmetic="auto")
     assert rig.core.model.arithmetic.name == "close"
@@ -58,7 +60,7 @@ def test_the_self_test_works_in_a_short_context_and_with_one_slot(tiny: Path) ->
     assert len(rig.generate(ids(1, 15)).token_ids) == 1
 
 
-def test_exact_is_refused_where_it_is_not_defined(tiny: Path) -> None:
+def test_exact_is_rejected_for_unsupported_devices_and_dtypes(tiny: Path) -> None:
     with pytest.raises(BadRequest, match="exact arithmetic needs"):
         Rig(tiny, arithmetic="exact", dtype="bfloat16")
 
@@ -71,7 +73,7 @@ def test_exact_is_refused_where_it_is_not_defined(tiny: Path) -> None:
         ("gpu", "auto", "device is 'gpu', expected cpu, cuda or cuda:N"),
     ],
 )
-def test_a_device_that_is_not_here_is_refused(
+def test_a_missing_device_is_rejected(
     tiny: Path, device: str, arithmetic: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -79,7 +81,7 @@ def test_a_device_that_is_not_here_is_refused(
         Rig(tiny, arithmetic=arithmetic, device=device)
 
 
-def test_auto_in_bfloat16_is_close_and_says_why(tiny: Path) -> None:
+def test_auto_in_bfloat16_is_close_with_a_reason(tiny: Path) -> None:
     rig = Rig(tiny, arithmetic="auto", dtype="bfloat16", max_model_len=64)
     assert rig.core.model.arithmetic.name == "close"
     assert "bfloat16" in rig.core.arithmetic_note
@@ -87,7 +89,7 @@ def test_auto_in_bfloat16_is_close_and_says_why(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [24, 72, 100, 384])
-def test_gating_has_the_bits_of_a_gate_that_is_a_tensor_of_its_own(width: int) -> None:
+def test_swiglu_has_the_bits_of_a_separate_gate(width: int) -> None:
     rows = torch.randn(16, 2 * width)
     gate, up = (half.contiguous() for half in rows.chunk(2, dim=-1))
     assert torch.equal(arithmetic.swiglu(rows), torch.nn.functional.silu(gate) * up)

@@ -1,4 +1,4 @@
-"""Structured output: only what fits is sampled, and its processed logprobs score again."""
+"""Structured output: only tokens that fit are sampled, and their logprobs can be recomputed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_json_fits_its_schema_whatever_is_drawn(rig: Rig, seed: int) -> None:
     assert len(value["name"]) <= 6
 
 
-def test_other_grammars_are_held_to_as_well(rig: Rig) -> None:
+def test_other_kinds_of_grammars_are_followed(rig: Rig) -> None:
     assert re.fullmatch("[a-f]{3}-[0-9]{2}", text_of(rig, held(rig, GRAMMARS[1])))
     assert text_of(rig, held(rig, GRAMMARS[2])) in ("yes", "no", "perhaps")
     assert re.fullmatch("x[0-9]y", text_of(rig, held(rig, GRAMMARS[3])))
@@ -107,7 +107,7 @@ def test_processed_logprobs_are_after_the_mask_and_score_again_bit_for_bit(
         sample_logprobs(checkpoints.trainer(rig.directory), [sample])
 
 
-def test_the_engine_scores_them_again_too(rig: Rig) -> None:
+def test_the_engine_recomputes_processed_logprobs(rig: Rig) -> None:
     completion = held(rig, JSON)
     prompt = list(completion.prompt_ids)
     scored = held_score(rig, prompt + completion.token_ids, len(prompt))
@@ -142,7 +142,7 @@ def test_choices_and_neighbours_do_not_disturb_each_other(rig: Rig) -> None:
     assert free.one.shaping is None
 
 
-def test_without_a_token_that_ends_the_grammar_ends_it(rig: Rig) -> None:
+def test_without_end_tokens_a_complete_grammar_ends_the_choice(rig: Rig) -> None:
     completion = held(rig, GRAMMARS[1], ignore_eos=True)
     assert completion.finish == "stop"
     assert re.fullmatch("[a-f]{3}-[0-9]{2}", text_of(rig, completion))
@@ -160,7 +160,7 @@ def test_without_a_token_that_ends_the_grammar_ends_it(rig: Rig) -> None:
         (Grammar("json", " " * ((1 << 20) + 1)), "characters"),
     ],
 )
-def test_a_grammar_that_cannot_be_held_to_is_refused_before_anything_runs(
+def test_an_invalid_grammar_is_rejected_before_anything_runs(
     rig: Rig, grammar: Grammar, says: str
 ) -> None:
     with pytest.raises(BadRequest, match=says) as refused:
@@ -178,12 +178,12 @@ def test_a_grammar_is_compiled_once(rig: Rig) -> None:
     assert len(grammars._compiled) == 1
 
 
-def test_min_tokens_beside_a_grammar_is_refused(rig: Rig) -> None:
+def test_min_tokens_with_a_grammar_is_rejected(rig: Rig) -> None:
     with pytest.raises(BadRequest, match="min_tokens"):
         held(rig, JSON, min_tokens=3)
 
 
-def test_a_model_without_a_tokenizer_says_so(rig: Rig, tmp_path: Path) -> None:
+def test_a_grammar_without_a_tokenizer_is_rejected(rig: Rig, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedField, match="tokenizer"):
         Grammars.of(tmp_path, 512).compile(JSON)
 
@@ -201,7 +201,7 @@ def test_a_model_without_a_tokenizer_says_so(rig: Rig, tmp_path: Path) -> None:
          r"none|<tool_call>.*</tool_call>"),
     ],
 )  # fmt: skip
-def test_a_structural_tag_holds_tool_calls_to_their_form(
+def test_a_structural_tag_constrains_tool_calls(
     rig: Rig, form: dict[str, Any], pattern: str
 ) -> None:
     grammar = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
@@ -229,7 +229,7 @@ def test_after_one_call_no_second_one_can_begin(rig: Rig) -> None:
     assert matcher.mask(ends).nonzero().flatten().tolist() == [505]
 
 
-def test_text_in_a_tag_goes_up_to_where_the_tag_first_ends(rig: Rig) -> None:
+def test_text_in_a_tag_ends_at_the_first_end_of_the_tag(rig: Rig) -> None:
     note = {"type": "tag", "begin": "(", "content": {"type": "any_text"}, "end": "!)"}
     form = {"type": "sequence", "elements": [note, {"type": "const_string", "value": "x"}]}
     grammar = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
@@ -244,7 +244,7 @@ def test_text_in_a_tag_goes_up_to_where_the_tag_first_ends(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("pattern", "text"), [(r"a/b\/[/]", "a/b//"), ("a\nb", "a\nb"), ("(a|b/){0}", ""), ("", "")]
 )
-def test_a_tag_s_regular_expression_may_hold_slashes_and_lines(
+def test_a_regular_expression_in_a_tag_may_contain_slashes_and_lines(
     rig: Rig, pattern: str, text: str
 ) -> None:
     form = {"type": "regex", "pattern": pattern}
@@ -253,7 +253,7 @@ def test_a_tag_s_regular_expression_may_hold_slashes_and_lines(
 
 
 def thinking(rig: Rig, opened: str = "") -> tuple[list[int], Grammar]:
-    """A prompt, and the grammar of a call that is demanded behind it."""
+    """Return a prompt, and the grammar of a tool call required after it."""
     renderer = Renderer.load(rig.directory)
     prompt = renderer.render([{"role": "user", "content": "Hi"}], [TOOL])
     prompt += renderer.encode(opened)
@@ -263,7 +263,7 @@ def thinking(rig: Rig, opened: str = "") -> tuple[list[int], Grammar]:
 
 
 @pytest.mark.failure_mode("F67")
-def test_a_demanded_call_behind_a_sampled_thought_scores_again_bit_for_bit(rig: Rig) -> None:
+def test_a_required_call_after_a_thought_is_rescored_bit_for_bit(rig: Rig) -> None:
     prompt, grammar = thinking(rig, "<think>\n")
     close = rig.core.vocabulary.added["</think>"]
     completion = rig.generate(
@@ -281,7 +281,7 @@ def test_a_demanded_call_behind_a_sampled_thought_scores_again_bit_for_bit(rig: 
 @pytest.mark.parametrize(
     "thought", [None, "", "\n\n", "\nHm, a <tool_call>?\n", "\n" + "so, " * 90]
 )
-def test_engine_and_trainer_score_a_call_alike_behind_a_thought_of_any_length(
+def test_engine_and_trainer_score_a_call_equally_after_any_thought(
     rig: Rig, thought: str | None
 ) -> None:
     prompt, grammar = thinking(rig)
@@ -306,14 +306,14 @@ def scored_again(rig: Rig, completion: Completion) -> list[float]:
     return scores
 
 
-def test_a_special_token_that_ends_nothing_is_never_let_through(rig: Rig) -> None:
+def test_a_special_token_that_is_no_end_token_is_never_allowed(rig: Rig) -> None:
     matcher = rig.core.grammars.matcher(Grammar("regex", "[a-z]*"))
     specials = sorted(rig.core.vocabulary.specials)
     assert not matcher.mask(())[specials].any()
     assert matcher.mask((specials[1],))[specials].tolist() == [False, True, False]
 
 
-def test_a_grammar_that_fails_on_the_way_ends_its_own_request_only(rig: Rig) -> None:
+def test_a_grammar_that_fails_during_generation_ends_only_its_request(rig: Rig) -> None:
     held_one = rig.submit(ids(51, 25), grammar=JSON, ignore_eos=False, max_tokens=100)
     free = rig.submit(ids(61, 25), max_tokens=12)
     rig.run(3)

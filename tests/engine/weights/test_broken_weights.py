@@ -1,4 +1,4 @@
-"""Weights that are finite but compute NaN: their requests fail, and nothing of it outlives them."""
+"""Finite weights that compute NaN: their requests fail, and nothing else is affected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.rig import Rig, ids
 
 @pytest.fixture(scope="module")
 def overflowing(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Whole and finite, so it loads; the values overflow in the first layer."""
+    """A complete, finite checkpoint that loads, but overflows in the first layer."""
     tensors = checkpoints.tensors_of(tiny)
     tensors["model.layers.0.self_attn.v_proj.weight"] *= 1e37
     tensors["model.layers.0.input_layernorm.weight"] *= 1e4
@@ -37,7 +37,7 @@ def test_a_request_fails_and_names_the_version(rig: Rig, overflowing: Path) -> N
     assert rig.idle
 
 
-def test_its_slots_are_clean_for_who_comes_next(rig: Rig, tiny: Path, overflowing: Path) -> None:
+def test_its_slots_are_clean_for_the_next_request(rig: Rig, tiny: Path, overflowing: Path) -> None:
     rig.load(overflowing, "bad")
     for i in range(3):
         rig.submit(ids(i, 200), n=2)
@@ -50,9 +50,7 @@ def test_its_slots_are_clean_for_who_comes_next(rig: Rig, tiny: Path, overflowin
         assert result.one.logprobs == checkpoints.reference(tiny, whole)[-8:]
 
 
-def test_a_request_dropped_in_the_middle_of_it_leaves_no_trace(
-    rig: Rig, tiny: Path, overflowing: Path
-) -> None:
+def test_a_request_dropped_midway_leaves_no_trace(rig: Rig, tiny: Path, overflowing: Path) -> None:
     rig.load(overflowing, "bad")
     result = rig.submit(ids(1, 200))
     rig.run(1)
@@ -77,7 +75,7 @@ def test_scoring_it_is_an_error_and_does_not_spoil_later_scores(
 def test_the_good_requests_of_a_step_survive_the_bad_ones(
     tiny: Path, tmp_path: Path, rig: Rig
 ) -> None:
-    """An adapter overflows; base requests in the same batch do not notice."""
+    """An adapter overflows; base requests in the same batch are not affected."""
     from safetensors.torch import load_file, save_file
 
     checkpoints.adapter(tiny, tmp_path)

@@ -1,4 +1,4 @@
-"""Weights and adapters through the async API, with callers that fail or go away."""
+"""Weights and adapters through the async API, with callers that fail or are cancelled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engine.running import LONG, score
 
 @pytest.mark.failure_mode("F43")
 async def test_keep_stage_score_commit_resume(engine: Engine, tiny: Path, tiny2: Path) -> None:
-    """The whole of an update, with a request that lives through it."""
+    """A complete update, with a request that is in flight throughout."""
     stream = engine.stream(request(ids(1, 20), max_tokens=LONG))
     pieces = [await anext(stream) for _ in range(3)]
     await engine.pause("keep")
@@ -55,7 +55,7 @@ async def test_tensors_by_name_are_staged_and_dropped_by_rollback(
 
 
 @pytest.mark.failure_mode("F34")
-async def test_a_failed_stage_keeps_nothing_that_a_commit_could_serve(
+async def test_a_failed_stage_leaves_nothing_to_commit(
     engine: Engine, tiny2: Path, tmp_path: Path
 ) -> None:
     probe = ids(3, 50)
@@ -70,7 +70,7 @@ async def test_a_failed_stage_keeps_nothing_that_a_commit_could_serve(
     assert (engine.version, await score(engine, probe)) == ("v1", before)
 
 
-async def test_a_commit_whose_caller_goes_away_is_whole(engine: Engine, tiny2: Path) -> None:
+async def test_a_commit_completes_when_its_caller_is_cancelled(engine: Engine, tiny2: Path) -> None:
     await engine.stage(tiny2, "v2")
     task = asyncio.create_task(engine.commit())
     await asyncio.sleep(0)
@@ -82,7 +82,7 @@ async def test_a_commit_whose_caller_goes_away_is_whole(engine: Engine, tiny2: P
     assert await engine.rollback() == "v1"
 
 
-async def test_a_second_change_of_weights_is_refused_meanwhile(engine: Engine, tiny2: Path) -> None:
+async def test_a_concurrent_change_of_weights_is_rejected(engine: Engine, tiny2: Path) -> None:
     first = asyncio.create_task(engine.stage(tiny2, "v2"))
     await asyncio.sleep(0)
     with pytest.raises(Conflict, match="another change of weights is under way"):
@@ -91,7 +91,7 @@ async def test_a_second_change_of_weights_is_refused_meanwhile(engine: Engine, t
     await engine.rollback()
 
 
-async def test_adapters_come_and_go(engine: Engine, lora_a: Path) -> None:
+async def test_adapters_are_loaded_and_unloaded(engine: Engine, lora_a: Path) -> None:
     assert await engine.load_adapter("a", lora_a, "1") is False
     assert await engine.load_adapter("a", lora_a, "2") is True
     (completion,) = await engine.generate(request(ids(1, 20), adapter="a"))

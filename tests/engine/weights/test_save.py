@@ -1,4 +1,4 @@
-"""Files that are written while their digests are made: as sound as those of other writers."""
+"""Files whose digests are computed while writing are equal to those of other writers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tiny() -> Any:
 
 
 @pytest.mark.usefixtures("small_pieces")
-def test_what_was_written_is_read_by_others_and_has_the_digests_that_are_told(
+def test_a_written_file_is_readable_and_has_the_reported_digests(
     tmp_path: Path,
 ) -> None:
     tensors = {
@@ -66,7 +66,7 @@ def test_a_full_disk_is_an_error(small_pieces: None) -> None:
         SavedFiles().save_file({"a": torch.zeros(1000)}, "/dev/full")
 
 
-def test_a_type_that_no_worker_serves_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_that_no_worker_serves_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'a' has dtype torch\.complex64"):
         SavedFiles().save_file({"a": torch.zeros(2, dtype=torch.complex64)}, tmp_path / "a")
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_not_read_again_to_be_hashed(
     assert "model.safetensors" in hashed
 
 
-def test_files_that_something_else_wrote_are_read_for_their_digests(
+def test_files_of_other_writers_are_read_for_their_digests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers.modeling_utils

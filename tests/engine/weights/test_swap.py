@@ -1,4 +1,4 @@
-"""Changing weights under requests in flight: every token keeps its version, no old key survives."""
+"""Weight swaps with requests in flight: every token keeps its version, no old key is reused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def rig(tiny: Path) -> Rig:
 
 
 def check_spans(completion: Completion, weights: dict[str, Path]) -> None:
-    """Each span has the logprobs of its own weights, over the whole context before it."""
+    """Check that each span has the logprobs of its own weights, over the whole context before
+    it."""
     whole = completion.prompt_ids + completion.token_ids
     for span in completion.versions:
         expected = reference(weights[span.version], whole)[-len(completion.token_ids) :]
@@ -28,7 +29,7 @@ def check_spans(completion: Completion, weights: dict[str, Path]) -> None:
 @pytest.mark.failure_mode("F43")
 @pytest.mark.failure_mode("F27")
 @pytest.mark.parametrize("paused", [True, False])
-def test_tokens_before_and_after_a_swap_carry_their_own_versions(
+def test_tokens_before_and_after_a_swap_have_their_own_versions(
     rig: Rig, tiny: Path, tiny2: Path, paused: bool
 ) -> None:
     results = [rig.submit(ids(i, 30 + 40 * i), max_tokens=24, seed=i) for i in range(3)]
@@ -51,9 +52,7 @@ def test_tokens_before_and_after_a_swap_carry_their_own_versions(
 
 
 @pytest.mark.failure_mode("F27")
-def test_a_swap_in_the_middle_of_a_prefill_starts_the_prompt_anew(
-    rig: Rig, tiny: Path, tiny2: Path
-) -> None:
+def test_a_swap_during_a_prefill_restarts_the_prompt(rig: Rig, tiny: Path, tiny2: Path) -> None:
     result = rig.submit(ids(1, 200), prompt_logprobs=0)
     rig.run(2)
     assert result.tokens_so_far == []
@@ -81,7 +80,9 @@ def test_swaps_back_and_forth_stay_exact(rig: Rig, tiny: Path, tiny2: Path) -> N
     check_spans(result.one, {"v1": tiny, "v2": tiny2, "v4": tiny})
 
 
-def test_choices_that_start_after_a_swap_say_so(rig: Rig, tiny: Path, tiny2: Path) -> None:
+def test_choices_that_start_after_a_swap_have_the_new_version(
+    rig: Rig, tiny: Path, tiny2: Path
+) -> None:
     result = rig.submit(ids(1, 40), n=7, max_tokens=10)
     rig.run(5)
     rig.load(tiny2, "v2")
@@ -93,7 +94,7 @@ def test_choices_that_start_after_a_swap_say_so(rig: Rig, tiny: Path, tiny2: Pat
 
 
 @pytest.mark.failure_mode("F43")
-def test_a_demanded_version_is_kept_or_the_request_ends(rig: Rig, tiny2: Path) -> None:
+def test_a_request_ends_when_its_required_version_is_replaced(rig: Rig, tiny2: Path) -> None:
     with pytest.raises(VersionUnavailable, match=r"'v2' was demanded, but 'v1' is served"):
         rig.submit(ids(1, 20), weight_version="v2")
     result = rig.submit(ids(1, 20), weight_version="v1", n=6, max_tokens=20)
@@ -108,7 +109,7 @@ def test_a_demanded_version_is_kept_or_the_request_ends(rig: Rig, tiny2: Path) -
 
 
 @pytest.mark.failure_mode("F43")
-def test_a_demand_is_asked_again_when_the_request_starts(rig: Rig, tiny2: Path) -> None:
+def test_a_required_version_is_checked_again_when_the_request_starts(rig: Rig, tiny2: Path) -> None:
     rig.pause("keep")
     result = rig.submit(ids(1, 20), weight_version="v1")
     rig.load(tiny2, "v2")
@@ -119,7 +120,7 @@ def test_a_demand_is_asked_again_when_the_request_starts(rig: Rig, tiny2: Path) 
 
 
 @pytest.mark.failure_mode("F43")
-def test_a_floor_is_met_by_that_version_and_all_after_it(rig: Rig, tiny2: Path) -> None:
+def test_a_minimum_version_is_met_by_it_and_later_ones(rig: Rig, tiny2: Path) -> None:
     with pytest.raises(VersionUnavailable, match="'v2' or later"):
         rig.submit(ids(1, 20), min_weight_version="v2")
     rig.load(tiny2, "v2")

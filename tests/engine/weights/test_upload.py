@@ -1,6 +1,6 @@
-"""Tensors on their way to a device: all arrive, with the right digests, or an error names one.
+"""Copying of tensors to a device: all arrive with the right digests, or an error names one.
 
-The device is the CPU here: what is copied by threads in pieces is so on a GPU.
+The device is the CPU here; threads copy in pieces as on a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_every_tensor_arrives_with_the_digest_of_what_was_read(dtype: torch.dtyp
 
 
 @pytest.mark.failure_mode("F34")
-def test_a_value_that_is_not_finite_where_it_arrives_is_named() -> None:
+def test_a_value_that_overflows_in_the_target_dtype_is_named() -> None:
     packed = PackedTensors.empty(SHAPES, "cpu", torch.float16, joined=True)
     tensors = sources(torch.float32)
     tensors["c"][4, 1, 2] = 1e6  # finite here, and not in sixteen bits
@@ -62,7 +62,7 @@ def test_a_value_that_is_not_finite_where_it_arrives_is_named() -> None:
             copier.finish()
 
 
-def test_joined_tensors_are_exchanged_and_stay_where_they_are() -> None:
+def test_joined_tensors_exchange_values_in_place() -> None:
     ours, theirs = (PackedTensors.empty(SHAPES, "cpu", torch.float32, joined=True) for _ in "ab")
     numbers = sources(torch.float32)
     for name, tensor in numbers.items():
@@ -77,9 +77,7 @@ def test_joined_tensors_are_exchanged_and_stay_where_they_are() -> None:
         assert torch.equal(theirs[name], tensor)
 
 
-def test_weights_in_one_piece_of_memory_exchange_their_numbers_and_keep_their_places(
-    tiny: Path, tiny2: Path
-) -> None:
+def test_joined_weights_exchange_values_and_keep_their_addresses(tiny: Path, tiny2: Path) -> None:
     layout = Layout(ModelConfig.read(tiny))
 
     def joined(path: Path) -> Weights:
@@ -100,7 +98,7 @@ def test_weights_in_one_piece_of_memory_exchange_their_numbers_and_keep_their_pl
     assert torch.equal(served.layers[1].down, before)
 
 
-def test_tensors_that_two_sets_share_are_left_alone_by_an_exchange() -> None:
+def test_an_exchange_skips_shared_tensors() -> None:
     ours = PackedTensors.empty(SHAPES, "cpu", torch.float32, joined=True)
     theirs = PackedTensors(ours)
     theirs["b"] = ours["b"] + 1

@@ -1,4 +1,4 @@
-"""Checkpoints: loaded whole or refused, updated by name, with the live weights never touched."""
+"""Checkpoints: loaded completely or rejected, updated by name, never changing the live weights."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def with_nan(tensor: Tensor) -> Tensor:
         (put(HEAD, lambda t: torch.ones(512, 128)), "the served model ties them"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(
+def test_a_checkpoint_that_does_not_fit_is_rejected(
     rig: Rig, tiny: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], None], says: str
 ) -> None:
     before = rig.core.score(PROBE)
@@ -82,7 +82,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
 
 @pytest.mark.failure_mode("F34")
 @pytest.mark.parametrize("keep", [0, 4, 500, -1, -4096])
-def test_a_truncated_file_is_refused(rig: Rig, tiny: Path, tmp_path: Path, keep: int) -> None:
+def test_a_truncated_file_is_rejected(rig: Rig, tiny: Path, tmp_path: Path, keep: int) -> None:
     checkpoints.variant(tiny, tmp_path, seed=1)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
@@ -91,7 +91,7 @@ def test_a_truncated_file_is_refused(rig: Rig, tiny: Path, tmp_path: Path, keep:
 
 
 def sharded(source: Path, target: Path) -> Path:
-    """The checkpoint in two files with an index."""
+    """Write the checkpoint in two files with an index."""
     tensors = checkpoints.tensors_of(source)
     checkpoints.save(source, target, {})
     (target / "model.safetensors").unlink()
@@ -113,7 +113,7 @@ def test_a_sharded_checkpoint_is_the_same_as_a_whole_one(
 
 
 @pytest.mark.failure_mode("F34")
-def test_a_missing_shard_is_refused(rig: Rig, tiny: Path, tmp_path: Path) -> None:
+def test_a_missing_shard_is_rejected(rig: Rig, tiny: Path, tmp_path: Path) -> None:
     (sharded(tiny, tmp_path) / "two.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"two.safetensors does not exist"):
         rig.core.served.load_weights(tmp_path, "v2")
@@ -121,14 +121,14 @@ def test_a_missing_shard_is_refused(rig: Rig, tiny: Path, tmp_path: Path) -> Non
 
 @pytest.mark.failure_mode("F34")
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
-def test_an_index_that_is_none_is_refused(rig: Rig, tiny: Path, tmp_path: Path, index: str) -> None:
+def test_an_invalid_index_is_rejected(rig: Rig, tiny: Path, tmp_path: Path, index: str) -> None:
     (sharded(tiny, tmp_path) / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match="is not a safetensors index"):
         rig.core.served.load_weights(tmp_path, "v2")
 
 
 @pytest.mark.parametrize("name", ["../one.safetensors", "/tmp/one.safetensors", "a/b"])
-def test_an_index_that_points_outside_is_refused(
+def test_an_index_that_points_outside_is_rejected(
     rig: Rig, tiny: Path, tmp_path: Path, name: str
 ) -> None:
     index = json.dumps({"weight_map": {Q: name}})
@@ -138,7 +138,7 @@ def test_an_index_that_points_outside_is_refused(
 
 
 @pytest.mark.failure_mode("F34")
-def test_a_tensor_in_two_shards_is_refused(rig: Rig, tiny: Path, tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards_is_rejected(rig: Rig, tiny: Path, tmp_path: Path) -> None:
     sharded(tiny, tmp_path)
     save_file(checkpoints.tensors_of(tiny), tmp_path / "two.safetensors")
     with pytest.raises(CheckpointError, match="twice"):
@@ -146,7 +146,7 @@ def test_a_tensor_in_two_shards_is_refused(rig: Rig, tiny: Path, tmp_path: Path)
 
 
 @pytest.mark.failure_mode("F34")
-def test_a_directory_that_is_no_checkpoint_is_refused(rig: Rig, moe: Path, tmp_path: Path) -> None:
+def test_a_directory_without_a_checkpoint_is_rejected(rig: Rig, moe: Path, tmp_path: Path) -> None:
     load = rig.core.served.load_weights
     with pytest.raises(CheckpointError, match="does not exist"):
         load(tmp_path, "v2")
@@ -160,7 +160,7 @@ def test_a_directory_that_is_no_checkpoint_is_refused(rig: Rig, moe: Path, tmp_p
 @pytest.mark.parametrize(
     "changes", [{"rms_norm_eps": 1e-5}, {"rope_parameters": {"rope_theta": 5.0}}, {"head_dim": 64}]
 )
-def test_another_config_is_refused_even_when_the_tensors_fit(
+def test_another_config_is_rejected_even_when_the_tensors_fit(
     rig: Rig, tiny: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     checkpoints.variant(tiny, tmp_path, seed=1)
@@ -169,9 +169,7 @@ def test_another_config_is_refused_even_when_the_tensors_fit(
         rig.core.served.load_weights(tmp_path, "v2")
 
 
-def test_a_checkpoint_without_a_config_is_taken_as_of_this_model(
-    rig: Rig, tiny2: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_a_config_is_accepted(rig: Rig, tiny2: Path, tmp_path: Path) -> None:
     checkpoints.save(tiny2, tmp_path, checkpoints.tensors_of(tiny2))
     (tmp_path / "config.json").unlink()
     loaded = rig.core.served.load_weights(tmp_path, "v2")
@@ -182,7 +180,7 @@ def test_a_checkpoint_without_a_config_is_taken_as_of_this_model(
 def test_an_update_by_name_gives_exactly_the_model_with_that_tensor(
     model: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Each part of a fused module, an expert, a norm: alone, and against transformers."""
+    """Each part of a fused module, an expert and a norm, alone, compared with transformers."""
     directory: Path = request.getfixturevalue(model)
     rig = Rig(directory, weight_version="v1")
     other = checkpoints.tensors_of(request.getfixturevalue(f"{model}2"))
@@ -213,7 +211,7 @@ def test_a_tied_head_follows_the_embedding_under_either_name(
     assert rig.core.score(PROBE, weights=updated) == expected
 
 
-def test_a_tied_pair_may_come_twice_but_not_with_two_contents(live: Weights) -> None:
+def test_a_tied_pair_must_have_equal_contents(live: Weights) -> None:
     embedding = live.embed + 1
     both = [(EMBEDDING, embedding), (HEAD, embedding.clone())]
     assert torch.equal(live.with_tensors(both, "v2").head, embedding)
@@ -231,7 +229,7 @@ def test_a_tied_pair_may_come_twice_but_not_with_two_contents(live: Weights) -> 
         (("model.layers.1.self_attn.qkv_proj.weight", torch.zeros(3)), "is not part of"),
     ],
 )
-def test_a_bad_update_is_refused_and_the_live_set_is_untouched(
+def test_a_bad_update_is_rejected_and_the_live_weights_stay(
     live: Weights, tensor: tuple[str, Tensor], says: str
 ) -> None:
     before = {name: packed.clone() for name, packed in live.packed.items()}
@@ -241,12 +239,12 @@ def test_a_bad_update_is_refused_and_the_live_set_is_untouched(
     assert all(torch.equal(before[name], packed) for name, packed in live.packed.items())
 
 
-def test_an_update_of_nothing_is_refused(live: Weights) -> None:
+def test_an_empty_update_is_rejected(live: Weights) -> None:
     with pytest.raises(CheckpointError, match="without tensors"):
         live.with_tensors([], "v2")
 
 
-def test_sets_under_one_label_are_told_apart(rig: Rig, live: Weights, tiny: Path) -> None:
+def test_weights_with_the_same_label_are_distinguished(rig: Rig, live: Weights, tiny: Path) -> None:
     again = rig.core.served.load_weights(tiny, live.version)
     updated = live.with_tensors([(EMBEDDING, live.embed)], live.version)
     assert len({live.epoch, again.epoch, updated.epoch}) == 3

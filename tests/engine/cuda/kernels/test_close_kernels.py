@@ -1,4 +1,4 @@
-"""The CUDA kernels, run by Triton's interpreter: what they compute is what plain torch computes."""
+"""Comparison of the CUDA kernels, run by Triton's interpreter, with plain torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter runs programs one by one: two splits show all that thirty-two would."""
+    """Limit splits to two: the interpreter runs programs one by one."""
     monkeypatch.setattr(close_kernels, "SPLIT_TARGET", 16)
     torch.manual_seed(0)
 
@@ -44,7 +44,7 @@ def test_a_long_inner_dimension_is_cut_into_no_more_parts_than_allowed() -> None
 
 
 @pytest.mark.parametrize("splits", [0, 1, 3])
-def test_the_sum_of_parts_stays_in_x_and_comes_out_normed(splits: int) -> None:
+def test_add_norm_stores_the_sum_in_x_and_returns_its_norm(splits: int) -> None:
     x, weight, parts = torch.randn(3, 96), torch.randn(96), torch.randn(splits, 3, 96)
     expected = x + parts.sum(0)
     out = close_kernels.add_norm(x, parts if splits else None, weight, 1e-6)
@@ -145,7 +145,7 @@ def test_tokens_are_drawn_as_the_sampler_draws_them(vocab: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.failure_mode("F15")
-def test_a_row_that_is_no_distribution_is_flagged_and_harms_no_other() -> None:
+def test_a_row_that_is_not_a_distribution_gets_nan_and_affects_no_other_row() -> None:
     logits = torch.randn(5, 600)
     logits[0, 7] = float("nan")
     logits[1] = float("-inf")

@@ -1,4 +1,4 @@
-"""What the compiler for Hopper makes of exact kernels, which no interpreter shows."""
+"""Properties of exact kernels compiled for Hopper, which the interpreter cannot show."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ a thousand."""
 
 
 def test_every_dot_takes_its_terms_in_the_same_order(tmp_path: Path) -> None:
-    """Where a thread holds four neighbouring terms instead of two, the matrix units get them in
-    another order: a token's attention differed from a prompt's in one of 50,000 numbers."""
+    """If a thread holds four neighbouring terms instead of two, the matrix units sum them in
+    another order: the attention of a token differed from that of a prompt in one of 50,000 values.
+    """
     found = compiled(tmp_path)
     assert len(found) == 6
     for name, widths in found.items():
@@ -28,8 +29,8 @@ def test_every_dot_takes_its_terms_in_the_same_order(tmp_path: Path) -> None:
 
 
 def test_products_in_fp32_are_chains_that_fit_in_registers(tmp_path: Path) -> None:
-    """Matrix instructions would round to tf32; sums in fp64, which round here, have an order that
-    is the compiler's."""
+    """Matrix instructions would round to TF32. Sums in fp64, rounded here, have the compiler's
+    order."""
     found = compiled(tmp_path, "fp32")
     assert len(found) == 11
     for name, (instructions, stack) in found.items():
@@ -40,7 +41,7 @@ def test_products_in_fp32_are_chains_that_fit_in_registers(tmp_path: Path) -> No
 
 
 def test_a_norm_in_fp32_has_one_order_of_its_sum(tmp_path: Path) -> None:
-    """A trainer's norm follows one part, an engine's as many as a product has."""
+    """A trainer's norm adds one part, an engine's as many as a product has."""
     (first, *others) = compiled(tmp_path, "norms").values()
     assert len(first) == 1
     assert len(others) == 2
@@ -50,10 +51,10 @@ def test_a_norm_in_fp32_has_one_order_of_its_sum(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("capability", "arithmetic"), [(80, "close"), (89, "close"), (89, "exact"), (90, "close")]
 )
-def test_every_kernel_has_room_on_gpus_that_are_not_hopper(
+def test_every_kernel_fits_on_gpus_before_hopper(
     tmp_path: Path, capability: int, arithmetic: str
 ) -> None:
-    """A step that was twice too large for an A100 ended the worker when it warmed up."""
+    """A step that needed twice the shared memory of an A100 crashed a worker during warm-up."""
     found = compiled(tmp_path, str(capability), arithmetic, program="fitted")
     assert {"close": "close_kernels._linear", "exact": "exact_kernels._linear"}[arithmetic] in found
     for name, (needs, rows) in found.items():
@@ -61,7 +62,7 @@ def test_every_kernel_has_room_on_gpus_that_are_not_hopper(
 
 
 def compiled(tmp_path: Path, *arguments: str, program: str = "compiled") -> dict[str, Any]:
-    """What the program says of each kernel."""
+    """Return what the program prints about each kernel."""
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     env.pop("TRITON_INTERPRET", None)
     run = subprocess.run(

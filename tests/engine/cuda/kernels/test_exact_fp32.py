@@ -1,8 +1,8 @@
-"""The exact kernels in fp32, where a product is a chain of multiply-adds: no cut changes a bit.
+"""Exact kernels in fp32, where a product is a chain of multiply-adds: no cut changes a bit.
 
-Triton's interpreter computes products with numpy, whose sums have an order of their own. Here they
-are chains, one term after the other, as the compiler makes them for a GPU: what remains are the
-kernels' own sums, parts, steps and blocks, and those must agree bit for bit.
+Triton's interpreter computes products with numpy, whose sums have another order. These tests
+replace them by chains, one term after the other, as the compiler generates for a GPU. What remains
+are the kernels' own sums, parts, steps and blocks, which must agree bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def chained(a: Any, b: Any, d: Any, order: int = 1) -> Any:
-    """A product as a chain: every term is multiplied and added in one rounding, in order."""
+    """Return a product as a chain: every term is multiplied and added in order, with one
+    rounding."""
     total = d.data
     for k in range(a.data.shape[1])[::order]:
         product = a.data[:, k : k + 1].astype(np.float64) * b.data[k : k + 1].astype(np.float64)
@@ -77,7 +78,7 @@ def test_a_row_of_a_product_has_the_same_bits_in_every_tile() -> None:
     assert torch.equal(parts[0] + parts[1] + bias, whole[:3])
 
 
-def test_heads_are_normed_alike_by_themselves_and_as_they_are_stored() -> None:
+def test_heads_are_normed_equally_alone_and_when_stored() -> None:
     heads, dim, rows = 3, 64, 7
     qkv, weight = numbers(rows, (heads + 2) * dim), numbers(dim)
     keys, values = torch.zeros(2, 1, 1, rows, dim)
@@ -126,7 +127,9 @@ def test_a_query_has_the_same_bits_in_a_prompt_in_pieces_and_alone(group: int) -
 
 
 @pytest.mark.parametrize("rows", [1, 9, 40])
-def test_experts_in_two_products_and_one_by_one(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_in_two_products_equal_experts_one_by_one(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(experts, "FEW", 4)
     monkeypatch.setattr(experts, "MANY", 16)
     x, router = numbers(rows, 150), numbers(6, 150)
@@ -138,7 +141,7 @@ def test_experts_in_two_products_and_one_by_one(rows: int, monkeypatch: pytest.M
     assert torch.equal(experts.mix(x, chosen, shares, gate_up, down), expected)
 
 
-def test_adapters_of_a_graph_and_one_by_one(tiny: Path) -> None:
+def test_adapters_in_a_graph_equal_adapters_one_by_one(tiny: Path) -> None:
     config = ModelConfig.read(tiny)
     bank = adapters.AdapterBank(config, 4, 40, numbers(1))
     assert selftest.why_not_adapted(config, bank, numbers(1)) is None
@@ -160,7 +163,7 @@ def test_the_self_test_of_a_whole_engine_finds_no_bit_that_differs(rig: Rig) -> 
     assert selftest.why_not_exact(rig.core) is None
 
 
-def test_the_self_test_finds_a_product_whose_order_is_that_of_the_tile(
+def test_the_self_test_detects_a_product_whose_order_depends_on_the_tile(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -172,7 +175,7 @@ def test_the_self_test_finds_a_product_whose_order_is_that_of_the_tile(
 
 
 @pytest.mark.parametrize("demanded", ["auto", "exact"])
-def test_what_the_self_test_refutes_is_close_or_does_not_start(
+def test_a_failed_self_test_falls_back_to_close_or_prevents_the_start(
     rig: Rig, demanded: Literal["auto", "exact"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = rig.core
@@ -190,9 +193,7 @@ def test_what_the_self_test_refutes_is_close_or_does_not_start(
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["exact", "close"])
-def test_fast_kernels_are_never_used_in_fp32_which_they_would_round(
-    tiny: Path, kind: torch.dtype, name: str
-) -> None:
+def test_fast_kernels_are_never_used_in_fp32(tiny: Path, kind: torch.dtype, name: str) -> None:
     model = SimpleNamespace(config=ModelConfig.read(tiny), arithmetic=SimpleNamespace(name=name))
     cache = SimpleNamespace(k=SimpleNamespace(dtype=kind, is_cuda=True))
     fit = graphs.supported(model, cache)  # type: ignore[arg-type]
@@ -230,7 +231,7 @@ def test_a_probe_of_a_prepared_model_is_exact(
     ("kind", "start", "flash"),
     [(torch.float32, 0, False), (torch.bfloat16, 3, False), (torch.bfloat16, 0, True)],
 )
-def test_a_backward_pass_takes_plain_products_where_flash_attention_cannot(
+def test_a_backward_pass_uses_plain_products_without_flash_attention(
     kind: torch.dtype, start: int, flash: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []

@@ -1,8 +1,8 @@
-"""The exact kernels, run by Triton's interpreter: beside plain torch, and beside themselves.
+"""Comparison of the exact kernels, run by Triton's interpreter, with plain torch and each other.
 
-The interpreter computes with numpy, whose sums have an order of their own: that bits do not depend
-on a batch is proved on the device, where an engine does so at every start. Here each kernel is
-held against its reference, in fp16, which numpy has and bf16 it has not.
+The interpreter computes with numpy, whose sums have another order. An engine proves on the device,
+at every start, that bits do not depend on the batch. Here each kernel is compared with its
+reference, in fp16, because numpy has no bf16.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_parts_of_a_product_are_rounded_as_one(rows: int) -> None:
 
 
 @pytest.mark.parametrize("added", [False, True])
-def test_a_norm_sees_what_a_trainer_would_have_rounded(added: bool) -> None:
+def test_a_norm_reads_what_a_trainer_would_have_rounded(added: bool) -> None:
     x, weight = numbers(3, 100), numbers(100)
     parts = torch.randn(2, 3, 100) if added else None
     delta = None if parts is None else parts.sum(0).half()
@@ -70,7 +70,7 @@ def test_a_norm_sees_what_a_trainer_would_have_rounded(added: bool) -> None:
     assert torch.equal(x, left if delta is None else left + delta)
 
 
-def test_a_head_is_normed_by_itself() -> None:
+def test_each_head_is_normed_separately() -> None:
     x, weight = numbers(19, 32), numbers(32)
     expected = exact.add_norm_reference(x, None, weight, 1e-6)
     torch.testing.assert_close(exact.head_norm(x, weight, 1e-6), expected, **ROUNDED)
@@ -84,13 +84,13 @@ def test_a_gate_rounds_where_a_module_does() -> None:
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(1, 300), (20, 64), (17, 300), (32, 128), (70, 48)])
-def test_a_gated_product_is_a_product_and_its_gate(rows: int, inner: int) -> None:
+def test_a_gated_product_equals_a_product_then_a_gate(rows: int, inner: int) -> None:
     x, weight = numbers(rows, inner), numbers(2 * 40, inner)
     expected = exact.gate_reference(exact.linear_reference(x, weight))
     torch.testing.assert_close(linear_gated(x, weight), expected, **GATED)
 
 
-def test_tokens_attend_alike_in_a_prompt_and_one_by_one() -> None:
+def test_tokens_attend_equally_in_a_prompt_and_one_by_one() -> None:
     kv_heads, group, dim, length = 2, 2, 32, 40
     keys, values = numbers(2, 3, kv_heads, 48, dim)
     q = numbers(length, kv_heads * group * dim)
@@ -120,7 +120,7 @@ def test_tokens_attend_alike_in_a_prompt_and_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("norms", [False, True])
-def test_heads_are_turned_as_transformers_turns_them(norms: bool) -> None:
+def test_heads_are_rotated_as_in_transformers(norms: bool) -> None:
     heads, kv_heads, dim, capacity = 3, 2, 32, 10
     qkv = numbers(3, (heads + 2 * kv_heads) * dim)
     keys, values = torch.zeros(2, 3, kv_heads, capacity, dim).half()
@@ -150,7 +150,7 @@ def test_heads_are_turned_as_transformers_turns_them(norms: bool) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_scored_token_has_the_logprob_that_it_is_drawn_with(temperature: float) -> None:
+def test_a_scored_token_has_the_logprob_it_was_sampled_with(temperature: float) -> None:
     logits = (torch.randn(3, 9000) * 4).half()
     tokens = torch.tensor([5, 0, 8999])
     expected = token_logprobs_reference(logits, tokens, temperature)

@@ -1,4 +1,4 @@
-"""Experts and adapters in kernels that a graph can hold, run by Triton's interpreter."""
+"""Experts and adapters in kernels that a graph can capture, run by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def config(tiny: Path) -> ModelConfig:
     return ModelConfig.read(tiny)
 
 
-def test_each_row_adds_what_its_own_adapter_adds(config: ModelConfig) -> None:
+def test_each_row_adds_the_update_of_its_own_adapter(config: ModelConfig) -> None:
     c = config
     some = [
         (0, "qkv", 0, c.hidden, c.q_size),
@@ -99,7 +99,7 @@ def test_each_row_adds_what_its_own_adapter_adds(config: ModelConfig) -> None:
         torch.testing.assert_close(out, expected, **ROUNDED)
 
 
-def test_an_adapter_gives_way_to_another_only_when_its_batch_is_over(config: ModelConfig) -> None:
+def test_an_adapter_is_evicted_only_after_its_batch(config: ModelConfig) -> None:
     keys = [(0, "out", 0, config.q_size, config.hidden)]
     first, second, third = (adapter(config, 2, keys) for _ in range(3))
     bank = AdapterBank(config, 2, 8, numbers(1))
@@ -122,7 +122,7 @@ def test_an_adapter_gives_way_to_another_only_when_its_batch_is_over(config: Mod
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_adapters_that_a_graph_would_compute_otherwise_are_left_out_of_it(
+def test_adapters_with_other_bits_in_a_graph_are_computed_without_it(
     config: ModelConfig, wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bank = AdapterBank(config, FEWEST_PLACES, 8, numbers(1))
@@ -135,5 +135,5 @@ def test_adapters_that_a_graph_would_compute_otherwise_are_left_out_of_it(
 
 
 def whole(kind: torch.dtype, *shape: int) -> Tensor:
-    """Small whole numbers, whose products and sums are exact."""
+    """Return small whole numbers, whose products and sums are exact."""
     return (torch.arange(torch.tensor(shape).prod()) * 7 % 3 - 1).view(shape).to(kind)

@@ -1,4 +1,4 @@
-"""The kernels of prefill, run by Triton's interpreter, beside their references in plain torch."""
+"""Comparison of the prefill kernels, run by Triton's interpreter, with plain torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(2, 2), (1, 3)])
 def test_tokens_of_many_sequences_attend_to_their_own_slots(kv_heads: int, group: int) -> None:
-    """Sequences of different lengths, one of which begins in the middle of its slot."""
+    """Sequences have different lengths, and one starts in the middle of its slot."""
     dim, most = 32, prefill.tokens_per_block(group)
     keys, values = torch.randn(2, 5, kv_heads, 64, dim)
     blocks, row = [], 0
@@ -45,7 +45,7 @@ def test_tokens_of_many_sequences_attend_to_their_own_slots(kv_heads: int, group
 
 
 @pytest.mark.parametrize("norms", [False, True])
-def test_heads_are_rotated_and_kept_in_their_slots(norms: bool) -> None:
+def test_heads_are_rotated_and_stored_in_their_slots(norms: bool) -> None:
     heads, kv_heads, dim, capacity = 3, 2, 32, 10
     parts = torch.randn(2, 4, (heads + 2 * kv_heads) * dim)
     keys, values = torch.zeros(2, 3, kv_heads, capacity, dim)

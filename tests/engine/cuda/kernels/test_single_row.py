@@ -1,4 +1,5 @@
-"""Products that norm their one row themselves, run by Triton's interpreter beside plain torch."""
+"""Products that norm their single row, run by Triton's interpreter and compared with plain
+torch."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def test_one_row_is_added_up_normed_and_multiplied(
     torch.testing.assert_close(out.half(), expected, rtol=2**-6, atol=2**-6)
 
 
-def test_only_one_row_of_short_numbers_that_is_not_too_wide_fits() -> None:
+def test_only_a_single_narrow_row_of_16_bit_values_fits() -> None:
     widest = torch.empty(1, single_row.WIDEST).half()
     assert single_row.fits(widest)
     assert not single_row.fits(widest.float())
