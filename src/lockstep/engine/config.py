@@ -71,8 +71,7 @@ class ModelConfig:
 
     @property
     def products(self) -> Products:
-        """The matrix products of this model, whose results must not depend on the batch in exact
-        mode."""
+        """The matrix products of this model, which must not depend on the batch in exact mode."""
         return products(
             hidden=self.hidden,
             q_size=self.q_size,
@@ -85,8 +84,7 @@ class ModelConfig:
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
-        """Return the config in `directory`. Raises CheckpointError that names an unsupported
-        feature."""
+        """Return the config in `directory`. Raises CheckpointError for unsupported features."""
         try:
             return cls.of(_read_json(directory / "config.json"), directory)
         except KeyError as error:

@@ -92,12 +92,14 @@ class Core:
             reason=self.arithmetic_note,
         )
         self.prefixes = PrefixCache(self.cache, options.prefix_cache_bytes)
+        # With every slot decoding, at least one token of the budget is left for a prefill.
         budget = max(options.max_batch_tokens, self.cache.slots + 1)
         self.scheduler = Scheduler(self.cache.slots, budget, self._move)
         self.runner = ModelRunner(self.model, self.cache, options, self.grammars)
 
     def commit(self, weights: Weights) -> None:
         """Serve `weights` from the next token on. Requests in flight continue under them."""
+        # The step in flight was computed by the old weights: its tokens get the old version.
         self._collect()
         self.served.commit(weights)
         self._restart_running()
@@ -179,6 +181,7 @@ class Core:
         """
         self._collect()
         if mode == "abort":
+            # The last slot first: removing from the end moves no other sequence.
             for sequence in [*self.scheduler.waiting, *reversed(self.scheduler.running)]:
                 self._finish(sequence, "abort")
         if mode == "wait":
@@ -258,6 +261,7 @@ class Core:
         """Score several sequences, as many at a time as slots are free. See `score`."""
         self.check_scorable(sequences)
         served = None if adapter is None else self.served.adapter(adapter)
+        # Running sequences occupy the first slots; the range ends with the scratch slot.
         free = range(len(self.scheduler.running), self.cache.slots + 1)
         with torch.inference_mode():
             return score_sequences(
@@ -360,6 +364,7 @@ class Core:
         if handle is None:
             return
         sequence.finish = finish
+        # Read the experts before `_leave`, which gives the slot to another sequence.
         experts = None
         if self.cache.experts is not None and sequence in self.scheduler.running:
             slot = self.scheduler.running.index(sequence)

@@ -218,8 +218,7 @@ class Engine:
             return self._staged
 
     async def stage_tensors(self, tensors: Iterable[tuple[str, Tensor]], version: str) -> Weights:
-        """Stage a copy of the live weights with the named tensors replaced. Raises
-        CheckpointError."""
+        """Stage the live weights with the named tensors replaced. Raises CheckpointError."""
         check_label(version)
         with self._mutating("stage"):
             live = await self._call(lambda: self.core.served.weights)
@@ -262,8 +261,7 @@ class Engine:
 
     @property
     def arithmetic(self) -> str:
-        """The arithmetic in use: "exact", "portable" or "close". "auto" is resolved to one of
-        these."""
+        """The arithmetic in use: "exact", "portable" or "close", also if "auto" was requested."""
         return self.core.plan.arithmetic
 
     @property
@@ -280,8 +278,7 @@ class Engine:
         return self.core.served.adapters
 
     def version_of(self, adapter: Adapter | None) -> str:
-        """Return the version label that a token sampled now with this adapter (or none) would
-        carry."""
+        """Return the version label of a token sampled now with this adapter (or none)."""
         return self.core.served.version_of(adapter)
 
     @property
@@ -397,7 +394,8 @@ class Engine:
         self._outbox.setdefault(future.get_loop(), []).append(callback)
 
     def _flush(self) -> None:
-        """Run the callbacks in the event loops they belong to, with one wake-up for each loop."""
+        """Run the queued callbacks in their event loops."""
+        # One call_soon_threadsafe per loop and step: each call is a system call that wakes it.
         outbox, self._outbox = self._outbox, {}
         for loop, callbacks in outbox.items():
             try:
@@ -432,8 +430,7 @@ class Engine:
                 self._post(lambda: self.core.drop(handle))
 
     async def _prepare(self, request: EngineRequest) -> None:
-        """Load the tokenizer data or grammar a request needs, in a thread, while steps keep
-        running."""
+        """Load the tokenizer or grammar a request needs, in a thread, while steps keep running."""
         if request.sampling.stop:
             await asyncio.to_thread(self.core.vocabulary.load, "stop")
         if request.sampling.grammar is not None:
@@ -452,8 +449,7 @@ class Engine:
 
 
 class _Exclusive:
-    """A lock that admits one change of weights at a time and rejects a second instead of queueing
-    it."""
+    """A lock for changes of weights that rejects a second one instead of queueing it."""
 
     def __init__(self, lock: threading.Lock, operation: str) -> None:
         self._lock, self._operation = lock, operation

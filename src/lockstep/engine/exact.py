@@ -78,6 +78,7 @@ def prepare(model: Any, *, strict: bool = True, portable: bool = False) -> Any:
     for module in model.modules():
         if isinstance(getattr(module, "act_fn", None), torch.nn.SiLU | SiLUActivation):
             module.act_fn.forward = partial(_in_whole_rows, multiple, silu)
+        # Cosines and sines are elementwise loops, whose last values differ with the threads.
         if hasattr(getattr(module, "rotary_emb", None), "inv_freq"):
             module.rotary_emb.forward = partial(_rotation, multiple, module.rotary_emb)
             if not hasattr(module, "_lockstep_positions"):
@@ -136,8 +137,7 @@ def own_plan(
 
 
 def check_plan(worker: NumericsPlan, trainer: NumericsPlan) -> None:
-    """Raise NotExact, with the reason and a way out, when the two plans cannot agree bit for
-    bit."""
+    """Raise NotExact, with the reason and a way out, when the two plans cannot agree."""
     if problem := trainer.mismatch(worker):
         raise NotExact(
             f"the logprobs of this trainer and of its workers cannot be equal bit for bit: "
@@ -195,8 +195,7 @@ def _count_positions(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _rotation(multiple: int, rotary: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of a rotary embedding, with the same bits in any number of
-    threads."""
+    """Return rotary cosines and sines, with the same bits in any number of threads."""
     with torch.no_grad():
         angles = position_ids[:, :, None].float() * rotary.inv_freq.float()
         both = torch.cat((angles, angles), dim=-1)

@@ -24,8 +24,7 @@ from lockstep.tokens import PromptLogprob, ShapedSpan
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """Result of a batch: the works that computed NaN or infinity, and the tokens sampled for the
-    others.
+    """Result of a batch: works that computed NaN or infinity, and tokens of the others.
 
     A broken work appears only in `broken` and counts as not computed.
     """
@@ -63,6 +62,7 @@ class ModelRunner:
             if work.samples:
                 sampling.append(work)
                 rows.append(end - 1)
+        # After scoring, which counts positions from `computed`.
         for work in works:
             work.sequence.computed += 0 if work in broken else work.count
         if not sampling:
@@ -73,8 +73,7 @@ class ModelRunner:
         return BatchResult(broken, list(zip(sampling, tokens, strict=True)))
 
     def _segment(self, work: Work) -> Segment:
-        """Return the segment of a work, with hidden states only for tokens whose logits are
-        needed."""
+        """Return the segment of a work, with hidden states only where logits are needed."""
         sequence, count = work.sequence, work.count
         tokens = sequence.tokens[sequence.computed : sequence.computed + count]
         every = count == 1 or sequence.wants_prompt_logprobs or self._routes_last
@@ -104,8 +103,8 @@ class ModelRunner:
         return self._cache.finite(work.slot, start, start + work.count)
 
     def score_prompt(self, weights: Weights, work: Work, hidden: Tensor, row: int) -> None:
-        """Append the logprobs of the prompt tokens that the rows of a work predict, starting at
-        `row`."""
+        """Append the logprobs of the prompt tokens that the rows of a work, from `row` on,
+        predict."""
         sequence, options = work.sequence, work.sequence.request.sampling
         first = sequence.computed + 1
         targets = sequence.tokens[first : min(first + work.count, sequence.prompt_len)]

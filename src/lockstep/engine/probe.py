@@ -114,8 +114,7 @@ def save_checkpoint(
     previous: Probe | None = None,
     max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Save a transformers model for a fleet: weights, probe, manifest, and finally the STABLE
-    marker.
+    """Save a transformers model for a fleet: weights, probe, manifest and STABLE marker.
 
     The probe is written by `write_probe` with its defaults. The manifest holds the digest of every
     tensor, which validation and workers compare with what they read. If the process is killed at
@@ -200,8 +199,7 @@ def covering(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def is_exact(model: Any) -> bool:
-    """Return whether this model's logprobs equal the engine's bit for bit
-    (`lockstep.engine.exact`)."""
+    """Return whether this model's logprobs equal the engine's bit for bit (see `exact`)."""
     prepared = model.config.get_text_config()._attn_implementation == exact.NAME
     # On a GPU, `prepare` has already rejected dtypes without exact kernels.
     return bool(prepared and (model.device.type == "cuda" or model.dtype == torch.float32))
@@ -217,8 +215,7 @@ def _builtin(model: Any) -> list[list[int]]:
 def _previous_logprobs(
     sequences: list[list[int]], previous_scores: dict[tuple[int, ...], tuple[float, ...]]
 ) -> tuple[tuple[float, ...], ...] | None:
-    """Return the previous logprobs of these sequences, NaN where unknown, or None if all are
-    unknown."""
+    """Return the previous logprobs of these sequences, NaN where unknown, or None."""
     rows = [previous_scores.get(tuple(ids), (math.nan,) * (len(ids) - 1)) for ids in sequences]
     return tuple(rows) if any(tuple(ids) in previous_scores for ids in sequences) else None
 

@@ -24,8 +24,7 @@ NEUTRAL = Shaping()
 
 
 class TokenCounts:
-    """Number of occurrences of each token in a completion, and whether it occurred in prompt or
-    output."""
+    """Counts of each token in a completion, and whether it occurred in prompt or output."""
 
     def __init__(self, prompt_ids: Sequence[int], vocab: int, device: torch.device) -> None:
         self.output = torch.zeros(vocab, device=device)
@@ -94,8 +93,7 @@ def truncates(options: Sampling | Shaping) -> bool:
 
 
 def process(logits: Tensor, rows: Sequence[LogitsRow]) -> Tensor:
-    """Return the logits to sample from: edited, divided by the temperature and truncated, row by
-    row.
+    """Return the logits to sample from: edited, divided by the temperature and truncated.
 
     Returns `logits` itself when no row changes them. Temperature 0 is treated as 1.
     """
@@ -189,8 +187,7 @@ def _apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _on_rows(logits: Tensor, at: list[int], change: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the logits with `change` applied to the rows `at`. No row is copied when all
-    change."""
+    """Return the logits with `change` applied to the rows `at`, without copying if all change."""
     if not at:
         return logits
     if len(at) == len(logits):

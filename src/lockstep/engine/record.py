@@ -39,10 +39,9 @@ def completion(
 
 
 def experts_of(sequence: Sequence, rows: Tensor) -> RoutedExperts | None:
-    """Return the requested routed experts, or None when the sequence ended before all were
-    computed.
+    """Return the requested routed experts, or None when not all of them were computed.
 
-    `rows` are the experts of all its computed tokens, read from its slot.
+    `rows` are the experts of all computed tokens of the sequence, read from its slot.
     """
     start, last = sequence.request.experts_start, len(sequence.tokens) - 1
     if start is None:

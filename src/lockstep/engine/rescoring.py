@@ -18,8 +18,7 @@ from lockstep.tokens import Sample
 def sample_logprobs(
     model: Any, samples: Sequence[Sample], grammars: Grammars | None = None
 ) -> list[Tensor]:
-    """Return the logprob of each token after the first of each sample, in the sample's logprob
-    mode.
+    """Return the logprob of each token after the first of each sample, in the sample's mode.
 
     For sampled tokens these equal the engine's logprobs, bit for bit when `model` is prepared
     (`lockstep.engine.exact`), at any temperature and with any option that shaped the distribution.

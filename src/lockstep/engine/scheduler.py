@@ -82,6 +82,7 @@ class Scheduler:
 
     def plan(self) -> list[Work]:
         """Return the work of one step: all decoding sequences, then prefills up to the budget."""
+        # Decoding sequences are scheduled first, so that a long prompt cannot stall them.
         budget = self.max_batch_tokens
         works = []
         prefills = []

@@ -93,8 +93,7 @@ def _scores(
 
 
 def _batches(sequences: list[list[int]], free: range, budget: int) -> Iterator[list[_Piece]]:
-    """Yield pieces to compute together. A sequence longer than the budget is computed alone, in
-    chunks."""
+    """Yield pieces to compute together. A sequence beyond the budget is chunked, alone."""
     batch: list[_Piece] = []
     tokens = 0
     for at, token_ids in enumerate(sequences):

@@ -44,8 +44,7 @@ class EngineRequest:
     skip_prefix_cache: bool = False
 
     def check(self, config: ModelConfig, max_len: int) -> None:
-        """Raise BadTokenId, PromptTooLong or BadRequest when this model can never run the
-        request."""
+        """Raise BadTokenId, PromptTooLong or BadRequest if this model cannot run the request."""
         check_ids(self.prompt_ids, config.vocab_size)
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if ids := getattr(self.sampling, name):
@@ -74,8 +73,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class StreamedToken:
-    """The event of one choice in one step: a token, the completion when the choice ended, or
-    both."""
+    """The event of one choice in one step: a token, the final completion, or both."""
 
     index: int
     sampled: Sampled | None
@@ -153,8 +151,7 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """Whether the sequence may be admitted. Later choices wait for the first, to copy its
-        prompt."""
+        """Whether the sequence may be admitted. Later choices wait for the prompt of the first."""
         leader = self.leader
         return leader is None or leader.finish is not None or leader.computed >= self.prompt_len
 
@@ -173,6 +170,7 @@ class Sequence:
         self.versions.append(version)
         if self.counts is not None:
             self.counts.add(token)
+        # End tokens are not part of a grammar or a stop string, so they are checked first.
         if token in self._eos_ids:
             return "stop"
         if self.matcher is not None and token not in self.end_ids:

@@ -100,8 +100,7 @@ class ScriptedCore(Core):
         )
 
     def _load(self, directory: Path) -> None:
-        """Load the weights, of which only the digest is used, and a distribution instead of a
-        model."""
+        """Load the weights, for their digest only, and a distribution instead of a model."""
         options = self.options
         self.max_len = options.max_model_len or CONTEXT
         self.served = ServedWeights(self._weights, ModelConfig.read(self._weights), options)
@@ -135,8 +134,7 @@ class ScriptedCore(Core):
         adapter: str | None = None,
         weights: Weights | None = None,
     ) -> list[list[float]]:
-        """Return the logprobs of every token after the first, under the distribution that is
-        sampled."""
+        """Return the logprobs of every token after the first, under the sampled distribution."""
         self.check_scorable(sequences)
         loaded = None if adapter is None else self.served.adapter(adapter)
         opening = self._start(weights or self.served.weights, loaded)
@@ -190,10 +188,12 @@ class ScriptedCore(Core):
         reply = self._replies[self.handles[sequence]]
         earlier = self._speeches.get(sequence)
         opening = self._start(self.served.weights, sequence.adapter)
+        # A root marks the request as started; computed tokens let its later choices start.
         sequence.root = b"scripted"
         sequence.computed = sequence.prompt_len
         if sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs = [None, *self._prompt_logprobs(sequence, opening)]
+        # The reply has no end token, so the sequence is cut at its length.
         if reply.rule.finish == "length":
             end = sequence.prompt_len + max(1, len(reply.token_ids))
             sequence.max_total = min(sequence.max_total, end)

@@ -46,8 +46,7 @@ class HashedDistribution:
         return state
 
     def score_token(self, state: int, token: int, top: int) -> Sampled:
-        """Return a token in this state with its logprob, its rank and the `top` most likely
-        tokens."""
+        """Return a token with its logprob, its rank and the `top` most likely tokens."""
         place = self._place(state, token)
         return Sampled(token, self._logprobs[place], place + 1, self.likeliest(state, top))
 
@@ -60,8 +59,7 @@ class HashedDistribution:
         return scores
 
     def draw(self, state: int, uniform: float, banned: Container[int] = ()) -> int:
-        """Return the token that this number in [0, 1) selects, or the next likely one if it is
-        banned."""
+        """Return the token that this number in [0, 1) selects, or the next one if banned."""
         place = min(bisect_right(self._cumulative, uniform), self._size - 1)
         for step in range(self._size):
             token = self._token(state, (place + step) % self._size)
@@ -79,5 +77,6 @@ class HashedDistribution:
         return (_PRIMES[state & 7] * token + (state >> 3)) % self._size
 
     def _token(self, state: int, place: int) -> int:
+        # The inverse of `_place`: multiplication by a prime is a permutation modulo the size.
         inverse = pow(_PRIMES[state & 7], -1, self._size)
         return (place - (state >> 3)) * inverse % self._size

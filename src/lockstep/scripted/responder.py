@@ -79,6 +79,7 @@ class Responder:
                 }
                 for at, call in enumerate(rule.calls)
             ]
+        # Render a dialogue with the reply and cut out what follows the opening of its turn.
         whole = self.renderer.template.text([_QUESTION, reply], None, add_generation_prompt=False)
         if not whole.startswith(self._opened):
             raise BadRequest(

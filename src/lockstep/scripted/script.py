@@ -47,8 +47,7 @@ class When(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScriptedCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool call in a reply. Arguments given as text are emitted as they are, valid JSON or
-    not."""
+    """A tool call in a reply. Arguments given as text are emitted unchanged, valid JSON or not."""
 
     name: str
     arguments: dict[str, Any] | str = {}
@@ -87,8 +86,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptView(msgspec.Struct, frozen=True):
-    """The parts of a prompt that rules match: its text, its last message, and its number of
-    turns."""
+    """The parts of a prompt that rules match: text, last message and number of turns."""
 
     text: str
     last: str

@@ -91,8 +91,7 @@ class DataPlane:
         )
 
     async def generate(self, http: Request) -> Response:
-        """Generate for a request, whole or streamed. X-Request-Id overrides the body's
-        request_id."""
+        """Generate for a request, whole or streamed. X-Request-Id overrides the body's id."""
         header = http.headers.get("x-request-id")
         check_request_id(header or None, "x-request-id")
         http.state.request_id = engine_request_id(header or secrets.token_hex(8))
@@ -106,6 +105,7 @@ class DataPlane:
         if tracing.active is not None:
             tracing.active.generation(body.model or self.model, request.sampling)
         if body.stream:
+            # Raise errors of the request before the response starts with status 200.
             await self.engine.check(request)
             return EventStream(self._events(body, request), request.request_id)
         completions = await unless_gone(http, self.engine.generate(request))
@@ -167,8 +167,7 @@ class DataPlane:
         return body.experts_start
 
     def _adapter(self, name: str | None) -> str | None:
-        """Return the adapter with that model name, or None for the base model. Raises
-        UnknownModel."""
+        """Return the adapter of that model name, or None for the base. Raises UnknownModel."""
         adapters = self.engine.adapters
         if name is None or name == self.model:
             return None

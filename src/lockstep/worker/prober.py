@@ -48,8 +48,7 @@ class Prober:
         self._turn = asyncio.Lock()
 
     def remember_staged(self, weights: Weights) -> Weights:
-        """Store a weak reference to the staged weights and return them. A strong one would keep
-        memory."""
+        """Store a weak reference, which keeps no memory, to the staged weights; return them."""
         self._staged = weakref.ref(weights)
         return weights
 
@@ -97,8 +96,7 @@ class Prober:
         return version
 
     def name(self, weights: Weights) -> str:
-        """Return the name of these weights, which becomes the `proof` once a probe of them was
-        scored."""
+        """Return the name of these weights, the `proof` once a probe of them was scored."""
         return f"{self._name}.{weights.epoch}"
 
     def weights(self, staged: bool) -> Weights:

@@ -80,6 +80,7 @@ def run_worker(options: WorkerOptions, make_engine: MakeEngine = Engine) -> None
 async def _serve(options: WorkerOptions, make_engine: MakeEngine) -> None:
     name = options.served_name or Path(options.model).name
     with admin_token(options.admin_token) as (token, token_file), contextlib.ExitStack() as stack:
+        # Bind both ports before loading, so that a taken port fails at once.
         data_socket = stack.enter_context(listen(options.host, options.port))
         system_socket = stack.enter_context(listen(options.system_host, options.system_port))
         worker = options.engine.worker or url_of(data_socket).partition("://")[2]

@@ -102,6 +102,8 @@ class SystemPlane:
     def _method(self, body: type[B], run: Callable[[B], Awaitable[Fields]]) -> Method:
         """Return a method that is rejected from a gateway once a later one has been obeyed."""
 
+        # A gateway that lost leadership may still send commands: those of an older generation
+        # than the highest obeyed are rejected.
         async def fenced(decoded: Any) -> Fields:
             self._generations.check(decoded.generation)
             return await run(decoded)
@@ -225,8 +227,7 @@ class SystemPlane:
         return {"version": await self.engine.commit()}
 
     async def rollback(self, body: control.Rollback) -> Fields:
-        """Drop the staged weights, or serve those before the last commit again if none are
-        staged."""
+        """Drop the staged weights, or else serve those before the last commit again."""
         # No await between this check and the engine's lock: nothing can change in between.
         if body.weights_id not in (None, self._weights_id()):
             raise Conflict(
@@ -326,6 +327,7 @@ class SystemPlane:
             )
         if body.lora_name in self._loading:
             raise Conflict(f"adapter {body.lora_name!r} is being loaded", param="lora_name")
+        # Loading awaits a thread: two loads of one name at once would both pass the checks above.
         path = resolve(body.lora_path, self._roots, "lora_path")
         self._loading.add(body.lora_name)
         try:
@@ -348,13 +350,11 @@ class SystemPlane:
     # Helpers
 
     def _serves(self) -> str:
-        """Return the name of the live weights, the same that the probe of these weights
-        returned."""
+        """Return the name of the live weights, the same that their probe returned."""
         return self._prober.name(self.engine.core.served.weights)
 
     def _weights_id(self) -> str:
-        """Return an id that changes with the live weights, with the staged ones, and with a
-        restart."""
+        """Return an id that changes with the live or staged weights and with a restart."""
         epoch = self.engine.core.served.weights.epoch
         return f"{self._incarnation}.{epoch}.{self.engine.staged_version or ''}"
 

@@ -110,6 +110,7 @@ class Decoder:
 
     def table(self, weights: Weights, rows: int, *, adapted: bool = False) -> Table:
         """Return the table for so many rows, capturing its graph if necessary."""
+        # Graphs hold the addresses of the memory they were captured with.
         if weights.packed is not self._packed:
             self._tables.clear()
         self._weights, self._packed = weights, weights.packed
@@ -178,4 +179,5 @@ class Decoder:
         head(hidden, weights, table.logits, exact=self._exact)
         adapt(table.logits, hidden, HEAD_LAYER, "head")
         table.draw()
+        # Part of the graph: a replay without new input continues at the next position.
         table.positions.add_(1)

@@ -27,8 +27,7 @@ from lockstep.tokens.completion import usable
 
 @dataclass(frozen=True, slots=True)
 class _OtherRows:
-    """Rows with options the kernels do not support. `sampler.sample` draws them from their
-    logits."""
+    """Rows with options the kernels do not support, sampled by `sampler.sample`."""
 
     at: list[int]
     options: list[SamplingRow]
@@ -270,6 +269,7 @@ class OverlappedRunner:
         scheduler, decode = self._scheduler, step.decode
         if decode is None or step.prefills or decode.others is not None:
             return False
+        # A waiting request could start now, so the batch must be planned again.
         if scheduler.has_waiting and len(scheduler.running) < scheduler.slots:
             return False
         return decode.sequences == scheduler.running and all(
@@ -313,6 +313,5 @@ def _row(row: SamplingRow, slot: int, position: int, token: int) -> GraphRow:
 
 
 def _kernels_sample(row: SamplingRow) -> bool:
-    """Return whether the kernels can sample this row: from the whole distribution, with any
-    temperature."""
+    """Return whether the kernels can sample this row: only a temperature may shape it."""
     return not row.processing.edits and not truncates(row.sampling)

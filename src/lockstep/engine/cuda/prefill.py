@@ -66,6 +66,7 @@ class TokenTable:
 
         `adapted` are the blocks of rows with adapters, if there are any.
         """
+        # Two host buffers take turns, so that a batch can be written while the last one is copied.
         self._up.reverse()
         self._copied.reverse()
         if (copied := self._copied[0]) is not None:
@@ -144,6 +145,7 @@ class Prefiller:
         table = self.table(weights, self._size(segments, count), adapted=adapted)
         blocks = None if bank is None else bank.blocks(runs, table.blocks_max)
         table.fill(segments, self._per_block, blocks)
+        # Without a bank the rows of adapters differ from batch to batch, which no graph can hold.
         if self.bank is None and (rows := adapter_rows(runs, table.ids.device)):
             self._step(table, weights, count, rows)
         elif table.graph is not None and self._captured(weights):
@@ -174,8 +176,7 @@ class Prefiller:
     def logits(
         self, weights: Weights, hidden: Tensor, adapters: Seq[Adapter | None] = ()
     ) -> Tensor:
-        """Return the logits of these hidden states, each under its adapter, in the model's
-        dtype."""
+        """Return the logits of these hidden states, each under its adapter."""
         out = hidden.new_empty((len(hidden), weights.head.shape[0]))
         self._logits_to(out, weights, hidden, adapters)
         return out

@@ -127,8 +127,7 @@ def why_not_adapted(config: ModelConfig, bank: AdapterBank, like: Tensor) -> str
 
 
 def _adapted_modules(config: ModelConfig) -> dict[tuple[int, str], tuple[int, ...]]:
-    """Return the input and output sizes of modules that adapters update, in one layer and the
-    head."""
+    """Return the input and output sizes of adaptable modules, of one layer and the head."""
     sizes = {
         (HEAD_LAYER, "head"): (config.hidden, config.vocab_size),
         (0, "qkv"): (config.hidden, config.q_size, config.kv_size, config.kv_size),

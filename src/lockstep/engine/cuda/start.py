@@ -46,8 +46,7 @@ FEWEST_PLACES = 2
 
 
 def overlapped_runner(core: Core) -> OverlappedRunner | None:
-    """Return the runner that steps an engine by CUDA graphs, or None if the kernels do not fit
-    it."""
+    """Return a runner that steps the engine by CUDA graphs, or None without fitting kernels."""
     if not supported(core.model, core.cache):
         return None
     pool, bank = GraphPool(), None
@@ -116,6 +115,7 @@ def warm(core: Core, seconds: float) -> str:
                     last_log - start_time,
                 )
     _run_requests(core)
+    # Captures leave freed blocks of many sizes in the allocator: return them to the device.
     gc.collect()
     torch.cuda.empty_cache()
     whole = all(covered.get(name, 0) >= size for size, name, _ in shapes)
@@ -179,8 +179,7 @@ def prove(core: Core) -> None:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return why kernels do not run here. Raises EngineFailure if a missing compiler is the
-    cause."""
+    """Return why kernels do not run here. Raises EngineFailure for a missing compiler."""
     if isinstance(error, CalledProcessError) or "C compiler" in str(error):
         raise EngineFailure(
             f"Triton could not build its kernel launchers, for which it needs a C compiler and "

@@ -112,6 +112,7 @@ class Table:
         up[:] = 0
         up[1] = spare
         up[0, :n], up[1, :n], up[2, :n], up[5, :n] = positions, slots, processed, tokens
+        # One copy for all rows of words: floats are stored as their bits.
         floats = up[3:5].view(np.float32)
         floats[0, :n], floats[1, :n] = temperatures, uniforms
         self.words[:6].copy_(self._host.up, non_blocking=True)
@@ -132,8 +133,7 @@ class Table:
         )  # fmt: skip
 
     def fetch(self, rows: Seq[GraphRow]) -> StepInFlight:
-        """Start copying the step's results to the host. Call it once after each `fill` or
-        `refill`."""
+        """Start copying the results to the host. Call it once after each `fill` or `refill`."""
         host = self._host
         host.down.copy_(self.words[5:], non_blocking=True)
         likeliest = None

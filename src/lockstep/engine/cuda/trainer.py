@@ -52,6 +52,7 @@ def prepare_modules(model: Any) -> None:
             module.forward = partial(_routing, module, config)
         elif type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_norm, module)
+        # SiLU, norms and rotations are replaced too: torch's kernels round in other places.
         if hasattr(module, "act_fn"):
             module.act_fn.forward = _Silu.apply
         if hasattr(getattr(module, "rotary_emb", None), "inv_freq"):
@@ -68,6 +69,13 @@ def config_of(model: Any) -> ModelConfig:
         )
     raw = model.config.get_text_config().to_dict() | {"architectures": architectures[:1]}
     return ModelConfig.of(raw, Path("/nonexistent"))
+
+
+def _apply(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
+    """Call an autograd function, whose `apply` has no type in torch."""
+    apply: Any = function.apply
+    out: Tensor = apply(*inputs)
+    return out
 
 
 class _Linear(torch.autograd.Function):
@@ -185,8 +193,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def logprobs_of(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """Return the logprob of each row's token, differentiable, with the engine's bits."""
-    out: Tensor = _TokenLogprobs.apply(logits, tokens, temperature)
-    return out
+    return _apply(_TokenLogprobs, logits, tokens, temperature)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> Tensor:
@@ -197,8 +204,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float) -> 
     starts = positions[:, 0].tolist()
     if len(starts) == 1:
         starts *= q.shape[0]
-    out: Tensor = _Attention.apply(q, k, v, tuple(starts), scale)
-    return out
+    return _apply(_Attention, q, k, v, tuple(starts), scale)
 
 
 @contextmanager
@@ -254,29 +260,25 @@ def mix(hidden: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Ten
     """Return the weighted sum of each row's experts, differentiable, with the engine's bits."""
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        out: Tensor = _Linear.apply(x, weight, None)
-        return out
+        return _apply(_Linear, x, weight, None)
 
     def gate(both: Tensor) -> Tensor:
         first, second = both.chunk(2, -1)
-        out: Tensor = _Silu.apply(first) * second
-        return out
+        return _apply(_Silu, first) * second
 
     return mix_experts(hidden, ids, weights, gate_up, down, product=product, gate=gate)
 
 
 def _routing(module: Any, config: ModelConfig, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, weights and ids of each row's experts, as a transformers router does."""
-    logits = _Linear.apply(hidden.reshape(-1, hidden.shape[-1]), module.weight, None)
+    logits = _apply(_Linear, hidden.reshape(-1, hidden.shape[-1]), module.weight, None)
     weights, ids = route(logits, config.experts_per_token, config.normalize_top_k)
     return logits, weights, ids
 
 
 def _linear(module: torch.nn.Linear, x: Tensor) -> Tensor:
-    out: Tensor = _Linear.apply(x, module.weight, module.bias)
-    return out
+    return _apply(_Linear, x, module.weight, module.bias)
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
-    out: Tensor = _Norm.apply(x, module.weight, module.variance_epsilon)
-    return out
+    return _apply(_Norm, x, module.weight, module.variance_epsilon)

@@ -147,6 +147,7 @@ class PrefixCache:
     def store(self, root: bytes, tokens: Sequence[int], slot: int) -> None:
         """Store the whole blocks of `tokens`, whose keys and values are all in `slot`."""
         names = list(block_names(root, tokens, len(tokens) // BLOCK))[: self.capacity]
+        # Touch the cached part of the chain first, so that adding its rest does not evict it.
         self._touch(names)
         blocks: list[int] = []
         targets: list[int] = []
@@ -203,6 +204,7 @@ def index_on(
     numbers: Sequence[int] | npt.NDArray[np.signedinteger], device: torch.device
 ) -> Tensor:
     """Return these numbers on a device, without waiting for its queued work."""
+    # A copy from pageable memory would block until the device has finished its queue.
     index = torch.tensor(numbers)
     if device.type != "cuda":
         return index

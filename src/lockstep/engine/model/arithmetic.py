@@ -57,8 +57,7 @@ class Arithmetic(Protocol):
         ...
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
-        """Return the attention (n, heads * d) of causal queries of one sequence from position
-        `start`.
+        """Return the attention (n, heads * d) of causal queries from position `start` on.
 
         q is (n, heads, d); k and v are a whole slot, (kv_heads, capacity, d).
         """
@@ -153,8 +152,7 @@ def exact_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float)
 
 
 def causal_mask(rows: int, keys: int, start: int, device: torch.device) -> Tensor:
-    """Return a mask (rows, keys), true where the key is after the query at position `start` +
-    row."""
+    """Return a mask (rows, keys), true for keys after the query at position `start` + row."""
     positions = torch.arange(start, start + rows, device=device)
     return torch.arange(keys, device=device)[None, :] > positions[:, None]
 
@@ -162,6 +160,7 @@ def causal_mask(rows: int, keys: int, start: int, device: torch.device) -> Tenso
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of x in transformers' order of operations. Fused kernels use another."""
     wide = x.float()
+    # The roundings of `pow(2).mean(-1) + eps`, in fewer operations.
     squares = torch.mul(wide, wide).sum(-1, keepdim=True)
     width = _constant(x.shape[-1], x.device)
     mean = torch.addcdiv(_constant(eps, x.device), squares, width)
@@ -208,8 +207,7 @@ def in_safe_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """Return the weights and ids, both (rows, k), of the `k` experts of each row by router
-    logits."""
+    """Return weights and ids, both (rows, k), of each row's `k` experts by router logits."""
     probs = torch.softmax(logits, dim=-1, dtype=torch.float)
     weights, ids = torch.topk(probs, k, dim=-1)
     if normalize:

@@ -97,8 +97,7 @@ class RaggedPrefill(Protocol):
         ...
 
     def run(self, weights: Weights, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-        """Return normed hidden states of all tokens and the sum of each, valid until the next
-        run."""
+        """Return normed hidden states and the sum of each, valid until the next run."""
         ...
 
     def on(self, cache: SlotCache) -> RaggedPrefill:
@@ -108,8 +107,7 @@ class RaggedPrefill(Protocol):
     def logits(
         self, weights: Weights, hidden: Tensor, adapters: Sequence[Adapter | None] = ()
     ) -> Tensor:
-        """Return the logits of these hidden states, each under its adapter, in the model's
-        dtype."""
+        """Return the logits of these hidden states, each under its adapter."""
         ...
 
     def scores(
@@ -248,6 +246,7 @@ class Model:
             qkv = F.linear(h, layer.qkv, layer.qkv_bias)
             self._adapt(batch, qkv, h, i, "qkv")
             heads = qkv.view(qkv.shape[0], -1, c.head_dim)
+            # Queries and keys are adjacent in the product, so one call norms and rotates both.
             qk = heads[:, : c.heads + c.kv_heads]
             normed = qk if layer.qk_norm is None else rms_norm(qk, layer.qk_norm, c.eps)
             rotate(normed, cos, sin, out=qk)
@@ -305,8 +304,7 @@ class Model:
         targets: Sequence[int],
         adapter: Adapter | None = None,
     ) -> Tensor:
-        """Return the logprob of each target at the rows from `first` on, under one adapter or
-        none."""
+        """Return the logprob of each target at the rows from `first` on."""
         ids = torch.tensor(targets, device=hidden.device)
         rows = range(first, first + len(targets))
         adapters = [adapter] * len(targets)
@@ -336,6 +334,7 @@ class Model:
         if decode is not None and decode.rows is None:
             out[: decode.width] = self._attend_decode(q[: decode.width], keys, values, decode)
         elif decode is not None:
+            # Attention reads slots 0 to width - 1, so put the queries into slot order first.
             queries = q.new_zeros((decode.width, *q.shape[1:]))
             queries[decode.slots] = q[decode.rows]
             decoded = self._attend_decode(queries, keys, values, decode)

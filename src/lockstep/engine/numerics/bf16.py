@@ -68,6 +68,7 @@ def make_bf16_safe() -> str:
             "a bf16 product crashes with %s=%s: limiting oneDNN to %s",
             VARIABLE, current, limit,
         )  # fmt: skip
+        # oneDNN reads the variable on first use: if this process has used it, it is too late.
         os.environ[VARIABLE] = limit
         if not survives():
             raise EngineFailure(

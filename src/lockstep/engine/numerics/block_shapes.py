@@ -77,6 +77,7 @@ def attention_shapes(dim: int) -> AttentionShapes:
 
         def keeps_bits(tail: int, queries: int) -> bool:
             """Return whether the last queries are right over `tail` keys and over a block more."""
+            # A tail after a whole block is folded into a running softmax, a first one is not.
             ends = ((slice(end - queries, end), end) for end in (tail, BLOCK + tail))
             return all(torch.equal(attend(rows, end), whole[:, :, rows]) for rows, end in ends)
 
@@ -218,11 +219,13 @@ def _rows_hold(inputs: int, outputs: tuple[int, ...], rows: int) -> bool:
         most = max(128, min(1024, FLOPS // (2 * weight.numel()) // 64 * 64))
         x = torch.randn(most + 64, inputs, generator=source)
         whole = F.linear(x[:most], weight)
+        # Few rows select other kernels than many. Odd starts put a row at another place in a tile.
         few = {count for count in (1, 2, 3, 5, 7, 8, 13) if rows * count <= most}
         for count, start in product(sorted(few), (0, 1, rows + 3)):
             rest = slice(start, start + rows * count)
             if rest.stop <= most and not torch.equal(F.linear(x[rest], weight), whole[rest]):
                 return False
+        # A number of rows that is not a multiple of the largest tile must not change the others.
         if not torch.equal(F.linear(x, weight)[:most], whole):
             return False
         # The engine multiplies q, k and v as one packed weight, a trainer one by one.

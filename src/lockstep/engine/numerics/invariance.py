@@ -86,6 +86,7 @@ def why_not_exact(model: Model, weights: Weights, cache: SlotCache) -> str | Non
 def why_batch_dependent(model: Model, weights: Weights, cache: SlotCache) -> str | None:
     """Return how the bits of a sequence depend on its chunks or its batch, or None."""
     ids = _ids(model)
+    # The first result, one pass without companions, is what all others must equal.
     alone: Tensor | None = None
     for cut in CUTS:
         for companions in (0, min(2, cache.slots - 1)):

@@ -123,6 +123,7 @@ def _group_runs(runs: Sequence[TokenRun], count: int) -> tuple[tuple[PackedRuns,
     by_size: dict[tuple[int, int], list[TokenRun]] = defaultdict(list)
     for run in runs:
         keys = len(run.shared) + len(run.own)
+        # Runs of one group differ by less than a factor of two, which bounds the padding.
         by_size[len(run.own).bit_length(), keys.bit_length()].append(run)
     place = np.zeros(count, dtype=np.int64)
     packed: list[PackedRuns] = []

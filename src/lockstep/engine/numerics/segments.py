@@ -60,6 +60,8 @@ def key_ranges(visible: Tensor) -> Tensor | None:
             last, count = torch.where(later, first - 1, last), count.masked_fill(later, 0)
         if not first[count > 0].any():
             return None
+    # In a sliding window the first key advances with every query. In packed sequences it advances
+    # only at the first token of a sequence, which sees a single key.
     moved = (first.diff(dim=-1) > 0) & (last.diff(dim=-1) == 1) & (count[:, :-1] > 1)
     if moved[(count[:, 1:] > 1)].any():
         raise _not_exact("a sliding window")
@@ -86,6 +88,8 @@ def segment_attention(
     rows = torch.arange(batch, device=query.device)[:, None].expand_as(first)
     # A sequence is identified by its row and its first key.
     names, index = torch.unique((rows * key.shape[2] + first)[sees], return_inverse=True)
+    # Give every query a place within its sequence, and gather queries, keys and values into one
+    # padded row per sequence. Each row is then computed as if its sequence were alone.
     counts = torch.bincount(index, minlength=len(names))
     order = torch.argsort(index, stable=True)
     place = torch.empty_like(order)

@@ -32,8 +32,7 @@ class TagGrammar:
         self._rules: list[str] = []
 
     def lark(self, text: str) -> str:
-        """Return the grammar in Lark's notation. Raises BadRequest for an invalid structural
-        tag."""
+        """Return the grammar in Lark's notation. Raises BadRequest for an invalid tag."""
         try:
             tag = json.loads(text)
             start = self._rule(tag["format"])

@@ -42,8 +42,7 @@ class Vocabulary:
         return b"" if token_id in self.specials else self.bytes_of(token_id)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token, special or not; none for an id that only pads the
-        vocabulary."""
+        """Return the bytes of a token, special or not; none for a padding id."""
         try:
             return self._table.data(token_id)
         except BadTokenId:

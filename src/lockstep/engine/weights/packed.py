@@ -15,8 +15,7 @@ SWAP_VALUES = 64 << 20
 
 
 class PackedTensors(dict[str, Tensor]):
-    """Packed tensors by name. `whole` is the single allocation that holds them all, if there is
-    one.
+    """Packed tensors by name. `whole` is the single allocation of all of them, if any.
 
     With it, a few large copies exchange two sets of the same layout.
     """

@@ -164,6 +164,7 @@ class _Writer:
                 copied.synchronize()
             take(data)
 
+        # Writing and both digests read the same bytes at the same time, each in its own thread.
         futures = [
             self._writing.submit(run, self._write),
             self._hashing.submit(run, self._whole.update),

@@ -75,6 +75,8 @@ class ServedWeights:
 
     def commit(self, weights: Weights) -> None:
         """Serve `weights` and keep the current set for one rollback."""
+        # The graphs' memory then holds the new values, and the staged memory the old ones: the
+        # previous set stays available for a rollback without a third copy.
         if self._in_place:
             self.weights.exchange_memory(weights)
         self.previous, self.weights = self.weights, weights
@@ -118,8 +120,7 @@ class ServedWeights:
             raise UnknownModel(f"adapter {name!r} is not loaded", param="model") from None
 
     def version_of(self, adapter: Adapter | None) -> str:
-        """Return the version label of a token sampled now: that of the weights, and of the
-        adapter."""
+        """Return the version label of a token sampled now: of the weights and the adapter."""
         if adapter is None:
             return self.weights.version
         return joined(self.weights.version, adapter.name, adapter.label)

@@ -147,6 +147,7 @@ class DeviceCopier:
 
     def _send(self, piece: Tensor, target: Tensor) -> memoryview:
         """Start the transfer of a piece; return its bytes, valid until the buffer is reused."""
+        # The buffer may still be read by its last transfer.
         buffer, copied = next(self._buffers())
         if copied is not None:
             copied.synchronize()

@@ -35,8 +35,7 @@ _epochs = count()
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The location of a named tensor: rows [start, end) of a packed tensor, of one expert if
-    any."""
+    """The location of a named tensor: rows of a packed tensor, of one expert if any."""
 
     packed: str
     start: int
@@ -137,8 +136,7 @@ class Layout:
             self.places[expert + "down_proj.weight"] = Place(to + "down", 0, down, e)
 
     def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Place:
-        """Return the place of a named tensor. Raises CheckpointError if it does not fit the
-        model."""
+        """Return the place of a named tensor. Raises CheckpointError if it does not fit."""
         place = self.places.get(name)
         if place is None:
             raise CheckpointError(f"tensor {name!r} is not part of this {self.config.family} model")
@@ -169,8 +167,7 @@ class Weights:
         self._lay_out(self.packed)
 
     def _lay_out(self, packed: PackedTensors) -> None:
-        """Use these packed tensors, which hold this set's values, and rebuild the layers from
-        them."""
+        """Use these packed tensors, which hold this set's values, and rebuild the layers."""
         object.__setattr__(self, "packed", packed)
         names = [name for name, f in Layer.__dataclass_fields__.items() if f.init]
         config = self.layout.config
@@ -209,8 +206,8 @@ class Weights:
     def load(
         cls, directory: Path, layout: Layout, version: str, *, device: str, dtype: torch.dtype
     ) -> Weights:
-        """Return the checkpoint in `directory`. Raises CheckpointError unless it is complete and
-        fits."""
+        """Return the checkpoint in `directory`. Raises CheckpointError unless complete and
+        fitting."""
         packed = PackedTensors.empty(layout.shapes, device, dtype, joined=device != "cpu")
         missing = set(layout.places)
         tied_head: Tensor | None = None
@@ -290,8 +287,7 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the name and a loader of each tensor. Raises CheckpointError for a missing or broken
-    file."""
+    """Yield name and loader of each tensor. Raises CheckpointError for a broken file."""
     for path in _files(directory):
         if not path.exists():
             raise CheckpointError(f"{path} does not exist: the checkpoint is not complete")

@@ -26,11 +26,10 @@ FINISH = {"stop": "stop", "length": "length", "tool_calls": "stop", "abort": "ca
 async def collect(
     pieces: AsyncIterator[StreamedToken], seconds: float = SECONDS, most: int = MOST
 ) -> AsyncGenerator[list[StreamedToken], None]:
-    """Yield the pieces in lists: those of `seconds`, or at most about `most`. Closing it stops
-    them.
+    """Yield the pieces in lists, each of `seconds` or about `most` pieces.
 
-    An end token and the record of its choice are one piece, so they stay together. The frontend
-    ends a choice at its end token and would not wait for more.
+    Closing the generator stops them. An end token and the record of its choice are one piece, so
+    they stay together: the frontend ends a choice at its end token and would not wait for more.
     """
     waiting: list[StreamedToken] = []
     arrived = asyncio.Event()
@@ -43,6 +42,7 @@ async def collect(
         finally:
             arrived.set()
 
+    # A task reads ahead, so that waiting for more tokens never cancels a read of the engine.
     task = asyncio.create_task(pump())
     loop = asyncio.get_running_loop()
     try:

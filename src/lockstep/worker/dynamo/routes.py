@@ -87,7 +87,6 @@ def _as_response(name: str, run: Route) -> Route:
 
 
 def _error_response(error: LockstepError) -> Fields:
-    """Return the fields of an error, flat, because Dynamo's clients read `message` at the top
-    level."""
+    """Return the fields of an error, flat: Dynamo's clients read `message` at the top level."""
     fields = error_fields(error)["error"]
     return {"status": "error", **(fields if isinstance(fields, dict) else {})}

@@ -261,8 +261,7 @@ def _read(keys, values, start, end, dim: tl.constexpr, block: tl.constexpr):
 
 @triton.jit
 def _fold(low, high, k_low, k_high, values, known, top, total, summed):
-    """Return the running softmax after one more block: highest score, sum of shares, weighted
-    values."""
+    """Fold one more block into a softmax: highest score, sum of shares, weighted values."""
     scores = tl.dot(high, k_high, tl.dot(low, k_low))
     scores = tl.where(known[None, :], scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, axis=1))

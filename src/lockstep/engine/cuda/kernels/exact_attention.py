@@ -75,8 +75,7 @@ def _joined(top, total, summed, more_top, more_total, more_summed):
 
 
 def attend_ragged(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, scale: float) -> Tensor:
-    """Return the causal attention of a ragged batch. Arguments as in
-    `prefill_kernels.attend_ragged`."""
+    """Return the causal attention of a ragged batch, as in `prefill_kernels.attend_ragged`."""
     _, kv_heads, capacity, dim = keys.shape
     group = q.shape[1] // dim // kv_heads
     out = torch.empty_like(q)

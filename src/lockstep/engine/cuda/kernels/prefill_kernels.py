@@ -91,8 +91,7 @@ def _store_heads(
 
 
 def tokens_per_block(group: int) -> int:
-    """Return the maximum number of tokens of a block of `attend_ragged`, at `group` heads per
-    key."""
+    """Return the most tokens of a block of `attend_ragged`, at `group` heads per key."""
     return max(ROWS // group, 1)
 
 
@@ -182,8 +181,7 @@ def _attend_ragged(
 
 @triton.jit
 def _fold_rows(scores, value, top, total, summed):
-    """Return the running softmax after one more block: highest score, sum of shares, weighted
-    values."""
+    """Fold one more block into a softmax: highest score, sum of shares, weighted values."""
     highest = tl.maximum(top, tl.max(scores, axis=1))
     old = tl.exp2(top - highest)
     shares = tl.exp2(scores - highest[:, None])

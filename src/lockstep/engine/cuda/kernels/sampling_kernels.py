@@ -71,8 +71,7 @@ def token_logprobs_reference(logits: Tensor, tokens: Tensor, temperature: float 
 
 @triton.jit(do_not_specialize=["rows"])
 def _weigh(logits, temperatures, stats, vocab, rows, wide: tl.constexpr, chunk: tl.constexpr):
-    """Store for each chunk its highest logit, its index, and its sums of exp, plain and
-    tempered."""
+    """Store each chunk's highest logit, its index, and the sums of exp, plain and tempered."""
     part, row = tl.program_id(0), tl.program_id(1)
     at = part * chunk + tl.arange(0, chunk)
     inside = at < vocab

@@ -145,7 +145,8 @@ class LoraModel:
             and name.rpartition(".")[2] in (*ATTENTION, *MLP, HEAD)
         }
         for name, module in self._linears.items():
-            module.forward = partial(self._forward, name, module.forward)
+            forward = partial(self._forward, name, module.forward)
+            module.forward = forward  # type: ignore[method-assign]
 
     @property
     def device(self) -> torch.device:
