@@ -1,5 +1,4 @@
-"""Exact logprobs on the trainer's side: a transformers model with the engine's logprobs, bit for
-bit.
+"""Exact logprobs for trainers: a transformers model that computes as the engine, bit for bit.
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     exact.prepare(model)
@@ -325,9 +324,7 @@ def attention(
     if packed_row is not None:
         return packed_row.attention(query, key, value, scale), None
     ranges = attention_mask
-    if (
-        ranges is not None and ranges.dim() == 4
-    ):  # a mask that the caller built, still to be reduced to ranges
+    if ranges is not None and ranges.dim() == 4:  # a mask that the caller built
         ranges = key_ranges(ranges)
     return segment_attention(query, key, value, ranges, scale), None
 

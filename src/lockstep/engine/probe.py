@@ -174,7 +174,7 @@ def save_adapter(
     return directory
 
 
-def covering(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+def cover_experts(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return `sequences` plus random ones, until every expert of every layer has processed a token.
 
     A probe that never reaches an expert cannot detect that it is stale. Experts that no candidate
@@ -209,7 +209,7 @@ def _builtin(model: Any) -> list[list[int]]:
     """Return few sequences when bits are compared, many when differences are measured."""
     config = model.config.get_text_config()
     shape = LENGTHS if is_exact(model) else THOROUGH
-    return covering(model, builtin(config.vocab_size, config.max_position_embeddings, shape))
+    return cover_experts(model, builtin(config.vocab_size, config.max_position_embeddings, shape))
 
 
 def _previous_logprobs(

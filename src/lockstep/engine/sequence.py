@@ -1,5 +1,4 @@
-"""A request inside the engine: its sampling options, its choices, and the delivery of its
-events."""
+"""A request inside the engine: its options, its choices, and the delivery of its events."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.checkpoint.probe import Probe, Verdict, compare
 from lockstep.engine import EngineOptions
 from lockstep.engine.core import Core
-from lockstep.engine.probe import covering, write_probe
+from lockstep.engine.probe import cover_experts, write_probe
 from lockstep.engine.weights.weights import Weights
 from lockstep.models import bundled
 from tests.engine import checkpoints
@@ -136,7 +136,7 @@ def test_every_tensor_of_the_model_is_seen_by_the_probe(name: str, directory: Pa
 def test_a_trainer_adds_sequences_until_every_expert_takes_part(directory: Path) -> None:
     tried = trial("tiny-moe", directory)
     model = checkpoints.trainer(directory / "tiny-moe-new")
-    assert len(covering(model, [[1, 2, 3]])) > 1
-    probe = write_probe(model, directory, sequences=covering(model, [[1, 2, 3]]))
+    assert len(cover_experts(model, [[1, 2, 3]])) > 1
+    probe = write_probe(model, directory, sequences=cover_experts(model, [[1, 2, 3]]))
     narrow = replace(tried, probe=probe)
     assert not [name for name in tried.new if narrow.verdict({name: tried.old[name]}).passed]

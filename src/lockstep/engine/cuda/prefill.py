@@ -1,5 +1,4 @@
-"""Prefill on a CUDA device: all tokens of a step in one ragged batch, with a graph per batch
-size."""
+"""Prefill on a CUDA device: all tokens of a step in one ragged batch, by captured graphs."""
 
 from __future__ import annotations
 
@@ -148,7 +147,7 @@ class Prefiller:
         # Without a bank the rows of adapters differ from batch to batch, which no graph can hold.
         if self.bank is None and (rows := adapter_rows(runs, table.ids.device)):
             self._step(table, weights, count, rows)
-        elif table.graph is not None and self._captured(weights):
+        elif table.graph is not None and self._is_captured(weights):
             table.graph.replay()
         else:
             self._step(table, weights, adapted=adapted)
@@ -162,7 +161,7 @@ class Prefiller:
         table.fill(rows, 0)
         if any(adapter is not None and adapter.adapts_head for adapter in adapters):
             self._finish(table, weights, adapters)
-        elif table.graph is not None and self._captured(weights):
+        elif table.graph is not None and self._is_captured(weights):
             table.graph.replay()
         else:
             self._finish(table, weights)
@@ -210,7 +209,7 @@ class Prefiller:
         self._packed = self._packed or weights.packed
         if (size, adapted) not in self._tables:
             self._tables[size, adapted] = table = TokenTable(size, self._hidden, self._sums)
-            if self._pool is not None and self.cache.k.is_cuda and self._captured(weights):
+            if self._pool is not None and self.cache.k.is_cuda and self._is_captured(weights):
                 table.slots.fill_(NOWHERE)
                 run = partial(self._step, table, weights, adapted=adapted)
                 table.graph = self._pool.capture(run)
@@ -225,11 +224,11 @@ class Prefiller:
                 shape = powers(self.cache.slots)[-1], self._model.config.vocab_size
                 self._logits = self._hidden.new_empty(shape)
             self._heads[size] = table = Table(self._logits[:size])
-            if self._pool is not None and self.cache.k.is_cuda and self._captured(weights):
+            if self._pool is not None and self.cache.k.is_cuda and self._is_captured(weights):
                 table.graph = self._pool.capture(lambda: self._finish(table, weights))
         return self._heads[size]
 
-    def _captured(self, weights: Weights) -> bool:
+    def _is_captured(self, weights: Weights) -> bool:
         """Return whether these weights are in the memory that the graphs read."""
         return weights.packed is self._packed
 
