@@ -1,10 +1,9 @@
-"""Compiles the kernels that a layer launches for a GPU that is not here, and prints their needs.
+"""Compiles the kernels of a layer for a GPU that is not present, and prints their shared memory.
 
     python -m tests.engine.cuda.kernels.fitted 89 [close] [exact] [fp32]
 
-The functions of the engine are called with tensors that have no numbers, and what they launch is
-compiled only. A line of JSON for each kernel: its name, the most shared memory that a program of it
-has, and for which rows. Needs Triton without its interpreter, so it is a program of its own.
+Prints a line of JSON for each kernel: its name, the most shared memory that one of its programs
+needs, and for which number of rows.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from lockstep.engine.config import ModelConfig
 from lockstep.engine.cuda.kernels import (
@@ -33,54 +29,22 @@ from lockstep.engine.cuda.kernels import (
 from lockstep.engine.cuda.kernels.adapters import AdapterBank
 from lockstep.engine.cuda.kernels.exact_gated import linear_gated
 from lockstep.models import model_directory
+from tests.engine.cuda.kernels.offline import compile_launches
 
 LIMITS = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Bytes of shared memory that a program may have, by compute capability: A100, L4 and RTX 40, H100,
-B200, RTX 50."""
+"""Bytes of shared memory per program, by compute capability: A100, L4 and RTX 40, H100, B200,
+RTX 50."""
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, CAPACITY = 4096, 32, 8, 128, 12288, 151936, 4096
-"""Qwen3 8B. Smaller models have the same tiles, over fewer terms."""
+"""Qwen3 8B. Smaller models use the same tiles over fewer terms."""
 NARROW = 1024
-"""The hidden size of Qwen3 0.6B, whose prompts have a tile of their own."""
-EXPERTS, CHOSEN, EXPERT_INNER = 128, 8, 768
-"""Of Qwen3 30B-A3B."""
+"""The hidden size of Qwen3 0.6B, whose prompts use another tile."""
+EXPERTS, TOP_K, EXPERT_INNER = 128, 8, 768
+"""Qwen3 30B-A3B."""
 ROWS = 1, 2, 24, 8192
 
 
-class Elsewhere:
-    """What Triton asks of the driver of a GPU, as far as compiling goes."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
-
-
-class Compiling:
-    """Compiles what is launched, and keeps the most that each kernel needs."""
-
-    def __init__(self, capability: int) -> None:
-        self._early = capability >= 90
-        self._run = JITFunction.run
-        self.rows = 0
-        self.most: dict[str, tuple[int, int]] = {}
-
-    def launched(self, kernel: Any, *args: Any, **options: Any) -> None:
-        options |= {"warmup": True, "enable_fp_fusion": False}
-        options |= {"early": self._early, "launch_pdl": self._early}
-        needs = self._run(kernel, *args, **options).metadata.shared
-        name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
-        self.most[name] = max(self.most.get(name, (0, 0)), (needs, self.rows))
-
-
 def layer(rows: int, hidden: int, arithmetic: str) -> None:
-    """One layer of a model, as it decodes these rows and as they are prompts."""
+    """Call one layer of a model, both decoding these rows and computing them as prompts."""
     kind = torch.float32 if arithmetic == "fp32" else torch.bfloat16
     new = partial(torch.empty, dtype=kind, device="meta")
     whole = partial(torch.empty, dtype=torch.int32, device="meta")
@@ -114,7 +78,7 @@ def layer(rows: int, hidden: int, arithmetic: str) -> None:
     queries = exact_kernels.store_heads(product, *places, **heads)
     exact_attention.attend_ragged(queries, keys, values, blocks, 0.1)
     mixed = new(EXPERTS, 2 * EXPERT_INNER, hidden), new(EXPERTS, hidden, EXPERT_INNER)
-    experts.mix(x, whole(rows, CHOSEN), new(rows, CHOSEN), *mixed)
+    experts.mix(x, whole(rows, TOP_K), new(rows, TOP_K), *mixed)
     config = ModelConfig.read(model_directory("tiny"))
     config = replace(config, hidden=hidden, intermediate=INNER, layers=1, vocab_size=VOCAB)
     bank = AdapterBank(config, 8, 64, keys)
@@ -124,17 +88,20 @@ def layer(rows: int, hidden: int, arithmetic: str) -> None:
 
 def main() -> None:
     capability, arithmetics = int(sys.argv[1]), sys.argv[2:] or ["close", "exact", "fp32"]
-    driver.set_active(Elsewhere(capability))
-    compiling = Compiling(capability)
-    JITFunction.run = lambda kernel, *args, **options: compiling.launched(kernel, *args, **options)
+    most: dict[str, tuple[int, int]] = {}
+    rows = 0
+
+    def measure(name: str, program: Any) -> None:
+        most[name] = max(most.get(name, (0, 0)), (program.metadata.shared, rows))
+
+    compile_launches(capability, measure)
     close_kernels.shared_memory = lambda device: LIMITS[capability]
     for arithmetic in arithmetics:
         for rows in ROWS:
-            compiling.rows = rows
             layer(rows, HIDDEN, arithmetic)
         layer(max(ROWS), NARROW, arithmetic)
-    for name, most in compiling.most.items():
-        print(json.dumps([name, most]))
+    for name, needs in most.items():
+        print(json.dumps([name, needs]))
 
 
 if __name__ == "__main__":
