@@ -188,7 +188,7 @@ class EngineOptions:
 
     @property
     def why_not_exact(self) -> str | None:
-        """What exact arithmetic requires and this device and dtype lack, or None."""
+        """The requirement of exact arithmetic that this device and dtype do not meet, or None."""
         on_gpu = self.device.startswith("cuda") and self.arithmetic != "portable"
         if not on_gpu and (self.device != "cpu" or self.dtype != "float32"):
             return f"device cpu and dtype float32, got {self.device} and {self.dtype}"

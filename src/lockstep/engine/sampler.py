@@ -32,7 +32,7 @@ class SamplingRow(NamedTuple):
 
     @property
     def processing(self) -> LogitsRow:
-        """What is done to the logits before a token is drawn."""
+        """How to process the logits before a token is drawn."""
         temperature = self.sampling.temperature
         return LogitsRow(self.sampling, temperature, self.banned, self.counts, self.allowed)
 

@@ -1,1 +1,1 @@
-"""What the engine must know of text: the bytes of tokens, and grammars over them."""
+"""Text in the engine: the bytes of tokens, and grammars over them."""

@@ -251,7 +251,7 @@ def _read(keys, values, start, end, dim: tl.constexpr, block: tl.constexpr):
     """Return a block of keys, as two halves transposed for a product, and of values."""
     half: tl.constexpr = dim // 2
     where = start + tl.arange(0, block)
-    known = where < end
+    known = where < end  # prose: allow
     turned = keys + where[None, :] * dim + tl.arange(0, half)[:, None]
     low = tl.load(turned, mask=known[None, :], other=0.0)
     high = tl.load(turned + half, mask=known[None, :], other=0.0)
@@ -260,7 +260,7 @@ def _read(keys, values, start, end, dim: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit
-def _fold(low, high, k_low, k_high, values, known, top, total, summed):
+def _fold(low, high, k_low, k_high, values, known, top, total, summed):  # prose: allow
     """Fold one more block into a softmax: highest score, sum of shares, weighted values."""
     scores = tl.dot(high, k_high, tl.dot(low, k_low))
     scores = tl.where(known[None, :], scores, float("-inf"))
@@ -287,11 +287,11 @@ def _attend(
     slot = tl.load(slots + row).to(tl.int64)
     keys += slot * slot_stride + head * capacity * dim
     values += slot * slot_stride + head * capacity * dim
-    each = tl.cdiv(tl.cdiv(position, splits), block) * block
+    each = tl.cdiv(tl.cdiv(position, splits), block) * block  # prose: allow
     begin = split * each
     end = tl.minimum(position, begin + each)
     # Older keys are already in the cache, so their first block is read before the wait.
-    k_low, k_high, seen, known = _read(keys, values, begin, end, dim, block)
+    k_low, k_high, seen, known = _read(keys, values, begin, end, dim, block)  # prose: allow
     if early:
         gdc_wait()
     lane = tl.arange(0, padded)
@@ -310,7 +310,7 @@ def _attend(
     at, part = tl.arange(0, dim), tl.arange(0, half)
     if split == 0:
         # Split 0 handles the new token: it writes it to the cache and attends to it in registers.
-        one = tl.arange(0, 1)
+        one = tl.arange(0, 1)  # prose: allow
         new_low, new_high = _halves(
             parts, stride, heads + head + one, one == 0, k_norm, cos, sin, eps, dim, pieces
         )
@@ -327,7 +327,7 @@ def _attend(
         summed += value.to(tl.float32)[None, :]
     top, total, summed = _fold(low, high, k_low, k_high, seen, known, top, total, summed)
     for start in range(begin + block, end, block):
-        k_low, k_high, seen, known = _read(keys, values, start, end, dim, block)
+        k_low, k_high, seen, known = _read(keys, values, start, end, dim, block)  # prose: allow
         top, total, summed = _fold(low, high, k_low, k_high, seen, known, top, total, summed)
     which = row * heads + mine
     if splits == 1:

@@ -204,7 +204,7 @@ def _attend_tokens(
         real = lane < group
         if position < begin + size:
             # The new token belongs to this split, so no other program reads what is written here.
-            one, part = tl.arange(0, 1), tl.arange(0, half)
+            one, part = tl.arange(0, 1), tl.arange(0, half)  # prose: allow
             new = heads + head + one
             new_low, new_high = _turned(qkv, cos, sin, k_norm, new, one == 0, eps, dim)
             place = keys + (position + one)[:, None] * dim + part[None, :]
@@ -235,7 +235,7 @@ def _join_tokens(
         gdc_wait()
     row = tl.program_id(1)
     which = row * tl.num_programs(0) + tl.program_id(0)
-    at, one = tl.arange(0, dim), tl.arange(0, 1)
+    at, one = tl.arange(0, dim), tl.arange(0, 1)  # prose: allow
     top = tl.full((1,), -1e30, tl.float32)
     total = tl.zeros((1,), tl.float32)
     summed = tl.zeros((1, dim), tl.float32)

@@ -283,7 +283,7 @@ def _normed(low, high, norm, eps, kind: tl.constexpr, dim: tl.constexpr):
         ones = tl.full((half, 16), 1.0, tl.float32)
         squares = tl.dot(low * low, ones, input_precision="ieee")
         squares = tl.dot(high * high, ones, squares, input_precision="ieee")
-        one = (tl.arange(0, 16) == 0)[None, :]  # all columns are equal
+        one = (tl.arange(0, 16) == 0)[None, :]  # all columns are equal  # prose: allow
         squares = tl.sum(tl.where(one, squares, 0.0), axis=1)
         size = tl.rsqrt(squares / dim + eps)[:, None]
     else:
@@ -449,7 +449,7 @@ def _store_heads(
     lane = tl.arange(0, k_rows)
     real = lane < kv_heads
     low, high = _turned(qkv, cos, sin, k_norm, heads + lane, real, eps, dim)
-    kept = (tl.where(slot >= 0, lane, kv_heads) < kv_heads)[:, None]
+    kept = (tl.where(slot >= 0, lane, kv_heads) < kv_heads)[:, None]  # prose: allow
     first = slot * slot_stride + lane * capacity * dim + position * dim
     place = keys + first[:, None] + part[None, :]
     tl.store(place, low, mask=kept)

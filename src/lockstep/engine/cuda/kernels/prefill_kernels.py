@@ -80,7 +80,7 @@ def _store_heads(
     lane = tl.arange(0, k_rows)
     real = lane < kv_heads
     low, high = _halves(parts, stride, heads + lane, real, k_norm, cos, sin, eps, dim, pieces)
-    kept = (tl.where(slot >= 0, lane, kv_heads) < kv_heads)[:, None]
+    kept = (tl.where(slot >= 0, lane, kv_heads) < kv_heads)[:, None]  # prose: allow
     first = slot * slot_stride + lane * capacity * dim + position * dim
     place = keys + first[:, None] + part[None, :]
     tl.store(place, low.to(kind), mask=kept)
