@@ -260,5 +260,5 @@ def test_one_machine_needs_no_settings_and_others_are_left_alone(tmp_path: Path)
 
 
 def test_a_system_port_that_dynamo_cannot_read_is_refused() -> None:
-    with pytest.raises(BadRequest, match="none above 32767"):
+    with pytest.raises(BadRequest, match="at most 32767"):
         run_dynamo_worker(WorkerOptions(model="tiny", system_port=40_000))

@@ -14,7 +14,7 @@ def test_a_message_older_than_one_received_is_rejected() -> None:
     for number in (1, 2, 2, 5):  # a repetition is no error, nor is one that got lost for good
         arrivals.check(SequenceNumber(caller="a", number=number))
     for number in (4, 4):
-        with pytest.raises(Conflict, match=r"number 4 of 'a'.*number 5"):
+        with pytest.raises(Conflict, match=r"message 4 of 'a'.*message 5"):
             arrivals.check(SequenceNumber(caller="a", number=number))
     arrivals.check(SequenceNumber(caller="b", number=1))
     arrivals.check(None)
