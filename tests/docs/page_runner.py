@@ -24,7 +24,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 from typing import IO
 
-from lockstep.launch.parent_death import exit_with_parent
+from lockstep.launch.parent_watch import exit_with_parent
 from tests.docs.blocks import ROOT, Block
 
 PORTS = (8000, 8001, 8100, 8101, 9000, 9001)

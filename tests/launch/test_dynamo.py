@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.dynamo import LocalDynamo
+from lockstep.launch.local_dynamo import LocalDynamo
 from lockstep.tokens.errors import BadRequest, EngineFailure, Unavailable
 
 STAND_IN = """#!{python}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.backends import GenerateRequest
+from lockstep.backends.transport import GenerateRequest
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.worker import Worker
@@ -109,7 +109,7 @@ def test_no_workers_are_not_a_fleet() -> None:
 
 CHILD = """
 import os, sys, time
-from lockstep.launch.parent_death import exit_with_parent
+from lockstep.launch.parent_watch import exit_with_parent
 exit_with_parent(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(600)

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 
 from lockstep.integrations.ray import RayFleet
 from lockstep.integrations.ray.object_checkpoint import ObjectCheckpoint
-from lockstep.launch.parent_death import exit_with_parent
+from lockstep.launch.parent_watch import exit_with_parent
 
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 HOSTS = ("127.0.0.2", "127.0.0.3")

@@ -18,7 +18,7 @@ from lockstep.cli.shared_options import takes
 from lockstep.http.server.server import run, say_ready, stop_event
 
 if TYPE_CHECKING:
-    from lockstep.launch.dynamo import LocalDynamo
+    from lockstep.launch.local_dynamo import LocalDynamo
     from lockstep.launch.supervisor import Child
 
 app = typer.Typer(no_args_is_help=True, help="NVIDIA Dynamo with Lockstep's workers.")
@@ -72,8 +72,8 @@ def up(
     --discovery they join a deployment of several hosts. What dies is started again. Ctrl-C stops
     all of them.
     """
-    from lockstep.launch.dynamo import LocalDynamo
     from lockstep.launch.interpreter import DYNAMO, find_python
+    from lockstep.launch.local_dynamo import LocalDynamo
 
     status = Status("Starting Dynamo", console=Console(stderr=True, quiet=as_json))
 

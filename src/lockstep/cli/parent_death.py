@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from lockstep.launch.parent_death import exit_with_parent
+from lockstep.launch.parent_watch import exit_with_parent
 
 if __name__ == "__main__":
     exit_with_parent(int(sys.argv.pop(1)))

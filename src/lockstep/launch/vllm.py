@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.http.server.server import say_ready
-from lockstep.launch.parent_death import PR_SET_PDEATHSIG, exit_with_parent
+from lockstep.launch.parent_watch import PR_SET_PDEATHSIG, exit_with_parent
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
 from lockstep.models import bundled
 from lockstep.tokens.errors import BadRequest

@@ -27,7 +27,7 @@ FRONTEND_STOP_SECONDS = 5.0
 ANNOUNCED = ("system_url", "model", "pid", "instance_id")
 """Fields of a worker's ready line that are shown."""
 FRONTEND = (
-    "import runpy, sys; from lockstep.launch.parent_death import exit_with_parent;"
+    "import runpy, sys; from lockstep.launch.parent_watch import exit_with_parent;"
     "exit_with_parent(int(sys.argv.pop(1)));"
     "runpy.run_module('dynamo.frontend', run_name='__main__', alter_sys=True)"
 )
