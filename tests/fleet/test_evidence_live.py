@@ -180,7 +180,7 @@ async def test_a_worker_that_joins_with_the_old_weights_is_caught_and_mended(rig
         await rig.worker.control(
             "update_weights_from_disk", model_path=str(rig.first), weight_version="next"
         )
-        fleet.quarantine(fleet.worker("w0"), "for the test")
+        fleet.state.quarantine(fleet.worker("w0"), "for the test")
         await until(lambda: fleet.worker("w0").state == "serving", 30)
         held = await admin.contents()
         assert held.digest == Checkpoint.validate(rig.next).digest

@@ -86,8 +86,8 @@ class _Follower:
         tried again when discovery tells something new about it."""
         ready = {worker.id: worker for worker in change.now if worker.ready}
         refused = {one.id: one.error or "it is not ready" for one in change.now if not one.ready}
-        for name in set(self._fleet.refused) - set(refused) - set(ready):
-            del self._fleet.refused[name]
+        for name in set(self._fleet.state.refused) - set(refused) - set(ready):
+            del self._fleet.state.refused[name]
         for name, reason in refused.items():
             self._refuse(name, reason)
         for name, known in list(self._joined.items()):
@@ -107,13 +107,13 @@ class _Follower:
             await admin.close()
         else:
             self._joined[worker.id] = worker
-            self._fleet.refused.pop(worker.id, None)
+            self._fleet.state.refused.pop(worker.id, None)
 
     def _refuse(self, name: str, reason: str) -> None:
         """Says once why a worker is not in the fleet; the state goes on to say it."""
-        if self._fleet.refused.get(name) != reason:
+        if self._fleet.state.refused.get(name) != reason:
             log.warning("worker %s is refused: %s", name, reason)
-        self._fleet.refused[name] = reason
+        self._fleet.state.refused[name] = reason
 
     async def _leave(self, name: str) -> None:
         log.warning("worker %s has left the deployment", name)

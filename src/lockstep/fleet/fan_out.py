@@ -64,7 +64,7 @@ class PhaseBudgets:
         return cls(**chosen)
 
 
-async def each(
+async def run_phase(
     phase: str,
     workers: Iterable[Worker],
     call: Callable[[Worker], Awaitable[None]],
@@ -81,17 +81,17 @@ async def each(
     """
     called = list(workers)
     if (tracer := tracing.active) is None or not called:
-        return await _each(phase, called, call, seconds, operation, straggler)
+        return await _run_phase(phase, called, call, seconds, operation, straggler)
     attributes = {"lockstep.operation": operation.kind, "lockstep.operation_id": operation.id}
     with tracer.span(f"{operation.kind} {phase}", attributes) as span:
-        succeeded, failures = await _each(phase, called, call, seconds, operation, straggler)
+        succeeded, failures = await _run_phase(phase, called, call, seconds, operation, straggler)
         span.set_attribute("lockstep.workers", len(succeeded))
         if failures:
-            span.set_attribute("lockstep.workers_failed", [each.id for each in failures])
+            span.set_attribute("lockstep.workers_failed", [worker.id for worker in failures])
         return succeeded, failures
 
 
-async def _each(
+async def _run_phase(
     phase: str,
     called: list[Worker],
     call: Callable[[Worker], Awaitable[None]],
@@ -167,7 +167,7 @@ def quarantine_failed(
         quarantine(worker, reason)
 
 
-async def everywhere(
+async def run_or_quarantine(
     phase: str,
     workers: list[Worker],
     call: Callable[[Worker], Awaitable[None]],
@@ -183,11 +183,11 @@ async def everywhere(
 
     Raises Unavailable when it failed on all, and Superseded when they obey another gateway.
     """
-    succeeded, failed = await each(phase, workers, call, seconds, operation)
+    succeeded, failed = await run_phase(phase, workers, call, seconds, operation)
     first = next(iter(failed.values()), None)
     count = len(failed)
     if undo is not None and not succeeded:
-        undone, failed = await each("undo", failed, undo, undo_seconds, operation)
+        undone, failed = await run_phase("undo", failed, undo, undo_seconds, operation)
         for worker in undone:
             operation.workers[worker.id].status = "rolled_back"
     quarantine_failed(failed, f"{phase} failed", operation, quarantine)
@@ -197,5 +197,5 @@ async def everywhere(
         raise Unavailable(f"{phase} failed on all {count} workers: {first.message}")
 
 
-async def nothing(_: Worker) -> None:
+async def undo_nothing(_: Worker) -> None:
     """Undoes what changes nothing unless it succeeds."""

@@ -1,92 +1,90 @@
-"""The gate before traffic: a worker passes when it holds what is desired, and has proved it."""
+"""The gate before traffic: a worker passes once it holds and has proved the desired state."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from lockstep.backends.admin import WorkerView
 from lockstep.fleet.control.desired import Desired, Reference
+from lockstep.fleet.state import FleetState
 from lockstep.fleet.update.bring_up import bring_up
 from lockstep.fleet.update.proof import BUILTIN, CLOSE, scores_of
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import LockstepError, Superseded, Unavailable
 
-if TYPE_CHECKING:
-    from lockstep.fleet.fleet import Fleet
-
 
 class WorkerGate:
-    """Brings workers of `fleet` up. `obeyed`: one has, since this gateway leads."""
+    """Brings workers to the desired state. Used by the leader only."""
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
+    def __init__(self, state: FleetState) -> None:
+        self._state = state
         self.obeyed = False
+        """Whether a worker has accepted a command since this gateway became leader."""
 
     async def bring_up(self, worker: Worker) -> None:
-        """Leaves the worker proved, or raises what keeps it out."""
-        if not self._fleet.leads:
-            return self._fleet.replica.admit(worker)
+        """Bring a worker to the desired state and prove it. Raises Unavailable with the reason."""
+        state = self._state
         if worker.state != "joining":
-            # The operation that runs now may be acting on this worker; later ones leave alone what
-            # is not serving when they start.
-            async with self._fleet.operations.lock:
+            # The operation that runs now may be acting on this worker. Later operations ignore
+            # workers that are not serving when they start, so the lock is only held here.
+            async with state.operations.lock:
                 worker.become("syncing", worker.reason)
         while True:
             error: LockstepError
             try:
-                async with asyncio.timeout(self._fleet.budget.stage + self._fleet.budget.prove):
-                    await self._take_over(worker)
-                    reached = await bring_up(worker, self._fleet.desired, self._adopt)
+                async with asyncio.timeout(state.budget.stage + state.budget.prove):
+                    await self._check_generation(worker)
+                    reached = await bring_up(worker, state.desired, self._adopt)
             except TimeoutError:
                 error = Unavailable("it took too long to be brought up")
             except LockstepError as raised:
                 error = raised
             else:
                 self.obeyed = True
-                # What is desired may have changed meanwhile: then once more.
-                async with self._fleet.operations.lock:
-                    if self._fleet.desired == reached:
+                # An update may have changed the desired state while this worker was being brought
+                # to the earlier one: then it starts over.
+                async with state.operations.lock:
+                    if state.desired == reached:
                         return
                 continue
-            # One that was ejected or removed meanwhile is what it became then.
+            # A worker that was ejected or removed meanwhile keeps the state it got then.
             if worker.state in ("syncing", "proving"):
                 worker.become("quarantined", error.message)
             raise Unavailable(f"worker {worker.id} is not ready: {error.message}") from error
 
-    async def _take_over(self, worker: Worker) -> None:
-        """Raises Superseded when the worker obeys another gateway by now.
+    async def _check_generation(self, worker: Worker) -> None:
+        """Rise above the generation that the worker obeys, or raise Superseded.
 
-        A gateway that just started has not been obeyed by any worker yet: it takes a number above
-        those that it finds. One that was may have been superseded since, and must not come back.
+        A gateway that has just started was obeyed by no worker: it takes a higher number than any
+        it finds. A gateway that was obeyed before has been superseded, and must not come back.
         """
+        state = self._state
         highest = (await worker.control.view()).generation
-        if highest <= self._fleet.desired.generation:
+        if highest <= state.desired.generation:
             return
         if self.obeyed:
-            self._fleet.operations.superseded = True
+            state.operations.superseded = True
             raise Superseded(
                 f"it obeys generation {highest} of another gateway, and this one is "
-                f"{self._fleet.desired.generation}: stop the other one and start this one anew, or "
+                f"{state.desired.generation}: stop the other gateway and restart this one, or "
                 "remove the worker here"
             )
-        async with self._fleet.operations.lock:
-            generation = await self._fleet.leadership.rise_above(highest)
-            await self._fleet.decide(
-                msgspec.structs.replace(self._fleet.desired, generation=generation)
-            )
+        async with state.operations.lock:
+            generation = await state.leadership.rise_above(highest)
+            await state.decide(msgspec.structs.replace(state.desired, generation=generation))
 
     async def _adopt(self, worker: Worker, view: WorkerView) -> Desired:
-        """The first worker's own state becomes the fleet's, when there is none yet."""
+        """Make the first worker's own state the desired state, if there is none yet."""
+        state = self._state
         scores = await scores_of(worker, BUILTIN)
-        async with self._fleet.operations.lock:
-            if self._fleet.desired.version is None:
+        async with state.operations.lock:
+            if state.desired.version is None:
                 version = view.version or "default"
-                first = Desired(generation=self._fleet.desired.generation)
-                await self._fleet.decide(
+                first = Desired(generation=state.desired.generation)
+                await state.decide(
                     first.agree(version, None, None, Reference(BUILTIN, scores, CLOSE))
                 )
-                self._fleet.pool.accepted.accept(version)
-            return self._fleet.desired
+                state.pool.accepted.accept(version)
+            return state.desired

@@ -1,4 +1,4 @@
-"""The workers of a gateway among several: what one of them takes in, all get to know."""
+"""Workers of several gateways on one store: a worker added to one gateway joins all of them."""
 
 from __future__ import annotations
 
@@ -6,81 +6,86 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import msgspec
 
-from lockstep.backends.registry import BackendName, open_admin
-from lockstep.fleet.control.leadership import Leadership
+from lockstep.backends.registry import open_admin
 from lockstep.fleet.control.store import WorkerRecord
+from lockstep.fleet.state import FleetState
 from lockstep.fleet.worker import Worker
 from lockstep.http.client.client import HttpClient
 from lockstep.tokens.errors import LockstepError, NotFound
-
-if TYPE_CHECKING:
-    from lockstep.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
 LEAVE_SECONDS = 5.0
 PROPOSE_SECONDS = 30.0
 UNADDABLE = ("dynamo",)
-"""Backends whose workers every gateway finds by itself: their routes are told by discovery."""
+"""Backends whose workers every gateway discovers by itself: discovery lists their routes."""
 
 
 class Membership:
-    """Takes in the workers of the store, lets those go that left it, and proposes new ones."""
+    """Adds the workers that the store lists, removes those that left it, and proposes new ones.
 
-    def __init__(self, fleet: Fleet, leadership: Leadership, token: str | None) -> None:
-        self._fleet, self._leadership, self._token = fleet, leadership, token
+    `token` is the admin token of the gateways, and of every worker without one of its own.
+    """
+
+    def __init__(self, state: FleetState, token: str | None) -> None:
+        self._state, self._token = state, token
         self.tokens: dict[str, str] = {}
-        """The admin tokens of workers that have one of their own."""
-        self._seen: set[str] = set()
-        self._joined: set[str] = set()
-        self._joining: dict[str, asyncio.Task[None]] = {}
+        """Admin tokens of workers that have their own, by worker id."""
+        self._listed: set[str] = set()
+        self._from_store: set[str] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def close(self) -> None:
-        """Ends what is under way."""
-        for task in list(self._joining.values()):
+        """Cancel joins, departures and proposals under way."""
+        for task in list(self._tasks.values()):
             task.cancel()
-        await asyncio.gather(*self._joining.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def keep_token(self, worker_id: str, token: str) -> None:
-        """That worker has an admin token of its own, which later leaders need."""
+        """Store the admin token of a worker, so that later leaders can control it."""
         if token != self._token:
             self.tokens[worker_id] = token
 
     def claim(self, worker_id: str, url: str) -> Worker | None:
-        """The worker of that id and URL if it came from the store: who adds it now has found it
-        too, and keeps it when the store forgets it."""
-        joined = worker_id in self._joined
-        for worker in self._fleet.pool.workers if joined else ():
+        """Return the worker of that id and URL if it joined through the store.
+
+        The caller adds it by itself, so it stays when the store drops it.
+        """
+        joined = worker_id in self._from_store
+        for worker in self._state.pool.workers if joined else ():
             if (worker.id, worker.url) == (worker_id, url.rstrip("/")):
-                self._joined.discard(worker_id)
+                self._from_store.discard(worker_id)
                 return worker
         return None
 
-    def follow(self, known: Mapping[str, WorkerRecord]) -> None:
-        """Takes in the workers that only the leader knew, and lets those of them go that left."""
-        self._seen |= set(known)
-        for worker in self._fleet.workers:
-            if worker.control.name in UNADDABLE or worker.id in known or worker.leaving:
+    def follow(self, records: Mapping[str, WorkerRecord]) -> None:
+        """Add the workers that the leader lists, and remove those that it no longer lists.
+
+        A worker that the leader has never listed was added here: it is proposed to the leader.
+        """
+        self._listed |= set(records)
+        for worker in self._state.workers:
+            if worker.control.name in UNADDABLE or worker.id in records or worker.leaving:
                 continue
-            if worker.id in self._seen:
+            if worker.id in self._listed:
                 self._in_background(worker.id, self._leave(worker.id))
             else:
                 self._in_background(worker.id, self._propose(worker))
-        self.take_in(known)
+        self.take_in(records)
 
     def take_in(self, records: Mapping[str, WorkerRecord]) -> None:
-        """Adds those that are not there yet, in the background."""
-        present = {worker.id for worker in self._fleet.pool.workers}
+        """Add the workers that are missing here, in the background."""
+        present = {worker.id for worker in self._state.pool.workers}
         for record in records.values():
             if record.id not in present and record.backend not in UNADDABLE:
                 self._in_background(record.id, self._join(record))
 
     async def _propose(self, worker: Worker) -> None:
-        """Tells the leader of a worker that only this gateway was given."""
-        leader = self._leadership.view().leader
+        """Send the leader a worker that was added to this gateway only."""
+        leader = self._state.leadership.view().leader
         if leader is None:
             return
         body = {
@@ -91,41 +96,41 @@ class Membership:
         try:
             await client.post("/v1/rl/workers", msgspec.json.encode(body))
         except LockstepError as error:
-            log.info("the leader did not take worker %s: %s", worker.id, error.message)
+            log.info("the leader rejected worker %s: %s", worker.id, error.message)
         finally:
             await client.close()
 
-    def _in_background(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Runs it, unless something is under way with that worker already."""
-        if name in self._joining:
+    def _in_background(self, worker_id: str, work: Coroutine[Any, Any, None]) -> None:
+        """Start `work`, unless other work on that worker is under way."""
+        if worker_id in self._tasks:
             work.close()
             return
-        task = asyncio.create_task(work, name=f"membership of {name}")
-        self._joining[name] = task
-        task.add_done_callback(lambda _: self._joining.pop(name, None))
+        task = asyncio.create_task(work, name=f"membership of {worker_id}")
+        self._tasks[worker_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(worker_id, None))
 
-    async def _leave(self, name: str) -> None:
+    async def _leave(self, worker_id: str) -> None:
         with suppress(NotFound):
-            await self._fleet.remove(name, drain_seconds=LEAVE_SECONDS)
-        self._joined.discard(name)
+            await self._state.remove(worker_id, drain_seconds=LEAVE_SECONDS)
+        self._from_store.discard(worker_id)
 
     async def _join(self, record: WorkerRecord) -> None:
         options: dict[str, Any] = {"transport": record.transport}
         if record.logprob_mode is not None:
             options["logprob_mode"] = record.logprob_mode
         token = record.admin_token or self._token
-        self._joined.add(record.id)
+        self._from_store.add(record.id)
         try:
             admin = await open_admin(
-                record.admin_url or record.url, token, cast("BackendName", record.backend or "auto")
+                record.admin_url or record.url, token, record.backend or "auto"
             )
             try:
-                await self._fleet.take_in(record.url, admin, record.id, **options)
+                await self._state.take_in(record.url, admin, record.id, **options)
             except BaseException:
                 await admin.close()
                 raise
         except LockstepError as error:
-            self._joined.discard(record.id)
+            self._from_store.discard(record.id)
             log.warning("worker %s of the leader cannot be used: %s", record.id, error.message)
             return
         if record.admin_token is not None:

@@ -1,36 +1,33 @@
-"""Pauses of a fleet: everybody stops, and goes on when told to or when the lease has ended."""
+"""Pauses of a fleet: all workers stop, until they are resumed or the pause's lease ends."""
 
 from __future__ import annotations
 
 import logging
 import math
 from time import time
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from lockstep.backends.admin import PauseMode
 from lockstep.fleet.control.desired import Desired
 from lockstep.fleet.control.lease import Lease
-from lockstep.fleet.fan_out import everywhere
+from lockstep.fleet.fan_out import run_or_quarantine
+from lockstep.fleet.state import FleetState
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
 from lockstep.tokens.operation import Operation
-
-if TYPE_CHECKING:
-    from lockstep.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
 
 class Pauses:
-    """Pauses and resumes `fleet`; a pause lasts `lease_seconds` unless it says otherwise."""
+    """Pauses and resumes a fleet. A pause without a lease of its own lasts `lease_seconds`."""
 
-    def __init__(self, fleet: Fleet, lease_seconds: float) -> None:
-        self._fleet, self._lease_seconds = fleet, lease_seconds
+    def __init__(self, state: FleetState, lease_seconds: float) -> None:
+        self._state, self._lease_seconds = state, lease_seconds
         self._lease = Lease(self._end)
 
     def watch(self, desired: Desired | None) -> None:
-        """Ends the pause that is desired when its lease does; None: ends none."""
+        """End the desired pause when its lease ends. None stops watching."""
         if desired is None:
             self._lease.watch(None)
         else:
@@ -47,61 +44,67 @@ class Pauses:
             raise BadRequest(f"lease_seconds is {lease}: expected > 0", param="lease_seconds")
 
         async def work(operation: Operation) -> None:
-            workers, before = self._fleet.serving(), self._fleet.desired
-            await self._fleet.decide(
-                msgspec.structs.replace(
-                    before, paused=mode, lease_until=time() + lease, lease_seconds=lease
-                )
-            )
-            try:
-                await everywhere(
-                    "pause", workers, lambda worker: worker.control.pause(mode),
-                    self._fleet.budget.pause, operation, self._fleet.quarantine,
-                    undo=lambda worker: worker.control.resume(),
-                    undo_seconds=self._fleet.budget.resume,
-                )  # fmt: skip
-            except LockstepError:
-                await self._fleet.decide(before)  # or those that return would be paused for nobody
-                raise
-            finally:
-                self._lease.watch(self._fleet.desired.lease_until, lease)
+            await self._pause(mode, lease, operation)
 
-        return await self._fleet.operations.run("pause", {"mode": mode}, work, key=key)
+        return await self._state.operations.run("pause", {"mode": mode}, work, key=key)
+
+    async def _pause(self, mode: PauseMode, lease: float, operation: Operation) -> None:
+        state = self._state
+        workers, before = state.serving(), state.desired
+        # Recorded before any worker pauses: if this process dies now, the next leader still knows
+        # of the pause and ends it when its lease does.
+        await state.decide(
+            msgspec.structs.replace(
+                before, paused=mode, lease_until=time() + lease, lease_seconds=lease
+            )
+        )
+        try:
+            await run_or_quarantine(
+                "pause", workers, lambda worker: worker.control.pause(mode),
+                state.budget.pause, operation, state.quarantine,
+                undo=lambda worker: worker.control.resume(),
+                undo_seconds=state.budget.resume,
+            )  # fmt: skip
+        except LockstepError:
+            # Otherwise workers that return would be paused, and no caller would resume them.
+            await state.decide(before)
+            raise
+        finally:
+            self._lease.watch(state.desired.lease_until, lease)
 
     async def resume(self, key: str | None) -> Operation:
         """See Fleet.resume."""
 
         async def work(operation: Operation) -> None:
-            self._fleet.serving()
+            self._state.serving()
             await self._resume(operation)
 
-        return await self._fleet.operations.run("resume", {}, work, key=key, unrecorded=True)
+        return await self._state.operations.run("resume", {}, work, key=key, unrecorded=True)
 
     async def _resume(self, operation: Operation) -> None:
-        """Resumes those that serve; the others follow as they return.
-
-        A state that cannot be written does not keep a fleet paused: at worst the next process
-        pauses until the lease that it reads has ended.
-        """
-        self._fleet.desired = self._fleet.desired.resumed
+        """Resume the serving workers. Others are resumed when they are brought up."""
+        state = self._state
+        # Adopted first: a store that cannot be written must not keep a fleet paused. At worst the
+        # next process pauses again, until the lease that it reads ends.
+        state.adopt(state.desired.resumed)
         try:
-            await self._fleet.decide(self._fleet.desired)
+            await state.decide(state.desired)
         except Unavailable as error:
             operation.warnings.append(f"the end of the pause was not recorded: {error.message}")
-        workers = [worker for worker in self._fleet.workers if worker.serves]
+        workers = [worker for worker in state.workers if worker.serves]
         if workers:
-            await everywhere(
+            await run_or_quarantine(
                 "resume", workers, lambda worker: worker.control.resume(),
-                self._fleet.budget.resume, operation, self._fleet.quarantine,
+                state.budget.resume, operation, state.quarantine,
             )  # fmt: skip
 
     async def _end(self, until: float) -> None:
-        """Resumes, unless the pause was renewed. Workers that are out follow as they return."""
+        """Resume the fleet, unless the pause that ends at `until` was renewed meanwhile."""
 
         async def work(operation: Operation) -> None:
-            if self._fleet.desired.lease_until != until:
+            if self._state.desired.lease_until != until:
                 return
-            log.warning("the lease of a pause has ended: the fleet resumes")
+            log.warning("the lease of a pause ended: resuming the fleet")
             await self._resume(operation)
 
-        await self._fleet.operations.run("end_of_lease", {}, work, unrecorded=True)
+        await self._state.operations.run("end_of_lease", {}, work, unrecorded=True)

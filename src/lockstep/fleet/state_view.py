@@ -31,7 +31,9 @@ async def fleet_state(fleet: Fleet) -> dict[str, Any]:
         "waiting": fleet.pool.waiting,
         "serving": len(serving),
         "workers": workers,
-        "refused": [{"id": name, "reason": why} for name, why in sorted(fleet.refused.items())],
+        "refused": [
+            {"id": name, "reason": why} for name, why in sorted(fleet.state.refused.items())
+        ],
         "running": [operation.kind for operation in fleet.operations.running],
         "operations": [
             {

@@ -13,8 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 from lockstep import tracing
-from lockstep.backends import GenerateRequest, StreamDelta, Transport, open_transport
 from lockstep.backends.admin import Admin
+from lockstep.backends.registry import open_transport
+from lockstep.backends.transport import GenerateRequest, StreamDelta, Transport
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
 from lockstep.fleet.control.desired import Closeness
 from lockstep.http.client.client import HttpClient

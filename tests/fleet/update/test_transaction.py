@@ -325,7 +325,7 @@ async def test_a_failure_to_record_the_agreement_undoes_the_update(
             raise OSError("no space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(fleet.fleet._store, "save", full)
+            patch.setattr(fleet.fleet.state.store, "save", full)
             with pytest.raises(LockstepError, match="no space left"):
                 await fleet.update("a")
         assert fleet.fleet.desired.version == FIRST

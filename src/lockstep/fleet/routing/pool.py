@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from lockstep import tracing
-from lockstep.backends import ModelCard, TransportName
 from lockstep.backends.admin import Admin
+from lockstep.backends.transport import ModelCard, TransportName
 from lockstep.fleet.control.accepted_versions import AcceptedVersions
 from lockstep.fleet.routing.admission import AdmissionLimiter
 from lockstep.fleet.routing.affinity import Affinity

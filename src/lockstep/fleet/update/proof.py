@@ -19,7 +19,7 @@ from lockstep.backends.admin import ProbesStaged, TellsContents, WeightContents
 from lockstep.checkpoint.digest import SCHEME, combined, differing
 from lockstep.checkpoint.probe import Probe, builtin, compare
 from lockstep.fleet.control.desired import Closeness, Reference
-from lockstep.fleet.fan_out import Failures, PhaseBudgets, each
+from lockstep.fleet.fan_out import Failures, PhaseBudgets, run_phase
 from lockstep.fleet.update.judgement import Contents, Judgement, Witness, judge
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import Conflict, Disproved
@@ -281,7 +281,9 @@ async def _collect(
     async def one(worker: Worker) -> None:
         scores[worker] = await call(worker)
 
-    _, failed = await each(phase, workers, one, budget.prove, operation, straggler=budget.straggler)
+    _, failed = await run_phase(
+        phase, workers, one, budget.prove, operation, straggler=budget.straggler
+    )
     return {w: s for w, s in scores.items() if w not in failed}, failed
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lockstep.backends.admin import Fenced
 from lockstep.fleet.control.desired import Desired
-from lockstep.fleet.fan_out import PhaseBudgets, Quarantine, each
+from lockstep.fleet.fan_out import PhaseBudgets, Quarantine, run_phase
 from lockstep.fleet.update.bring_up import restore
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import Conflict
@@ -30,7 +30,7 @@ async def take_over(
     if desired.version is None or not workers:
         return
     operation = Operation("", "take_over", {})
-    _, failed = await each(
+    _, failed = await run_phase(
         "take over", workers, lambda worker: _put_right(worker, desired),
         min(budget.commit, LONGEST_SECONDS), operation, straggler=STRAGGLER_SECONDS,
     )  # fmt: skip

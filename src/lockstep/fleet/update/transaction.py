@@ -24,8 +24,8 @@ from lockstep.fleet.fan_out import (
     Failures,
     PhaseBudgets,
     Quarantine,
-    each,
     quarantine_failed,
+    run_phase,
 )
 from lockstep.fleet.update.proof import Proof
 from lockstep.fleet.worker import Worker
@@ -114,7 +114,7 @@ class Transaction:
         # At once: a worker reads the new weights while it computes with those it has.
         _, (staged, failed) = await asyncio.gather(
             self._proof.before(self._workers, self._budget, self._operation),
-            each(
+            run_phase(
                 "stage", self._workers,
                 lambda worker: worker.control.stage(self._source, self._version),
                 self._budget.stage, self._operation, straggler=self._budget.stage_straggler,
@@ -153,7 +153,7 @@ class Transaction:
             modes = {worker: self._mode_for(worker) for worker in staged}
             # Requests that are waited for are long on one worker and short on another.
             waits = "wait" in modes.values()
-            quiet, failed = await each(
+            quiet, failed = await run_phase(
                 "quiesce", staged, lambda worker: worker.control.pause(modes[worker]),
                 self._budget.pause, self._operation,
                 straggler=math.inf if waits else self._budget.straggler,
@@ -170,7 +170,7 @@ class Transaction:
         seconds = self._budget.commit
         if self._proof.only_swaps(quiet):
             seconds = min(seconds, self._budget.swap)
-        committed, failed = await each(
+        committed, failed = await run_phase(
             "commit", quiet, commit, seconds, self._operation, straggler=self._budget.straggler
         )
         self._require(committed, failed)
@@ -189,7 +189,7 @@ class Transaction:
         unprobed = [worker for worker in workers if not worker.control.probes_while_paused]
         for worker in unprobed:
             self._hold(worker, True)
-        await each(
+        await run_phase(
             "resume", unprobed, lambda worker: worker.control.resume(),
             self._budget.resume, self._operation,
         )  # fmt: skip
@@ -205,7 +205,7 @@ class Transaction:
             elif not worker.control.probes_while_paused:
                 await worker.control.pause(self._paused_before)
 
-        _, failed = await each("resume", workers, resume, self._budget.resume, self._operation)
+        _, failed = await run_phase("resume", workers, resume, self._budget.resume, self._operation)
         self._drop(failed, "it did not resume")
         for worker in workers:
             self._hold(worker, False)
@@ -225,7 +225,9 @@ class Transaction:
             if unknown or view.version == self._version != worker.version:
                 await worker.control.rollback()
 
-        restored, failed = await each("rollback", left, back, self._budget.commit, self._operation)
+        restored, failed = await run_phase(
+            "rollback", left, back, self._budget.commit, self._operation
+        )
         same, wrong = await self._proof.unchanged(restored, self._budget, self._operation)
         self._drop(failed | wrong, "it could not be rolled back")
         await self._resume(same, lambda worker: worker.control.resume())
@@ -237,7 +239,7 @@ class Transaction:
             if (await worker.control.view()).staged is not None:
                 await worker.control.rollback()
 
-        _, failed = await each("rollback", workers, drop, self._budget.commit, self._operation)
+        _, failed = await run_phase("rollback", workers, drop, self._budget.commit, self._operation)
         self._drop(failed, "what was staged could not be dropped")
 
     def _require(self, succeeded: list[Worker], failed: Failures) -> None:

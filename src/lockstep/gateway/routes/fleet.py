@@ -212,7 +212,7 @@ class FleetRoutes:
             await admin.close()
             raise
         if body.admin_token is not None:
-            self._fleet.replica.membership.keep_token(worker.id, body.admin_token)
+            self._fleet.membership.keep_token(worker.id, body.admin_token)
         return json_response({"status": "ok", "id": worker.id, "state": worker.state}, 201)
 
     async def worker_ready(self, http: Request) -> Response:

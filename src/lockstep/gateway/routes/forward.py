@@ -34,7 +34,7 @@ class ForwardToLeader:
 
     def __call__(self, handler: Handler) -> Handler:
         async def at_leader(http: Request) -> Response:
-            if self._fleet.leads or await self._fleet.replica.leads_soon():
+            if self._fleet.leads or await self._fleet.replica.wait_to_lead():
                 return await handler(http)
             return await self._forward(http)
 
