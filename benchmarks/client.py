@@ -24,7 +24,8 @@ from typing import Any
 from benchmarks import conversation, table
 from benchmarks.canned import LONG_PROMPT, PROMPT, bodies, served
 from benchmarks.table import Row
-from lockstep.backends import GenerateRequest, open_transport
+from lockstep.backends.registry import open_transport
+from lockstep.backends.transport import GenerateRequest
 
 Call = Callable[[], Awaitable[object]]
 

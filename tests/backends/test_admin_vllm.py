@@ -443,7 +443,7 @@ async def test_a_lost_answer_of_the_extension_is_settled_by_looking() -> None:
     fake = Vllm(extension=True)
     async with serving(fake.script) as server:
         admin = driver(server)
-        await admin.detect_extension()
+        await admin.detect()
         await admin.pause("keep")
         await admin.stage(B, "B")
         fake.replies[rpc.COMMIT] = [Reply(fault="reset")]
@@ -462,7 +462,7 @@ async def test_commands_to_the_extension_say_which_generation_sends_them() -> No
     refused = {"error": {"message": "generation 9 was obeyed", "code": 409, "reason": "superseded"}}
     async with serving(fake.script) as server:
         admin = driver(server)
-        await admin.detect_extension()
+        await admin.detect()
         admin.fence(lambda: 8)
         await admin.pause("keep")
         await admin.stage(B, "B")
@@ -482,7 +482,7 @@ async def test_ranks_that_do_not_agree_are_an_error() -> None:
     fake = Vllm(extension=True)
     async with serving(fake.script) as server:
         admin = driver(server)
-        await admin.detect_extension()
+        await admin.detect()
         fake.replies[rpc.VIEW] = [whole({"results": [one, other]})]
         with pytest.raises(ContractError, match="the same of all ranks"):
             await admin.view()
@@ -495,7 +495,7 @@ async def test_an_error_of_one_rank_is_the_error_of_the_call() -> None:
     fake = Vllm(extension=True)
     async with serving(fake.script) as server:
         admin = driver(server)
-        await admin.detect_extension()
+        await admin.detect()
         fake.replies[rpc.STAGE] = [whole({"results": [{"staged": "B"}, stated]})]
         with pytest.raises(CheckpointError, match=rf"{server.url} {rpc.STAGE}: NaN weights"):
             await admin.stage(B, "B")
@@ -506,7 +506,7 @@ async def test_an_adapter_is_probed_over_http_while_the_server_runs() -> None:
     fake = Vllm(extension=True, probes=True, adapters={"ad": "/l"})
     async with serving(fake.script) as server:
         admin = driver(server)
-        await admin.detect_extension()
+        await admin.detect()
         assert await admin.probe([[1, 2]], adapter="ad") == [[-2.0]]
         (request,) = server.requests_to("/inference/v1/generate")
         assert request.json["model"] == "ad"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.backends import GenerateRequest, StreamDelta, Transport, open_transport
+from lockstep.backends.registry import TRANSPORTS, engine_of, open_transport
+from lockstep.backends.transport import GenerateRequest, StreamDelta, Transport
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import (
     BadRequest,
@@ -37,8 +38,11 @@ ROUTES = {
     "dynamo-generate": "/inference/v1/generate",
     "sglang": "/generate",
 }
-OWNERS = {"vllm": "vllm", "dynamo": "nvidia", "dynamo-generate": "nvidia", "sglang": "sglang"}
-NAMES = list(ROUTES)
+NAMES = list(TRANSPORTS)
+
+
+def owner_of(transport: str) -> str:
+    return engine_of(transport).owned_by or ""
 
 
 def request_of(**fields: Any) -> GenerateRequest:
@@ -86,7 +90,7 @@ def sglang_events() -> Reply:
 def script(name: str, length: int | None = 100) -> Script:
     def reply_to(request: Request) -> Reply:
         if request.path == "/v1/models":
-            return models(OWNERS[name], length, "ada")
+            return models(owner_of(name), length, "ada")
         streamed = request.json.get("stream", False)
         if name == "vllm":
             return vllm_events() if streamed else whole(generate_body())
@@ -259,7 +263,7 @@ async def test_an_error_in_the_middle_of_a_recorded_stream_is_raised() -> None:
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_cancelled_request_leaves_the_server_at_once(name: Any) -> None:
     def reply_to(request: Request) -> Reply:
-        return models(OWNERS[name]) if request.path == "/v1/models" else Reply(fault="hang")
+        return models(owner_of(name)) if request.path == "/v1/models" else Reply(fault="hang")
 
     async with serving(reply_to) as server:
         transport = await open_transport(server.url, name)

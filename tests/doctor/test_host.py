@@ -56,7 +56,7 @@ def test_an_engine_is_found_in_its_environment_or_named_as_absent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    absent = engines.vllm()
+    absent = next(engines.optional_engines())
     assert (absent.status, absent.found) == ("note", "not found (optional)")
     assert "scripts/install-vllm.sh" in absent.way_out
     here = engines._in_environment("this", "lockstep-rl", Path(sys.executable), "")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.backends import GenerateRequest
 from lockstep.backends.admin import Admin, PauseMode
+from lockstep.backends.transport import GenerateRequest
 from lockstep.tokens import Completion, Sampling
 from lockstep.tokens.errors import AdapterError, LockstepError, UnknownModel, UnsupportedField
 from tests.engines import vllm_models as models

@@ -43,7 +43,7 @@ async def fleet_of(server: Vllm) -> AsyncIterator[tuple[Fleet, VllmAdmin]]:
     async with server.admin() as admin:
         await updated(server, admin, server.a, "first")
     admin = VllmAdmin(server.url)
-    await admin.detect_extension()
+    await admin.detect()
     async with (
         Pool(probe_seconds=0.5) as pool,
         Fleet(pool) as fleet,

@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 
 import lockstep
-from lockstep.backends import GenerateRequest, StreamDelta, VllmTransport
+from lockstep.backends.transport import GenerateRequest, StreamDelta
+from lockstep.backends.vllm.transport import VllmTransport
 from lockstep.http.client.client import HttpClient
 from lockstep.render import Renderer
 from lockstep.tokens import Completion, Sampling

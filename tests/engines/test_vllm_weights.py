@@ -9,8 +9,8 @@ from time import perf_counter
 import pytest
 from safetensors.torch import load_file
 
-from lockstep.backends import GenerateRequest
 from lockstep.backends.admin import Broadcaster, Source, TensorSpec
+from lockstep.backends.transport import GenerateRequest
 from lockstep.engine.weights.broadcast import Broadcast
 from lockstep.engine.weights.shared_memory import shared_tensors
 from lockstep.http.server.server import listen

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from lockstep.backends import GenerateRequest
+from lockstep.backends.transport import GenerateRequest
 from lockstep.tokens import Completion, Sampling
 from tests.engines.vllm_models import VOCABULARY, Reference
 from tests.engines.vllm_servers import Vllm

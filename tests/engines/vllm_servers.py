@@ -13,9 +13,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lockstep.backends import VllmTransport
 from lockstep.backends.admin import Source
 from lockstep.backends.vllm.admin import VllmAdmin
+from lockstep.backends.vllm.transport import VllmTransport
 from lockstep.checkpoint.probe import Probe, compare
 from lockstep.http.client.client import HttpClient
 from lockstep.http.server.server import listen, url_of
@@ -48,7 +48,7 @@ class Vllm:
     async def admin(self) -> AsyncIterator[VllmAdmin]:
         admin = VllmAdmin(self.url)
         try:
-            await admin.detect_extension()
+            await admin.detect()
             yield admin
         finally:
             await admin.close()

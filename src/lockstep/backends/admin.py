@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+from lockstep.backends.registry import AdminName
 from lockstep.checkpoint.sources import check_one_source
 from lockstep.protocol.control.worker import TensorSpec
 
@@ -26,7 +27,6 @@ __all__ = [
 ]
 
 PauseMode = Literal["abort", "wait", "keep"]
-AdminName = Literal["lockstep", "vllm", "prime-rl", "dynamo"]
 
 
 @dataclass(frozen=True, slots=True)

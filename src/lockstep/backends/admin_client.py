@@ -250,6 +250,9 @@ class HttpAdmin:
     def url(self) -> str:
         return self._client.url
 
+    async def detect(self) -> None:
+        """Find out what the server can do, before its first use. Most drivers know it already."""
+
     async def close(self) -> None:
         await self._client.close()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
 from lockstep.backends.admin import AdminName
 from lockstep.backends.admin_client import AdminClient, CallBudget
+from lockstep.backends.registry import ADMINS, ENGINES, TRANSPORTS
 from lockstep.backends.transport import TransportName
 from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.model_card import decode_models
@@ -23,12 +24,9 @@ from lockstep.tokens.errors import (
 )
 
 OWNERS: dict[str, TransportName] = {
-    "vllm": "vllm",
-    "lockstep": "vllm",
-    "nvidia": "dynamo",
-    "sglang": "sglang",
+    engine.owned_by: engine.transport for engine in ENGINES.values() if engine.owned_by
 }
-"""What a server speaks, by the `owned_by` of its model cards."""
+"""The transport of a server, by the `owned_by` of its model cards."""
 LIVENESS = "/engine/liveness_probe"
 
 
@@ -62,7 +60,7 @@ async def detect_transport(http: HttpClient) -> TransportName:
         )
     raise Unavailable(
         f"cannot tell what {http.base_url} speaks, name it with transport=... "
-        f"({', '.join(get_args(TransportName))}); {'; '.join(tried)}"
+        f"({', '.join(TRANSPORTS)}); {'; '.join(tried)}"
     )
 
 
@@ -90,11 +88,10 @@ async def detect_admin(client: AdminClient, budget: CallBudget) -> AdminName:
             f"{client.url} is the data port of a Lockstep worker: give its system_url",
             param="url",
         )
-    # prime-rl's server is vLLM, and may have vLLM's own control routes beside its own.
-    if await _has(client, "/liveness", budget, tried):
-        return "prime-rl"
-    if await _has(client, "/is_paused", budget, tried):
-        return "vllm"
+    for name, engine in ENGINES.items():
+        route = engine.control_route
+        if route is not None and await _has(client, route, budget, tried):
+            return name
     if owner == "vllm":
         raise UnsupportedField(
             f"{client.url} is a vLLM server without control routes: start it with "
@@ -103,7 +100,7 @@ async def detect_admin(client: AdminClient, budget: CallBudget) -> AdminName:
         )
     raise Unavailable(
         f"cannot tell what {client.url} is, name it with backend=... "
-        f"({', '.join(get_args(AdminName))}); {'; '.join(tried)}"
+        f"({', '.join(ADMINS)}); {'; '.join(tried)}"
     )
 
 
@@ -122,11 +119,15 @@ def _by_description(body: bytes | bytearray) -> TransportName | None:
         description = msgspec.json.decode(body, type=_Description)
     except msgspec.DecodeError:
         return None
-    if "dynamo" in str(description.info.get("title", "")).lower():
-        return "dynamo"
-    if "/inference/v1/generate" in description.paths:
-        return "vllm"
-    return "sglang" if {"/generate", "/get_model_info"} <= description.paths.keys() else None
+    title = str(description.info.get("title", "")).lower()
+    # Titles first: a Dynamo frontend may have vLLM's generate route as well.
+    for engine in ENGINES.values():
+        if engine.api_title is not None and engine.api_title in title:
+            return engine.transport
+    for engine in ENGINES.values():
+        if engine.api_paths and engine.api_paths <= description.paths.keys():
+            return engine.transport
+    return None
 
 
 def _by_workers(body: bytes | bytearray) -> TransportName | None:

@@ -1,43 +1,164 @@
-"""Every kind of server by name: opens its transport or its admin driver.
+"""The list of engines: one entry each, from which all other lists of engines are derived.
 
-Without a name, `detect` finds out what the server is. A new engine is a line in these tables.
+This module imports no driver: commands read their choices from it. `open_transport` and
+`open_admin` import the driver they open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Literal, get_args
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from lockstep.backends.admin import Admin, AdminName
-from lockstep.backends.admin_client import BUDGETS, AdminClient, CallBudgets
-from lockstep.backends.detect import detect_admin, detect_transport
-from lockstep.backends.dynamo.admin import DynamoAdmin
-from lockstep.backends.dynamo.generate_transport import DynamoGenerateTransport
-from lockstep.backends.dynamo.transport import DynamoTransport
-from lockstep.backends.lockstep.admin import LockstepAdmin
-from lockstep.backends.prime_rl.admin import PrimeAdmin
-from lockstep.backends.sglang.transport import SglangTransport
-from lockstep.backends.transport import Transport, TransportName
-from lockstep.backends.vllm.admin import VllmAdmin
-from lockstep.backends.vllm.transport import VllmTransport
-from lockstep.http.client.client import HttpClient
-from lockstep.tokens import LogprobMode
 from lockstep.tokens.errors import BadRequest, LockstepError
 
-TRANSPORTS: Mapping[TransportName, Callable[..., Transport]] = {
-    "vllm": VllmTransport,
-    "dynamo": DynamoTransport,
-    "dynamo-generate": DynamoGenerateTransport,
-    "sglang": SglangTransport,
-}
-ADMINS: Mapping[AdminName, Callable[..., Admin]] = {
-    "lockstep": LockstepAdmin,
-    "vllm": VllmAdmin,
-    "prime-rl": PrimeAdmin,
-    "dynamo": DynamoAdmin,
-}
-BackendName = Literal["auto", AdminName]
-BACKENDS: tuple[str, ...] = ("auto", *get_args(AdminName))
+if TYPE_CHECKING:
+    from lockstep.backends.admin import Admin
+    from lockstep.backends.admin_client import CallBudgets
+    from lockstep.backends.transport import Transport
+    from lockstep.tokens import LogprobMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """What differs between engines, apart from the code of their drivers.
+
+    Drivers are named as "module:class" below `lockstep.backends`.
+    """
+
+    title: str
+    transport: str
+    """The transport that its data port speaks: a key of `transports`, here or of another engine."""
+    transports: Mapping[str, str] = field(default_factory=dict)
+    """Drivers of the data side, by the names that users give (`--transport`)."""
+    transport_options: tuple[str, ...] = ()
+    """Keyword arguments that only its transports take."""
+    admin: str | None = None
+    """Driver of the control side; None where Lockstep cannot control the engine."""
+    pause_routes: tuple[str, str] | None = None
+    """The control routes that pause and resume it."""
+    owned_by: str | None = None
+    """The `owned_by` of its model cards."""
+    api_title: str | None = None
+    """A word in the title of its OpenAPI document."""
+    api_paths: frozenset[str] = frozenset()
+    """Paths of its OpenAPI document that no earlier engine of the list has."""
+    control_route: str | None = None
+    """A GET route of its control side that no earlier engine of the list has."""
+    package: str | None = None
+    """The distribution that installs it, in an environment of its own."""
+    install: str = ""
+    """How to get it, for `lockstep doctor`."""
+    is_launched: bool = False
+    """Whether Lockstep starts it (`lockstep serve --engine`)."""
+
+
+_ENGINE_ROUTES = ("/engine/pause_generation", "/engine/resume_generation")
+
+ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {
+        "lockstep": Engine(
+            title="Lockstep",
+            transport="vllm",
+            admin="lockstep.admin:LockstepAdmin",
+            pause_routes=_ENGINE_ROUTES,
+            owned_by="lockstep",
+            is_launched=True,
+        ),
+        # Before vllm: prime-rl's server is vLLM with routes of its own, and has vLLM's as well.
+        "prime-rl": Engine(
+            title="prime-rl",
+            transport="vllm",
+            admin="prime_rl.admin:PrimeAdmin",
+            pause_routes=("/pause", "/resume"),
+            control_route="/liveness",
+        ),
+        "vllm": Engine(
+            title="vLLM",
+            transport="vllm",
+            transports={"vllm": "vllm.transport:VllmTransport"},
+            admin="vllm.admin:VllmAdmin",
+            pause_routes=("/pause", "/resume"),
+            owned_by="vllm",
+            api_paths=frozenset({"/inference/v1/generate"}),
+            control_route="/is_paused",
+            package="vllm",
+            install="scripts/install-vllm.sh, or set LOCKSTEP_VLLM_PYTHON",
+            is_launched=True,
+        ),
+        "dynamo": Engine(
+            title="Dynamo",
+            transport="dynamo",
+            transports={
+                "dynamo": "dynamo.transport:DynamoTransport",
+                # Never detected: nothing shows whether the workers have opted in to its route.
+                "dynamo-generate": "dynamo.generate_transport:DynamoGenerateTransport",
+            },
+            admin="dynamo.admin:DynamoAdmin",
+            pause_routes=_ENGINE_ROUTES,
+            owned_by="nvidia",
+            api_title="dynamo",
+            package="ai-dynamo",
+            install="scripts/install-dynamo.sh",
+        ),
+        "sglang": Engine(
+            title="SGLang",
+            transport="sglang",
+            transports={"sglang": "sglang.transport:SglangTransport"},
+            transport_options=("experts_layout",),
+            owned_by="sglang",
+            api_paths=frozenset({"/generate", "/get_model_info"}),
+            package="sglang",
+            install="start an SGLang server anywhere, then lockstep gateway --worker URL",
+        ),
+    }
+)
+TRANSPORTS: tuple[str, ...] = tuple(
+    name for engine in ENGINES.values() for name in engine.transports
+)
+"""Names of transports (`--transport`)."""
+ADMINS: tuple[str, ...] = tuple(name for name, engine in ENGINES.items() if engine.admin)
+"""Engines that Lockstep can control."""
+BACKENDS: tuple[str, ...] = ("auto", *ADMINS)
+LAUNCHED: tuple[str, ...] = tuple(name for name, engine in ENGINES.items() if engine.is_launched)
+"""Engines that Lockstep starts (`--engine`)."""
+if TYPE_CHECKING:
+    TransportName: TypeAlias = str
+    AdminName: TypeAlias = str
+    EngineName: TypeAlias = str
+else:
+    # Literal types of the names, so that commands offer them as choices. A type checker cannot read
+    # them from a table, and sees str: names are checked when a driver is opened.
+    TransportName, AdminName, EngineName = Literal[TRANSPORTS], Literal[ADMINS], Literal[LAUNCHED]
+
+
+def check_name(name: str, names: Iterable[str], param: str) -> str:
+    """Return `name`. Raises BadRequest, listing `names`, when it is not one of them."""
+    if name not in names:
+        raise BadRequest(f"{param} is {name!r}, expected one of {', '.join(names)}", param=param)
+    return name
+
+
+def engine_of(transport: str) -> Engine:
+    """Return the engine that a transport was written for."""
+    return next(engine for engine in ENGINES.values() if transport in engine.transports)
+
+
+def transport_class(name: str) -> Any:
+    """Import and return the driver of a transport."""
+    return _import(engine_of(name).transports[name])
+
+
+def admin_class(name: str) -> Any:
+    """Import and return the driver of an engine's control side."""
+    return _import(ENGINES[name].admin or "")
+
+
+def _import(driver: str) -> Any:
+    module, _, class_name = driver.partition(":")
+    return getattr(import_module(f"lockstep.backends.{module}"), class_name)
 
 
 async def open_transport(
@@ -52,18 +173,18 @@ async def open_transport(
     retries: int = 2,
     connections: int = 1024,
 ) -> Transport:
-    """The transport named, or the one the server at `base_url` turns out to speak.
+    """Open the named transport, or detect which one the server at `base_url` speaks.
 
-    `logprob_mode` says how that server computes logprobs where it does not say so itself,
-    `version` labels tokens of servers that tell no weight version, `experts_layout` is for SGLang
-    (see there), `timeout` is the default deadline of one call in seconds. Raises BadRequest for an
-    unknown name, and Unavailable when the server cannot be reached or recognised.
+    `logprob_mode` says how the server computes logprobs where its responses do not, `version`
+    labels the tokens of servers that report no weight version, `experts_layout` is (layers, top_k)
+    for SGLang, `timeout` is the default deadline of one call in seconds. Raises BadRequest for an
+    unknown name and Unavailable when the server cannot be reached or recognised.
     """
-    if transport is not None and transport not in TRANSPORTS:
-        raise BadRequest(
-            f"transport is {transport!r}, expected one of {', '.join(TRANSPORTS)}",
-            param="transport",
-        )
+    from lockstep.backends.detect import detect_transport
+    from lockstep.http.client.client import HttpClient
+
+    if transport is not None:
+        check_name(transport, TRANSPORTS, "transport")
     http = HttpClient(
         base_url, api_key=api_key, timeout=timeout, retries=retries, connections=connections
     )
@@ -72,51 +193,53 @@ async def open_transport(
     except LockstepError:
         await http.close()
         raise
-    own = {"experts_layout": experts_layout} if name == "sglang" else {}
-    return TRANSPORTS[name](http, logprob_mode=logprob_mode, version=version, **own)
+    options = {"experts_layout": experts_layout}
+    own = {option: options[option] for option in engine_of(name).transport_options}
+    driver: Transport = transport_class(name)(
+        http, logprob_mode=logprob_mode, version=version, **own
+    )
+    return driver
 
 
 async def open_admin(
     url: str,
     token: str | None = None,
-    backend: BackendName = "auto",
+    backend: str = "auto",
     *,
     routes: Iterable[str] | None = None,
-    budgets: CallBudgets = BUDGETS,
+    budgets: CallBudgets | None = None,
     backoff: float = 0.1,
 ) -> Admin:
-    """The driver named, or the one for what the worker at `url` turns out to be.
+    """Open the named admin driver, or detect which one the worker at `url` needs.
 
-    `routes` are those a Dynamo worker advertises, as discovery lists them. Raises BadRequest for an
-    unknown name, Unauthorized for a wrong token, UnsupportedField for a worker whose control
+    `routes` are those that a Dynamo worker advertises, as discovery lists them. Raises BadRequest
+    for an unknown name, Unauthorized for a wrong token, UnsupportedField for a worker whose control
     routes are switched off, and Unavailable when it cannot be reached or recognised.
     """
-    if backend not in BACKENDS:
-        raise BadRequest(
-            f"backend is {backend!r}, expected one of {', '.join(BACKENDS)}", param="backend"
-        )
+    from lockstep.backends.admin_client import BUDGETS, AdminClient
+    from lockstep.backends.detect import detect_admin
+
+    name, budgets = check_name(backend, BACKENDS, "backend"), budgets or BUDGETS
     if backend == "auto":
         client = AdminClient(url, token=token, backoff=backoff)
         try:
             name = await detect_admin(client, budgets.quick)
         finally:
             await client.close()
-    else:
-        name = backend
     own = {}
     if name == "dynamo":
         if routes is None:
             raise BadRequest(
-                f"{url} is a Dynamo worker, and which routes it has is told by discovery only: "
-                "give routes, as GET /v1/rl/workers lists them",
+                f"{url} is a Dynamo worker, and only discovery lists its routes: give routes, as "
+                "GET /v1/rl/workers lists them",
                 param="routes",
             )
         own = {"routes": routes}
-    admin = ADMINS[name](url, token=token, budgets=budgets, backoff=backoff, **own)
-    if isinstance(admin, VllmAdmin):
-        try:
-            await admin.detect_extension()
-        except BaseException:
-            await admin.close()
-            raise
-    return admin
+    admin = admin_class(name)(url, token=token, budgets=budgets, backoff=backoff, **own)
+    try:
+        await admin.detect()
+    except BaseException:
+        await admin.close()
+        raise
+    driver: Admin = admin
+    return driver

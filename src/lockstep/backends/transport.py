@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Literal, Protocol
+from typing import Protocol
 
+from lockstep.backends.registry import TransportName
 from lockstep.protocol.common.model_card import ModelCard
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import Reading, StreamDelta
@@ -22,7 +23,6 @@ __all__ = [
 
 CompletionStream = AsyncGenerator[StreamDelta | Completion, None]
 """Deltas as they come, then the completions."""
-TransportName = Literal["vllm", "dynamo", "dynamo-generate", "sglang"]
 
 
 class Relay(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.backends import TransportName
+from lockstep.backends.transport import TransportName
 from lockstep.protocol.dynamo.encode_chat import PLACEHOLDER
 
 Body = dict[str, Any]

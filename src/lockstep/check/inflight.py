@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-from lockstep.backends import StreamDelta
+from lockstep.backends.transport import StreamDelta
 from lockstep.check.outcome import Broken, NotApplicable
 from lockstep.check.target import Target
 from lockstep.protocol.common.request import GenerateRequest

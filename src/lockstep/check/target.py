@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from lockstep.backends import ModelCard, Transport, TransportName, open_transport
 from lockstep.backends.admin import Admin
 from lockstep.backends.dynamo.discovery import DynamoDiscovery
-from lockstep.backends.registry import open_admin
+from lockstep.backends.registry import open_admin, open_transport
+from lockstep.backends.transport import ModelCard, Transport, TransportName
 from lockstep.check.dialect import DIALECTS, RawDialect
 from lockstep.check.outcome import Broken, NotApplicable
 from lockstep.check.raw import Raw, RawReply
@@ -229,13 +229,3 @@ def _config(options: CheckOptions) -> dict[str, Any]:
         if path is not None and path.is_file():
             return dict(json.loads(path.read_text()))
     return {}
-
-
-def transport_named(name: str | None) -> TransportName | None:
-    """The transport of that name. Raises BadRequest for an unknown one."""
-    known = next((one for one in DIALECTS if one == name), None)
-    if name is not None and known is None:
-        raise BadRequest(
-            f"transport is {name!r}, expected one of {', '.join(DIALECTS)}", param="transport"
-        )
-    return known

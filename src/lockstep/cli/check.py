@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from lockstep import __version__
+from lockstep.backends.registry import TransportName
 from lockstep.cli.output import one_line_table, print_json, table_console
 from lockstep.models import BUNDLED, model_directory
 from lockstep.settings import Settings, read_token
@@ -44,10 +45,8 @@ def check(
         ),
     ] = None,
     transport: Annotated[
-        str | None,
-        typer.Option(
-            help="API of the server: vllm, dynamo, dynamo-generate or sglang; detected by default."
-        ),
+        TransportName | None,
+        typer.Option(help="API of the server; detected by default."),
     ] = None,
     tolerance: Annotated[
         float,
@@ -101,7 +100,6 @@ def check(
 ) -> None:
     """Check that a server keeps the contract RL training needs, and show the evidence."""
     from lockstep.check import CheckOptions, chosen_rows
-    from lockstep.check.target import transport_named
 
     if as_json and as_markdown:
         raise BadRequest("give --json or --markdown, not both", param="json")
@@ -112,7 +110,7 @@ def check(
     options = CheckOptions(
         url=url,
         model=model,
-        transport=transport_named(transport),
+        transport=transport,
         api_key=None if api_key_env is None else os.environ.get(api_key_env),
         tokenizer=tokenizer_dir,
         tolerance=tolerance,

@@ -7,10 +7,11 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
+from lockstep.backends.registry import EngineName, TransportName
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.dynamo_workers import DynamoWorkers
 from lockstep.cli.serving.engine_choice import EngineChoice, worker_source
@@ -40,7 +41,7 @@ def serve(
         list[str] | None, typer.Argument(help="Options for `vllm serve`, after --.")
     ] = None,
     engine: Annotated[
-        Literal["lockstep", "vllm"],
+        EngineName,
         typer.Option(help="lockstep: the embedded engine; vllm: vLLM servers."),
     ] = "lockstep",
     worker: Annotated[
@@ -89,7 +90,7 @@ def gateway(
         typer.Option(help="URL of a Dynamo frontend; DYN_RL_PORT is where it lists its workers."),
     ] = None,
     transport: Annotated[
-        Literal["vllm", "dynamo", "dynamo-generate", "sglang"] | None,
+        TransportName | None,
         typer.Option(help="API of the workers; detected by default."),
     ] = None,
     logprobs_mode: Annotated[

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from lockstep.backends.registry import EngineName
 from lockstep.cli.extras import require_extra
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.engine_choice import EngineChoice, worker_source
@@ -43,7 +44,7 @@ def tinker(
     ] = "float32",
     threads: Annotated[int, _engine_option(help="Threads that training computes with.")] = 1,
     engine: Annotated[
-        Literal["lockstep", "vllm"],
+        EngineName,
         _engine_option(
             help="What samples: the embedded engine, whose logprobs are the trainer's, or vLLM "
             "servers, whose logprobs are close to them."
@@ -84,7 +85,7 @@ def tinker(
     Checkpoints and samplers survive the server; what was not saved does not.
     """
     require_extra("engine")
-    from lockstep.backends.vllm.adapters import TARGETS
+    from lockstep.backends.vllm.adapter_calls import TARGETS
     from lockstep.integrations.tinker.attached import TrainerOptions
 
     settings = Settings.read()

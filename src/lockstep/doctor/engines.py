@@ -5,36 +5,27 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from lockstep.backends.registry import ENGINES
 from lockstep.doctor.check import Check
 
 SECONDS = 30.0
 VERSION = "import sys; from importlib.metadata import version; print(version(sys.argv[1]))"
 
 
-def vllm(python: str | None = None) -> Check:
-    """vLLM servers: `lockstep serve --engine vllm`. `python` is LOCKSTEP_VLLM_PYTHON."""
-    return _in_environment(
-        "vLLM", "vllm", Path(python or ".venv-vllm/bin/python"),
-        "scripts/install-vllm.sh, or set LOCKSTEP_VLLM_PYTHON",
-    )  # fmt: skip
+def optional_engines(vllm_python: str | None = None) -> Iterator[Check]:
+    """Check each engine that is installed apart from Lockstep.
 
-
-def dynamo() -> Check:
-    """An NVIDIA Dynamo deployment: `lockstep dynamo`."""
-    return _in_environment(
-        "Dynamo", "ai-dynamo", Path(".venv-dynamo/bin/python"), "scripts/install-dynamo.sh"
-    )
-
-
-def sglang() -> Check:
-    """SGLang servers: `lockstep gateway --worker URL`."""
-    return _in_environment(
-        "SGLang", "sglang", Path(".venv-sglang/bin/python"),
-        "start an SGLang server anywhere, then lockstep gateway --worker URL",
-    )  # fmt: skip
+    `vllm_python` is LOCKSTEP_VLLM_PYTHON, the interpreter of vLLM's environment.
+    """
+    for name, engine in ENGINES.items():
+        if engine.package is not None:
+            chosen = vllm_python if name == "vllm" else None
+            python = Path(chosen or f".venv-{name}/bin/python")
+            yield _in_environment(engine.title, engine.package, python, engine.install)
 
 
 def _in_environment(name: str, package: str, python: Path, way_out: str) -> Check:

@@ -27,9 +27,7 @@ def examine() -> Iterator[Check]:
         yield host.port(number, option)
     yield host.run_directory()
     yield host.state_directory()
-    yield engines.vllm(Settings.read().vllm_python)
-    yield engines.dynamo()
-    yield engines.sglang()
+    yield from engines.optional_engines(Settings.read().vllm_python)
 
 
 def _computing() -> Iterator[Check]:

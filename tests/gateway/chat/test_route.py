@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.backends import open_transport
+from lockstep.backends.registry import open_transport
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.dynamo.nvext import instance_id
 from lockstep.render import Renderer

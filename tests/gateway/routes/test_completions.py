@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from starlette.applications import Starlette
 
-from lockstep.backends import ModelCard
+from lockstep.backends.transport import ModelCard
 from lockstep.fleet.routing.affinity import Affinity
 from lockstep.fleet.routing.pool import Pool
 from lockstep.gateway.context import GatewayContext

@@ -11,7 +11,7 @@ from lockstep.backends.admin import AdminName, Broadcaster, PauseMode, Source, W
 from lockstep.backends.admin_client import AdminOptions, CallBudget, HttpAdmin
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.backends.reload_weights import ReloadedWeights
-from lockstep.backends.vllm.adapters import AdapterCalls
+from lockstep.backends.vllm.adapter_calls import AdapterCalls
 from lockstep.backends.vllm.admin import score
 from lockstep.tokens.errors import (
     Conflict,

@@ -20,7 +20,7 @@ from lockstep.backends.admin import (
 from lockstep.backends.admin_client import AdminClient, AdminOptions, CallBudget, HttpAdmin
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.backends.reload_weights import ReloadedWeights
-from lockstep.backends.vllm.adapters import AdapterCalls
+from lockstep.backends.vllm.adapter_calls import AdapterCalls
 from lockstep.backends.vllm.collective_rpc import ExtensionClient, ExtensionView, collective_rpc
 from lockstep.backends.vllm.transport import VllmTransport
 from lockstep.protocol.common.request import GenerateRequest
@@ -37,7 +37,7 @@ INITIAL_VERSION = "default"
 
 
 class VllmAdmin(HttpAdmin):
-    """One vLLM server. `detect_extension` must run first: with the Lockstep worker extension it can
+    """One vLLM server. `detect` must run first: with the Lockstep worker extension it can
     stage and score.
 
     Without it nothing can be staged: `commit` loads while the server is paused, and a server whose
@@ -64,7 +64,7 @@ class VllmAdmin(HttpAdmin):
     def probes_while_paused(self) -> bool:
         return self._extension_view is not None and self._extension_view.probes
 
-    async def detect_extension(self) -> None:
+    async def detect(self) -> None:
         """Looks for the extension; to be called before use, and when the server was restarted."""
         self._extension_view = await self._extension.detect()
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from lockstep.backends.admin import AdminName
+from lockstep.backends.registry import ENGINES
 from lockstep.check.outcome import require
 from lockstep.check.row import RowGroup
 from lockstep.check.target import Target
 
 GROUP = RowGroup("auth", mutates=True)
-ROUTES: dict[AdminName, tuple[str, str]] = {
-    "lockstep": ("/engine/pause_generation", "/engine/resume_generation"),
-    "dynamo": ("/engine/pause_generation", "/engine/resume_generation"),
-    "vllm": ("/pause", "/resume"),
-    "prime-rl": ("/pause", "/resume"),
-}
-"""Of each kind of server the route that pauses it, and the one that ends a pause."""
+ROUTES = {name: engine.pause_routes for name, engine in ENGINES.items() if engine.pause_routes}
+"""The routes that pause and resume a server, by the name of its admin driver."""
 
 
 def resume_route(target: Target) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from uuid import uuid4
 
-from lockstep.backends import StreamDelta
+from lockstep.backends.transport import StreamDelta
 from lockstep.check.inflight import in_flight
 from lockstep.check.outcome import Broken, NotApplicable, require, require_same
 from lockstep.check.row import RowGroup

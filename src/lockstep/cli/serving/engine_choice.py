@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from lockstep.backends.registry import EngineName
 from lockstep.cli.extras import require_extra
 from lockstep.cli.serving.arguments import GatewayArguments
 from lockstep.cli.serving.sources import EmbeddedWorkers, WorkerSource
@@ -15,8 +16,6 @@ from lockstep.tokens.errors import BadRequest, UnknownModel
 
 if TYPE_CHECKING:
     from lockstep.settings import Settings
-
-EngineName = Literal["lockstep", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lockstep.backends.admin import PauseMode
+from lockstep.backends.registry import LAUNCHED, EngineName, check_name
 from lockstep.fleet.remote import RemoteFleet
-from lockstep.integrations.ray.node_process import EngineName, NodeCommand
+from lockstep.integrations.ray.node_process import NodeCommand
 from lockstep.integrations.ray.object_checkpoint import ObjectCheckpoint, remove_others
 from lockstep.integrations.ray.worker_actor import CheckpointHolder, FleetPlace, WorkerActor
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
@@ -58,7 +59,8 @@ class RayFleet:
         max_restarts: int = -1,
         actor_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts nothing yet. Raises BadRequest for no worker, or no gateway."""
+        """Starts nothing yet. Raises BadRequest for no worker, no gateway, or another engine."""
+        check_name(engine, LAUNCHED, "engine")
         if workers < 1:
             raise BadRequest(f"workers is {workers}: expected at least 1", param="workers")
         gateways = (gateway,) if isinstance(gateway, str) else tuple(gateway)

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from lockstep.backends.registry import EngineName
 from lockstep.tokens.errors import BadRequest, EngineFailure
 from lockstep.tokens.exit_codes import WRONG
 
-EngineName = Literal["lockstep", "vllm"]
 LOOPBACK = ("127.", "::1", "localhost")
 STOP_SECONDS = 40.0
 VLLM_LOGPROBS = "processed"

@@ -77,6 +77,6 @@ class AddWorker(_Body):
     url: str
     admin_url: str | None = None
     admin_token: str | None = None
-    backend: Literal["auto", "lockstep", "vllm", "prime-rl", "dynamo"] = "auto"
+    backend: str = "auto"
     id: str | None = None
     logprob_mode: Literal["processed", "raw"] | None = None

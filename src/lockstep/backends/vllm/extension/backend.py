@@ -21,8 +21,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader import get_model_loader
 
 from lockstep.backends.vllm.extension.load import load
+from lockstep.backends.vllm.extension.rank_weights import RankWeights
 from lockstep.backends.vllm.extension.source import Sources
-from lockstep.backends.vllm.extension.weights import RankWeights
 from lockstep.protocol.control.generations import Generations
 from lockstep.protocol.control.worker import Stage
 from lockstep.tokens.errors import BadRequest, UnsupportedField

@@ -14,7 +14,7 @@ import msgspec
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from lockstep.backends.vllm.extension.backend import NAME, LockstepTransfer, stage_of
-from lockstep.backends.vllm.extension.probe import can_probe, score
+from lockstep.backends.vllm.extension.paused_probe import can_probe, score
 from lockstep.checkpoint.digest import combined
 from lockstep.protocol.common.error_body import error_fields
 from lockstep.protocol.control.worker import JoinGroup
