@@ -104,7 +104,7 @@ async def test_a_server_that_read_other_weights_is_caught_by_its_digest(dense: V
 
         admin.stage = elsewhere  # type: ignore[method-assign]
         with pytest.raises(
-            LockstepError, match="read other contents than the checkpoint has, in '"
+            LockstepError, match="read contents that differ from the checkpoint, in '"
         ):
             await fleet.update_weights(str(step), version="elsewhere")
         assert (await evidence(fleet)).digest == "mismatch"

@@ -32,7 +32,7 @@ async def test_a_worker_that_is_refused_is_told_once_and_shown_until_it_joins_or
         for _ in range(2):
             await follower.apply(listing(SICK))
         assert (await fleet_state(fleet))["refused"] == [{"id": "7", "reason": "why"}]
-        assert caplog.text.count("worker 7 is refused: why") == 1
+        assert caplog.text.count("worker 7 refused: why") == 1
 
         await follower.apply(listing(replace(SICK, ready=True, error=None)))
         assert (await fleet_state(fleet))["refused"] == []

@@ -149,7 +149,7 @@ async def test_a_worker_that_read_other_weights_is_caught(rig: Rig, fault: Fault
     async with rig.fleet() as (fleet, admin):
         admin.reads = rig.wrong(fault)
         with pytest.raises(
-            LockstepError, match="read other contents than the checkpoint has, in '"
+            LockstepError, match="read contents that differ from the checkpoint, in '"
         ):
             await fleet.update_weights(str(rig.next), version="next")
         assert ((await evidence(fleet)).decided_by, (await evidence(fleet)).digest) == (

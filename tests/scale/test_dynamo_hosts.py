@@ -175,7 +175,7 @@ async def test_a_worker_that_advertises_loopback_is_refused_and_everybody_is_tol
     reason = await refusal(fleet, name)
     assert "its system_url http://127.0.0.1:" in reason
     assert "cannot be reached from here" in reason
-    assert f"worker {name} is refused: {reason}" in gateway.output
+    assert f"worker {name} refused: {reason}" in gateway.output
     assert name not in await fleet.serving()
 
     # The same address is a worker here, which joins; the other is still not taken for it.

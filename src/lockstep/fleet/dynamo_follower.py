@@ -1,7 +1,7 @@
-"""Follows a Dynamo deployment: its workers join and leave the fleet as discovery lists them.
+"""Membership by Dynamo's discovery: workers join and leave the fleet as discovery lists them.
 
-Requests go through the frontend, each pinned to the worker that the fleet chose for it: left to
-itself, the frontend would also use workers that hold no proved weights.
+Requests go through the frontend, each pinned to the worker that the fleet picked. On its own, the
+frontend would also use workers that have not proved their weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.tokens.errors import BadRequest, LockstepError, NotFound
 log = logging.getLogger(__name__)
 LOOK_SECONDS = 1.0
 LEAVE_SECONDS = 5.0
-"""How long a worker that Dynamo has forgotten may still work on what it has."""
+"""How long a worker that Dynamo has dropped may take to finish its requests."""
 
 
 @asynccontextmanager
@@ -40,20 +40,20 @@ async def following(
     look_seconds: float = LOOK_SECONDS,
     **options: Any,
 ) -> AsyncIterator[None]:
-    """The workers that `discovery` finds are the fleet's while the block runs.
+    """Keep the workers that `discovery` lists in the fleet while the block runs.
 
-    Begins when the first of them serves. `options` are those of the pool. Raises
-    DeadlineExceeded or Unavailable when none does within `wait_seconds`.
+    The block begins once the first of them serves. `options` are those of `Pool.add`. Raises
+    DeadlineExceeded or Unavailable when none serves within `wait_seconds`.
     """
     if options.get("api_key") is not None:
         raise BadRequest(
-            "LOCKSTEP_WORKER_API_KEY is set, but Dynamo's frontend knows no keys: unset it",
+            "LOCKSTEP_WORKER_API_KEY is set, but Dynamo's frontend has no API keys: unset it",
             param="api_key",
         )
     if options.setdefault("transport", "dynamo") != "dynamo":
         raise BadRequest(
-            f"transport is {options['transport']!r}: workers behind a frontend are pinned, which "
-            "only `dynamo` can do; leave it out",
+            f"transport is {options['transport']!r}: requests to workers behind a frontend are "
+            "pinned, which only `dynamo` can do; leave it out",
             param="transport",
         )
     first = await until_ready(discovery, 1, seconds=wait_seconds)
@@ -82,16 +82,19 @@ class _Follower:
                 await self.apply(change)
 
     async def apply(self, change: WorkerChange) -> None:
-        """Lets those go that are gone, and takes in those that came; one that fails is refused, and
-        tried again when discovery tells something new about it."""
+        """Remove the workers that left, and add those that joined.
+
+        A worker that cannot be added is refused. It is tried again when discovery lists it
+        differently.
+        """
         ready = {worker.id: worker for worker in change.now if worker.ready}
-        refused = {one.id: one.error or "it is not ready" for one in change.now if not one.ready}
+        refused = {w.id: w.error or "it is not ready" for w in change.now if not w.ready}
         for name in set(self._fleet.state.refused) - set(refused) - set(ready):
             del self._fleet.state.refused[name]
         for name, reason in refused.items():
             self._refuse(name, reason)
-        for name, known in list(self._joined.items()):
-            if ready.get(name) != known:
+        for name, joined in list(self._joined.items()):
+            if ready.get(name) != joined:
                 del self._joined[name]
                 await self._leave(name)
         new = [worker for name, worker in ready.items() if name not in self._joined]
@@ -110,14 +113,14 @@ class _Follower:
             self._fleet.state.refused.pop(worker.id, None)
 
     def _refuse(self, name: str, reason: str) -> None:
-        """Says once why a worker is not in the fleet; the state goes on to say it."""
+        """Record why a worker is not in the fleet; log it once."""
         if self._fleet.state.refused.get(name) != reason:
-            log.warning("worker %s is refused: %s", name, reason)
+            log.warning("worker %s refused: %s", name, reason)
         self._fleet.state.refused[name] = reason
 
     async def _leave(self, name: str) -> None:
-        log.warning("worker %s has left the deployment", name)
-        # An operation that is under way counts on its workers, and deals with those that die.
+        log.warning("worker %s left the deployment", name)
+        # Wait for the operation under way: it handles workers that die, but not ones that vanish.
         async with self._fleet.operations.lock:
             with suppress(NotFound):  # an operator may have removed it
                 await self._fleet.remove(name, drain_seconds=LEAVE_SECONDS)

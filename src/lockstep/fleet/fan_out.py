@@ -1,4 +1,4 @@
-"""Runs one phase of an operation on many workers at once."""
+"""One phase of an operation, run on many workers at once."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ log = logging.getLogger(__name__)
 Failures = dict[Worker, LockstepError]
 Quarantine = Callable[[Worker, str], None]
 SLOWER = 2.0
-"""How many times as long as most a worker may take beyond them, where that is more."""
+"""A straggler may take this many times as long as most workers, if that exceeds its budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseBudgets:
     """Seconds that one worker may take for each phase.
 
-    `swap` is for the commit of weights that were proved while staged, `commit` for one that loads
-    them. A worker that is not done `straggler` seconds after most others is left behind; staging,
-    in which the fleet goes on serving, may take `stage_straggler` longer on cold disks.
+    `swap` is for the commit of weights that were proved while staged, `commit` for a commit that
+    loads them. A worker that is not done `straggler` seconds after most others is left behind.
+    Staging, during which the fleet keeps serving, may take `stage_straggler` seconds longer on cold
+    disks.
     """
 
     stage: float = 600.0
@@ -49,19 +50,20 @@ class PhaseBudgets:
 
     @classmethod
     def parse(cls, options: Iterable[str]) -> PhaseBudgets:
-        """The budgets with those that options of the form NAME=SECONDS set. Raises BadRequest."""
-        known = [field.name for field in fields(cls)]
-        chosen: dict[str, float] = {}
+        """Return the budgets with those set by options of the form NAME=SECONDS. Raises
+        BadRequest."""
+        names = [field.name for field in fields(cls)]
+        budgets: dict[str, float] = {}
         for option in options:
             name, _, number = option.partition("=")
-            if name not in known or not re.fullmatch(r"\d{1,6}(\.\d{1,3})?", number, re.ASCII):
+            if name not in names or not re.fullmatch(r"\d{1,6}(\.\d{1,3})?", number, re.ASCII):
                 raise BadRequest(
                     f"--budget is {option!r}: expected NAME=SECONDS, with one of "
-                    f"{', '.join(known)}",
+                    f"{', '.join(names)}",
                     param="budget",
                 )
-            chosen[name] = float(number)
-        return cls(**chosen)
+            budgets[name] = float(number)
+        return cls(**budgets)
 
 
 async def run_phase(
@@ -73,11 +75,11 @@ async def run_phase(
     *,
     straggler: float = math.inf,
 ) -> tuple[list[Worker], Failures]:
-    """Runs one phase on all workers at once, each for `seconds` at most.
+    """Run one phase on all workers at once, each for `seconds` at most.
 
-    Once half of them have succeeded, the others get `straggler` seconds more, or SLOWER times as
-    long as those needed. Returns those that succeeded and the errors of the others; how long each
-    took is recorded.
+    Once half of the workers have succeeded, the others get `straggler` seconds more, or SLOWER
+    times the time that the first half took. Returns the workers that succeeded and the errors of
+    the others. The operation records how long each took.
     """
     called = list(workers)
     if (tracer := tracing.active) is None or not called:
@@ -119,7 +121,7 @@ async def _run_phase(
         for task in tasks:
             task.cancel()
 
-    async def one(worker: Worker) -> LockstepError | None:
+    async def run(worker: Worker) -> LockstepError | None:
         begun = perf_counter()
         try:
             await call(worker)
@@ -128,7 +130,7 @@ async def _run_phase(
         except TimeoutError:
             return late
         except Exception as error:
-            # A driver's own fault must not leave the other workers half way.
+            # A bug in a driver must not leave the other workers between two phases.
             log.exception("%s on %s", phase, worker.id)
             return EngineFailure(f"{phase} failed within its driver: {error!r}")
         finally:
@@ -137,9 +139,9 @@ async def _run_phase(
         count_success()
         return None
 
-    tasks = [asyncio.create_task(one(worker)) for worker in called]
+    tasks = [asyncio.create_task(run(worker)) for worker in called]
     try:
-        # One clock for all, as all begin at once: a thousand would be a large part of the work.
+        # One timeout for all, as all begin at once: a thousand timers would be slow.
         if tasks:
             await asyncio.wait(tasks, timeout=seconds)
     finally:
@@ -159,7 +161,7 @@ async def _run_phase(
 def quarantine_failed(
     failed: Failures, what: str, operation: Operation, quarantine: Quarantine
 ) -> None:
-    """Quarantines each of these workers, and says so in the operation."""
+    """Quarantine workers that failed, and record it in the operation."""
     for worker, error in failed.items():
         reason = f"{what}: {error.message}"
         result = operation.workers[worker.id]
@@ -178,10 +180,12 @@ async def run_or_quarantine(
     undo: Callable[[Worker], Awaitable[None]] | None = None,
     undo_seconds: float = 10.0,
 ) -> None:
-    """Workers on which it fails are quarantined. When all fail alike it is not they that are to
-    blame: with an `undo` only those are quarantined on which that fails too.
+    """Run one phase on all workers, and quarantine those on which it fails.
 
-    Raises Unavailable when it failed on all, and Superseded when they obey another gateway.
+    If it fails on all workers, they are not to blame. Then `undo` runs on each, where given, and
+    only workers on which that fails too are quarantined.
+
+    Raises Unavailable when the phase failed on all, and Superseded when they obey another gateway.
     """
     succeeded, failed = await run_phase(phase, workers, call, seconds, operation)
     first = next(iter(failed.values()), None)
@@ -198,4 +202,4 @@ async def run_or_quarantine(
 
 
 async def undo_nothing(_: Worker) -> None:
-    """Undoes what changes nothing unless it succeeds."""
+    """Undo for phases that change nothing unless they succeed."""

@@ -1,4 +1,4 @@
-"""Controls a fleet in another process, through its control plane."""
+"""Client of the control plane of a gateway in another process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from lockstep.tokens.operation import Operation
 class RemoteFleet:
     """The control plane at `url`. Changes return the operation that `Fleet` would have returned.
 
-    What fails raises the error that `Fleet` would have raised, with the record of its operation.
-    `token` is the admin token, or `token_file` holds it. An update may take `timeout` seconds.
+        async with RemoteFleet("http://127.0.0.1:8001", token_file="admin.token") as fleet:
+            operation = await fleet.update_weights("/checkpoints/step_10")
+
+    Failures raise the error that `Fleet` would have raised, with the record of its operation.
+    `token` is the admin token; `token_file` holds it. An update may take `timeout` seconds.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class RemoteFleet:
         await self._client.close()
 
     async def state(self) -> dict[str, Any]:
-        """Versions, workers and last operations: what `lockstep state` shows."""
+        """Return versions, workers and last operations, as `lockstep state` shows them."""
         return self._decode(await self._client.get("/v1/rl/state"))
 
     async def pause(
@@ -65,15 +68,15 @@ class RemoteFleet:
         lease_seconds: float | None = None,
         key: str | None = None,
     ) -> Operation:
-        """Returns when no worker generates any more; the pause ends by itself after the lease."""
+        """Pause all workers; return when none generates. The pause ends when its lease does."""
         return await self._change("pause", key, mode=mode, lease_seconds=lease_seconds)
 
     async def resume(self, *, key: str | None = None) -> Operation:
-        """Lets every worker generate again."""
+        """Let every worker generate again."""
         return await self._change("resume", key)
 
     async def flush(self, *, key: str | None = None) -> Operation:
-        """Forgets cached prefixes on every worker."""
+        """Drop cached prefixes on every worker."""
         return await self._change("flush_cache", key)
 
     async def update_weights(
@@ -84,7 +87,7 @@ class RemoteFleet:
         mode: PauseMode = "keep",
         key: str | None = None,
     ) -> Operation:
-        """The verified update of all workers. The same `key` never updates twice."""
+        """Update the weights of all workers, verified. Calls with the same `key` update once."""
         where = str(Path.cwd() / weight_dir)
         return await self._change(
             "update_weights", key, weight_dir=where, version=version, mode=mode
@@ -93,34 +96,34 @@ class RemoteFleet:
     async def load_adapter(
         self, name: str, path: str | Path, version: str | None = None, *, key: str | None = None
     ) -> Operation:
-        """Serves an adapter on all workers, swapping one of that name."""
+        """Load an adapter on all workers. It replaces an adapter of that name."""
         where = str(Path.cwd() / path)
         return await self._change(
             "load_lora_adapter", key, lora_name=name, lora_path=where, version=version
         )
 
     async def unload_adapter(self, name: str, *, key: str | None = None) -> Operation:
-        """Stops serving an adapter on all workers."""
+        """Unload an adapter from all workers."""
         return await self._change("unload_lora_adapter", key, lora_name=name)
 
     async def operation(self, operation_id: str) -> Operation:
-        """The record of an operation by its id. Raises NotFound."""
+        """Return the record of an operation by its id. Raises NotFound."""
         body = await self._client.get(f"/v1/rl/operations/{quote(operation_id)}")
         return msgspec.json.decode(body, type=Operation)
 
     async def add_worker(self, url: str, **options: Any) -> dict[str, Any]:
-        """Registers a worker: options are the fields of AddWorker."""
+        """Add a worker to the fleet. Options are the fields of AddWorker."""
         return await self._post("workers", url=url, **options)
 
     async def workers(self) -> list[dict[str, Any]]:
-        """One row for each worker: id, URLs, state and version."""
+        """Return one row per worker: id, URLs, state and version."""
         rows: list[dict[str, Any]] = self._decode(await self._client.get("/v1/rl/workers"))[
             "workers"
         ]
         return rows
 
     async def drain(self, worker_id: str, *, drain_seconds: float = 30.0) -> dict[str, Any]:
-        """Gives a worker nothing new, waits for what it has, and forgets it."""
+        """Send a worker no new requests, wait up to `drain_seconds`, and drop it."""
         path = f"/v1/rl/workers/{quote(worker_id)}?drain_seconds={drain_seconds}"
         return self._decode(await self._client.delete(path, timeout=drain_seconds + 30))
 
@@ -133,10 +136,11 @@ class RemoteFleet:
         kinds: Iterable[str] | None = None,
         weights: str | None = None,
     ) -> list[Sample]:
-        """The samples of every branch of a session; with `dedupe` a token is trained in one.
+        """Return the samples of every branch of a session; with `dedupe` each token is trained
+        once.
 
-        `kinds` leaves out branches of other kinds, `weights` sets how much samples count; see
-        Ledger.samples. Raises BadRequest for kinds and weights that there are not.
+        `kinds` selects kinds of branches, `weights` sets how much samples count; see
+        Ledger.samples. Raises BadRequest for unknown kinds and weights.
         """
         query = f"train_aborted={train_aborted}&dedupe={dedupe}".lower()
         if kinds is not None:
@@ -145,28 +149,28 @@ class RemoteFleet:
             query += f"&weights={quote(weights)}"
         path = f"/v1/rl/sessions/{quote(session)}?{query}"
         body = self._decode(await self._client.get(path, timeout=60.0))
-        return [Sample.from_json(msgspec.json.encode(each)) for each in body["samples"]]
+        return [Sample.from_json(msgspec.json.encode(sample)) for sample in body["samples"]]
 
     async def mint_session(self, **options: Any) -> MintedSession:
-        """Begins a session with a key of its own; options are the fields of MintSession."""
-        sent = {name: value for name, value in options.items() if value is not None}
-        body = await self._client.post("/v1/rl/sessions", msgspec.json.encode(sent))
+        """Create a session with its own API key. Options are the fields of MintSession."""
+        request = {name: value for name, value in options.items() if value is not None}
+        body = await self._client.post("/v1/rl/sessions", msgspec.json.encode(request))
         return msgspec.json.decode(body, type=MintedSession)
 
     async def finish_session(self, session: str, reward: float | None = None) -> dict[str, Any]:
-        """Ends a session, with the reward that then stands on its samples.
+        """End a session, and set the reward of its samples.
 
         Raises NotFound, and Conflict when it was finished with another reward.
         """
         return await self._post(f"sessions/{quote(session)}/finish", reward=reward)
 
     async def wait_session(self, session: str, *, seconds: float = 30.0) -> dict[str, Any]:
-        """The session once it has ended, or as it is after so long: then `ended` is None."""
+        """Return the session once it has ended, or after `seconds`; then its `ended` is None."""
         path = f"/v1/rl/sessions/{quote(session)}/wait?seconds={seconds}"
         return self._decode(await self._client.get(path, timeout=seconds + 30))
 
     async def end_session(self, session: str) -> None:
-        """Forgets a session and its samples."""
+        """Delete a session and its samples."""
         await self._client.delete(f"/v1/rl/sessions/{quote(session)}")
 
     async def _change(self, route: str, key: str | None = None, **body: Any) -> Operation:
@@ -174,10 +178,10 @@ class RemoteFleet:
         return msgspec.convert(response["operation"], Operation)
 
     async def _post(self, route: str, key: str | None = None, **body: Any) -> dict[str, Any]:
-        sent = {name: value for name, value in body.items() if value is not None}
+        fields = {name: value for name, value in body.items() if value is not None}
         headers = {} if key is None else {"Idempotency-Key": key}
         response = await self._client.post(
-            f"/v1/rl/{route}", msgspec.json.encode(sent), headers=headers
+            f"/v1/rl/{route}", msgspec.json.encode(fields), headers=headers
         )
         return self._decode(response)
 

@@ -1,4 +1,4 @@
-"""The state of a fleet as people and programs read it."""
+"""The state of a fleet as the state route, the CLI and the dashboard show it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 
 from lockstep.fleet.fleet import Fleet
 
-SHOWN_OPERATIONS = 20
+STATE_OPERATIONS = 20
 
 
 async def fleet_state(fleet: Fleet) -> dict[str, Any]:
-    """Everything at one place: desired and applied version, pause, workers, last operations."""
+    """Return desired and applied versions, the pause, the workers and the last operations."""
     workers = worker_views(fleet)
     serving = [worker for worker in workers if worker["state"] == "serving"]
     desired = fleet.desired
@@ -37,23 +37,24 @@ async def fleet_state(fleet: Fleet) -> dict[str, Any]:
         "running": [operation.kind for operation in fleet.operations.running],
         "operations": [
             {
-                "id": each.id,
-                "kind": each.kind,
-                "status": each.status,
-                "version": each.version,
-                "error": each.error,
-                "warnings": each.warnings,
-                "pause_seconds": each.pause_seconds,
-                "seconds": None if each.ended is None else each.ended - each.started,
-                "workers": msgspec.to_builtins(each.workers),
+                "id": operation.id,
+                "kind": operation.kind,
+                "status": operation.status,
+                "version": operation.version,
+                "error": operation.error,
+                "warnings": operation.warnings,
+                "pause_seconds": operation.pause_seconds,
+                "seconds": None if operation.ended is None else operation.ended - operation.started,
+                "workers": msgspec.to_builtins(operation.workers),
             }
-            for each in await fleet.operations.latest(SHOWN_OPERATIONS)
+            for operation in await fleet.operations.latest(STATE_OPERATIONS)
         ],
     }
 
 
 def worker_views(fleet: Fleet) -> list[dict[str, Any]]:
-    """One row per worker: where it is, what it holds, why it is kept out and when it is tried."""
+    """Return one row per worker: its URLs, state, version, the reason it is out, and the next
+    probe."""
     return [
         {
             "id": worker.id,

@@ -25,7 +25,8 @@ from lockstep.tokens.operation import Evidence
 
 HEALTH_SECONDS = 10.0
 RETRIES = 1
-"""On the same worker: enough for a connection it had dropped; more only delays the next worker."""
+"""On the same worker: enough for a connection that it had dropped. More only delays the next
+worker."""
 
 State = Literal["joining", "down", "syncing", "proving", "serving", "draining", "quarantined"]
 
@@ -40,17 +41,17 @@ TRANSITIONS: Mapping[State, frozenset[State]] = MappingProxyType(
         "draining": frozenset(),
     }
 )
-"""What each state may become. Only `proving` leads to `serving`: nothing is served unproved.
+"""Allowed next states. Only `proving` leads to `serving`: no worker serves unproved weights.
 
-joining: added, not reached yet. down: it cannot be reached, or a request failed on it. syncing: it
-is given the fleet's weights and adapters. proving: it shows that it holds them. quarantined: it
-failed to hold or to prove what it should. draining: it is being removed, for good. A worker without
-a control side passes syncing and proving once it is healthy and has a model: it can show no more.
+joining: added, not reached yet. down: unreachable, or a request failed on it. syncing: it is given
+the fleet's weights and adapters. proving: it proves that it holds them. quarantined: it failed to
+hold or to prove the desired state. draining: it is being removed, for good. A worker without a
+control side passes syncing and proving once it is healthy and has a model: it cannot prove more.
 """
 
 
 class WorkerHealth(msgspec.Struct):
-    """What a worker reports of itself. `instance` is another one after every start of it."""
+    """The health that a worker reports. `instance` changes whenever its process is restarted."""
 
     running: int = 0
     waiting: int = 0
@@ -59,15 +60,16 @@ class WorkerHealth(msgspec.Struct):
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """A worker with its one state, which only `become` changes.
+    """A worker and its state, which only `become` changes.
 
     `admin` is its control side; without one it only serves requests. `reason` says why it does not
-    serve, `since` (Unix time) when it came to its state, `version` what it was last proved to hold,
+    serve, `since` (Unix time) when it entered its state, `version` what it last proved to hold,
     `closeness` how closely it then followed the trainer. `in_flight` counts the requests that this
-    process sent it, `elsewhere` is its load from others as of the last probe. While it is `held`
-    it gets no new requests, whatever its state. `epoch` changes whenever what was known of it
-    before no longer counts. `attempts` are the requests on it that can be called off. `sampled`
-    counts the tokens it gave, `evidence` is how it was last believed or not, and `judged` when.
+    process sent it, `elsewhere` is its load from other gateways as of the last probe. While it is
+    `held` it gets no new requests, whatever its state. `epoch` changes whenever earlier
+    observations of it no longer count. `attempts` are the requests on it that can be called off.
+    `sampled` counts its tokens, `evidence` is the ground of the last accept or reject, and `judged`
+    its time.
     """
 
     id: str
@@ -107,7 +109,7 @@ class Worker:
 
     @property
     def routable(self) -> bool:
-        """Whether a new request may be sent to it."""
+        """Whether new requests may be sent to it."""
         return self._state == "serving" and not self.held
 
     @property
@@ -115,8 +117,10 @@ class Worker:
         return self._state == "draining"
 
     def become(self, state: State, reason: str | None = None) -> None:
-        """Changes its state and the reason for it. Raises Conflict for a change that TRANSITIONS
-        does not have; to stay in a state is always allowed."""
+        """Change the state and its reason.
+
+        Raises Conflict for a change that TRANSITIONS does not allow. Staying in a state is allowed.
+        """
         if state != self._state:
             if state not in TRANSITIONS[self._state]:
                 allowed = ", ".join(sorted(TRANSITIONS[self._state])) or "nothing else"
@@ -127,12 +131,12 @@ class Worker:
         self.reason = reason
 
     def judge(self, evidence: Evidence) -> None:
-        """Keeps on what grounds it was believed or not, for those who look."""
+        """Record the evidence for the last accept or reject, for the state page."""
         self.evidence, self.judged = evidence, time()
 
     @property
     def transport(self) -> Transport:
-        """How to talk to it. Raises Unavailable before it was reached for the first time."""
+        """Its data side. Raises Unavailable before it was reached for the first time."""
         if self.opened is None:
             raise Unavailable(f"worker {self.id} has not been reached yet: {self.reason}")
         return self.opened
@@ -145,7 +149,8 @@ class Worker:
         return self.admin
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """The completions. Raises Unavailable when their version is not accepted by the fleet."""
+        """Return the completions. Raises Unavailable when the fleet has not accepted their
+        version."""
         since = self.accepted.mark()
         if (tracer := tracing.active) is not None:
             tracer.generation(request.model, request.sampling)
@@ -153,13 +158,14 @@ class Worker:
         await self.accepted.confirm(completions, since, self.id)
         if tracer is not None:
             tracer.generated(completions)
-        self.sampled += sum(len(each.token_ids) for each in completions)
+        self.sampled += sum(len(completion.token_ids) for completion in completions)
         return completions
 
     async def stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamDelta | Completion, None]:
-        """Deltas, then completions. Raises Unavailable as `generate` does, after the deltas."""
+        """Yield deltas, then completions. Raises Unavailable as `generate` does, after the
+        deltas."""
         since = self.accepted.mark()
         completions: list[Completion] = []
         if (tracer := tracing.active) is not None:
@@ -176,8 +182,11 @@ class Worker:
                 yield item
 
     async def health(self, seconds: float = HEALTH_SECONDS) -> WorkerHealth:
-        """What it reports; empty where it reports nothing. Raises Unavailable when it is ill, and
-        DeadlineExceeded when it does not respond within `seconds`."""
+        """Return the reported health; the default values where it reports nothing.
+
+        Raises Unavailable when it is unhealthy and DeadlineExceeded when it does not respond in
+        time.
+        """
         body = await self.client.get("/health", timeout=seconds)
         try:
             return msgspec.json.decode(body, type=WorkerHealth)
@@ -185,10 +194,11 @@ class Worker:
             return WorkerHealth()
 
     async def open(self) -> None:
-        """Finds its dialect and its models. Raises Unavailable when it serves no model yet."""
+        """Detect its dialect and read its models. Raises Unavailable when it serves no model
+        yet."""
         if self.opened is None:
             self.opened = await open_transport(self.url, retries=RETRIES, **self.options)
-        # Read anew each time: a worker that comes back may be another one than it was.
+        # Read each time: a worker that comes back may serve other models than before.
         if not await self.opened.models():
             raise Unavailable(f"{self.url} serves no model yet")
 

@@ -82,7 +82,7 @@ async def test_a_pinned_request_goes_to_that_worker() -> None:
 
 async def test_a_pin_to_a_worker_that_does_not_exist_or_serve_is_told() -> None:
     async with fleet(2) as (pool, fakes):
-        with pytest.raises(NotFound, match="no worker 'w9'; known are w0, w1"):
+        with pytest.raises(NotFound, match="no worker 'w9'; there are w0, w1"):
             await pool.run(Affinity(worker="w9"), work)
         await fakes[0].die()
         with pytest.raises(Unavailable) as first:
@@ -337,7 +337,7 @@ async def test_a_full_queue_is_busy_and_says_when_to_come_back() -> None:
         fakes[0].behave = fakes[0].held
         tasks = [asyncio.create_task(pool.run(ROUTE, work)) for _ in range(2)]
         await until(lambda: pool.waiting == 1)
-        with pytest.raises(Busy, match="1 requests are running and 1 are waiting") as refused:
+        with pytest.raises(Busy, match="1 requests are running and 1 are queued") as refused:
             await pool.run(ROUTE, work)
         assert refused.value.retry_after is not None
         fakes[0].gate.set()

@@ -1,4 +1,4 @@
-"""Which weight versions a completion may carry: those accepted while it was being made."""
+"""The weight versions that a completion may carry: those accepted while it was generated."""
 
 from __future__ import annotations
 
@@ -10,39 +10,40 @@ from lockstep.tokens.versions import VersionLabel
 
 
 class AcceptedVersions:
-    """The versions in the order in which the fleet accepted them.
+    """Weight versions in the order in which the fleet accepted them.
 
-    A worker that restarted with old weights generates under a label that was right once: only
-    labels accepted since the request began count. Before any was accepted, every label counts.
+    A worker that restarted with old weights generates under a label that was valid once. So only
+    labels accepted since the request began count. Before the first is accepted, every label counts.
     """
 
     def __init__(self) -> None:
         self._versions: list[str] = []
         self.read_anew: Callable[[], Awaitable[None]] | None = None
-        """Accepts what the leader has accepted by now; None where this gateway decides itself."""
+        """Reads the versions that the leader has accepted by now; None where this gateway leads."""
 
     def accept(self, version: str) -> None:
-        """From now on the fleet serves this version."""
+        """Accept a version: the fleet serves it from now on."""
         self._versions.append(version)
 
     def follow(self, versions: Sequence[str]) -> None:
-        """Accepts those that came after what is known; `versions` is the fleet's whole list."""
-        known = self._versions[-1] if self._versions else None
+        """Accept the versions that are new in `versions`, the fleet's whole list."""
+        last = self._versions[-1] if self._versions else None
         start = 0
-        if known in versions:
-            start = len(versions) - versions[::-1].index(known)
+        if last in versions:
+            start = len(versions) - versions[::-1].index(last)
         self._versions.extend(versions[start:])
 
     def mark(self) -> int:
-        """A request begins now; to be passed to `check` with its completions."""
+        """Return the mark of a request that begins now, for `check` of its completions."""
         return max(len(self._versions) - 1, 0)
 
     def behind(self, mark: int) -> int:
-        """How many versions were accepted since that mark."""
+        """Return how many versions were accepted since a mark."""
         return self.mark() - mark
 
     async def confirm(self, completions: Iterable[Completion], since: int, worker: str) -> None:
-        """`check`, after a look at what the leader has accepted meanwhile where that is needed."""
+        """Run `check`, after reading the leader's versions if a completion's version is not known
+        here."""
         if self.read_anew is not None:
             completions = list(completions)
             for completion in completions:
@@ -50,21 +51,24 @@ class AcceptedVersions:
         self.check(completions, since, worker)
 
     async def learn(self, spans: Sequence[VersionSpan], since: int) -> None:
-        """Looks at what the leader has accepted, if these spans end under a version that is not
-        known here: a worker serves it as soon as the leader has decided."""
+        """Read the leader's versions if these spans end under one that is not known here.
+
+        A worker serves a new version as soon as the leader has decided, before followers hear of
+        it.
+        """
         if self.read_anew is not None and not self._fits(spans, since):
             await self.read_anew()
 
     def check(self, completions: Iterable[Completion], since: int, worker: str) -> None:
-        """Raises Unavailable when a completion ends under a version that was not accepted.
+        """Raise Unavailable when a completion ends under a version that was not accepted.
 
-        Nothing was delivered yet, so the request may be tried on another worker.
+        Nothing was delivered yet, so the request may be retried on another worker.
         """
         for completion in completions:
             self.check_spans(completion.versions, since, worker)
 
     def check_spans(self, spans: Sequence[VersionSpan], since: int, worker: str) -> None:
-        """`check` for one choice of which only the spans were read."""
+        """Run `check` for one choice of which only the spans were read."""
         if not self._fits(spans, since):
             raise Unavailable(
                 f"worker {worker} generated under version {spans[-1].version!r}, but the fleet "

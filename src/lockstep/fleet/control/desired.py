@@ -1,6 +1,6 @@
 """The desired state of a fleet (version, adapters, pause), and the record of its operations.
 
-Kept in SQLite, so that it survives the gateway: whoever starts next brings every worker to it.
+Stored in SQLite, so that it survives the gateway: the next one brings every worker to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEPT_VERSIONS = 1000
 
 
 class Closeness(msgspec.Struct, frozen=True):
-    """How far a worker's logprobs were from the right ones: on average, and at the top."""
+    """How far a worker's logprobs were from the right ones: mean and top difference."""
 
     mean: float
     top: float
@@ -33,9 +33,9 @@ class Closeness(msgspec.Struct, frozen=True):
 class Reference(msgspec.Struct, frozen=True):
     """What a worker must reproduce to be proved: sequences, and their logprobs under the weights.
 
-    A tolerance of None says that it is measured. `previous` are the logprobs under the weights
-    before (an empty row where unknown), `dtype` is the type that the model computed in,
-    `closeness` how closely the workers followed that proved it.
+    A tolerance of None means that it is measured. `previous` are the logprobs under the weights
+    before (an empty row where unknown), `dtype` is the type that the model computed in, `closeness`
+    how closely the workers that proved it followed.
     """
 
     sequences: tuple[tuple[int, ...], ...]
@@ -49,7 +49,7 @@ class Reference(msgspec.Struct, frozen=True):
 class AdapterSpec(msgspec.Struct, frozen=True):
     """An adapter that every worker must hold, and what it must reproduce under it.
 
-    `label` identifies its contents; it starts with `version` where the caller named one.
+    `label` identifies its contents. It starts with `version` where the caller gave one.
     """
 
     path: str
@@ -59,12 +59,13 @@ class AdapterSpec(msgspec.Struct, frozen=True):
 
 
 class Desired(msgspec.Struct, frozen=True):
-    """The state that every serving worker is in. `checkpoint` is None for weights it started with.
+    """The state that every serving worker is in. `checkpoint` is None for the initial weights.
 
-    `lease_until` (Unix time) is when a pause ends by itself, `lease_seconds` how long it was given:
-    no clock that jumps makes it longer. `agreed` lists the versions in the order in which the fleet
-    accepted them, `digests` what identifies their contents, where known. `generation` is the number
-    of whoever controls the workers, higher with every start: they refuse commands of a lower one.
+    `lease_until` (Unix time) is when a pause ends by itself, `lease_seconds` how long it was
+    granted: a clock that jumps does not extend it. `agreed` lists the versions in the order in
+    which the fleet accepted them, `digests` identifies their contents, where known. `generation` is
+    the number of the gateway that controls the workers, higher with every start: workers refuse
+    commands of a lower one.
     """
 
     version: str | None = None
@@ -81,7 +82,7 @@ class Desired(msgspec.Struct, frozen=True):
     def agree(
         self, version: str, checkpoint: str | None, digest: str | None, reference: Reference
     ) -> Desired:
-        """The same, under other weights."""
+        """Return this state under other weights."""
         agreed = (*self.agreed[-KEPT_VERSIONS:], version)
         digests = {name: value for name, value in self.digests.items() if name in agreed}
         if digest is not None:
@@ -91,7 +92,7 @@ class Desired(msgspec.Struct, frozen=True):
             version=version,
             checkpoint=checkpoint,
             reference=reference,
-            # The scores of adapters depend on the weights under them: they have to be taken anew.
+            # The scores of adapters depend on the weights under them, so they are taken again.
             adapters={
                 name: msgspec.structs.replace(spec, reference=None)
                 for name, spec in self.adapters.items()
@@ -102,7 +103,7 @@ class Desired(msgspec.Struct, frozen=True):
 
     @property
     def resumed(self) -> Desired:
-        """The same, not paused."""
+        """This state, not paused."""
         return msgspec.structs.replace(self, paused=None, lease_until=None, lease_seconds=None)
 
 

@@ -1,4 +1,4 @@
-"""Runs changes of the fleet one at a time, records them, and runs each key only once."""
+"""Operations of a fleet: run one at a time, recorded, and run once per idempotency key."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ Work = Callable[[Operation], Awaitable[None]]
 QUEUE = 64
 """Operations that may wait for their turn."""
 MOST_UNWRITTEN = 100
-"""Operations that could not be recorded and are kept in memory until they can."""
+"""Operations kept in memory because they could not be recorded."""
 
 
 def error_of(operation: Operation) -> LockstepError:
-    """The error that a failed operation ended with, carrying the operation.
+    """Return the error that a failed operation ended with, carrying the operation.
 
-    It is made from the record: the same for who waited and for who comes later with its key.
+    It is made from the record, so callers that waited and callers that retry with the same key get
+    the same error.
     """
     message = operation.error or f"{operation.kind} failed"
     kind = BY_CODE.get(operation.code or "", LockstepError)
-    if kind.fields:  # the record keeps no more than every error has
+    if kind.fields:  # the record has only the fields that every error has
         kind = LockstepError
     return kind(message, param=operation.param, operation=operation)
 
 
 class Operations:
-    """Runs operations one after the other. They go on when the caller goes away."""
+    """Runs operations one after the other. They continue when their caller disconnects."""
 
     def __init__(self, store: ControlStore) -> None:
         self._store = store
@@ -60,15 +61,17 @@ class Operations:
         unrecorded: bool = False,
         alone: str | None = None,
     ) -> Operation:
-        """Runs the work, or gives the outcome of the operation with the same key.
+        """Run `work`, or return the outcome of the operation with the same key.
 
-        What cannot be recorded is not begun, unless it may run `unrecorded`. `alone` names a field
-        of the request: another operation under way with the same value there is a Conflict. Raises
-        the error that stopped it, with the operation as its `operation`; Conflict for a key that
-        meant another request, Busy when too many wait.
+        Work that cannot be recorded is not started, unless it may run `unrecorded`. `alone` names a
+        field of the request: another operation under way with the same value there is a Conflict.
+        Raises the error that stopped the work, with the operation as its `operation`; Conflict for
+        a key that was used for another request, Busy when too many operations wait.
         """
-        async with self._starting:  # or two of one key would both see none
-            operation = None if key is None else await self._known(kind, dict(request), key)
+        # Looking up the key and starting the operation must be one step: two requests with one key
+        # would otherwise both find none, and run twice.
+        async with self._starting:
+            operation = None if key is None else await self._find(kind, dict(request), key)
             if operation is None:
                 self._check_alone(request, alone)
                 operation = self._begin(kind, dict(request), work, key, unrecorded)
@@ -79,22 +82,22 @@ class Operations:
             if other.request.get(field or "") == request[field or ""]:
                 raise Conflict(
                     f"{other.kind} of {request[field or '']!r} is under way as operation "
-                    f"{other.id}: wait until it has ended",
+                    f"{other.id}: wait until it ends",
                     param=field,
                 )
 
-    async def _known(self, kind: str, request: dict[str, str | None], key: str) -> Operation | None:
-        known = next((operation for operation in self.running if operation.key == key), None)
-        known = known or next((one for one in self._unwritten.values() if one.key == key), None)
-        known = known or await self._store.by_key(key)
-        if known is not None and (known.kind, known.request) != (kind, request):
+    async def _find(self, kind: str, request: dict[str, str | None], key: str) -> Operation | None:
+        in_memory = (*self.running, *self._unwritten.values())
+        operation = next((operation for operation in in_memory if operation.key == key), None)
+        operation = operation or await self._store.by_key(key)
+        if operation is not None and (operation.kind, operation.request) != (kind, request):
             raise Conflict(
-                f"the idempotency key {key!r} was used for {known.kind} with {known.request}: a "
-                "new request needs a new key",
+                f"the idempotency key {key!r} was used for {operation.kind} with "
+                f"{operation.request}: a new request needs a new key",
                 param="Idempotency-Key",
             )
-        # One that was cut off by the end of its process has no outcome to give: it runs again.
-        return None if known is None or known.status == "lost" else known
+        # An operation that ended with its process has no outcome: it runs again.
+        return None if operation is None or operation.status == "lost" else operation
 
     def _begin(
         self,
@@ -105,7 +108,7 @@ class Operations:
         unrecorded: bool,
     ) -> Operation:
         if len(self._running) >= QUEUE:
-            raise Busy(f"{len(self._running)} operations are waiting already: try again later")
+            raise Busy(f"{len(self._running)} operations are queued already: try again later")
         operation = Operation(secrets.token_hex(8), kind, request, key, started=time(), workers={})
         task = asyncio.create_task(
             self._do(operation, work, unrecorded), name=f"{kind} {operation.id}"
@@ -121,14 +124,14 @@ class Operations:
         return await self._store.operation(operation_id)
 
     async def latest(self, count: int) -> list[Operation]:
-        """The last ones, newest first."""
+        """Return the last operations, newest first."""
         latest = await self._store.latest(count)
-        # What the store has of these is how they began.
-        written = [one for one in latest if one.id not in self._unwritten]
+        # Of unwritten operations the store may hold the start, without the outcome.
+        written = [operation for operation in latest if operation.id not in self._unwritten]
         return [*reversed(self._unwritten.values()), *written][:count]
 
     async def abandon(self, reason: str) -> None:
-        """Ends what runs, at once: another gateway decides now. Who waits gets Unavailable."""
+        """Cancel all operations: another gateway leads now. Their callers get Unavailable."""
         self._abandoned = reason
         try:
             await self.close(0.0)
@@ -138,7 +141,7 @@ class Operations:
         self._unwritten.clear()  # the next leader has recorded them as lost
 
     async def close(self, seconds: float) -> None:
-        """Waits for what runs, then cuts it off."""
+        """Wait up to `seconds` for running operations, then cancel them."""
         tasks = [task for _, task in self._running.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=seconds)
@@ -182,7 +185,7 @@ class Operations:
                     "%s %s %s %s: %s", operation.kind, operation.id, operation.request,
                     operation.status, operation.error or operation.version,
                 )  # fmt: skip
-        except asyncio.CancelledError:  # it was still waiting for its turn
+        except asyncio.CancelledError:  # it was still queued
             if self._abandoned is None:
                 raise
             self._lose(operation, self._abandoned)
@@ -195,13 +198,16 @@ class Operations:
         operation.code, operation.http_status = Unavailable.code, Unavailable.status
 
     async def _write(self, operation: Operation, *, needed: bool) -> None:
-        """Records it, and those before it that could not be. Raises Unavailable if it is `needed`;
-        else it is kept in memory, as its outcome is true all the same."""
+        """Record an operation, and earlier ones that could not be recorded.
+
+        Raises Unavailable if the record is `needed`. Otherwise the operation is kept in memory: its
+        outcome is true without a record.
+        """
         self._unwritten[operation.id] = operation
         try:
-            for one in list(self._unwritten.values()):
-                await self._store.record(one)
-                del self._unwritten[one.id]
+            for unwritten in list(self._unwritten.values()):
+                await self._store.record(unwritten)
+                del self._unwritten[unwritten.id]
         except LockstepError as error:
             if len(self._unwritten) > MOST_UNWRITTEN:
                 del self._unwritten[next(iter(self._unwritten))]

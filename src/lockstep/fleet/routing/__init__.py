@@ -1,1 +1,1 @@
-"""Which worker gets a request: admission, affinity, health."""
+"""Routing of requests to workers: admission, affinity, health."""

@@ -1,4 +1,4 @@
-"""Bounds how many requests run at once; a few more wait in line, and not for long."""
+"""Limit on concurrent requests, with a short queue in front of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ RETRY_AFTER = 1.0
 
 
 class AdmissionLimiter:
-    """`limit` slots. Those who find none wait in line, at most `queue_limit` and `seconds`.
+    """A limit of `limit` concurrent requests. Further requests queue.
 
-    A slot that is given back goes straight to the first in line, so nobody overtakes.
+    At most `queue_limit` requests wait, each for up to `seconds`. A released slot goes straight to
+    the first request in the queue, so no later request overtakes it.
     """
 
     def __init__(self, limit: int, queue_limit: int, seconds: float) -> None:
@@ -27,62 +28,66 @@ class AdmissionLimiter:
         self._limit = limit
         self._queue_limit = queue_limit
         self._seconds = seconds
-        self._line: OrderedDict[asyncio.Future[None], None] = OrderedDict()
+        self._queue: OrderedDict[asyncio.Future[None], None] = OrderedDict()
         self.taken = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._line)
+        return len(self._queue)
 
     def take_now(self) -> bool:
-        """Takes a slot if one is free."""
+        """Take a slot if one is free; return whether it was."""
         if self.taken >= self._limit:
             return False
         self.taken += 1
         return True
 
     async def take(self) -> None:
-        """Takes a slot, waiting in line for it. Raises Busy at once when the line is full, and
-        Unavailable when none came in time. Cancelled, it leaves the line."""
+        """Take a slot, queueing for it if none is free.
+
+        Raises Busy at once when the queue is full, and Unavailable when no slot came free in time.
+        A cancelled call leaves the queue.
+        """
         if self.take_now():
             return
-        if len(self._line) >= self._queue_limit:
+        if len(self._queue) >= self._queue_limit:
             raise Busy(
-                f"{self.taken} requests are running and {len(self._line)} are waiting, which is "
-                "all that may: try again later",
+                f"{self.taken} requests are running and {len(self._queue)} are queued, which is "
+                "the limit: try again later",
                 retry_after=RETRY_AFTER,
             )
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line[turn] = None
+        self._queue[turn] = None
         try:
             async with asyncio.timeout(self._seconds):
                 await turn
         except BaseException as error:
-            self._line.pop(turn, None)
+            self._queue.pop(turn, None)
             if _granted(turn):
-                # It came at the same moment as the deadline or the cancellation: pass it on.
+                # The slot was granted in the same moment as the deadline or the cancellation. Pass
+                # it on, or it would be lost for good.
                 self.give()
             if isinstance(error, TimeoutError):
                 raise Unavailable(
                     f"no slot came free within {self._seconds:g} s: {self.taken} requests are "
-                    f"running and {len(self._line)} are waiting",
+                    f"running and {len(self._queue)} are queued",
                     retry_after=RETRY_AFTER,
                 ) from None
             raise
 
     def give(self) -> None:
-        """Gives a slot back."""
-        while self._line:
-            turn, _ = self._line.popitem(last=False)
+        """Release a slot."""
+        while self._queue:
+            turn, _ = self._queue.popitem(last=False)
             if not turn.done():
                 turn.set_result(None)
                 return
         self.taken -= 1
 
     def close(self, error: Unavailable) -> None:
-        """Sends everybody in line away with `error`."""
-        while self._line:
-            turn, _ = self._line.popitem(last=False)
+        """Fail every queued request with `error`."""
+        while self._queue:
+            turn, _ = self._queue.popitem(last=False)
             if not turn.done():
                 turn.set_exception(error)
 

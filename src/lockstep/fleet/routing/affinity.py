@@ -11,16 +11,16 @@ import msgspec
 from lockstep.protocol.json.lazy_ids import LazyIds
 
 BLOCK = 64
-"""Leading tokens come in blocks of this many; what is shorter has no prefix to share."""
+"""Tokens of a block. Prompts are compared by whole blocks; a shorter prompt shares no prefix."""
 BLOCKS = 4
 MOST = BLOCK * BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """Affinity of a request: its session first, else the blocks its prompt starts with.
+    """The routing key of a request: its session, or the blocks that its prompt starts with.
 
-    `worker` pins it to one worker by id, whatever else holds.
+    `worker` pins the request to one worker by id.
     """
 
     session: str | None = None
@@ -37,7 +37,7 @@ class Affinity:
         adapter: str | None = None,
         worker: str | None = None,
     ) -> Affinity:
-        """The affinity of a prompt: the same for requests that could share a cached prefix."""
+        """Return the affinity of a prompt: equal for requests that could share a cached prefix."""
         if session is not None:
             return cls(session=session, worker=worker)
         named = f"{adapter}\0{salt}\0".encode()
@@ -46,12 +46,13 @@ class Affinity:
 
     @property
     def key(self) -> bytes:
-        """What the rendezvous hash is made of."""
+        """Input of the rendezvous hash."""
         return self.session.encode() if self.session is not None else self.prefix
 
 
 def _whole_blocks(prompt_ids: Sequence[int]) -> bytes:
-    """The whole blocks that a prompt starts with, as JSON; all of it when it has none."""
+    """Return the whole blocks that a prompt starts with, as JSON; the entire prompt if it has
+    none."""
     if isinstance(prompt_ids, LazyIds):
         leading = prompt_ids.leading_json(MOST)
         if leading is not None:

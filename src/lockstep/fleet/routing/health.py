@@ -1,4 +1,4 @@
-"""Probes the workers of a pool: who stops answering is ejected, who is well again is brought up."""
+"""Health probes of the workers of a pool: failed workers are ejected, recovered ones brought up."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lockstep.tokens.errors import BadRequest, Busy, Conflict, LockstepError, No
 log = logging.getLogger(__name__)
 
 PROBES_PER_SECOND = 100.0
-"""Over the whole fleet: a large one is probed less often, as requests find failures anyway."""
+"""Probe rate over the whole fleet. Large fleets probe less often: requests find failures anyway."""
 MOST_FAILURES = 16
 GONE_FAILURES = 3
-"""Probes in a row without a response, after which nobody waits for a worker any more."""
+"""Failed probes in a row, after which requests no longer wait for a worker."""
 STUCK_FAILURES = 6
-"""Attempts to bring a worker up, after which its requests are taken from it: it may be paused."""
+"""Failed attempts to bring a worker up, after which its requests are moved: it may be paused."""
 Gate = Callable[[Worker], Awaitable[None]]
-"""Brings a healthy worker with a control side to `proving`, proved. Raises what keeps it out."""
+"""Brings a healthy worker with a control side to `proving`, proved. Raises when it cannot."""
 
 
 class HealthMonitor:
-    """The workers by id. Each has a task that probes it: often while it is out, then less.
+    """Workers by id, with a probe task each. A worker that is out is probed often, then less.
 
-    It decides who is in the rendezvous hash: exactly the workers that are routable.
+    It keeps exactly the routable workers in the rendezvous hash.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class HealthMonitor:
         self.gate: Gate | None = None
 
     def get(self, worker_id: str) -> Worker:
-        """The worker of that id. Raises NotFound."""
+        """Return a worker by id. Raises NotFound."""
         if worker_id not in self.workers:
-            known = ", ".join(list(self.workers)[:20]) or "none"
-            raise NotFound(f"there is no worker {worker_id!r}; known are {known}", param="worker")
+            ids = ", ".join(list(self.workers)[:20]) or "none"
+            raise NotFound(f"there is no worker {worker_id!r}; there are {ids}", param="worker")
         return self.workers[worker_id]
 
     async def add(self, worker: Worker) -> None:
-        """Takes a worker in, probed once; it may be down. Raises Conflict when its id exists."""
+        """Add a worker and probe it once; it may be down. Raises Conflict when its id exists."""
         name = worker.id
         if name in self.workers:
             raise Conflict(
@@ -82,7 +82,7 @@ class HealthMonitor:
         self._tasks[name] = task
 
     async def remove(self, worker_id: str, drain_seconds: float) -> None:
-        """Gives it no more requests, waits for those it has, and forgets it."""
+        """Send a worker no more requests, wait for those it has, and drop it."""
         worker = self.get(worker_id)
         worker.become("draining", "it is being removed")
         self._leave(worker)
@@ -92,14 +92,14 @@ class HealthMonitor:
                 async with asyncio.timeout(drain_seconds):
                     await worker.idle.wait()
         except TimeoutError:
-            log.warning("worker %s is removed with %d requests on it", worker_id, worker.in_flight)
+            log.warning("removing worker %s with %d requests on it", worker_id, worker.in_flight)
         finally:
             if self.workers.pop(worker_id, None) is not None:
                 await _stop(self._tasks.pop(worker_id, None))
                 await worker.close()
 
     async def close(self) -> None:
-        """Stops probing and closes every connection."""
+        """Stop probing and close every connection."""
         tasks, self._tasks = list(self._tasks.values()), {}
         await _stop(*tasks)
         workers, self.workers = list(self.workers.values()), {}
@@ -108,7 +108,8 @@ class HealthMonitor:
             await worker.close()
 
     async def wait(self, count: int, seconds: float) -> None:
-        """Returns when `count` workers serve. Raises Unavailable, naming the others, if late."""
+        """Wait until `count` workers serve. Raises Unavailable, naming the others, after
+        `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 while len(self._rendezvous) < count:
@@ -120,19 +121,19 @@ class HealthMonitor:
             ) from None
 
     async def changed(self) -> None:
-        """Returns when other workers are routable than were."""
+        """Wait until the set of routable workers changes."""
         await self._changed.wait()
 
     def why_out(self) -> list[str]:
-        """A few of those that do not serve, with the reason."""
+        """Return up to five workers that do not serve, with their reasons."""
         out = [worker for worker in self.workers.values() if not worker.serves]
         return [f"{worker.id} is {worker.state} ({worker.reason})" for worker in out[:5]]
 
     def request_failed(self, worker: Worker, epoch: int, error: LockstepError) -> None:
-        """Ejects a worker on which a request failed.
+        """Eject a worker on which a request failed.
 
-        `epoch` is what it was when the request began: a failure of before it came back says
-        nothing about it now.
+        `epoch` is the worker's when the request began. A failure from before the worker was brought
+        up again says nothing about it now.
         """
         if worker.epoch == epoch:
             self.eject(worker, error.message)
@@ -140,33 +141,35 @@ class HealthMonitor:
     def eject(
         self, worker: Worker, reason: str, state: Literal["down", "quarantined"] = "down"
     ) -> None:
-        """Gives it no more requests until it was brought up again; one that leaves just leaves."""
+        """Send a worker no more requests until it was brought up again. A leaving worker just
+        leaves."""
         if worker.leaving:
             return
         worker.failures = min(worker.failures + 1, MOST_FAILURES)
-        # A quarantined worker that cannot be reached either stays so, for the reason it is.
+        # A quarantined worker that cannot be reached stays quarantined, with its first reason.
         if (worker.state, state) != ("quarantined", "down"):
             if worker.serves or state == "quarantined":
-                log.warning("worker %s is ejected and %s: %s", worker.id, state, reason)
-            # While it is brought up it may be ejected as well: what is under way then is void.
-            up = worker.state in ("serving", "syncing", "proving")
+                log.warning("worker %s ejected (%s): %s", worker.id, state, reason)
+            # A worker that is being brought up may be ejected as well. Its new epoch makes the
+            # probe that is bringing it up discard its result.
+            was_up = worker.state in ("serving", "syncing", "proving")
             worker.become(state, reason)
-            if up:
+            if was_up:
                 self._leave(worker)
         self._schedule(worker, self._pause(worker))
 
     def hold(self, worker: Worker, held: bool) -> None:
-        """Keeps new requests from it, or lets them in again, without a change of its state."""
+        """Withhold new requests from a worker, or admit them again, without changing its state."""
         if worker.held != held:
             worker.held = held
             self._rebuild()
 
     def check(self, worker: Worker) -> None:
-        """Has it probed now: there is a reason to think that it has changed."""
+        """Probe a worker now, because it may have changed."""
         self._schedule(worker, 0.0)
 
     async def probe(self, worker: Worker) -> None:
-        """Looks at a worker once: ejects it when it is ill, brings it up when it is well again."""
+        """Probe a worker once: eject it when it fails, bring it up when it has recovered."""
         epoch, sent = worker.epoch, worker.in_flight
         responded = False
         try:
@@ -180,7 +183,7 @@ class HealthMonitor:
                 elif self.gate is not None:
                     await self.gate(worker)
         except Busy as error:
-            # It, or this process, has too much to do: that says nothing against the worker.
+            # The worker or this process is overloaded, which is no fault of the worker.
             log.warning("worker %s could not be probed: %s", worker.id, error.message)
             return
         except LockstepError as error:
@@ -192,7 +195,7 @@ class HealthMonitor:
                 self._call_off(worker, gone=False)
             return
         if worker.epoch != epoch:
-            return  # a request failed meanwhile and knows better
+            return  # a request failed during the probe, which is the newer evidence
         restarted = worker.instance not in (None, health.instance)
         worker.instance = health.instance
         if restarted and worker.serves:
@@ -205,20 +208,21 @@ class HealthMonitor:
             worker.failures = 0
             self._rendezvous.weigh()
         else:
-            # Nothing was awaited since the gate: what it proved is still what the fleet wants.
+            # Nothing was awaited since the gate returned, so the state that the worker proved is
+            # still the desired one. An await here could let an update decide another.
             worker.become("serving")
             worker.epoch += 1
-            # Whoever was told that it is away is told that it is not.
+            # At the level of the warning that it was ejected, so that both are seen.
             log.log(
                 logging.WARNING if worker.failures else logging.INFO, "worker %s serves", worker.id
             )
             self._rebuild()
 
     def _call_off(self, worker: Worker, *, gone: bool) -> None:
-        """Ends the requests on a worker, so that they are tried elsewhere.
+        """Cancel the requests on a worker, so that they are retried elsewhere.
 
-        Where there is no other worker they wait for this one, unless it is `gone`; then those end
-        too that have delivered a part.
+        Without another worker they keep waiting for this one, unless it is `gone`. Then requests
+        that have delivered a part end as well.
         """
         if gone or len(self._rendezvous):
             for attempt in tuple(worker.attempts):
@@ -236,7 +240,7 @@ class HealthMonitor:
                 continue
             worker.next_probe = math.inf
             await self.probe(worker)
-            if worker.next_probe == math.inf:  # else something meanwhile scheduled the next
+            if worker.next_probe == math.inf:  # otherwise the next one was scheduled meanwhile
                 self._schedule(worker, self._pause(worker))
 
     def _schedule(self, worker: Worker, pause: float) -> None:
@@ -244,7 +248,8 @@ class HealthMonitor:
         worker.wake.set()
 
     def _pause(self, worker: Worker) -> float:
-        """Seconds to the next probe. They vary, or the probes of a fleet would come in step."""
+        """Return the seconds to the next probe. They vary, so that a fleet's probes are spread
+        out."""
         if worker.serves:
             pause = max(self._seconds, len(self.workers) / PROBES_PER_SECOND)
         else:
@@ -257,7 +262,7 @@ class HealthMonitor:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        self._rendezvous.rebuild([one for one in self.workers.values() if one.routable])
+        self._rendezvous.rebuild([w for w in self.workers.values() if w.routable])
         self._changed.set()
         self._changed = asyncio.Event()
 

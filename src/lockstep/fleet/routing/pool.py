@@ -1,4 +1,4 @@
-"""Sends requests to workers: a bounded number at once, to another worker when one fails."""
+"""A pool of workers behind one URL: bounded, load-balanced, with retries on other workers."""
 
 from __future__ import annotations
 
@@ -35,19 +35,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MODELS_SAMPLE = 16
-"""Workers whose models are read at once; in a larger fleet these stand for the others."""
+"""Workers whose models are read at once. In a larger fleet they represent all workers."""
 MOST_ENGINE_FAILURES = 2
-"""Engines that one request may break: the second says that it is the request, not the engine."""
+"""Engines that one request may break. After the second, the request is to blame."""
 
 
 class Pool:
     """The workers behind one URL.
 
+        async with Pool() as pool:
+            await pool.add("http://127.0.0.1:9000")
+            affinity = Affinity.of(request.prompt_ids)
+            completions = await pool.run(affinity, lambda worker: worker.generate(request))
+
     Requests of the same affinity go to the same worker while it serves and is not overloaded. At
-    most `max_in_flight` run at once; `queue_limit` more wait, for `queue_seconds` at most. One
-    whose worker fails before anything was delivered is tried on others, `attempts` times in all:
-    a request that kills workers must not kill a fleet. A worker whose health is not answered within
-    `health_seconds` has failed, also for the requests that it was given before.
+    most `max_in_flight` requests run at once; `queue_limit` more wait, for up to `queue_seconds`. A
+    request whose worker fails before anything was delivered is retried on other workers, at most
+    `attempts` times in all: a request that kills workers must not kill the fleet. A worker that
+    does not answer its health probe within `health_seconds` has failed, also for the requests that
+    it already has.
     """
 
     def __init__(
@@ -79,12 +85,12 @@ class Pool:
     async def __aexit__(
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
     ) -> None:
-        self._admission.close(Unavailable("this server is shutting down: send it to another one"))
+        self._admission.close(Unavailable("this server is shutting down: use another one"))
         await self._health.close()
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """Every worker, serving or not, in the order they came."""
+        """All workers, serving or not, in the order they were added."""
         return tuple(self._health.workers.values())
 
     @property
@@ -105,12 +111,12 @@ class Pool:
         logprob_mode: LogprobMode | None = None,
         admin: Admin | None = None,
     ) -> Worker:
-        """Takes a worker in; its id is by default its host and port.
+        """Add a worker. Its id defaults to its host and port.
 
-        One that cannot be reached is taken in as down, and serves once it can. `transport` is
-        detected by default; `logprob_mode` is needed for servers that do not tell. One with an
-        `admin` serves once it passed the gate. Raises Conflict when the id exists, BadRequest for
-        what is no URL.
+        A worker that cannot be reached is added as down, and serves once it can. `transport` is
+        detected by default. `logprob_mode` is needed for servers that do not report it. A worker
+        with an `admin` serves once it passed the gate. Raises Conflict when the id exists and
+        BadRequest for an invalid URL.
         """
         api_key = api_key or self._worker_api_key
         parts = urlsplit(url)
@@ -128,55 +134,58 @@ class Pool:
         return worker
 
     async def remove(self, worker_id: str, *, drain_seconds: float = 30.0) -> None:
-        """Gives the worker nothing new, waits for what it has, and forgets it. Raises NotFound."""
+        """Send a worker no new requests, wait up to `drain_seconds`, and drop it. Raises
+        NotFound."""
         await self._health.remove(worker_id, drain_seconds)
 
     def gate(self, gate: Gate) -> None:
-        """Has `gate` called for workers with an admin before they serve; it raises what keeps one
-        out."""
+        """Set the gate that workers with an admin must pass before they serve. It raises to reject
+        one."""
         self._health.gate = gate
 
     def get(self, worker_id: str) -> Worker:
-        """The worker of that id. Raises NotFound."""
+        """Return a worker by id. Raises NotFound."""
         return self._health.get(worker_id)
 
     def eject(self, worker_id: str, reason: str) -> None:
-        """Gives that worker no more requests until it passes the gate again. Raises NotFound."""
+        """Send a worker no more requests until it passes the gate again. Raises NotFound."""
         self._health.eject(self.get(worker_id), reason)
 
     def quarantine(self, worker: Worker, reason: str) -> None:
-        """Ejects a worker that failed to hold or to prove what it should."""
+        """Eject a worker that failed to hold or to prove the desired state."""
         self._health.eject(worker, reason, "quarantined")
 
     def hold(self, worker: Worker, held: bool) -> None:
-        """Gives that worker no new requests while it is held, whatever its state."""
+        """Withhold new requests from a worker while `held`, whatever its state."""
         self._health.hold(worker, held)
 
     def next_try(self, worker: Worker) -> float | None:
-        """Seconds until a worker that is out is tried again; None when it serves or leaves."""
+        """Return the seconds until a worker that is out is probed again; None if it serves or
+        leaves."""
         if worker.serves or worker.leaving or worker.next_probe == math.inf:
             return None
         return max(worker.next_probe - asyncio.get_running_loop().time(), 0.0)
 
     def check(self, worker_id: str) -> None:
-        """Has that worker probed now, because it was restarted, say. Raises NotFound."""
+        """Probe a worker now, for example because it was restarted. Raises NotFound."""
         self._health.check(self.get(worker_id))
 
     async def wait_ready(self, count: int, seconds: float) -> None:
-        """Returns when `count` workers serve. Raises Unavailable that names the others if late."""
+        """Wait until `count` workers serve. Raises Unavailable, naming the others, after
+        `seconds`."""
         await self._health.wait(count, seconds)
 
     async def changed(self) -> None:
-        """Returns when other workers get requests than did."""
+        """Wait until the set of workers that get requests changes."""
         await self._health.changed()
 
     async def run(self, affinity: Affinity, call: Callable[[Worker], Awaitable[T]]) -> T:
-        """The result of `call` on the worker that the affinity leads to.
+        """Return the result of `call` on the worker that `affinity` selects.
 
-        `call` raises Unavailable when the worker could not serve it: that worker is ejected until
-        it is healthy, and another is tried. After EngineFailure the worker is probed and one other
-        is tried. Any other error is raised as it is. Raises Unavailable when no worker serves, and
-        Busy when too many requests wait; both say when to come back.
+        `call` raises Unavailable when the worker could not serve the request: the worker is ejected
+        until it is healthy, and another is tried. After EngineFailure the worker is probed and one
+        other is tried. Any other error is raised as it is. Raises Unavailable when no worker
+        serves, and Busy when too many requests wait; both say when to retry.
         """
         self._check_any()
         attempt = _Attempt(self, affinity)
@@ -194,11 +203,10 @@ class Pool:
     async def stream(
         self, affinity: Affinity, open: Callable[[Worker], AsyncIterator[T]]
     ) -> AsyncGenerator[T, None]:
-        """The items of what `open` returns for the affinity's worker; up to the first item as
-        `run`.
+        """Yield the items of `open(worker)` for the worker that `affinity` selects.
 
-        After it the request stays where it is: an error is raised to the caller, who has seen a
-        part of the response.
+        Up to the first item, failures are handled as in `run`. After it the request stays on its
+        worker and errors are raised: the caller has seen a part of the response.
         """
         self._check_any()
         attempt = _Attempt(self, affinity)
@@ -225,9 +233,10 @@ class Pool:
             self._admission.give()
 
     async def models(self) -> list[ModelCard]:
-        """The models that all workers serve, base first. Raises Unavailable when none can tell.
+        """Return the models that all workers serve, base model first. Raises Unavailable if none
+        can tell.
 
-        The weight version is None while workers differ in it.
+        The weight version is None while the workers differ in it.
         """
         self._check_any()
         serving = [worker for worker in self.workers if worker.serves]
@@ -237,12 +246,14 @@ class Pool:
         for cards in lists[1:]:
             others = {card.id: card for card in cards}
             common = {
-                name: _both(card, others[name]) for name, card in common.items() if name in others
+                name: _common_card(card, others[name])
+                for name, card in common.items()
+                if name in others
             }
         return sorted(common.values(), key=lambda card: card.parent is not None)
 
     async def abort(self, *request_ids: str) -> int:
-        """Ends those requests wherever they run; how many were really stopped."""
+        """Abort requests by id, on whichever worker they run; return how many were stopped."""
         self._check_any()
         workers = [worker for worker in self.workers if worker.serves or worker.leaving]
         counts = await self._each(workers, lambda worker: worker.transport.abort(*request_ids))
@@ -251,9 +262,9 @@ class Pool:
     async def _each(
         self, workers: Sequence[Worker], call: Callable[[Worker], Awaitable[T]]
     ) -> list[T]:
-        """The results of those workers that are there.
+        """Call the given workers at once, and return the results of those that respond.
 
-        Raises Unavailable when all are gone, and any other error.
+        Raises Unavailable when none does, and any other error.
         """
         epochs = [worker.epoch for worker in workers]
         outcomes = await asyncio.gather(*map(call, workers), return_exceptions=True)
@@ -266,21 +277,24 @@ class Pool:
             else:
                 results.append(outcome)
         if not results:
-            raise self._nobody()
+            raise self._no_worker()
         return results
 
     def _check_any(self) -> None:
         if not len(self._rendezvous):
-            raise self._nobody()
+            raise self._no_worker()
 
-    def _nobody(self) -> Unavailable:
+    def _no_worker(self) -> Unavailable:
         reasons = "; ".join(self._health.why_out()) or "none was added"
         return Unavailable(f"no worker serves: {reasons}", retry_after=self._retry_after)
 
 
 class _Attempt:
-    """One request on its way. Entered, it picks a worker; left with a failure that another worker
-    may mend, it swallows it, so that the caller enters again."""
+    """One request on its way through workers.
+
+    Entering it picks a worker. Leaving it with a failure that another worker may avoid swallows the
+    failure, so that the caller enters again.
+    """
 
     __slots__ = (
         "_affinity", "_called_off", "_engine_failures", "_epoch", "_pool", "_since", "_tried",
@@ -294,7 +308,8 @@ class _Attempt:
         self._engine_failures = 0
         self.delivered = False
         self.waiting: asyncio.Task[Any] | None = None
-        """The task that waits for the worker now; None while it waits for whoever reads."""
+        """The task that waits for the worker now; None while it waits for the reader of a
+        stream."""
         self.traced: EngineCall | None = None
         self._since = 0 if tracing.active is None else tracing.active.now()
 
@@ -303,7 +318,7 @@ class _Attempt:
         if pinned is None:
             picked = pool._rendezvous.pick(self._affinity.key, self._tried)
             if picked is None:
-                raise pool._nobody()
+                raise pool._no_worker()
             worker = picked
         else:
             worker = pool.get(pinned)
@@ -311,7 +326,7 @@ class _Attempt:
                 state = "held back until it has proved its weights" if worker.held else worker.state
                 raise Unavailable(
                     f"the request names worker {pinned!r}, which is {state} ({worker.reason}): "
-                    "leave the choice of the worker open, or try again later",
+                    "name no worker, or try again later",
                     param="worker",
                     retry_after=pool._retry_after,
                 )
@@ -326,11 +341,14 @@ class _Attempt:
 
     @property
     def session(self) -> str | None:
-        """The session that it joins, if any."""
+        """The session of the request, if any."""
         return self._affinity.session
 
     def call_off(self, *, delivered_too: bool) -> None:
-        """Ends it as if the worker had failed, unless a part was delivered or it is not waiting."""
+        """End the attempt as if its worker had failed.
+
+        Does nothing when it is not waiting, or when a part was delivered unless `delivered_too`.
+        """
         if self.waiting is not None and (delivered_too or not self.delivered):
             self._called_off = True
             self._worker.attempts.discard(self)
@@ -343,33 +361,35 @@ class _Attempt:
         worker.attempts.discard(self)
         pool._rendezvous.end(worker)
         if self._called_off and self.waiting is not None:
-            others = self.waiting.uncancel()  # then the request itself was cancelled as well
+            # Take back the cancellation of `call_off`. If any is left, the caller cancelled the
+            # request as well, and must see CancelledError instead of a retry.
+            others = self.waiting.uncancel()
             if isinstance(error, asyncio.CancelledError) and not others:
                 error = Unavailable(f"worker {worker.id} does not respond: {worker.reason}")
         if worker.leaving and not worker.in_flight:
             worker.idle.set()
         if self.traced is not None and tracing.active is not None:
             self.traced.end(error)
-            self._since = tracing.active.now()  # of the next attempt, if there is one
+            self._since = tracing.active.now()  # the start of the next attempt, if there is one
         if error is None:
             worker.failures = 0
         elif isinstance(error, Unavailable):
             pool._health.request_failed(worker, self._epoch, error)
-            goes_on = self._goes_on(error)
-            if self._called_off and not goes_on:
+            retries = self._retries(error)
+            if self._called_off and not retries:
                 raise error from None
-            return goes_on
+            return retries
         elif isinstance(error, EngineFailure):
             pool._health.check(worker)
             self._engine_failures += 1
             blameless = self._engine_failures < MOST_ENGINE_FAILURES
             return blameless and not self.delivered and self._another()
         elif isinstance(error, DeadlineExceeded):
-            # No other worker is tried: the request itself may take that long.
+            # No other worker is tried: it may be the request that takes this long.
             pool._health.check(worker)
         return False
 
-    def _goes_on(self, error: Unavailable) -> bool:
+    def _retries(self, error: Unavailable) -> bool:
         pool = self._pool
         if error.retry_after is None:
             error.retry_after = pool._retry_after
@@ -382,7 +402,7 @@ class _Attempt:
         return self._another()
 
     def _another(self) -> bool:
-        """Whether there is another worker to try, and may be."""
+        """Return whether another worker may be tried, and there is one."""
         pool = self._pool
         self._tried.append(self._worker)
         if self._affinity.worker is not None or len(self._tried) >= pool._attempts:
@@ -390,13 +410,13 @@ class _Attempt:
         return pool._rendezvous.pick(self._affinity.key, self._tried) is not None
 
 
-def _both(one: ModelCard, other: ModelCard) -> ModelCard:
-    lengths = [card.max_model_len for card in (one, other) if card.max_model_len is not None]
-    same = one.weight_version == other.weight_version
-    plans = one.numerics, other.numerics
+def _common_card(card: ModelCard, other: ModelCard) -> ModelCard:
+    lengths = [c.max_model_len for c in (card, other) if c.max_model_len is not None]
+    same = card.weight_version == other.weight_version
+    plans = card.numerics, other.numerics
     return replace(
-        one,
+        card,
         max_model_len=min(lengths, default=None),
-        weight_version=one.weight_version if same else None,
+        weight_version=card.weight_version if same else None,
         numerics=plans[0].joined(plans[1]) if plans[0] and plans[1] else None,
     )

@@ -1,4 +1,4 @@
-"""Picks the worker of a key by rendezvous hashing, bounded by the load of the workers."""
+"""Rendezvous hashing of keys to workers, bounded by the load of the workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ HALF = np.uint64(32)
 
 
 class Hashed(Protocol):
-    """What the hash needs of a worker. `hash_index` is its own: -1 is outside of it."""
+    """The fields of a worker that the hash reads. It sets `hash_index`: -1 means not in the
+    hash."""
 
     in_flight: int
     elsewhere: int
@@ -33,12 +34,12 @@ W = TypeVar("W", bound=Hashed)
 class RendezvousHash(Generic[W]):
     """The workers that may get a request.
 
-    A key belongs to the worker with the highest hash of both, so that one that joins or leaves
-    moves only its own share of the keys. A worker whose load is above `load_factor` times the
-    mean, plus one, is passed over for the next highest. Hashes are the same in every process:
-    several gateways in front of one fleet agree.
+    A key belongs to the worker with the highest hash of both, so a worker that joins or leaves
+    moves only its own share of the keys. A worker whose load exceeds `load_factor` times the mean,
+    plus one, is skipped for the next highest. Hashes are equal in every process, so several
+    gateways in front of one fleet agree.
 
-    Picking is a handful of array operations: a loop in Python would cost a thousand workers 300 µs.
+    Picking takes a few array operations: a Python loop over a thousand workers takes 300 µs.
     """
 
     def __init__(self, load_factor: float = 1.25) -> None:
@@ -55,39 +56,40 @@ class RendezvousHash(Generic[W]):
         return len(self._workers)
 
     def rebuild(self, workers: Sequence[W]) -> None:
-        """Makes these the workers to pick from. Called when one comes or goes, not per request."""
+        """Replace the workers to pick from. Called when a worker joins or leaves, not per
+        request."""
         for gone in self._workers:
             gone.hash_index = -1
         self._workers = tuple(workers)
         for index, worker in enumerate(self._workers):
             worker.hash_index = index
-        self._seeds = np.array([_digest(one.id.encode()) for one in workers], np.uint64)
+        self._seeds = np.array([_digest(worker.id.encode()) for worker in workers], np.uint64)
         self._scores = np.empty_like(self._seeds)
         self._spare = np.empty_like(self._seeds)
         self.weigh()
 
     def weigh(self) -> None:
-        """Reads the load of every worker anew: what others sent them has become known."""
-        loads = [one.in_flight + one.elsewhere for one in self._workers]
+        """Read the load of every worker anew, including load that other gateways sent."""
+        loads = [worker.in_flight + worker.elsewhere for worker in self._workers]
         self._loads: npt.NDArray[np.int64] = np.array(loads, np.int64)
         self._total = sum(loads)
 
     def begin(self, worker: W) -> None:
-        """Counts a request that goes to `worker`."""
+        """Count a request sent to `worker`."""
         worker.in_flight += 1
         if worker.hash_index >= 0:
             self._loads[worker.hash_index] += 1
             self._total += 1
 
     def end(self, worker: W) -> None:
-        """Counts the end of a request that `begin` counted."""
+        """Count the end of a request that `begin` counted."""
         worker.in_flight -= 1
         if worker.hash_index >= 0:
             self._loads[worker.hash_index] -= 1
             self._total -= 1
 
     def pick(self, key: bytes, without: Collection[W] = ()) -> W | None:
-        """The worker for `key`, None when there is no other than those in `without`."""
+        """Return the worker for `key`, or None when every worker is in `without`."""
         count = len(self._workers)
         if count == 0:
             return None
@@ -100,14 +102,14 @@ class RendezvousHash(Generic[W]):
         if not without and self._loads.item(best) <= bound:
             return self._workers[best]
         allowed = self._loads <= bound
-        left = np.ones(count, np.bool_)
-        for one in without:
-            if one.hash_index >= 0:
-                left[one.hash_index] = False
-        if not left.any():
+        untried = np.ones(count, np.bool_)
+        for worker in without:
+            if worker.hash_index >= 0:
+                untried[worker.hash_index] = False
+        if not untried.any():
             return None
-        # When only workers above the bound are left, one of them is better than none.
-        allowed = allowed & left if (allowed & left).any() else left
+        # An overloaded worker is better than none.
+        allowed = allowed & untried if (allowed & untried).any() else untried
         return self._workers[int(np.where(allowed, scores, np.uint64(0)).argmax())]
 
     def _hash(self, key: bytes) -> npt.NDArray[np.uint64]:

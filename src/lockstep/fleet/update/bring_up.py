@@ -1,4 +1,4 @@
-"""Brings a worker that joins, restarts or returns to the fleet's desired state, and proves it."""
+"""Bring-up of a worker that joins, restarts or returns: load the desired state and prove it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Adopt = Callable[[Worker, WorkerView], Awaitable[Desired]]
 
 
 async def bring_up(worker: Worker, desired: Desired, adopt: Adopt) -> Desired:
-    """Leaves the worker holding exactly what is desired, proved; it gets no traffic meanwhile.
+    """Bring a worker to exactly the desired state, proved. It gets no traffic meanwhile.
 
-    `adopt` gives the desired state when there is none yet: the first worker's own becomes it.
-    Returns the state it was brought to. Raises a LockstepError that says what could not be had.
+    `adopt` returns the desired state when there is none yet: the first worker's own becomes it.
+    Returns the state that the worker was brought to. Raises a LockstepError with the reason.
     """
     worker.become("syncing", worker.reason)
     if desired.version is None:
@@ -30,7 +30,8 @@ async def bring_up(worker: Worker, desired: Desired, adopt: Adopt) -> Desired:
     if not worker.control.probes_while_paused:
         await worker.control.resume()
     await _prove_all(worker, desired)
-    # The pause comes last, for workers that take no probe in it: nothing is routed here anyway.
+    # The pause comes last, because some workers cannot score a probe while paused. The worker gets
+    # no requests before it has passed the gate.
     if desired.paused is not None:
         await worker.control.pause(desired.paused)
     else:
@@ -39,9 +40,9 @@ async def bring_up(worker: Worker, desired: Desired, adopt: Adopt) -> Desired:
 
 
 async def restore(worker: Worker, desired: Desired) -> None:
-    """Brings a paused worker to what is desired, proved, and leaves it paused.
+    """Bring a paused worker to the desired state, proved, and leave it paused.
 
-    Raises a LockstepError that says what could not be had.
+    Raises a LockstepError with the reason.
     """
     await _sync(worker, desired)
     await _prove_all(worker, desired)
@@ -65,8 +66,10 @@ async def _prove_all(worker: Worker, desired: Desired) -> None:
 
 
 async def prove(worker: Worker, reference: Reference, digest: str | None = None) -> None:
-    """Raises Disproved unless the worker reproduces the reference, and what it read is what
-    `digest` identifies, where both are known."""
+    """Raise Disproved unless a worker reproduces the reference.
+
+    It must also have read what `digest` identifies, where both are known.
+    """
     scores = await scores_of(worker, reference.sequences)
     held = await contents_of(worker, None)
     witness = Witness(match(digest, held), known=worker.closeness, dtype=held.dtype)
@@ -79,7 +82,7 @@ async def prove(worker: Worker, reference: Reference, digest: str | None = None)
 
 
 async def _prove_adapter(worker: Worker, reference: Reference, name: str) -> None:
-    # The label that it was loaded under identifies its contents: they need no second evidence.
+    # The label that the adapter was loaded under identifies its contents.
     scores = await scores_of(worker, reference.sequences, name)
     verdict = judge(scores, reference, Witness("match", known=worker.closeness))
     if verdict.error is not None:
@@ -93,7 +96,7 @@ async def _prove_weights(worker: Worker, desired: Desired, reference: Reference)
     except Disproved:
         if desired.checkpoint is None:
             raise
-        # Its label is right and its weights are not: whatever it holds is replaced.
+        # The label is right but the weights are not, so they are loaded again.
         await _load_weights(worker, desired.checkpoint, desired.version or "")
         await prove(worker, reference, digest)
 
@@ -103,19 +106,19 @@ async def _sync_weights(worker: Worker, view: WorkerView, desired: Desired) -> N
         return
     if desired.checkpoint is not None:
         await _load_weights(worker, desired.checkpoint, desired.version)
-    elif view.version is not None:  # one that does not tell is judged by its scores
+    elif view.version is not None:  # a worker that reports no version is judged by its scores
         await _go_back(worker, desired.version)
 
 
 async def _go_back(worker: Worker, version: str) -> None:
-    """Undoes a commit that the fleet did not agree on."""
+    """Undo a commit that the fleet did not agree on."""
     with suppress(Conflict):
         await worker.control.rollback()
     held = (await worker.control.view()).version
     if held != version:
         raise Conflict(
-            f"it holds version {held!r}, but the fleet serves {version!r}, of which no checkpoint "
-            "is known: start it with those weights"
+            f"it holds version {held!r}, but the fleet serves {version!r}, whose checkpoint is not "
+            "known: start it with those weights"
         )
 
 
@@ -138,10 +141,11 @@ async def _sync_adapters(worker: Worker, desired: Desired) -> None:
 
 
 async def _load_adapter(worker: Worker, name: str, spec: AdapterSpec) -> None:
-    """Raises Conflict when the directory no longer holds what the fleet agreed on."""
+    """Load an adapter. Raises Conflict when its directory has other contents than the fleet agreed
+    on."""
     label = await worker.control.load_adapter(name, Path(spec.path), spec.version)
     if spec.label and label and label != spec.label:
         raise Conflict(
             f"adapter {name!r} in {spec.path} has become {label!r}, the fleet agreed on "
-            f"{spec.label!r}: load it anew on the fleet"
+            f"{spec.label!r}: load it on the fleet again"
         )

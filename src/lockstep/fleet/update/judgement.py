@@ -1,13 +1,13 @@
-"""Whether a worker holds the new weights, judged by its logprobs and by the digest of what it read.
+"""The judgement whether a worker holds the new weights, by its logprobs and its digest.
 
 Three questions, and the worker must pass them all:
 
-1. Contents. Where the worker tells the digest of what it loaded, it must be the checkpoint's.
-2. Closeness. Its logprobs must be the trainer's: bit for bit where the probe says 0, within the
-   tolerance where it gives one. Else mean and top (the largest; of 16-bit types the 99 % quantile,
+1. Contents. Where the worker reports the digest of what it loaded, it must be the checkpoint's.
+2. Closeness. Its logprobs must be the trainer's: bit for bit where the tolerance of the probe is 0,
+   within it where there is one. Else mean and top (the maximum; for 16-bit types the 99 % quantile,
    as a token near the edge of an expert's routing may be off by whole nats) of the differences are
    bounded by how closely the worker followed on the weights before: MEAN and TOP times as much,
-   and a share SLACK of the step itself, as other weights round otherwise. Without that, by
+   plus a share SLACK of the step itself, as other weights round differently. Without that, by
    UNKNOWN.
 3. New or old. Its logprobs must be at least twice as near to the new weights' as to the old ones',
    by DEVIATIONS standard errors of the paired differences over the whole probe. Where old and new
@@ -36,7 +36,7 @@ Array = npt.NDArray[np.float64]
 MEAN, TOP, SLACK = 1.5, 2.0, 0.02
 APART, NEARER, DEVIATIONS = 2.0, 0.5, 5.0
 COARSE = ("float32", "float16", "bfloat16")
-"""From fine to coarse. A worker that does not tell its type is taken for the coarsest."""
+"""From fine to coarse. A worker that does not report its type is assumed to use the coarsest."""
 QUANTILE: Mapping[str, float] = MappingProxyType(
     {"float32": 1.0, "float16": 0.99, "bfloat16": 0.99}
 )
@@ -47,9 +47,12 @@ UNKNOWN: Mapping[str, Closeness] = MappingProxyType(
         "bfloat16": Closeness(0.1, 0.4),
     }
 )
-"""What is allowed to a worker of which nothing is known. In bfloat16 two to three times what was
-measured of right workers under a float32 trainer (mean 0.026 to 0.037, quantile 0.09 to 0.19), in
-float32 ten times and more; float16 was not measured, and lies between by its precision."""
+"""Bounds for a worker without a measured closeness.
+
+In bfloat16 two to three times what right workers had under a float32 trainer (mean 0.026 to 0.037,
+quantile 0.09 to 0.19), in float32 ten times and more. float16 was not measured; its bounds are
+between, by its precision.
+"""
 LEAST: Mapping[str, Closeness] = MappingProxyType(
     {
         "float32": Closeness(2e-6, 1e-4),
@@ -57,16 +60,17 @@ LEAST: Mapping[str, Closeness] = MappingProxyType(
         "bfloat16": Closeness(1e-3, 1e-2),
     }
 )
-"""What is always allowed: a worker that agreed to the bit once may round one logit otherwise."""
+"""Differences that are always allowed: a worker that agreed to the bit may round a logit
+differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
     """What is known of one worker besides its scores.
 
-    `before` are its scores under the weights it held before, `known` how closely it followed
-    the right numbers then, `dtype` the type it computes in; each None where nobody knows. `same`
-    says that the new weights are the old ones, byte for byte.
+    `before` are its scores under the weights it held before, `known` how closely it followed the
+    right numbers then, `dtype` the type it computes in; each None where unknown. `same` says that
+    the new weights equal the old ones byte for byte.
     """
 
     contents: Contents = "unknown"
@@ -78,7 +82,8 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """`error` says why it was not believed; `closeness` is how closely it followed."""
+    """The verdict on a worker. `error` says why it was rejected, `closeness` how closely it
+    followed."""
 
     evidence: Evidence
     closeness: Closeness
@@ -86,7 +91,7 @@ class Judgement:
 
 
 def judge(scores: Scores, reference: Reference, witness: Witness) -> Judgement:
-    """Whether these scores, and what else is known, prove the weights of the reference."""
+    """Judge whether scores, and what else is known, prove the weights of the reference."""
     shape = compare(reference.logprobs, scores, math.inf)
     evidence = Evidence(digest=witness.contents)
     if not math.isfinite(shape.max_difference):
@@ -97,7 +102,7 @@ def judge(scores: Scores, reference: Reference, witness: Witness) -> Judgement:
     evidence.mean_difference = case.closeness.mean
     if witness.contents == "mismatch":
         evidence.decided_by = "digest"
-        why: str | None = "it read other contents than the checkpoint has"
+        why: str | None = "it read contents that differ from the checkpoint"
     else:
         why = case.too_far(scores, evidence) or case.not_told(evidence)
     return Judgement(evidence, case.closeness, None if why is None else Disproved(why))
@@ -105,7 +110,8 @@ def judge(scores: Scores, reference: Reference, witness: Witness) -> Judgement:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One worker's numbers, flat: its scores, new and old weights, its noise and the step."""
+    """The numbers of one worker, flat: its scores, those of new and old weights, its noise, the
+    step."""
 
     reference: Reference
     witness: Witness
@@ -126,7 +132,7 @@ class _Case:
         if before is not None and before.shape != new.shape:
             before = None
         followed = _followed(before, trained, dtype)
-        # The trainer's own numbers are without noise, if they are of what the worker held.
+        # The trainer's own numbers have no noise, but count only if the worker held those weights.
         apart = trained if before is None or followed is not None else before
         return cls(
             reference=reference,
@@ -142,13 +148,13 @@ class _Case:
 
     @property
     def noise(self) -> float:
-        """How far off a right worker is on average."""
+        """Mean difference of a worker with the right weights."""
         least, most = LEAST[self.dtype].mean, UNKNOWN[self.dtype].mean
         noise = most if self.known is None else max(self.known.mean, least)
         return noise if self.reference.tolerance is None else min(noise, self.reference.tolerance)
 
     def too_far(self, scores: Scores, evidence: Evidence) -> str | None:
-        """Why the scores are not those of the new weights, whatever they were before."""
+        """Return why the scores are not those of the new weights, or None."""
         tolerance, closeness = self.reference.tolerance, self.closeness
         evidence.decided_by = "bits" if tolerance == 0.0 else "scores"
         if tolerance is not None:
@@ -161,7 +167,7 @@ class _Case:
                 f"{tolerance:g}: {verdict.where}"
             )
         allowed, least = UNKNOWN[self.dtype], LEAST[self.dtype]
-        why = f"the most for {self.dtype}, as nothing is known of it on the weights before"
+        why = f"the maximum for {self.dtype}, as its closeness on the weights before is not known"
         if (known := self.known) is not None:
             allowed = Closeness(
                 max(least.mean, MEAN * known.mean + SLACK * self.step),
@@ -178,15 +184,16 @@ class _Case:
         )
 
     def not_told(self, evidence: Evidence) -> str | None:
-        """Why nothing tells that these are the new weights and not the old ones."""
+        """Return why nothing shows that these are the new weights and not the old ones, or None."""
         if self.witness.same:
             return None
         tolerance = self.reference.tolerance
-        reason = "what it computed under the old weights is not known"
+        reason = "its scores under the old weights are not known"
         if self.old is not None:
-            there = np.isfinite(self.old)
-            near = np.abs(self.measured - self.new)[there]
-            far = np.abs(self.measured - self.old)[there]
+            # Old scores may be missing for some sequences: compare over the others.
+            finite = np.isfinite(self.old)
+            near = np.abs(self.measured - self.new)[finite]
+            far = np.abs(self.measured - self.old)[finite]
             if tolerance == 0.0 and far.any():
                 return None
             if tolerance != 0.0 and self.step >= APART * self.noise:
@@ -209,18 +216,18 @@ class _Case:
         if tolerance is not None and (tolerance > 0.0 or self.old is None):
             return None
         return (
-            f"nothing tells the new weights from the old: {reason}, and the worker tells no digest "
-            "of what it read; serve with Lockstep's own engine or its vLLM extension, or give the "
-            "probe a tolerance"
+            f"nothing tells the new weights from the old: {reason}, and the worker reports no "
+            "digest of what it read; serve with Lockstep's own engine or its vLLM extension, or "
+            "give the probe a tolerance"
         )
 
 
 def _followed(before: Array | None, trained: Array | None, dtype: str) -> Closeness | None:
-    """How the worker followed the trainer on the old weights, if those are what it held."""
+    """Return how the worker followed the trainer on the old weights, if it held those."""
     if before is None or trained is None:
         return None
-    there = np.isfinite(trained)
-    closeness, most = _closeness(before[there], trained[there], dtype), UNKNOWN[dtype]
+    finite = np.isfinite(trained)
+    closeness, most = _closeness(before[finite], trained[finite], dtype), UNKNOWN[dtype]
     return closeness if closeness.mean <= most.mean and closeness.top <= most.top else None
 
 
@@ -235,11 +242,11 @@ def _coarser(*dtypes: str) -> str:
 
 
 def _previous(reference: Reference) -> Array | None:
-    """The logprobs under the weights before, NaN where they are not known; None where nowhere."""
+    """Return the logprobs under the weights before, NaN where unknown; None if all are unknown."""
     if reference.previous is None or not any(reference.previous):
         return None
     pairs = zip(reference.previous, reference.logprobs, strict=True)
-    return _flat([row or [math.nan] * len(known) for row, known in pairs])
+    return _flat([row or [math.nan] * len(new) for row, new in pairs])
 
 
 def _flat(scores: Scores) -> Array:

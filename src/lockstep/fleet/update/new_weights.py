@@ -1,4 +1,4 @@
-"""Reads and checks the new weights of an update, once for all workers."""
+"""The new weights of an update, read and checked once for all workers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lockstep.tokens.errors import BadRequest, Conflict, LockstepError
 from lockstep.tokens.versions import MAX_LABEL
 
 DIGITS = 12
-"""Digits of a digest that tell the weights of two runs apart in a label."""
+"""Digits of a digest that are added to a label which names other weights already."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewWeights:
-    """What to load, under which label, and how it is proved.
+    """What to load, under which label, and how to prove it.
 
-    `path`, `digest` and `nbytes` are those of a checkpoint. There is nothing to do when
-    it `is_served`.
+    `path`, `digest` and `nbytes` are those of a checkpoint. If it `is_served` already, there is
+    nothing to do.
     """
 
     version: str
@@ -39,7 +39,7 @@ class NewWeights:
 
 
 class WeightReader:
-    """Reads what an update asks for. `model_dir` is where the first weights are, if known."""
+    """Reads the weights that an update names. `model_dir` holds the initial weights, if known."""
 
     def __init__(self, roots: Sequence[Path], model_dir: Path | None) -> None:
         self._roots = roots
@@ -57,11 +57,11 @@ class WeightReader:
         served: bool = True,
         strict: bool = True,
     ) -> NewWeights:
-        """The new weights; they may be `served` under that label already.
+        """Return the new weights. With `served`, they may be served under that label already.
 
-        A label names contents. One that means other weights is a Conflict when it is `strict`, as
-        the trainer chose it; otherwise the digest is added to it, since directories of two runs
-        are often called alike. Raises what is wrong with a checkpoint.
+        A label names contents. A label that names other weights is a Conflict when it is `strict`,
+        because the trainer chose it. Otherwise the digest is added to it, since directories of two
+        runs often have the same name. Raises what is wrong with a checkpoint.
         """
         if weight_dir is None:
             if source is None:
@@ -101,7 +101,7 @@ class WeightReader:
         )
 
     async def _served(self, desired: Desired) -> ModelSignature | None:
-        """What the weights of the served model look like, where that is known."""
+        """Return names and shapes of the served model's weights, where known."""
         where = self._model_dir or desired.checkpoint
         if self._signature is None and where is not None:
             with suppress(LockstepError):  # the workers themselves check too
@@ -109,7 +109,7 @@ class WeightReader:
         return self._signature
 
     async def _digest(self, desired: Desired) -> str | None:
-        """What identifies the served weights, where that is known."""
+        """Return the digest of the served weights, where known."""
         if len(desired.agreed) == 1 and self._first is None and self._model_dir is not None:
             here = self._model_dir.resolve()
             with suppress(LockstepError):
@@ -121,14 +121,14 @@ class WeightReader:
 
 
 def content_label(name: str, digest: str) -> str:
-    """The label of weights whose directory is called as others were: `step_1@3fb2c0d91a6e`."""
+    """Return the label of weights whose directory name is taken: `step_1@3fb2c0d91a6e`."""
     mark = f"@{digest.rpartition(':')[2][:DIGITS]}"
     return name[: MAX_LABEL - len(mark)] + mark
 
 
 def _taken(version: str) -> Conflict:
     return Conflict(
-        f"version {version!r} has been served with other weights, or with weights of which nobody "
-        "can tell: other weights need another label",
+        f"version {version!r} has been served with other weights, or with weights whose digest is "
+        "not known: other weights need another label",
         param="version",
     )

@@ -1,9 +1,9 @@
-"""Proves that workers hold the weights they claim: they must reproduce known logprobs.
+"""The proof that workers hold the weights they claim: they must reproduce known logprobs.
 
 With a probe from the trainer, each worker must reproduce its logprobs, and its scores must tell new
-weights from old (see `judgement`). Without one, most workers must score built-in sequences the
-same, and otherwise than before. A worker that can tell the digest of what it read must have read
-the checkpoint.
+weights from old (see `judgement`). Without one, most workers must score built-in sequences alike,
+and differently than before. A worker that reports the digest of what it read must have read the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from lockstep.tokens.operation import Evidence, Operation, WorkerResult
 
 Scores = tuple[tuple[float, ...], ...]
 CLOSE = 1e-4
-"""How far workers may be apart on the built-in probe: kernels differ in the last bits."""
+"""Largest difference between workers on the built-in probe: kernels differ in the last bits."""
 BUILTIN = builtin(256, 160)
 """Sequences of ids that every vocabulary has."""
 UNLIKE = Closeness(math.inf, math.inf)
-"""Of a worker whose closeness to a trainer was not measured."""
+"""Closeness of a worker that was not compared with a trainer."""
 
 
 def reference_of(probe: Probe | None) -> Reference | None:
-    """What a trainer's probe demands, if it gave one."""
+    """Return the reference of a trainer's probe; None if it sent none."""
     if probe is None:
         return None
     previous = probe.previous and tuple(
@@ -47,8 +47,8 @@ def reference_of(probe: Probe | None) -> Reference | None:
 class Proof:
     """The proof of one transaction. `probe` is the trainer's, if it sent one.
 
-    Workers that can score weights that are still staged prove them then, and commit those very
-    weights or nothing: they are not probed again. The others prove them once committed.
+    Workers that can score staged weights prove them while staged, and then commit those very
+    weights or nothing: they are not probed again. The others prove the weights once committed.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class Proof:
         tolerance: float = CLOSE,
         same: bool = False,
     ) -> None:
-        """`tensors` are the digests of the new weights, where they are known; `same` says that
-        they are the old ones, byte for byte."""
+        """`tensors` are the digests of the new weights, where known. `same` says that the new
+        weights equal the old ones byte for byte."""
         self._same = same
         self._probe = probe
         self._tensors = tensors
@@ -75,7 +75,7 @@ class Proof:
     async def before(
         self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
     ) -> None:
-        """Takes the scores of the live weights. Workers that have none are judged without them."""
+        """Take the scores of the live weights. Workers without scores are judged without them."""
         self._before, _ = await collect_scores(
             "baseline", workers, self._sequences, None, budget, operation
         )
@@ -83,9 +83,9 @@ class Proof:
     async def prove_staged(
         self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
     ) -> tuple[list[Worker], Failures]:
-        """The workers that may commit what they staged, and why the others may not.
+        """Return the workers that may commit what they staged, and why the others may not.
 
-        Without a trainer's probe no worker can be judged before all have scored.
+        Without a trainer's probe, no worker can be judged before all have scored.
         """
         able = {w: w.control for w in workers if isinstance(w.control, ProbesStaged)}
         proofs: dict[Worker, str] = {}
@@ -96,7 +96,7 @@ class Proof:
             proofs[worker] = scored.proof
             contents[worker] = held = await contents_of(worker, self._tensors, staged=True)
             if held.proof not in (None, scored.proof):
-                raise Conflict("what is staged was replaced while it was probed: update again")
+                raise Conflict("the staged weights were replaced while probed: update again")
             return _frozen(scored.logprobs)
 
         if not able or (self._probe is None and len(able) < len(workers)):
@@ -108,11 +108,12 @@ class Proof:
         return [worker for worker in workers if worker not in failed], failed
 
     def only_swaps(self, workers: Iterable[Worker]) -> bool:
-        """Whether all of them have proved what they will commit: then nothing is left to load."""
+        """Return whether all these workers have proved what they will commit, so nothing is
+        loaded."""
         return all(worker in self._proved_staged for worker in workers)
 
     async def commit(self, worker: Worker, version: str) -> None:
-        """Swaps the worker's weights: for those it proved while staged, where it did."""
+        """Swap the worker's weights, to exactly those it proved while staged, where it did."""
         if worker in self._proved_staged:
             driver, proof = self._proved_staged[worker]
             await driver.commit_proved(version, proof)
@@ -120,7 +121,7 @@ class Proof:
             await worker.control.commit(version)
 
     async def resume(self, worker: Worker) -> None:
-        """Lets the worker generate: on those it proved while staged, where it did."""
+        """Let the worker generate, on exactly the weights it proved while staged, where it did."""
         if worker in self._proved_staged:
             driver, proof = self._proved_staged[worker]
             await driver.resume_proved(proof)
@@ -130,9 +131,11 @@ class Proof:
     async def prove_committed(
         self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
     ) -> tuple[Reference | None, list[Worker], Failures]:
-        """The reference of the new weights, the workers that proved it, and why the others did not.
+        """Return the reference of the new weights, the workers that proved it, and the others'
+        errors.
 
-        All `workers` have committed; those that proved it while staged are not probed again.
+        All `workers` have committed. Those that proved the weights while staged are not probed
+        again.
         """
         early = [worker for worker in workers if worker in self._proved_staged]
         late = [worker for worker in workers if worker not in self._proved_staged]
@@ -150,14 +153,15 @@ class Proof:
         return self._settled(early + proved), early + proved, failed | wrong
 
     def _settled(self, proved: list[Worker]) -> Reference | None:
-        """What workers that join later are judged by; also by the old scores of a proved one."""
+        """Return the reference for workers that join later, with the old scores of a proved
+        worker."""
         reference = self._reference
         if reference is None:
             return None
         before = next((self._before[w] for w in proved if w in self._before), None)
         previous = None if self._same else reference.previous or before
         followed = [w.closeness for w in proved if w.closeness is not None]
-        closeness = max(followed, key=lambda one: one.mean, default=None)
+        closeness = max(followed, key=lambda closeness: closeness.mean, default=None)
         return msgspec.structs.replace(reference, previous=previous, closeness=closeness)
 
     def _judge(
@@ -166,7 +170,10 @@ class Proof:
         contents: Mapping[Worker, WeightContents],
         operation: Operation,
     ) -> tuple[list[Worker], Failures]:
-        """Who scores as the new weights do. Without a trainer's probe most of them decide that."""
+        """Return the workers that score like the new weights, and why the others do not.
+
+        Without a trainer's probe, the majority decides how the new weights score.
+        """
         if self._reference is None:
             self._reference = self._common(scores)
         wrong: Failures = {}
@@ -174,7 +181,7 @@ class Proof:
         for worker, logprobs in scores.items():
             held = contents.get(worker, WeightContents())
             before = self._before.get(worker)
-            # Most score the same to the bit: in a large fleet it is judged once.
+            # In a large fleet most workers score alike to the bit, and are judged once.
             case = (logprobs, before, worker.closeness, held.digest, held.dtype)
             if case not in judged:
                 judged[case] = self._verdict(worker, logprobs, held)
@@ -194,7 +201,7 @@ class Proof:
             return _misread(self._tensors, held)
         evidence = Evidence(decided_by="majority", digest=matches)
         if self._reference is None:
-            why = "most workers must agree on new scores, which must differ from the ones before"
+            why = "most workers must agree on scores that differ from those before"
             return Judgement(evidence, UNLIKE, Disproved(why))
         if self._probe is not None:
             witness = Witness(
@@ -210,15 +217,15 @@ class Proof:
             evidence.decided_by = "digest"
             if matches != "match":
                 error = Disproved(
-                    "its scores do not differ from the ones before, and it tells no digest of "
-                    "what it read: nothing tells the new weights from the old"
+                    "its scores do not differ from those before, and it reports no digest of what "
+                    "it read: nothing tells the new weights from the old"
                 )
         return Judgement(evidence, UNLIKE, error)
 
     async def unchanged(
         self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
     ) -> tuple[list[Worker], Failures]:
-        """The workers that score as they did before the update, and why the others do not."""
+        """Return the workers that score as before the update, and why the others do not."""
         scores, failed = await collect_scores(
             "prove", workers, self._sequences, None, budget, operation
         )
@@ -234,7 +241,7 @@ class Proof:
         return good, failed
 
     def _common(self, scores: dict[Worker, Scores]) -> Reference | None:
-        """The scores of most of them, unless they are those from before."""
+        """Return the scores of most workers, unless they equal the scores before."""
         common = majority(scores, self._sequences, self._tolerance)
         if common is None or self._same:
             return common
@@ -245,7 +252,8 @@ class Proof:
 def majority(
     scores: dict[Worker, Scores], sequences: tuple[tuple[int, ...], ...], tolerance: float
 ) -> Reference | None:
-    """The scores of more than half of them: with fewer, nobody knows who is right."""
+    """Return the scores of more than half of the workers. With fewer, it is unknown which are
+    right."""
     votes: dict[Reference, int] = {}
     for logprobs, count in Counter(scores.values()).items():
         near = (reference for reference in votes if differs(logprobs, reference) is None)
@@ -263,7 +271,7 @@ async def collect_scores(
     budget: PhaseBudgets,
     operation: Operation,
 ) -> tuple[dict[Worker, Scores], Failures]:
-    """The scores of each worker, and the errors of those that have none."""
+    """Return the scores of each worker, and the errors of those that have none."""
     return await _collect(
         phase, workers, lambda worker: scores_of(worker, sequences, adapter), budget, operation
     )
@@ -278,11 +286,11 @@ async def _collect(
 ) -> tuple[dict[Worker, Scores], Failures]:
     scores: dict[Worker, Scores] = {}
 
-    async def one(worker: Worker) -> None:
+    async def collect(worker: Worker) -> None:
         scores[worker] = await call(worker)
 
     _, failed = await run_phase(
-        phase, workers, one, budget.prove, operation, straggler=budget.straggler
+        phase, workers, collect, budget.prove, operation, straggler=budget.straggler
     )
     return {w: s for w, s in scores.items() if w not in failed}, failed
 
@@ -300,7 +308,8 @@ def _frozen(scores: list[list[float]]) -> Scores:
 async def contents_of(
     worker: Worker, expected: Mapping[str, str] | None, *, staged: bool = False
 ) -> WeightContents:
-    """What the worker reports to have read; tensor by tensor where that was not expected."""
+    """Return what the worker reports to have read; tensor by tensor where it was not as
+    expected."""
     driver = worker.control
     if not isinstance(driver, TellsContents):
         return WeightContents()
@@ -311,7 +320,7 @@ async def contents_of(
 
 
 def match(expected: Mapping[str, str] | str | None, held: WeightContents) -> Contents:
-    """Whether a worker read what was expected: digests by name, or the one of them all."""
+    """Compare what a worker read with the expected digests, by name or combined."""
     if expected is None or held.digest is None:
         return "unknown"
     digest = expected if isinstance(expected, str) else combined(expected)
@@ -322,12 +331,12 @@ def match(expected: Mapping[str, str] | str | None, held: WeightContents) -> Con
 
 def _misread(expected: Mapping[str, str], held: WeightContents) -> Judgement:
     names = differing(expected, held.tensors) if held.tensors else "some tensors"
-    why = f"it read other contents than the checkpoint has, in {names}"
+    why = f"it read contents that differ from the checkpoint, in {names}"
     return Judgement(Evidence("digest", digest="mismatch"), UNLIKE, Disproved(why))
 
 
 def differs(scores: Scores, reference: Reference) -> Disproved | None:
-    """Why these scores are not those of a reference with a tolerance, or None. NaN never passes."""
+    """Return why scores differ from a reference with a tolerance, or None. NaN always differs."""
     tolerance = reference.tolerance or 0.0
     verdict = compare(reference.logprobs, scores, tolerance)
     if verdict.passed:

@@ -1,4 +1,4 @@
-"""The way out when no worker serves: an update on those in quarantine that still respond."""
+"""Recovery of a fleet in which no worker serves: an update on quarantined workers that respond."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from lockstep.tokens.errors import LockstepError, Unavailable
 from lockstep.tokens.operation import Operation
 
 SETTLE_SECONDS = 5.0
-"""For workers that are being brought up at this moment: they serve soon, or fail soon."""
+"""Time for workers that are being brought up at this moment: they serve or fail soon."""
 RESPOND_SECONDS = 5.0
 
 
 async def updatable(workers: Sequence[Worker], operation: Operation) -> list[Worker]:
-    """The workers that serve; when none does, those that respond from quarantine, which is said in
-    the operation. Raises Unavailable when there are none either."""
+    """Return the serving workers; if there are none, the quarantined ones that respond.
+
+    The operation gets a warning then. Raises Unavailable when no worker responds either.
+    """
     if serving := [worker for worker in workers if worker.serves]:
         return serving
     responding = await _quarantined(workers)
@@ -26,13 +28,13 @@ async def updatable(workers: Sequence[Worker], operation: Operation) -> list[Wor
         raise Unavailable(f"none of {len(workers)} workers is serving")
     names = ", ".join(worker.id for worker in responding)
     operation.warnings.append(
-        f"no worker served: the update was made on {names}, quarantined until then"
+        f"no worker was serving: the update ran on {names}, quarantined until then"
     )
     return responding
 
 
 async def serve_again(pool: Pool, workers: Sequence[Worker], seconds: float) -> None:
-    """Has workers brought up at once, and waits for the first of them."""
+    """Bring workers up at once, and wait for the first of them."""
     for worker in workers:
         pool.check(worker.id)
     if workers:
@@ -41,9 +43,9 @@ async def serve_again(pool: Pool, workers: Sequence[Worker], seconds: float) -> 
 
 
 async def _quarantined(workers: Sequence[Worker]) -> list[Worker]:
-    """The quarantined workers that respond, once none is being brought up any more.
+    """Return the quarantined workers that respond, once none is being brought up any more.
 
-    They hold nobody knows what: each is as one of which no version was ever proved.
+    Their contents are unknown: each is treated as if no version had been proved on it.
     """
     deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
     while any(worker.state in ("syncing", "proving") for worker in workers):
@@ -67,4 +69,4 @@ async def _responding(workers: Iterable[Worker]) -> list[Worker]:
 
     candidates = list(workers)
     results = await asyncio.gather(*map(responds, candidates))
-    return [worker for worker, well in zip(candidates, results, strict=True) if well]
+    return [worker for worker, ok in zip(candidates, results, strict=True) if ok]

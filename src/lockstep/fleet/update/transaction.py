@@ -1,14 +1,15 @@
-"""The weight transaction: stage, prove, quiesce, commit, resume; or everybody back.
+"""The weight transaction: stage, prove, quiesce, commit, resume; or roll all workers back.
 
-Workers that can prove what is staged do so before the pause, while they go on serving: in it they
-only swap, and only for the very weights they proved. The others prove them after the commit.
+Workers that can prove staged weights do so before the pause, while they keep serving. During the
+pause they only swap, and only to the very weights that they proved. The others prove the weights
+after the commit.
 
-Rules. A worker that cannot be reached, or takes too long (also: much longer than most), is
-quarantined and the others go on, unless fewer than half would be left. A worker that refuses the
-checkpoint stops the whole update: the others would have to be wrong to take it. After the commit,
-workers that do not prove the new weights are quarantined; when none does, the weights (or the
-probe) are wrong and all are rolled back. Whatever happens, no worker that gets traffic holds
-anything but the accepted version.
+Rules. A worker that cannot be reached or takes too long (also: much longer than most) is
+quarantined and the others continue, unless fewer than half would remain. A worker that rejects the
+checkpoint stops the whole update: a checkpoint that is wrong for one worker is wrong for all. After
+the commit, workers that do not prove the new weights are quarantined; when none does, the weights
+(or the probe) are wrong and all workers are rolled back. In every case, a worker that gets traffic
+holds the accepted version.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from lockstep.tokens.operation import Operation
 
 
 class Transaction:
-    """One update of the weights of `workers`, which all serve `before` now.
+    """One update of the weights of `workers`.
 
     `quarantine` is called for each worker that must not get traffic any more, `hold` for one that
-    must not get any for a while. `paused` says how the fleet is paused, which it then stays.
+    must not get any for a while. `paused` is the pause mode of a fleet that is paused; it stays
+    paused.
     """
 
     def __init__(
@@ -77,13 +79,14 @@ class Transaction:
         self._dropped: set[Worker] = set()
 
     async def run(self, agree: Callable[[Reference, Sequence[Worker]], Awaitable[None]]) -> None:
-        """Brings every worker to the new version, proved. `agree` is called once it is, with the
-        workers that are.
+        """Bring every worker to the new version, proved.
 
-        Raises UpdateFailed when it did not happen; the operation says who and why.
+        Once that is done, `agree` is called with the workers that proved it. It records the new
+        version. Raises UpdateFailed when the update did not happen; the operation has the result of
+        each worker.
         """
         if not self._workers:
-            raise Unavailable("no worker serves: there is nobody to update")
+            raise Unavailable("no worker serves: there is nothing to update")
         staged = await self._prove_staged(await self._stage())
         try:
             committed = await self._switch(staged)
@@ -94,12 +97,14 @@ class Transaction:
             self._mark_wrong(wrong)
             if reference is None or not self._enough(proved):
                 raise _first(wrong, "no worker proved the new weights")
+            # The commit point of the whole update. Up to here every worker is still paused or held,
+            # so undoing it is invisible to requests.
             await agree(reference, proved)
         except LockstepError as error:
             await self._undo(staged, error)
             raise self._failed(error) from error
         except Exception as error:
-            cause = UpdateFailed(f"it could not be recorded: {error!r}")
+            cause = UpdateFailed(f"the new version could not be recorded: {error!r}")
             await self._undo(staged, cause)
             raise self._failed(cause) from error
         self._drop(wrong, f"it did not prove version {self._version!r}")
@@ -110,8 +115,8 @@ class Transaction:
         await self._resume(proved, self._proof.resume)
 
     async def _stage(self) -> list[Worker]:
-        """Loads beside the live weights, which go on serving; and takes the scores of those."""
-        # At once: a worker reads the new weights while it computes with those it has.
+        """Load the new weights beside the live ones, which keep serving; take the live scores."""
+        # Concurrently: a worker reads the new weights while it scores with the live ones.
         _, (staged, failed) = await asyncio.gather(
             self._proof.before(self._workers, self._budget, self._operation),
             run_phase(
@@ -125,7 +130,8 @@ class Transaction:
         if refused or not self._enough(staged):
             error = _first(refused or failed, "staging failed")
             if len(lost) == len(self._workers):
-                # Most likely it is the source that never came: who still responds is as it was.
+                # Most likely the source never sent anything. Quarantining all workers would take
+                # the fleet down for it; workers that still respond are unchanged.
                 await self._unstage(self._workers)
             else:
                 await self._unstage(staged)
@@ -135,7 +141,8 @@ class Transaction:
         return staged
 
     async def _prove_staged(self, staged: list[Worker]) -> list[Worker]:
-        """Has those prove it that can while it is staged; none was paused yet, none swapped."""
+        """Prove the weights on workers that can while staged. No worker has paused or swapped
+        yet."""
         ready, wrong = await self._proof.prove_staged(staged, self._budget, self._operation)
         self._mark_wrong(wrong)
         if not self._enough(ready):
@@ -147,11 +154,12 @@ class Transaction:
         return ready
 
     async def _switch(self, staged: list[Worker]) -> list[Worker]:
-        """Pauses and commits; workers that fail in it are quarantined."""
+        """Pause and commit. Workers that fail are quarantined."""
         self._paused_at = perf_counter()
         if self._paused_before is None:
             modes = {worker: self._mode_for(worker) for worker in staged}
-            # Requests that are waited for are long on one worker and short on another.
+            # With `wait`, running requests finish first. They are long on one worker and short on
+            # another, so a slow worker is no straggler.
             waits = "wait" in modes.values()
             quiet, failed = await run_phase(
                 "quiesce", staged, lambda worker: worker.control.pause(modes[worker]),
@@ -164,6 +172,7 @@ class Transaction:
         self._drop(failed, "it did not pause")
 
         async def commit(worker: Worker) -> None:
+            # Before the call: if its response is lost, the worker may or may not have swapped.
             self._swapped.add(worker)
             await self._proof.commit(worker, self._version)
 
@@ -178,14 +187,17 @@ class Transaction:
         return committed
 
     def _mode_for(self, worker: Worker) -> PauseMode:
-        """How to pause this worker. One that must run for its probe would go on with the requests
-        that `keep` froze, on weights that are not proved: it ends them first."""
+        """Return how to pause a worker.
+
+        A worker that must run for its probe would continue the requests that `keep` froze, on
+        weights that are not proved. It finishes them first.
+        """
         if self._mode == "keep" and not worker.control.probes_while_paused:
             return "wait"
         return self._mode
 
     async def _let_probe(self, workers: list[Worker]) -> None:
-        """Resumes, without traffic, those that take no probe while they are paused."""
+        """Resume, without traffic, the workers that cannot score a probe while paused."""
         unprobed = [worker for worker in workers if not worker.control.probes_while_paused]
         for worker in unprobed:
             self._hold(worker, True)
@@ -195,13 +207,13 @@ class Transaction:
         )  # fmt: skip
 
     async def _resume(
-        self, workers: list[Worker], go_on: Callable[[Worker], Awaitable[None]]
+        self, workers: list[Worker], resume_worker: Callable[[Worker], Awaitable[None]]
     ) -> None:
-        """Resumes all; or, in a fleet that is paused, pauses those again that took a probe."""
+        """Resume all workers. In a paused fleet, pause those again that ran for their probe."""
 
         async def resume(worker: Worker) -> None:
             if self._paused_before is None:
-                await go_on(worker)
+                await resume_worker(worker)
             elif not worker.control.probes_while_paused:
                 await worker.control.pause(self._paused_before)
 
@@ -213,20 +225,23 @@ class Transaction:
             self._operation.pause_seconds = round(perf_counter() - self._paused_at, 6)
 
     async def _undo(self, workers: list[Worker], why: LockstepError) -> None:
-        """Everybody back to the version before, proved, and resumed; who cannot is quarantined."""
-        left = [worker for worker in workers if self._is_left(worker)]
+        """Roll all workers back to the version before, prove it, and resume; quarantine on
+        failure."""
+        remaining = [worker for worker in workers if self._is_left(worker)]
 
-        async def back(worker: Worker) -> None:
+        async def roll_back(worker: Worker) -> None:
             view = await worker.control.view()
             if view.staged is not None:
                 await worker.control.rollback()
                 view = await worker.control.view()
+            # A worker that reports no version is rolled back if a commit was sent to it. One that
+            # reports the new version is, unless it served that label before the update.
             unknown = view.version is None and worker in self._swapped
             if unknown or view.version == self._version != worker.version:
                 await worker.control.rollback()
 
         restored, failed = await run_phase(
-            "rollback", left, back, self._budget.commit, self._operation
+            "rollback", remaining, roll_back, self._budget.commit, self._operation
         )
         same, wrong = await self._proof.unchanged(restored, self._budget, self._operation)
         self._drop(failed | wrong, "it could not be rolled back")
@@ -235,19 +250,20 @@ class Transaction:
 
     async def _unstage(self, workers: list[Worker]) -> None:
         async def drop(worker: Worker) -> None:
-            # With nothing staged, a rollback would undo the commit before.
+            # Without anything staged, a rollback would undo the last commit instead.
             if (await worker.control.view()).staged is not None:
                 await worker.control.rollback()
 
         _, failed = await run_phase("rollback", workers, drop, self._budget.commit, self._operation)
-        self._drop(failed, "what was staged could not be dropped")
+        self._drop(failed, "its staged weights could not be dropped")
 
     def _require(self, succeeded: list[Worker], failed: Failures) -> None:
         if not self._enough(succeeded):
             raise _first(failed, "too few workers are left")
 
     def _enough(self, workers: list[Worker]) -> bool:
-        """At least half of those that began: a fleet does not shrink to its broken part."""
+        """Return whether at least half of the workers remain: a fleet must not shrink to a broken
+        part."""
         return len(workers) * 2 >= len(self._workers) and bool(workers)
 
     def _mark_wrong(self, wrong: Failures) -> None:
@@ -262,17 +278,18 @@ class Transaction:
                 result.status, result.error = "rolled_back", result.error or why.message
 
     def _drop(self, failed: Failures, why: str) -> None:
-        """Quarantines workers, which need not be held back any more then."""
+        """Quarantine workers. A quarantined worker need not be held back any more."""
         quarantine_failed(failed, why, self._operation, self._quarantine)
         for worker in failed:
             self._dropped.add(worker)
             self._hold(worker, False)
 
     def _is_left(self, worker: Worker) -> bool:
-        """Whether it is still part of the update: neither quarantined by it nor being removed.
+        """Return whether a worker is still part of the update: not quarantined by it, and not
+        leaving.
 
-        One that a failed request brought down meanwhile is: it has swapped its weights as the
-        others have, and cannot be brought up again before the operation ends.
+        A worker that went down because a request failed on it is still part of it: it has swapped
+        its weights like the others, and cannot be brought up before the operation ends.
         """
         return worker not in self._dropped and not worker.leaving
 
@@ -285,7 +302,7 @@ class Transaction:
 
 
 def is_lost(error: LockstepError) -> bool:
-    """Whether the worker, and not the weights, is to blame."""
+    """Return whether the worker is to blame for an error, and not the weights."""
     return isinstance(error, Unavailable | DeadlineExceeded | ContractError)
 
 
