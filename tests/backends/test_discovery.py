@@ -107,9 +107,9 @@ async def test_a_loopback_system_url_is_only_good_next_to_the_discovery() -> Non
 async def test_a_worker_is_believed_when_it_says_that_it_is_the_one() -> None:
     metrics = [
         (b'x{a="b",worker_id="2a"} 0\ny{worker_id="2a"} 1\n', None),
-        (b'x{worker_id="2b"} 0\n', "is worker 43 here, not it"),
+        (b'x{worker_id="2b"} 0\n', "belongs to worker 43 here"),
         (b'x{worker_id="2a"} 0\nx{worker_id="2b"} 0\n', "is worker 42, 43 here"),
-        (b"process_cpu_seconds_total 1\n", "does not say which worker it is"),
+        (b"process_cpu_seconds_total 1\n", "does not report its worker id"),
     ]
     for text, error in metrics:
         async with serving(lambda _, text=text: whole(text)) as worker:

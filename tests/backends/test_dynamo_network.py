@@ -128,7 +128,7 @@ async def test_nats_is_told_by_its_greeting_and_its_password_is_not() -> None:
     async with server:
         await check_reachable(environ)
         greeting[0] = b"SSH-2.0-OpenSSH\r\n"
-        with pytest.raises(Unavailable, match=rf"127\.0\.0\.1:{port}: what listens there is no"):
+        with pytest.raises(Unavailable, match=rf"127\.0\.0\.1:{port}: the server there is not"):
             await check_reachable(environ)
     with pytest.raises(Unavailable, match="NATS cannot be reached") as caught:
         await check_reachable(environ)

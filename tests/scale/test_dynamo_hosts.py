@@ -183,7 +183,7 @@ async def test_a_worker_that_advertises_loopback_is_refused_and_everybody_is_tol
     own = neighbour.ready["workers"][0]["instance_id"]
     await fleet.until_serving(3)
     assert own in await fleet.serving()
-    assert f"is worker {own} here, not it" in await refusal(fleet, name)
+    assert f"belongs to worker {own} here" in await refusal(fleet, name)
     for started in (stubborn, neighbour):
         started.stop()
     await fleet.until_serving(2, own, name)

@@ -31,18 +31,19 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """What a worker says of itself. None where its backend does not tell."""
+    """The state that a worker reports. A field is None where its backend does not report it."""
 
     version: str | None
     staged: str | None = None
     paused: bool | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
-    """Loaded adapters: name to the label of its contents ("" where the backend knows none)."""
+    """Loaded adapters: name to the label of its contents ("" where the backend has none)."""
     in_flight: int | None = None
     incarnation: str | None = None
-    """Changes when the worker's process is started anew: then it has forgotten everything."""
+    """Changes when the worker's process is restarted, and has lost all its state."""
     generation: int = 0
-    """The highest generation of a gateway that it has obeyed; 0 where it does not tell."""
+    """The highest generation of a gateway that the worker has obeyed; 0 where it does not report
+    it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,9 @@ class Source:
     """Where new weights come from: exactly one of a directory, shared memory, or a broadcast.
 
     `shared` names a POSIX shared memory block that holds `tensors` one after the other (each at a
-    multiple of 64 bytes); `group` a broadcast group that was joined before and is about to send
-    them. `partial` says that tensors left out shall stay as they are; else all must be there.
-    Raises BadRequest unless exactly one source is named.
+    multiple of 64 bytes); `group` names a broadcast group that was joined before and is about to
+    send them. With `partial`, tensors that are left out keep their values; otherwise all must be
+    there. Raises BadRequest unless exactly one source is named.
     """
 
     directory: Path | None = None
@@ -67,7 +68,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Broadcaster:
-    """How to join a broadcast group: where its store is, and as which of how many."""
+    """How to join a broadcast group: the address of its store, and a rank."""
 
     host: str
     port: int
@@ -80,7 +81,7 @@ class Broadcaster:
 
 @dataclass(frozen=True, slots=True)
 class StagedScores:
-    """Logprobs under staged weights. `proof` names those weights, whatever label they have."""
+    """Logprobs under staged weights. `proof` identifies those weights, whatever their label."""
 
     logprobs: list[list[float]]
     proof: str
@@ -88,10 +89,10 @@ class StagedScores:
 
 @dataclass(frozen=True, slots=True)
 class WeightContents:
-    """What a worker says of the weights it read. None where it does not tell.
+    """What a worker reports of the weights it read. A field is None where it does not report it.
 
-    `digest` identifies them as a checkpoint's digest does, `tensors` one by one; `dtype` is the
-    type it computes in, `proof` names them as a probe of what is staged does.
+    `digest` identifies them as a checkpoint's digest does, `tensors` has the digest of each;
+    `dtype` is the type it computes in, `proof` identifies them as a probe of staged weights does.
     """
 
     digest: str | None = None
@@ -101,10 +102,10 @@ class WeightContents:
 
 
 class Admin(Protocol):
-    """Controls one worker in its dialect. Every method raises LockstepError, nothing of HTTP.
+    """Control of one worker in its dialect. Every method raises LockstepError, and no HTTP error.
 
-    Each attempt has a timeout and each call a budget; only what is idempotent is tried again. A
-    response that says it failed (whatever its status), or says nothing, is a failure.
+    Each attempt has a timeout and each call a budget. Only idempotent calls are retried. A response
+    that reports a failure (whatever its status), or reports nothing, is a failure.
     """
 
     @property
@@ -117,50 +118,53 @@ class Admin(Protocol):
     def stages(self) -> bool:
         """Whether weights can be staged beside the live ones and rolled back from memory.
 
-        Where not, `stage` only remembers the source, `commit` loads it while paused, and
-        `rollback` loads the one before again.
+        Where not, `stage` only stores the source, `commit` loads it while paused, and `rollback`
+        loads the previous one again.
         """
         ...
 
     @property
     def probes_while_paused(self) -> bool:
-        """Whether `probe` works on a paused worker. Where not, it must be resumed without traffic,
-        probed, and only then given requests."""
+        """Whether `probe` works on a paused worker.
+
+        Where not, the worker must be resumed without traffic, probed, and only then given requests.
+        """
         ...
 
     async def view(self) -> WorkerView: ...
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
-        """Returns when nothing is generated any more."""
+        """Pause the worker; return when it generates nothing any more."""
         ...
 
     async def resume(self) -> None: ...
 
     async def flush(self) -> None:
-        """Forgets cached prefixes."""
+        """Drop cached prefixes."""
         ...
 
     async def stage(self, source: Source, version: str) -> None: ...
 
     async def commit(self, version: str) -> None:
-        """Serves the staged weights under that label. Raises Conflict if another is staged."""
+        """Serve the staged weights under that label. Raises Conflict if another label is staged."""
         ...
 
     async def rollback(self) -> str | None:
-        """Drops what is staged, or else undoes the last commit; the version served then."""
+        """Drop staged weights, or else undo the last commit; return the version served then."""
         ...
 
     async def probe(
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> list[list[float]]:
-        """Logprobs of every token after the first of each sequence, under the live weights.
+        """Return the logprobs of every token after the first of each sequence, under the live
+        weights.
 
         Raises UnsupportedField on a paused worker unless `probes_while_paused`.
         """
         ...
 
     async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
-        """Serves an adapter, swapping one of that name; returns the label of its contents."""
+        """Serve an adapter, replacing one of that name; return the label of its contents."""
         ...
 
     async def unload_adapter(self, name: str) -> None: ...
@@ -172,39 +176,47 @@ class Admin(Protocol):
 
 @runtime_checkable
 class Fenced(Protocol):
-    """A driver that says with each command which generation of a gateway sends it."""
+    """A driver whose commands carry the generation of the gateway that sends them."""
 
     def fence(self, generation: Callable[[], int]) -> None:
-        """Takes the number from `generation` from now on. Commands raise Superseded once the worker
-        has obeyed a higher one; a worker that knows no generations obeys all."""
+        """Send the number that `generation` returns with every command from now on.
+
+        Commands raise Superseded once the worker has obeyed a higher one. A worker without
+        generations obeys all gateways.
+        """
         ...
 
 
 @runtime_checkable
 class ProbesStaged(Protocol):
-    """A driver whose worker scores what it has staged while it serves what is live, and can serve
-    exactly that afterwards: nothing is left to be proved once it did."""
+    """A driver whose worker scores staged weights while it serves the live ones.
+
+    It can then serve exactly the weights that it scored, so they need no proof after the commit.
+    """
 
     async def probe_staged(self, token_ids: Sequence[Sequence[int]]) -> StagedScores:
-        """Logprobs of every token after the first, under exactly what `commit_proved` serves."""
+        """Return the logprobs of every token after the first, under the weights `commit_proved`
+        serves."""
         ...
 
     async def commit_proved(self, version: str, proof: str) -> None:
-        """Serves the weights that were scored, under that label.
+        """Serve the weights that were scored, under that label.
 
-        Raises Conflict, with nothing swapped, when anything else is staged now.
+        Raises Conflict, with nothing swapped, when other weights are staged now.
         """
         ...
 
     async def resume_proved(self, proof: str) -> None:
-        """`resume` if they are served still. Raises Conflict, and stays paused, if not."""
+        """Resume if the proved weights are still served. Otherwise raise Conflict and stay
+        paused."""
         ...
 
 
 @runtime_checkable
 class TellsContents(Protocol):
-    """A driver whose worker can tell what it read when it loaded its weights."""
+    """A driver whose worker reports what it read when it loaded its weights."""
 
     async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
-        """What was read for the live or the staged weights; `tensors` adds the digest of each."""
+        """Return what was read for the live or the staged weights; `tensors` adds the digest of
+        each."""
         ...

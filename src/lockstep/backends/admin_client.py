@@ -1,4 +1,4 @@
-"""The HTTP client of admin drivers: bounded calls, repeated only where that is harmless."""
+"""The HTTP client of admin drivers: calls with budgets, retried only where that is harmless."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from lockstep.tokens.errors import (
 
 T = TypeVar("T")
 LOST = (Unavailable, DeadlineExceeded)
-"""After these nobody knows whether the worker carried out the command."""
+"""After these errors it is unknown whether the worker carried out the command."""
 TRANSIENT = (*LOST, Busy)
 SUCCESS_STATUSES = ("ok", "success")
 STILL_AT_WORK = 1.0
-"""Seconds between two looks at a call that was given up here and goes on there."""
+"""Seconds between two checks of a call that timed out here and still runs on the worker."""
 SOFT_ERRORS: tuple[tuple[re.Pattern[str], type[LockstepError]], ...] = (
     (re.compile(r"must be paused|already|under way", re.IGNORECASE), Conflict),
     (re.compile(r"not (?:implemented|supported)", re.IGNORECASE), UnsupportedField),
     (re.compile(r"not found|not loaded", re.IGNORECASE), UnknownModel),
 )
-"""What an error that comes with status 200 means, by its words."""
-SHOWN = 200
+"""The error that a failure with status 200 means, by its words."""
+EXCERPT_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
 class CallBudget:
-    """Seconds for one attempt and for all together, and how many there may be."""
+    """Seconds for one attempt and for all attempts together, and the number of attempts."""
 
     attempt: float
     total: float
@@ -51,7 +51,7 @@ class CallBudget:
 
 @dataclass(frozen=True, slots=True)
 class CallBudgets:
-    """How long each kind of call may take."""
+    """The budget of each kind of call."""
 
     quick: CallBudget = CallBudget(10.0, 30.0)
     pause: CallBudget = CallBudget(120.0, 300.0)
@@ -64,9 +64,9 @@ BUDGETS = CallBudgets()
 
 
 class AdminClient:
-    """Calls one worker. Every error names it.
+    """Calls to one worker. Every error names it.
 
-    An `idempotent` call is repeated when it may have been lost; any other is sent once.
+    An `idempotent` call is retried when its response was lost; any other call is sent once.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class AdminClient:
         token: str | None = None,
         backoff: float = 0.1,
     ) -> None:
-        # The HTTP client itself must not repeat anything: it cannot know what is harmless.
+        # The HTTP client itself must not retry: it does not know which calls are idempotent.
         self.http = HttpClient(url, api_key=token, retries=0, connections=16)
         self._backoff = backoff
         self._closed = False
@@ -102,7 +102,7 @@ class AdminClient:
     async def command(
         self, path: str, body: object, budget: CallBudget, *, idempotent: bool = False
     ) -> dict[str, Any]:
-        """POSTs a command; the fields of its response, which must say "ok" or "success"."""
+        """POST a command; return the fields of its response, which must say "ok" or "success"."""
         return self.check_status(await self.post(path, body, budget, idempotent=idempotent), path)
 
     async def exactly_once(
@@ -112,10 +112,10 @@ class AdminClient:
         settled: Callable[[], Awaitable[T | None]],
         budget: CallBudget,
     ) -> T:
-        """The result of a call that must not happen twice.
+        """Return the result of a call that must not happen twice.
 
-        When the response is lost, `settled` looks at the worker: what it gives is the result; None
-        says that the call did not happen, and only then it is made again.
+        When the response is lost, `settled` reads the worker's state and returns the result of the
+        call, or None if the call did not happen. Only then it is sent again.
         """
         try:
             async with asyncio.timeout(budget.total):
@@ -123,8 +123,8 @@ class AdminClient:
                     try:
                         return await call()
                     except (*LOST, Conflict) as error:
-                        # A conflict of the first attempt is the worker's verdict; later it may be
-                        # the echo of an attempt that was thought lost.
+                        # A conflict of the first attempt is the worker's answer. A later one may
+                        # come from an attempt whose response was lost but which succeeded.
                         if self._closed or (isinstance(error, Conflict) and not attempt):
                             raise
                         if (outcome := await settled()) is not None:
@@ -135,7 +135,7 @@ class AdminClient:
         except TimeoutError:
             pass
         raise DeadlineExceeded(
-            f"{self.url} {what}: not settled within {budget.total:g} s; look at the worker before "
+            f"{self.url} {what}: outcome unknown after {budget.total:g} s; check the worker before "
             "trying again"
         )
 
@@ -146,7 +146,8 @@ class AdminClient:
     # Responses
 
     def check_status(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
-        """The fields of a response whose `status` is good. Raises what an error in it says."""
+        """Return the fields of a successful response. Raises the error that it reports
+        otherwise."""
         fields = self.decode_object(body, what)
         status = fields.get("status")
         if status in SUCCESS_STATUSES:
@@ -159,29 +160,29 @@ class AdminClient:
         )
 
     def decode_object(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
-        """The JSON object of a response. Raises ContractError for null, text or nothing."""
+        """Return the JSON object of a response. Raises ContractError for null, text or an empty
+        body."""
         try:
             decoded = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError):
             decoded = None
         if not isinstance(decoded, dict):
             raise ContractError(
-                f"{self.url} {what}: expected a JSON object that says how it went, "
-                f"got {_text(body)}"
+                f"{self.url} {what}: expected a JSON object with the outcome, got {_text(body)}"
             )
         return decoded
 
     def convert(self, kind: type[T], fields: object, what: str) -> T:
-        """The fields as a typed value. Raises ContractError."""
+        """Return the fields as a typed value. Raises ContractError."""
         try:
             return msgspec.convert(fields, kind)
         except msgspec.ValidationError as error:
             raise ContractError(f"{self.url} {what}: {error}") from None
 
     def expect(self, got: object, wanted: object, what: str) -> None:
-        """Raises ContractError unless the worker says of itself what it was told to be."""
+        """Raise ContractError unless the worker reports the value it was set to."""
         if got != wanted:
-            raise ContractError(f"{self.url} {what}: it says {got!r}, expected {wanted!r}")
+            raise ContractError(f"{self.url} {what}: it reports {got!r}, expected {wanted!r}")
 
     async def _call(
         self,
@@ -201,7 +202,8 @@ class AdminClient:
                 pause = max(self._backoff * 2**attempt, error.retry_after or 0.0)
                 still = isinstance(error, Conflict) and not isinstance(error, Superseded)
                 if attempt and still:
-                    # An attempt that was thought lost is still at work: waited for, not counted.
+                    # An earlier attempt timed out here and still runs there. Wait for it; this
+                    # does not count as an attempt.
                     pause = min(pause, STILL_AT_WORK)
                 elif isinstance(error, TRANSIENT):
                     attempt += 1
@@ -214,14 +216,14 @@ class AdminClient:
 
 
 class AdminOptions(TypedDict, total=False):
-    """What may be set on any admin driver."""
+    """Options of every admin driver."""
 
     budgets: CallBudgets
     backoff: float
 
 
 class HttpAdmin:
-    """What every admin driver shares: its client, its budgets, and how it is closed."""
+    """Base of all admin drivers: the client, the budgets, and how to close them."""
 
     client_class: type[AdminClient] = AdminClient
 
@@ -238,7 +240,7 @@ class HttpAdmin:
         self._generation: Callable[[], int] | None = None
 
     def fence(self, generation: Callable[[], int]) -> None:
-        """Commands carry this number from now on, where the worker knows generations."""
+        """Send this number with every command from now on, where the worker has generations."""
         self._generation = generation
 
     @property
@@ -258,7 +260,7 @@ class HttpAdmin:
 
 
 def name_worker(error: LockstepError, worker: str, what: str) -> LockstepError:
-    """The same error, saying which worker and which call."""
+    """Return the same error, naming the worker and the call."""
     if worker in error.message:
         return error
     return error.with_message(f"{worker} {what}: {error.message}")
@@ -272,4 +274,6 @@ def _message(fields: dict[str, Any], body: bytes | bytearray) -> str:
 
 
 def _text(body: bytes | bytearray) -> str:
-    return repr(bytes(body[:SHOWN]).decode("utf-8", "replace")) if body else "an empty body"
+    if not body:
+        return "an empty body"
+    return repr(bytes(body[:EXCERPT_BYTES]).decode("utf-8", "replace"))

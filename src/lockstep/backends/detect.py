@@ -1,4 +1,4 @@
-"""Finds out what kind of server is at a URL, without changing anything there."""
+"""Detection of what kind of server is at a URL, without changing anything there."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ LIVENESS = "/engine/liveness_probe"
 
 
 async def detect_transport(http: HttpClient) -> TransportName:
-    """What the data port speaks: by the owner of its models, its API description, or its workers.
+    """Return what a data port speaks: by the owner of its models, its API document, or its workers.
 
-    `dynamo-generate` is never chosen here: nothing shows whether its workers opted in.
     Raises Unavailable that lists what was tried, or says that no server responds there.
     """
     tried: list[str] = []
@@ -52,7 +51,7 @@ async def detect_transport(http: HttpClient) -> TransportName:
         if name is not None:
             return name
         responds = True
-        tried.append(f"{path}: nothing known in it")
+        tried.append(f"{path}: no known server")
     if not responds:
         raise Unavailable(
             f"no server responds at {http.base_url}: start one (`lockstep serve MODEL`), or "
@@ -65,7 +64,7 @@ async def detect_transport(http: HttpClient) -> TransportName:
 
 
 async def detect_admin(client: AdminClient, budget: CallBudget) -> AdminName:
-    """How the worker at this URL is controlled.
+    """Return how the worker at this URL is controlled.
 
     Raises Unauthorized for a wrong token, UnsupportedField for a server without control routes, and
     Unavailable, listing what was tried, when it cannot be reached or recognised.
@@ -78,7 +77,7 @@ async def detect_admin(client: AdminClient, budget: CallBudget) -> AdminName:
     except (Unauthorized, Forbidden, Unavailable):
         raise
     except LockstepError as error:
-        # Dynamo's system server names the routes it lacks in these words.
+        # The words in which Dynamo's system server reports a missing route.
         if "Route /engine/" in error.message:
             return "dynamo"
         tried.append(error.message)
@@ -154,5 +153,5 @@ async def _has(client: AdminClient, path: str, budget: CallBudget, tried: list[s
         tried.append(error.message)
         return False
     except Unavailable:
-        return True  # the route is there: it says that the engine behind it does not answer
+        return True  # the route exists, and reports that the engine behind it does not respond
     return True

@@ -1,4 +1,4 @@
-"""What every transport over HTTP shares: its client, its model cards, and how to read responses."""
+"""Base of all transports over HTTP: the client, the model cards, and the decoding of responses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ T = TypeVar("T")
 class HttpTransport:
     """One server behind an `HttpClient`, which owns deadlines and retries.
 
-    `logprob_mode` is how that server computes logprobs where its responses do not say so; by
-    default `usual_mode`, what such a server does unless told otherwise. `version` labels the tokens
-    of servers that tell no weight version.
+    `logprob_mode` is how the server computes logprobs where its responses do not say; by default
+    `usual_mode`, the default of such servers. `version` labels the tokens of servers that report no
+    weight version.
     """
 
     name: TransportName
@@ -50,11 +50,11 @@ class HttpTransport:
 
     @property
     def relay(self) -> Relay | None:
-        """None: most dialects are not the gateway's own, so its bodies must be encoded anew."""
+        """None: the dialect is not the gateway's own, so bodies must be encoded anew."""
         return None
 
     async def models(self) -> list[ModelCard]:
-        """The models and adapters that the server lists now."""
+        """Return the models and adapters that the server lists now."""
         return decode_models(await self._http.get("/v1/models"))
 
     async def close(self) -> None:
@@ -67,11 +67,11 @@ class HttpTransport:
         *more: P.args,
         **options: P.kwargs,
     ) -> T:
-        """What `decode` makes of a response; a large one is decoded by a thread."""
+        """Decode a response; a large one in a thread."""
         large = len(response.json) > LARGE_BYTES
         return await off_loop(large, decode, response, *more, **options)
 
     def _reading(self, request: GenerateRequest, card: ModelCard | None, index: int = 0) -> Reading:
-        """What the decoder of a response to `request` must know beside its body."""
+        """Return what the decoder of a response to `request` needs beside the body."""
         adapter = card.id if card is not None and card.parent else None
         return Reading(request, self._mode, self._version, self.base_url, adapter, index)

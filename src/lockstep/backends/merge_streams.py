@@ -1,4 +1,4 @@
-"""Several asynchronous streams read as one, in the order in which their items arrive."""
+"""Several asynchronous streams merged into one, in the order in which their items arrive."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ T = TypeVar("T")
 async def merge_streams(
     streams: Sequence[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """The items of all streams as they arrive, each with the number of its stream.
+    """Yield the items of all streams as they arrive, each with the index of its stream.
 
-    An error of one stream ends all of them. A stream goes on only when its last item was taken, so
-    that a slow reader slows the workers instead of filling this process.
+    An error of one stream ends all of them. The next item of a stream is read only after its last
+    one was taken, so that a slow reader slows the workers instead of filling this process's memory.
     """
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
     taken = [asyncio.Semaphore(0) for _ in streams]
 
-    async def follow(at: int, stream: AsyncGenerator[T, None]) -> None:
+    async def follow(index: int, stream: AsyncGenerator[T, None]) -> None:
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    queue.put_nowait((at, item))
-                    await taken[at].acquire()
+                    queue.put_nowait((index, item))
+                    await taken[index].acquire()
             queue.put_nowait(None)
         except BaseException as error:
             queue.put_nowait(error)
             raise
 
-    tasks = [asyncio.create_task(follow(at, stream)) for at, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(follow(index, stream)) for index, stream in enumerate(streams)]
     open_streams = len(tasks)
     try:
         while open_streams:

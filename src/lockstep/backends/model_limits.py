@@ -1,4 +1,4 @@
-"""What a server says about its models, kept while it holds, and the checks that need it."""
+"""Cache of a server's model cards, and the checks that need them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lockstep.protocol.common.request import GenerateRequest
 from lockstep.tokens.errors import LockstepError, PromptTooLong
 
 RETRY_AFTER = 5.0
-"""Seconds before a failed lookup, or one that did not list the model, is tried again."""
+"""Seconds before a lookup that failed, or did not list the model, is repeated."""
 
 
 class ModelLimits:
-    """Remembers model cards; a failed lookup is forgotten after a few seconds."""
+    """A cache of model cards. A failed lookup is repeated after a few seconds."""
 
     def __init__(
         self, fetch: Callable[[], Awaitable[list[ModelCard]]], *, retry_after: float = RETRY_AFTER
@@ -27,22 +27,24 @@ class ModelLimits:
         self._lock = asyncio.Lock()
 
     async def card(self, model: str | None) -> ModelCard | None:
-        """The card of `model` (or of the only base model), None when the server does not tell."""
-        if (known := self._find(model)) is not None:
-            return known
+        """Return the card of `model` (or of the only base model), or None if the server lists
+        none."""
+        if (card := self._find(model)) is not None:
+            return card
         async with self._lock:
-            if (known := self._find(model)) is not None or self._too_soon():
-                return known
+            if (card := self._find(model)) is not None or self._too_soon():
+                return card
             self._fetched_at = monotonic()
             try:
                 self._cards = {card.id: card for card in await self._fetch()}
             except LockstepError:
-                # The request itself goes on: it will meet the same trouble and name it better.
+                # The request is sent anyway: it meets the same failure and reports it better.
                 return None
             return self._find(model)
 
     async def check_length(self, request: GenerateRequest) -> ModelCard | None:
-        """The card of the model. Raises PromptTooLong when the prompt fills its whole context."""
+        """Return the card of the model. Raises PromptTooLong when the prompt fills the whole
+        context."""
         card = await self.card(request.model)
         if card is not None and card.max_model_len is not None:
             length = len(request.prompt_ids)
@@ -51,7 +53,8 @@ class ModelLimits:
         return card
 
     @property
-    def known(self) -> list[str]:
+    def names(self) -> list[str]:
+        """Names of the models that the server listed last."""
         return list(self._cards)
 
     def _find(self, model: str | None) -> ModelCard | None:

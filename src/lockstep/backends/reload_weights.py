@@ -11,19 +11,19 @@ from lockstep.tokens.errors import Conflict, LockstepError, UnsupportedField
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights under a label; `source` is None when it is not known where they came from."""
+    """Weights under a label. `source` is None when their origin is not known."""
 
     version: str | None
     source: Source | None
 
 
 class ReloadedWeights:
-    """The weights that were loaded into one server from here.
+    """The weights that this driver loaded into one server.
 
     `load` loads a source under a label while the server is paused; `ready` raises unless that is
-    safe now. A load that failed leaves the server with weights that must not be served: it is
-    `broken` until another load succeeds; errors in `untouched` say that it did not begin. This
-    memory is the driver's: after a restart of its process, only what the server says is known.
+    safe now. A failed load leaves the server with weights that must not be served: it is `broken`
+    until another load succeeds. Errors in `untouched` say that a load did not begin. This memory is
+    the driver's: after a restart of its process, only what the server reports is known.
     """
 
     def __init__(
@@ -49,19 +49,23 @@ class ReloadedWeights:
 
     @property
     def version(self) -> str | None:
-        """The label of what is served; None when nobody knows, or when it is broken."""
+        """The label of the served weights; None when it is not known, or when the server is
+        broken."""
         return None if self._live is None or self.broken is not None else self._live.version
 
     def observe(self, version: str | None, source: Source | None = None) -> None:
-        """What the server itself says that it serves. Another label ends what was remembered,
-        except after a failed load, when the label says nothing about the weights."""
+        """Take over the label that the server reports.
+
+        Another label than the last one ends what was remembered, except after a failed load, when
+        the label says nothing about the weights.
+        """
         if self.broken is not None:
             return
         if self._live is None or (version is not None and version != self._live.version):
             self._live, self._previous = LoadedWeights(version, source), None
 
     def stage(self, source: Source, version: str) -> None:
-        """Remembers the source. Raises UnsupportedField for shared memory."""
+        """Store the source. Raises UnsupportedField for shared memory."""
         if source.shared is not None:
             raise UnsupportedField(
                 f"{self._url} cannot read weights from shared memory: give a directory",
@@ -70,7 +74,7 @@ class ReloadedWeights:
         self._pending = source, version
 
     async def commit(self, version: str) -> None:
-        """Loads what is staged. Raises Conflict for another version, or when not paused."""
+        """Load the staged source. Raises Conflict for another version, or when not paused."""
         if self._pending is None or self._pending[1] != version:
             raise Conflict(
                 f"{self._url}: commit of {version!r} was requested, but {self.staged!r} is staged"
@@ -81,22 +85,24 @@ class ReloadedWeights:
         self._previous, self._live, self._pending = self._live, LoadedWeights(version, source), None
 
     async def rollback(self) -> str | None:
-        """Forgets what is staged, or loads the weights before the last commit (also one that
-        failed). Raises Conflict when they are not known, or not to be had again."""
+        """Drop the staged source, or load the weights before the last commit (also a failed one).
+
+        Raises Conflict when those weights are not known or cannot be loaded again.
+        """
         if self._pending is not None and self.broken is None:
             self._pending = None
             return self.version
-        # What is remembered as live after a failed load are the weights to go back to.
+        # After a failed load, `_live` still names the weights before it.
         back = self._previous if self.broken is None else self._live
         if back is None or back.version is None or back.source is None:
             raise Conflict(
-                f"{self._url}: there is nothing to roll back to that could be loaded: stage and "
-                "commit the version wanted"
+                f"{self._url}: there is nothing to roll back to that can be loaded: stage and "
+                "commit the version you want"
             )
         if back.source.directory is None:
             raise Conflict(
                 f"{self._url}: version {back.version!r} did not come from a directory, so it "
-                "cannot be loaded again: stage and commit the version wanted"
+                "cannot be loaded again: stage and commit the version you want"
             )
         await self._ready()
         await self._loading(back.source, back.version, back)
@@ -104,7 +110,7 @@ class ReloadedWeights:
         return back.version
 
     def check_whole(self) -> None:
-        """Raises Conflict while the server holds half-loaded weights: serving would kill it."""
+        """Raise Conflict while the server holds half-loaded weights: serving them would kill it."""
         if self.broken is not None:
             raise Conflict(
                 f"{self._url} holds half-loaded weights ({self.broken}): roll back, or stage and "
@@ -112,13 +118,13 @@ class ReloadedWeights:
             )
 
     async def _loading(self, source: Source, version: str, good: LoadedWeights | None) -> None:
-        """Loads; when that fails, `good` is what the server has to go back to."""
+        """Load a source. When that fails, `good` are the weights to roll back to."""
         try:
             await self._load(source, version)
         except self._untouched:
             raise
         except BaseException as error:
-            # Also when cancelled: the server may be in the midst of it.
+            # Also when cancelled: the server may have loaded a part.
             self.broken = f"loading {version!r} ended with {type(error).__name__}: {error}"
             self._live = good
             raise

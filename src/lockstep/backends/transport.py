@@ -1,4 +1,4 @@
-"""The data side of a backend: send token ids with how to sample, get completions."""
+"""The data side of a backend: send token ids with sampling options, receive completions."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ __all__ = [
 ]
 
 CompletionStream = AsyncGenerator[StreamDelta | Completion, None]
-"""Deltas as they come, then the completions."""
+"""Deltas in the order they arrive, then the completions."""
 
 
 class Relay(Protocol):
     """Forwards request bodies as bytes to a server that speaks the gateway's own dialect."""
 
     async def forward(self, raw: bytes, request: GenerateRequest) -> tuple[bytearray, Reading]:
-        """The response as it came, and what is needed to check it; `request` is what `raw` says."""
+        """Return the response as received, and what is needed to check it. `request` is `raw`
+        decoded."""
         ...
 
     def forward_events(
         self, raw: bytes, request: GenerateRequest
     ) -> AsyncGenerator[list[bytes], None]:
-        """`forward` for a streamed response: the data of its events, in batches as they came."""
+        """Yield the data of a streamed response's events, in batches as they arrive."""
         ...
 
 
 class Transport(Protocol):
-    """Talks to one server in its dialect. Every method raises LockstepError, nothing of HTTP."""
+    """Requests to one server in its dialect. Every method raises LockstepError, and no HTTP
+    error."""
 
     @property
     def name(self) -> TransportName: ...
@@ -50,9 +52,10 @@ class Transport(Protocol):
 
     @property
     def relay(self) -> Relay | None:
-        """How /inference/v1/generate bodies are forwarded unchanged; None where they are not.
+        """Forwarder of unchanged /inference/v1/generate bodies; None where they must be encoded
+        anew.
 
-        It is known once `models` has told what kind of server this is.
+        It is known once `models` has detected what kind of server this is.
         """
         ...
 
@@ -63,28 +66,30 @@ class Transport(Protocol):
 
     @property
     def gives_choices(self) -> bool:
-        """Whether n choices are one request to the server; where not, they are n requests."""
+        """Whether n choices are one request to the server. Where not, they are n requests."""
         ...
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """The n completions in order of their index. Cancelling it stops the server's work."""
+        """Return the n completions in order of their index. Cancelling it stops the server's
+        work."""
         ...
 
     def stream(self, request: GenerateRequest) -> CompletionStream:
-        """Deltas as they come, then the n completions, equal to those `generate` would give.
+        """Yield deltas as they arrive, then the n completions, equal to those of `generate`.
 
         Closing the iterator early closes the connection, so that the server stops.
         """
         ...
 
     async def models(self) -> list[ModelCard]:
-        """What the server lists now, fetched anew."""
+        """Return the models that the server lists now."""
         ...
 
     async def abort(self, *request_ids: str) -> int | None:
-        """Has the server end those requests; how many it stopped, or None if it does not tell."""
+        """Abort requests by id; return how many the server stopped, or None if it does not report
+        it."""
         ...
 
     async def close(self) -> None:
-        """Closes the connections. The transport cannot be used after."""
+        """Close the connections. The transport cannot be used afterwards."""
         ...

@@ -25,23 +25,23 @@ from lockstep.tokens.errors import BadRequest, DeadlineExceeded, EngineFailure, 
 READY_SECONDS = 180.0
 FRONTEND_STOP_SECONDS = 5.0
 ANNOUNCED = ("system_url", "model", "pid", "instance_id")
-"""Fields of a worker's ready line that are shown."""
+"""Fields of a worker's ready line that `rows` has."""
 FRONTEND = (
     "import runpy, sys; from lockstep.launch.parent_watch import exit_with_parent;"
     "exit_with_parent(int(sys.argv.pop(1)));"
     "runpy.run_module('dynamo.frontend', run_name='__main__', alter_sys=True)"
 )
-"""Dynamo's frontend, which ends with its parent as our own processes do."""
+"""Program of Dynamo's frontend, which ends with its parent as our own processes do."""
 
 
 class LocalDynamo:
     """A frontend and `count` workers of `model`, alive while the block runs.
 
-    They find each other in a directory of their own, which goes with them; or with the processes of
-    other hosts where `network` says, in Dynamo's variables. There, either part may be missing.
-    `host` is where the frontend listens; `arguments` are those of `lockstep worker`. What dies is
-    started again, once etcd and NATS are there; a worker is then a new one for Dynamo. Raises
-    BadRequest for no process at all.
+    They discover each other through a temporary directory, or through the network that `network`
+    configures in Dynamo's variables, together with processes of other hosts. There, either part may
+    be missing. `host` is where the frontend listens; `arguments` are those of `lockstep worker`. A
+    process that dies is restarted, once etcd and NATS are reachable; a restarted worker is a new
+    one for Dynamo. Raises BadRequest for no process at all.
     """
 
     def __init__(
@@ -61,15 +61,16 @@ class LocalDynamo:
     ) -> None:
         if not with_frontend and network is None:
             raise BadRequest(
-                "workers without a frontend find nobody: give --discovery too", param="frontend"
+                "workers without a frontend get no requests: give --discovery too",
+                param="frontend",
             )
         if host != dynamo_env.LOOPBACK and dynamo_env.SYSTEM_HOST not in (network or ()):
             raise BadRequest(
-                f"host is {host!r}, but the workers advertise {dynamo_env.LOOPBACK}, where nobody "
-                "else reaches them: give --discovery and --advertise too",
+                f"host is {host!r}, but the workers advertise {dynamo_env.LOOPBACK}, which no other "
+                "host reaches: give --discovery and --advertise too",
                 param="host",
             )
-        alone = network is not None and with_frontend and count == 0
+        frontend_only = network is not None and with_frontend and count == 0
         self._model = model
         self._count = count
         self._python = str(python)
@@ -88,7 +89,7 @@ class LocalDynamo:
             drain_seconds=FRONTEND_STOP_SECONDS,
         )
         self._workers = Supervisor(
-            () if alone else worker_names(count),
+            () if frontend_only else worker_names(count),
             self._worker_command,
             before_start=self._reachable,
             drain_seconds=drain_seconds,
@@ -105,31 +106,32 @@ class LocalDynamo:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What each worker announced of itself, once all are ready."""
+        """What each worker announced, once all are ready."""
         return [
             {"name": worker.id, **{key: worker.ready.result().get(key) for key in ANNOUNCED}}
             for worker in self.workers
         ]
 
     async def __aenter__(self) -> LocalDynamo:
-        """Starts everything; `ready` waits for it. Raises Unavailable when etcd or NATS is away."""
+        """Start everything; `ready` waits for it. Raises Unavailable when etcd or NATS is
+        unreachable."""
         async with AsyncExitStack() as stack:
             if self._network is None:
                 store = Path(tempfile.mkdtemp(prefix="lockstep-dynamo-"))
                 stack.callback(shutil.rmtree, store, ignore_errors=True)
-                # What this shell says of another deployment does not hold for this one.
+                # This shell's variables may configure another deployment.
                 clean = {k: v for k, v in os.environ.items() if not k.startswith("DYN_")}
                 self._environ = dynamo_env.complete(clean, store)
             else:
                 environ = {**os.environ, **self._network}
-                environ.pop(dynamo_env.SYSTEM_PORT, None)  # each worker has one of its own
+                environ.pop(dynamo_env.SYSTEM_PORT, None)  # each worker picks its own
                 self._environ = dynamo_env.complete(environ)
                 if self._count:
-                    chosen = dynamo_env.SYSTEM_HOST in environ
-                    dynamo_env.check_advertised(self._environ, chosen=chosen)
+                    is_set = dynamo_env.SYSTEM_HOST in environ
+                    dynamo_env.check_advertised(self._environ, chosen=is_set)
                 await check_reachable(self._environ)
             self._environ.pop("LOCKSTEP_API_KEYS", None)
-            # Left in turn: the workers end their requests while the frontend still runs.
+            # Exited in reverse order: workers finish their requests while the frontend runs.
             await stack.enter_async_context(self._frontend)
             await self._frontend.ready()
             await stack.enter_async_context(self._workers)
@@ -142,8 +144,10 @@ class LocalDynamo:
         await self._stack.aclose()
 
     async def ready(self) -> None:
-        """Returns when the frontend serves all workers of this machine. Raises EngineFailure or
-        DeadlineExceeded that says which of them does not."""
+        """Wait until the frontend serves all workers of this machine.
+
+        Raises EngineFailure or DeadlineExceeded that says which of them does not.
+        """
         await self._workers.ready()
         if (frontend := self.frontend) is None:
             return
@@ -157,8 +161,10 @@ class LocalDynamo:
             await self._until_it_generates(frontend.url)
 
     async def _until_it_generates(self, url: str) -> None:
-        """Returns when a request succeeds: a frontend lists a model before its chat route knows it.
-        Raises DeadlineExceeded."""
+        """Wait until a request succeeds: a frontend lists a model before its chat route has it.
+
+        Raises DeadlineExceeded.
+        """
         transport = DynamoTransport(HttpClient(url, retries=0))
         try:
             async with asyncio.timeout(READY_SECONDS):
@@ -172,7 +178,7 @@ class LocalDynamo:
             await transport.close()
 
     async def _generates(self, transport: DynamoTransport) -> bool:
-        """Whether the model that it lists, if any, generates a token."""
+        """Return whether the listed model, if any, generates a token."""
         models = await transport.models()
         if not models:
             return False
@@ -186,7 +192,7 @@ class LocalDynamo:
         return True
 
     async def failed(self) -> None:
-        """Returns never; raises EngineFailure when the frontend, in its first life, ends."""
+        """Wait forever; raise EngineFailure when the frontend's first process ends."""
         frontend = self.frontend
         if frontend is not None and frontend.process is not None:
             code = await frontend.process.wait()

@@ -1,4 +1,4 @@
-"""Ends a process with its parent, also when the parent is killed and cannot stop it."""
+"""End a process together with its parent, also when the parent is killed and cannot stop it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ POLL_SECONDS = 1.0
 
 
 def exit_with_parent(parent: int) -> None:
-    """From now on this process ends when `parent` does."""
+    """End this process when `parent` ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it ended before the system was told
+    if os.getppid() != parent:  # it ended before the call above
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Runs child processes: waits until they are ready, restarts those that die, and stops them all."""
+"""Supervisor of child processes: wait until they are ready, restart those that die, stop them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ KILL_SECONDS = 5.0
 FIRST_BACKOFF = 0.2
 LAST_BACKOFF = 30.0
 STEADY_SECONDS = 60.0
-"""A child that ran this long has not failed because of how it was started."""
+"""A child that ran this long did not fail because of how it was started."""
 UNHEALTHY_SECONDS = 30.0
 HEALTH_SECONDS = 2.0
-"""Between two looks at the health of a child."""
+"""Seconds between two health checks of a child."""
 
 ChildState = Literal["starting", "running", "down", "stopped"]
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """How a child is started. `announces`: it writes a JSON line `{"event": "ready", ...}` to its
-    output when it is ready; else it counts as ready once it was started."""
+    """How a child is started.
+
+    With `announces`, it writes a JSON line `{"event": "ready", ...}` to its output when it is
+    ready. Otherwise it counts as ready once it was started.
+    """
 
     arguments: Sequence[str]
     environ: Mapping[str, str] | None = None
@@ -46,9 +49,9 @@ class Command:
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A child process. Its URLs stay what they are when it is restarted; its pid does not.
+    """A child process. Its URLs stay the same when it is restarted; its pid does not.
 
-    `ready` holds the fields of the line that it announced itself with the first time.
+    `ready` has the fields of its first ready line.
     """
 
     id: str
@@ -63,20 +66,23 @@ class Child:
 
 
 def worker_names(count: int) -> list[str]:
-    """w0, w1, ... Raises BadRequest for no worker at all."""
+    """Return w0, w1, ... Raises BadRequest for a count below 1."""
     if count < 1:
         raise BadRequest(f"workers is {count}: expected at least 1", param="workers")
     return [f"w{index}" for index in range(count)]
 
 
 class Supervisor:
-    """One child process for each name, alive while the block runs.
+    """One child process per name, alive while the block runs.
 
-    `command` says how a child is started; two ports are reserved for each, by default free ones.
+        async with Supervisor(["w0"], lambda child: Command(["serve", child.url])) as supervisor:
+            await supervisor.ready()
+
+    `command` returns how a child is started; two ports are reserved for each, by default free ones.
     `before_start` is awaited before each start. `on_ready` is called when a child is ready for the
-    first time, `on_restart` when it died and is ready again: it has lost what it held. One whose
-    exit code says that its command is wrong stays dead. A child that `healthy` denies for
-    `unhealthy_seconds` on end is killed, and started again as one that died.
+    first time, `on_restart` when it died and is ready again: it has lost its state. A child whose
+    exit code says that its command is wrong is not restarted. A child that is not `healthy` for
+    `unhealthy_seconds` is killed, and restarted like one that died.
     """
 
     def __init__(
@@ -109,7 +115,7 @@ class Supervisor:
         self.children: tuple[Child, ...] = ()
 
     async def __aenter__(self) -> Supervisor:
-        """Starts the children; `ready` waits for them."""
+        """Start the children; `ready` waits for them."""
         port, system_port = self._ports
         self.children = tuple(
             Child(name, self._reserve(port), self._reserve(system_port)) for name in self._names
@@ -125,11 +131,11 @@ class Supervisor:
         await self.stop()
 
     async def ready(self) -> None:
-        """Returns when every child has been ready once. Raises EngineFailure if one ended."""
+        """Wait until every child has been ready once. Raises EngineFailure if one ended."""
         await asyncio.gather(*(child.ready for child in self.children))
 
     async def stop(self) -> None:
-        """SIGTERM, so that requests end; SIGKILL for those that take longer than they may."""
+        """Send SIGTERM, so that requests finish; after the drain time, SIGKILL."""
         self._stopping = True
         processes = [child.process for child in self.children if child.process is not None]
         for process in processes:
@@ -148,15 +154,15 @@ class Supervisor:
         self._sockets.close()
 
     def _reserve(self, port: int) -> str:
-        """A URL on a port that stays free.
+        """Return a URL on a port that stays reserved.
 
-        On Linux a port that is bound but not listened on can still be listened on by the child,
-        and is taken by nobody else while the child is being restarted.
+        On Linux a child can listen on a port that is bound but not listened on, and no other
+        process can take it while the child is being restarted.
         """
         return url_of(self._sockets.enter_context(listen(self._host, port)))
 
     async def _keep(self, child: Child) -> None:
-        """Runs the child again and again, with longer and longer pauses if it keeps dying."""
+        """Run a child again and again, with growing pauses if it keeps dying."""
         loop = asyncio.get_running_loop()
         deaths = 0
         while not self._stopping:
@@ -173,16 +179,16 @@ class Supervisor:
             if self._stopping:
                 return
             if child.exit_code == WRONG:
-                log.error("%s is not started again: its command is wrong", child.id)
+                log.error("%s is not restarted: its command is wrong", child.id)
                 return
             deaths = 1 if loop.time() - begun > STEADY_SECONDS else deaths + 1
             pause = min(FIRST_BACKOFF * 2.0 ** (deaths - 1), LAST_BACKOFF)
-            log.warning("%s is started again in %.1f s", child.id, pause)
+            log.warning("restarting %s in %.1f s", child.id, pause)
             await asyncio.sleep(pause)
             child.restarts += 1
 
     async def _run(self, child: Child) -> None:
-        """One life of a child. Raises EngineFailure when it ends before it was stopped."""
+        """Run a child once. Raises EngineFailure when it ends before it was stopped."""
         child.state = "starting"
         if self._before_start is not None:
             await self._before_start()
@@ -195,7 +201,7 @@ class Supervisor:
             if self._healthy is not None:
                 health = asyncio.create_task(self._watch(child, process, self._healthy))
             while process.stdout is not None and await process.stdout.readline():
-                pass  # a pipe that nobody reads would block it
+                pass  # a full pipe would block the child
             code = await process.wait()
             if not self._stopping:
                 raise EngineFailure(f"process {process.pid} ended with code {code}")
@@ -212,7 +218,7 @@ class Supervisor:
     async def _watch(
         self, child: Child, process: Process, healthy: Callable[[Child], Awaitable[bool]]
     ) -> None:
-        """Kills a child that has been unhealthy for too long: only a new one helps then."""
+        """Kill a child that has been unhealthy for too long, so that it is restarted."""
         loop = asyncio.get_running_loop()
         well = loop.time()
         while not self._stopping:
@@ -220,7 +226,7 @@ class Supervisor:
             if await healthy(child):
                 well = loop.time()
             elif loop.time() - well > self._unhealthy_seconds and not self._stopping:
-                log.error("%s was unhealthy for %.0f s: it is killed", child.id, loop.time() - well)
+                log.error("killing %s: unhealthy for %.0f s", child.id, loop.time() - well)
                 with suppress(ProcessLookupError):
                     process.kill()
                 return
@@ -235,20 +241,20 @@ class Supervisor:
 
 
 async def _started(command: Command) -> Process:
-    """The process of a command. A cancelled start leaves none."""
+    """Start the process of a command. A cancelled start leaves no process."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             *command.arguments,
             stdin=DEVNULL,
             stdout=PIPE if command.announces else DEVNULL,
             env=command.environ,
-            start_new_session=True,  # Ctrl-C is for this process, which stops them in order
+            start_new_session=True,  # Ctrl-C reaches this process only, which stops them in order
         )
     )
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        # uvloop would forget a process whose start is cancelled, and let it run.
+        # uvloop loses track of a process whose start is cancelled, and leaves it running.
         process = await starting
         with suppress(ProcessLookupError):
             process.kill()
@@ -257,9 +263,9 @@ async def _started(command: Command) -> Process:
 
 
 async def _ready_line(process: Process) -> dict[str, Any]:
-    """The line by which a process says that it is ready; what it writes before is skipped.
+    """Return the ready line of a process; earlier output is skipped.
 
-    Raises EngineFailure when it ends or takes too long before, or announces something else.
+    Raises EngineFailure when it ends or times out before, or announces something else.
     """
     line = b""
     try:

@@ -36,8 +36,11 @@ RESERVED = ("--host", "--port", "--model", "--weight-transfer-config")
 def vllm_servers(
     model: str, count: int, *, python: Path, arguments: Sequence[str] = (), **options: Any
 ) -> Supervisor:
-    """Supervises `count` vLLM servers of `model`. `arguments` are vLLM's own; `options` are those
-    of Supervisor. Raises BadRequest for no server, or an option that Lockstep sets itself."""
+    """Return a supervisor of `count` vLLM servers of `model`.
+
+    `arguments` are vLLM's own; `options` are those of Supervisor. Raises BadRequest for a count
+    below 1, or an option that Lockstep sets itself.
+    """
     check_arguments(arguments)
 
     def command(child: Child) -> Command:
@@ -48,7 +51,7 @@ def vllm_servers(
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises BadRequest for an option that Lockstep sets itself."""
+    """Raise BadRequest for an option that Lockstep sets itself."""
     for argument in arguments:
         name = argument.partition("=")[0]
         if name in RESERVED:
@@ -58,10 +61,10 @@ def check_arguments(arguments: Sequence[str]) -> None:
 def command(
     python: str, model: str, port: str, arguments: Sequence[str], *, cpu: bool
 ) -> list[str]:
-    """How the server is started. Options in `arguments` come last, and so beat the defaults."""
+    """Return the command that starts the server. Options in `arguments` override the defaults."""
     path = bundled(model) or Path(model)
     host, _, number = port.rpartition(":")
-    # By itself vLLM takes float32 weights for bfloat16, in which it dies on CPUs that list AMX
+    # By default vLLM loads float32 weights as bfloat16, and crashes then on CPUs that list AMX
     # under a hypervisor that forbids it.
     cpu_flags = ("--enforce-eager", "--dtype", "float32") if cpu else ()  # see TORCHDYNAMO_DISABLE
     return [
@@ -78,26 +81,26 @@ def command(
 
 
 def environment(base: Mapping[str, str], arguments: Sequence[str], *, cpu: bool) -> dict[str, str]:
-    """What the server needs in its environment; what is set already stays."""
+    """Return the environment of the server. Variables that are set already keep their values."""
     needed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if "--enable-lora" in arguments:
         needed["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if cpu:
-        # Without the first, the first request with logprobs waits for a compiler; a model that is
-        # to be compiled does not start with it, so that is switched off too. Without the second,
-        # vLLM would take most of the machine's memory.
+        # Without the first, the first request with logprobs waits for a compiler. A model that is
+        # to be compiled does not start with it, hence --enforce-eager. Without the second, vLLM
+        # would take most of the machine's memory.
         needed |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     return {**needed, **base}
 
 
 def is_for_cpu(python: str) -> bool:
-    """Whether the vLLM of that environment is the build for CPUs."""
+    """Return whether the vLLM of that environment is the build for CPUs."""
     check = "import importlib.metadata as m; m.version('vllm-cpu')"
     return not subprocess.run([python, "-c", check], capture_output=True, check=False).returncode
 
 
 class VllmServer:
-    """One vLLM server, with the processes it starts itself."""
+    """One vLLM server, with the processes that it starts itself."""
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class VllmServer:
         )
 
     def wait_healthy(self, seconds: float = HEALTH_SECONDS) -> bool:
-        """True when it serves; False when it ended, or takes longer."""
+        """Return True once it serves; False when it ended, or after `seconds`."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             try:
@@ -134,7 +137,7 @@ class VllmServer:
         return False
 
     def stop(self, seconds: float = KILL_SECONDS) -> int:
-        """Terminates it, and kills what is left of it after `seconds`."""
+        """Terminate it, and kill it after `seconds`; return its exit code."""
         self.process.terminate()
         try:
             self.process.wait(seconds)
@@ -145,29 +148,29 @@ class VllmServer:
         return self.process.wait()
 
     def kill(self) -> None:
-        """Ends every process of the server, also those that outlived the first."""
+        """Kill every process of the server, also those that outlived the first."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
-            return  # all have ended by themselves
+            return  # all have ended already
 
 
 def _end_with_parent() -> None:
-    # SIGTERM, not SIGKILL: the server then ends the processes that it has started.
+    # SIGTERM, not SIGKILL: the server must end the processes that it has started.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs one server until it or the parent ends; returns its exit code."""
-    parent, python, model, port, *more = arguments
+    """Run one server until it or the parent ends; return its exit code."""
+    parent, python, model, port, *vllm_arguments = arguments
     exit_with_parent(int(parent))
-    server = VllmServer(python, model, port, more)
+    server = VllmServer(python, model, port, vllm_arguments)
 
     def stop(*_: object) -> None:
         server.process.terminate()
 
     signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it decides when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
     try:
         if not server.wait_healthy():
             code = server.stop()

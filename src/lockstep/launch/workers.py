@@ -23,8 +23,11 @@ def embedded_workers(
     drain_seconds: float = 30.0,
     **options: Any,
 ) -> Supervisor:
-    """Supervises `count` workers of `model`. `arguments` are added to each `lockstep worker`;
-    `options` are those of Supervisor. Raises BadRequest for no worker."""
+    """Return a supervisor of `count` workers of `model`.
+
+    `arguments` are added to each `lockstep worker`; `options` are those of Supervisor. Raises
+    BadRequest for a count below 1.
+    """
     environ = {**os.environ, "LOCKSTEP_ADMIN_TOKEN": admin_token}
     for name in ("LOCKSTEP_API_KEYS", "LOCKSTEP_ADMIN_TOKEN_FILE"):
         environ.pop(name, None)
@@ -32,7 +35,7 @@ def embedded_workers(
     def command(child: Child) -> Command:
         port, system_port = (url.rpartition(":")[2] for url in (child.url, child.system_url))
         return Command(
-            # -P: files in the directory of the gateway must not be taken for modules.
+            # -P: do not import modules from the gateway's working directory.
             (sys.executable, "-P", "-m", "lockstep.cli.parent_death", str(os.getpid()),
              "worker", model, "--port", port, "--system-port", system_port,
              "--worker-id", child.id, "--drain-seconds", f"{drain_seconds:g}", *arguments),
@@ -45,7 +48,7 @@ def embedded_workers(
 
 
 async def responds(child: Child) -> bool:
-    """Whether the worker says that it is well."""
+    """Return whether a worker answers its health route."""
     client = HttpClient(child.url, retries=0)
     try:
         await client.get("/health", timeout=HEALTH_SECONDS)

@@ -1,1 +1,1 @@
-"""NVIDIA Dynamo deployments, from outside."""
+"""Drivers of NVIDIA Dynamo deployments."""

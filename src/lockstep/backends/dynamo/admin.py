@@ -31,14 +31,14 @@ from lockstep.tokens.errors import (
 )
 
 TRANSACTION = frozenset({"stage", "commit", "rollback", "probe", "liveness_probe"})
-"""What a Lockstep engine behind Dynamo advertises beside Dynamo's own routes."""
+"""Routes that a Lockstep engine behind Dynamo advertises beside Dynamo's own."""
 
 
 class DynamoAdmin(HttpAdmin):
     """One Dynamo worker, by its system URL and the routes that discovery lists for it.
 
-    dynamo.vllm cannot stage or score: there `commit` loads while paused, and proving needs the
-    data plane. It does not list its adapters either: the view shows those loaded from here.
+    dynamo.vllm cannot stage or score: there `commit` loads while paused, and proving needs the data
+    plane. It does not list its adapters either: the view has those loaded by this driver.
     """
 
     name: AdminName = "dynamo"
@@ -59,7 +59,8 @@ class DynamoAdmin(HttpAdmin):
         self._adapters: dict[str, str] = {}
 
     def fence(self, generation: Callable[[], int]) -> None:
-        """A Lockstep engine behind Dynamo knows generations; others obey every gateway."""
+        """Send the generation to a Lockstep engine behind Dynamo. Other engines obey every
+        gateway."""
         super().fence(generation)
         if self._own is not None:
             self._own.fence(generation)
@@ -135,7 +136,7 @@ class DynamoAdmin(HttpAdmin):
         return await self._own.probe(token_ids, adapter=adapter)
 
     async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
-        """What a Lockstep engine behind Dynamo read; others do not tell."""
+        """Return what a Lockstep engine behind Dynamo read; other engines do not report it."""
         if self._own is None or "weights_digest" not in self.routes:
             return WeightContents()
         return await self._own.contents(staged=staged, tensors=tensors)
@@ -165,13 +166,13 @@ class DynamoAdmin(HttpAdmin):
             return self._swapped(name, response)
 
         async def settled() -> None:
-            # Nothing tells what is loaded; the response to a second load has `hot_swap`.
+            # No route reports what is loaded; the response to a second load has `hot_swap`.
             if "liveness_probe" in self.routes:
                 await self._engine("liveness_probe", {}, self._budgets.quick, idempotent=True)
 
         try:
             if not await self._client.exactly_once("load_lora", load, settled, self._budgets.load):
-                # Without hot swap the old contents stay, and the response says success.
+                # Without hot swap the old contents stay, although the response reports success.
                 await self.unload_adapter(name)
                 await self._client.exactly_once("load_lora", load, settled, self._budgets.load)
         except (EngineFailure, Conflict) as error:
@@ -195,9 +196,9 @@ class DynamoAdmin(HttpAdmin):
     # Parts
 
     def _swapped(self, name: str, response: dict[str, Any]) -> bool:
-        """Whether the adapter has the new contents now."""
-        there = name in self._adapters or "already" in str(response.get("message", "")).lower()
-        return response.get("hot_swap") is True or not there
+        """Return whether the adapter has the new contents now."""
+        loaded = name in self._adapters or "already" in str(response.get("message", "")).lower()
+        return response.get("hot_swap") is True or not loaded
 
     async def _load(self, source: Source, version: str) -> None:
         route, budget = _update_route(source), self._budgets.load
@@ -220,8 +221,8 @@ class DynamoAdmin(HttpAdmin):
             return (await self._engine(route, body, budget)).get("version")
 
         async def settled() -> object:
-            # The label tells that it happened only if it was another one before. Otherwise it is
-            # loaded again: harmless while paused, and refused by a worker that is not.
+            # The label shows that the load happened only if it was another one before. Otherwise
+            # the load is repeated: harmless while paused, and refused by a worker that is not.
             if before == version:
                 return None
             now = await self._version()
@@ -231,7 +232,7 @@ class DynamoAdmin(HttpAdmin):
         self._client.expect(loaded, version, route)
 
     async def _ready(self) -> None:
-        """Dynamo's worker refuses an update itself unless it is paused."""
+        """Do nothing: Dynamo's worker itself refuses an update unless it is paused."""
 
     async def _version(self) -> str | None:
         response = await self._engine(
@@ -241,8 +242,8 @@ class DynamoAdmin(HttpAdmin):
         return None if version is None else str(version)
 
     def _fenced(self, body: dict[str, Any]) -> dict[str, Any]:
-        known = self._own is not None and self.generation is not None
-        return {**body, "generation": self.generation} if known else body
+        fenced = self._own is not None and self.generation is not None
+        return {**body, "generation": self.generation} if fenced else body
 
     def _offers(self, route: str) -> None:
         if route not in self.routes:
@@ -260,7 +261,7 @@ class DynamoAdmin(HttpAdmin):
 
 
 class _ReasonClient(AdminClient):
-    """Takes the error from its stable `reason`, not from its words."""
+    """A client that takes the error from its stable `reason`, and not from its words."""
 
     def check_status(self, body: bytes | bytearray, what: str) -> dict[str, Any]:
         fields = self.decode_object(body, what)

@@ -1,4 +1,4 @@
-"""Lists the workers of a Dynamo deployment, and watches them come and go."""
+"""The workers of a Dynamo deployment: list them, and watch them join and leave."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ ROUTE = "/v1/rl/workers"
 class DiscoveredWorker:
     """One worker of a deployment.
 
-    `id` stays the same while it lives; `error` says why it is not ready. `routes` is what it
-    advertises.
+    `id` stays the same while the worker lives; `error` says why it is not ready. `routes` are the
+    control routes that it advertises.
     """
 
     id: str
@@ -49,9 +49,9 @@ class DiscoveredWorker:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChange:
-    """The workers there are now, and what is new since the last lookup.
+    """The current workers, and what changed since the last lookup.
 
-    A worker of which something changed has left as it was, and come as it is.
+    A worker that changed in any field is in `left` as it was and in `came` as it is.
     """
 
     now: frozenset[DiscoveredWorker]
@@ -60,20 +60,20 @@ class WorkerChange:
 
 
 class Discovery(Protocol):
-    """A way to find workers."""
+    """A way to list workers."""
 
     async def find(self) -> frozenset[DiscoveredWorker]:
-        """The workers there are now. Raises LockstepError when that cannot be told."""
+        """Return the current workers. Raises LockstepError when they cannot be listed."""
         ...
 
     async def close(self) -> None: ...
 
 
 async def watch(discovery: Discovery, interval: float = 2.0) -> AsyncGenerator[WorkerChange, None]:
-    """The first set, then every change, until it is closed or cancelled.
+    """Yield the first set of workers, then every change, until closed or cancelled.
 
-    A lookup that fails changes nothing: workers do not go because a name server did. Before the
-    first success it is retried.
+    A lookup that fails changes nothing: workers do not leave because a name server failed. Before
+    the first success it is retried.
     """
     if not interval > 0:
         raise BadRequest(f"interval is {interval}: expected seconds > 0", param="interval")
@@ -99,21 +99,23 @@ async def until_ready(
     seconds: float = 300.0,
     interval: float = 1.0,
 ) -> frozenset[DiscoveredWorker]:
-    """The workers, once `count` of them are ready, or all with an id in `own`. Raises
-    DeadlineExceeded, naming the others."""
+    """Return the workers once `count` of them are ready, or all with an id in `own`.
+
+    Raises DeadlineExceeded, naming the others.
+    """
     trouble = "discovery lists no worker"
     try:
         async with asyncio.timeout(seconds):
             while True:
                 try:
                     workers = await discovery.find()
-                    ready = frozenset(one for one in workers if one.ready)
+                    ready = frozenset(worker for worker in workers if worker.ready)
                     if own is not None:
                         count = len(own)
-                        ready = frozenset(one for one in ready if one.id in own)
+                        ready = frozenset(worker for worker in ready if worker.id in own)
                     if len(ready) >= count:
                         return workers
-                    others = [f"{one.id}: {one.error}" for one in workers - ready]
+                    others = [f"{worker.id}: {worker.error}" for worker in workers - ready]
                     trouble = f"{len(ready)} are ready; {'; '.join(sorted(others)[:5])}"
                 except LockstepError as error:
                     trouble = error.message
@@ -141,7 +143,7 @@ class DynamoDiscovery:
     """The workers of a Dynamo deployment, by GET /v1/rl/workers.
 
     `frontend` is where requests go. The discovery URL is `url`, or the frontend's host at the port
-    DYN_RL_PORT (8001 unless set). A worker is ready once `identify` finds it, and nobody else, at
+    DYN_RL_PORT (default 8001). A worker is ready once `identify` confirms that it is the worker at
     its system_url.
     """
 
@@ -169,31 +171,31 @@ class DynamoDiscovery:
         workers = map(self._worker, listed.workers)
         return frozenset(await asyncio.gather(*map(self._identified, workers)))
 
-    async def _identified(self, one: DiscoveredWorker) -> DiscoveredWorker:
-        """The worker; not ready unless it is the one at its system_url."""
-        if not one.ready or one.admin_url is None:
-            return one
-        error = await self._identify(one.id, one.admin_url)
-        return one if error is None else replace(one, ready=False, error=error)
+    async def _identified(self, worker: DiscoveredWorker) -> DiscoveredWorker:
+        """Return the worker, marked as not ready unless it is the one at its system_url."""
+        if not worker.ready or worker.admin_url is None:
+            return worker
+        error = await self._identify(worker.id, worker.admin_url)
+        return worker if error is None else replace(worker, ready=False, error=error)
 
-    def _worker(self, one: _Worker) -> DiscoveredWorker:
-        error = one.error
-        if error is None and one.system_url is None:
-            error = "it tells no system_url"
-        if error is None and is_loopback(one.system_url) and not is_loopback(self._client.url):
+    def _worker(self, row: _Worker) -> DiscoveredWorker:
+        error = row.error
+        if error is None and row.system_url is None:
+            error = "it reports no system_url"
+        if error is None and is_loopback(row.system_url) and not is_loopback(self._client.url):
             error = (
-                f"its system_url {one.system_url} is only good on its own host: start it with "
+                f"its system_url {row.system_url} is only valid on its own host: start it with "
                 "--advertise and an address that this host reaches"
             )
         return DiscoveredWorker(
-            id=str(one.instance_id),
+            id=str(row.instance_id),
             data_url=self._frontend,
-            admin_url=one.system_url,
+            admin_url=row.system_url,
             backend="dynamo",
-            model=one.model,
+            model=row.model,
             ready=error is None,
             error=error,
-            routes=tuple(sorted(one.routes)),
+            routes=tuple(sorted(row.routes)),
         )
 
     async def close(self) -> None:
@@ -201,7 +203,7 @@ class DynamoDiscovery:
 
 
 def workers_url(frontend: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Where a Dynamo frontend's workers are listed. Raises BadRequest for a port that is none."""
+    """Return where a Dynamo frontend lists its workers. Raises BadRequest for an invalid port."""
     port = environ.get(RL_PORT_VARIABLE) or str(RL_PORT)
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise BadRequest(f"{RL_PORT_VARIABLE} is {port!r}: expected a port", param="port")

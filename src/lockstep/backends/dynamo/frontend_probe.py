@@ -1,4 +1,4 @@
-"""Control of a Dynamo worker that has no route for probes: they go through the frontend."""
+"""Control of Dynamo workers without a probe route: their probes go through the frontend."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lockstep.tokens import Sampling
 from lockstep.tokens.errors import BadRequest, UnknownModel
 
 LISTED_SECONDS = 15.0
-"""How long a frontend may take to see an adapter that a worker has loaded."""
+"""How long a frontend may take to list an adapter that a worker has loaded."""
 LOOK_SECONDS = 0.1
 
 
 class FrontendProbeAdmin(DynamoAdmin):
-    """One worker that discovery found; every kind of it can be probed.
+    """One worker that discovery listed, of a kind that has a probe route or not.
 
     Lockstep's workers score by themselves, also while paused. For Dynamo's own, the logprobs of a
     prompt are requested, pinned to this worker, at temperature 1: there all modes agree.
@@ -50,10 +50,10 @@ class FrontendProbeAdmin(DynamoAdmin):
         return rows
 
     async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
-        """Returns when the frontend knows the adapter too: requests before that would get 404."""
-        known = await super().load_adapter(name, path, label)
-        await self._listed(name)
-        return known
+        """Load an adapter; return once the frontend lists it, as earlier requests would get 404."""
+        loaded = await super().load_adapter(name, path, label)
+        await self._wait_until_listed(name)
+        return loaded
 
     async def close(self) -> None:
         await self._transport.close()
@@ -68,7 +68,7 @@ class FrontendProbeAdmin(DynamoAdmin):
             entry.logprob for entry in (completion.prompt_logprobs or [])[1:] if entry is not None
         ]
 
-    async def _listed(self, name: str) -> None:
+    async def _wait_until_listed(self, name: str) -> None:
         try:
             async with asyncio.timeout(LISTED_SECONDS):
                 while name not in {card.id for card in await self._transport.models()}:

@@ -16,9 +16,9 @@ ROUTE = "/inference/v1/generate"
 
 
 class DynamoGenerateTransport(HttpTransport):
-    """Needs DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1 on the frontend, and a worker that opted in.
+    """A Dynamo frontend with DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1, and workers that opted in.
 
-    The route does not stream, so `stream` gives one delta per choice. It sends no EOS ids to the
+    The route does not stream, so `stream` yields one delta per choice. It sends no EOS ids to the
     worker, so requests must name their stop tokens. n > 1 is n requests.
     """
 
@@ -28,22 +28,25 @@ class DynamoGenerateTransport(HttpTransport):
     gives_choices = False
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        encode_dynamo_generate(request.alone(0), mode=self._mode)  # refuses before sending
+        encode_dynamo_generate(request.alone(0), mode=self._mode)  # raises before anything is sent
         card = await self._limits.check_length(request)
-        return await gather(request, lambda one, index: self._one(one, index, card))
+        return await gather(request, lambda part, index: self._generate(part, index, card))
 
     async def stream(self, request: GenerateRequest) -> CompletionStream:
         completions = await self.generate(request)
-        for each in completions:
-            yield StreamDelta(each.index, list(each.token_ids), list(each.logprobs))
-        for each in completions:
-            yield each
+        for completion in completions:
+            yield StreamDelta(
+                completion.index, list(completion.token_ids), list(completion.logprobs)
+            )
+        for completion in completions:
+            yield completion
 
     async def abort(self, *request_ids: str) -> int | None:
-        """Dynamo's frontend has no such route: cancel the call, which closes its connection."""
+        """Do nothing: Dynamo's frontend has no such route. Cancel the call, which closes its
+        connection."""
         return None
 
-    async def _one(
+    async def _generate(
         self, request: GenerateRequest, index: int, card: ModelCard | None
     ) -> Completion:
         body = encode_dynamo_generate(request, mode=self._mode)

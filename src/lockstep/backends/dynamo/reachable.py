@@ -1,4 +1,4 @@
-"""Asks whether etcd and NATS are there, before Dynamo waits for them in silence."""
+"""Check that etcd and NATS are reachable, before Dynamo waits for them in silence."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lockstep.tokens.errors import LockstepError, Unavailable
 log = logging.getLogger(__name__)
 SECONDS = 3.0
 WAIT_SECONDS = 1.0
-"""Between two looks for a server that is away."""
+"""Time between two checks of an unreachable server."""
 
 
 async def check_reachable(environ: Mapping[str, str], seconds: float = SECONDS) -> None:
-    """Raises Unavailable that names the server which does not respond within `seconds`.
+    """Raise Unavailable, naming the server, when one does not respond within `seconds`.
 
-    Looks at what `environ` tells Dynamo to use: one etcd of those listed, and NATS where it
-    carries requests or events. Credentials are not tried.
+    Checks the servers that `environ` configures for Dynamo: one etcd of those listed, and NATS
+    where it carries requests or events. Credentials are not tried.
     """
     if environ.get(dynamo_env.DISCOVERY) == "etcd":
         await _one_of("etcd", dynamo_env.endpoints(environ), _etcd, seconds)
@@ -31,16 +31,16 @@ async def check_reachable(environ: Mapping[str, str], seconds: float = SECONDS) 
 
 
 async def until_reachable(environ: Mapping[str, str]) -> None:
-    """Returns when `check_reachable` does; says once that it waits, and for whom."""
-    told = False
+    """Wait until `check_reachable` passes; log once which server is missing."""
+    logged = False
     while True:
         try:
             await check_reachable(environ)
             return
         except Unavailable as error:
-            if not told:
+            if not logged:
                 log.warning("waiting: %s", error.message)
-            told = True
+            logged = True
         await asyncio.sleep(WAIT_SECONDS)
 
 
@@ -70,7 +70,7 @@ async def _one_of(
 
 async def _etcd(url: str) -> None:
     await _connect(url)
-    if url.startswith("https://"):  # its certificates are Dynamo's matter
+    if url.startswith("https://"):  # only Dynamo has its certificates
         return
     client = HttpClient(url, retries=0)
     try:
@@ -78,15 +78,15 @@ async def _etcd(url: str) -> None:
     finally:
         await client.close()
     if b'"health"' not in body:
-        raise Unavailable(f"what listens there is no etcd (GET /health: {status})")
+        raise Unavailable(f"the server there is not etcd (GET /health: {status})")
     if b'"true"' not in body:
-        raise Unavailable("it says that it is not healthy: has it lost its quorum?")
+        raise Unavailable("it reports that it is not healthy: has it lost its quorum?")
 
 
 async def _nats(url: str) -> None:
     greeting = await _connect(url, greets=not url.startswith("tls://"))
     if not url.startswith("tls://") and not greeting.startswith(b"INFO "):
-        raise Unavailable("what listens there is no NATS")
+        raise Unavailable("the server there is not NATS")
 
 
 async def _connect(url: str, *, greets: bool = False) -> bytes:

@@ -27,7 +27,7 @@ PIN = "backend_instance_id"
 
 
 def pinned(frontend: str, instance: str) -> str:
-    """The URL of one worker behind a frontend: http://INSTANCE@HOST:PORT."""
+    """Return the URL of one worker behind a frontend: http://INSTANCE@HOST:PORT."""
     parts = urlsplit(frontend)
     return urlunsplit(parts._replace(netloc=f"{instance}@{parts.netloc.rpartition('@')[2]}"))
 
@@ -47,10 +47,10 @@ HEALTH = msgspec.json.Decoder(_Health)
 class DynamoTransport(HttpTransport):
     """A Dynamo frontend. n > 1 is n requests: one response holds the data of one choice only.
 
-    `logprob_mode` is what its engines were started with (RL workers compute processed ones).
+    `logprob_mode` is the mode its engines were started with (RL workers compute processed ones).
 
-    With a URL of the form http://INSTANCE@HOST:PORT every request goes to that worker and no other;
-    when it is gone they fail with Unavailable, whatever the frontend says.
+    With a URL of the form http://INSTANCE@HOST:PORT every request goes to that worker only. When
+    that worker is gone, requests fail with Unavailable, whatever the frontend says.
     """
 
     name: TransportName = "dynamo"
@@ -70,29 +70,32 @@ class DynamoTransport(HttpTransport):
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         request = self._pinned(request)
-        encode_dynamo(request.alone(0), mode=self._mode)  # refuses before anything is sent
+        encode_dynamo(request.alone(0), mode=self._mode)  # raises before anything is sent
         card = await self._limits.check_length(request)
-        return await gather(request, lambda one, index: self._one(one, index, card))
+        return await gather(request, lambda part, index: self._generate(part, index, card))
 
     async def stream(self, request: GenerateRequest) -> CompletionStream:
         request = self._pinned(request)
         encode_dynamo(request.alone(0), mode=self._mode)
         card = await self._limits.check_length(request)
-        async with aclosing(merge(request, lambda one, at: self._follow(one, at, card))) as items:
+        parts = merge(request, lambda part, index: self._follow(part, index, card))
+        async with aclosing(parts) as items:
             async for item in items:
                 yield item
 
     async def models(self) -> list[ModelCard]:
-        """What the frontend lists. Raises Unavailable when a pinned worker is not there."""
+        """Return the models that the frontend lists. Raises Unavailable when a pinned worker is
+        gone."""
         if self._pin is not None:
             await self._check_there()
         return await super().models()
 
     async def abort(self, *request_ids: str) -> int | None:
-        """Dynamo's frontend has no such route: cancel the call, which closes its connection."""
+        """Do nothing: Dynamo's frontend has no such route. Cancel the call, which closes its
+        connection."""
         return None
 
-    async def _one(
+    async def _generate(
         self, request: GenerateRequest, index: int, card: ModelCard | None
     ) -> Completion:
         body = encode_dynamo(request, mode=self._mode)
@@ -135,17 +138,22 @@ class DynamoTransport(HttpTransport):
         return replace(request, nvext=nvext)
 
     async def _check_there(self) -> None:
-        """Raises Unavailable when the pinned worker is gone: the frontend calls that a bad request,
-        or says that it does not know the model."""
+        """Raise Unavailable when the pinned worker is gone.
+
+        The frontend reports that as a bad request, or as an unknown model.
+        """
         if self._pin is None:
             return
         health = decode_response(HEALTH, await self._http.get("/health"))
-        if all(one.instance_id != self._pin for one in health.instances):
-            raise Unavailable(f"worker {self._pin} is not known to {self.base_url} (any more)")
+        if all(instance.instance_id != self._pin for instance in health.instances):
+            raise Unavailable(f"{self.base_url} does not list worker {self._pin} (any more)")
 
 
 def _split(url: str) -> tuple[int | None, str]:
-    """The worker that a URL names, and the URL of the frontend. Raises BadRequest."""
+    """Split a URL into the worker that it names, if any, and the URL of the frontend.
+
+    Raises BadRequest.
+    """
     parts = urlsplit(url)
     if parts.username is None:
         return None, url
@@ -163,6 +171,6 @@ def _headers(request: GenerateRequest) -> dict[str, str]:
     headers = dict(request.headers or {})
     if request.request_id is not None:
         headers["x-request-id"] = request.request_id
-        with suppress(ValueError):  # only a UUID may become the id that the worker sees
+        with suppress(ValueError):  # Dynamo passes only UUIDs on to the worker
             headers["x-dynamo-request-id"] = str(UUID(request.request_id))
     return headers

@@ -68,11 +68,11 @@ class LockstepAdmin(HttpAdmin):
 
     def __init__(self, url: str, token: str | None = None, **options: Unpack[AdminOptions]) -> None:
         super().__init__(url, token, **options)
-        self._name = secrets.token_hex(8)
+        self._caller = secrets.token_hex(8)
         self._numbers = count(1)
 
     async def view(self) -> WorkerView:
-        state = await self._look()
+        state = await self._state()
         return WorkerView(
             version=state.version,
             staged=state.staged,
@@ -86,7 +86,7 @@ class LockstepAdmin(HttpAdmin):
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> None:
         budget = self._budgets.pause
         if mode == "wait":
-            # It ends when the last request does: breaking off and trying again gains nothing.
+            # The call returns when the last request ends. A retry would only wait again.
             budget = replace(budget, attempt=budget.total)
         body = control.PauseWorker(
             mode=mode,
@@ -100,8 +100,11 @@ class LockstepAdmin(HttpAdmin):
         await self._resume(None)
 
     async def resume_proved(self, proof: str) -> None:
-        """Goes on if it serves what `commit_proved` committed. Raises Conflict, still paused, when
-        anything else took its place since, or the worker was started anew."""
+        """Resume if the worker still serves what `commit_proved` committed.
+
+        Raises Conflict, and stays paused, when other weights took its place or the worker
+        restarted.
+        """
         await self._resume(proof)
 
     async def _resume(self, proof: str | None) -> None:
@@ -117,7 +120,7 @@ class LockstepAdmin(HttpAdmin):
 
     async def stage(self, source: Source, version: str) -> None:
         body = stage_body(source, version, self.generation)
-        # Tensors of a broadcast come once; anything else can be read again.
+        # A broadcast sends its tensors once; any other source can be read again.
         idempotent = source.group is None
         response = await self._engine("stage", body, self._budgets.load, idempotent=idempotent)
         self._client.expect(response.get("staged"), version, "stage")
@@ -126,8 +129,11 @@ class LockstepAdmin(HttpAdmin):
         await self._commit(version, None)
 
     async def commit_proved(self, version: str, proof: str) -> None:
-        """Serves exactly the weights that `probe_staged` scored. Raises Conflict, with nothing
-        swapped, when anything else is staged now: also under that label, or by a new process."""
+        """Serve exactly the weights that `probe_staged` scored.
+
+        Raises Conflict, with nothing swapped, when other weights are staged now, even under that
+        label, or the worker restarted.
+        """
         await self._commit(version, proof)
 
     async def _commit(self, version: str, proof: str | None) -> None:
@@ -138,7 +144,7 @@ class LockstepAdmin(HttpAdmin):
             return version
 
         async def settled() -> str | None:
-            state = await self._look()
+            state = await self._state()
             if state.staged == version:
                 return None
             if state.version == version and proof in (None, state.serves):
@@ -151,7 +157,7 @@ class LockstepAdmin(HttpAdmin):
         await self._client.exactly_once("commit", commit, settled, self._budgets.commit)
 
     async def rollback(self) -> str | None:
-        before = await self._look()
+        before = await self._state()
 
         async def rollback() -> str:
             body = control.Rollback(weights_id=before.weights_id, generation=self.generation)
@@ -159,9 +165,9 @@ class LockstepAdmin(HttpAdmin):
             return str(response.get("version"))
 
         async def settled() -> str | None:
-            state = await self._look()
+            state = await self._state()
             if state.incarnation != before.incarnation:
-                raise Unavailable(f"{self.url} rollback: the worker was started anew meanwhile")
+                raise Unavailable(f"{self.url} rollback: the worker restarted meanwhile")
             return None if state.weights_id == before.weights_id else state.version
 
         return await self._client.exactly_once("rollback", rollback, settled, self._budgets.commit)
@@ -176,8 +182,10 @@ class LockstepAdmin(HttpAdmin):
         return scores
 
     async def probe_staged(self, token_ids: Sequence[Sequence[int]]) -> StagedScores:
-        """Logprobs under what is staged, and its name for `commit_proved`. The worker goes on
-        generating. Raises Conflict when nothing is staged."""
+        """Return the logprobs under the staged weights, and their id for `commit_proved`.
+
+        The worker keeps generating. Raises Conflict when nothing is staged.
+        """
         body = control.ProbeRequest(token_ids=[list(ids) for ids in token_ids], staged=True)
         response = await self._engine("probe", body, self._budgets.probe, idempotent=True)
         scores = self._client.convert(_StagedScores, response, "probe of what is staged")
@@ -185,7 +193,7 @@ class LockstepAdmin(HttpAdmin):
         return StagedScores(scores.logprobs, scores.proof)
 
     async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
-        """What the worker read. Raises Conflict when nothing is staged."""
+        """Return what the worker read. Raises Conflict when nothing is staged."""
         body = control.WeightsDigest(staged=staged, tensors=tensors)
         response = await self._engine("weights_digest", body, self._budgets.quick, idempotent=True)
         contents = self._client.convert(_Contents, response, "weights_digest")
@@ -197,7 +205,7 @@ class LockstepAdmin(HttpAdmin):
         try:
             await self._engine("init_weights_update_group", body, budget)
         except Conflict:
-            # Left over from a trainer that is gone: its place would stay taken for ever.
+            # A trainer that is gone left this group behind, and would hold its name forever.
             leave = control.LeaveGroup(group_name=broadcaster.group, generation=self.generation)
             await self._engine("destroy_weights_update_group", leave, self._budgets.quick)
             await self._engine("init_weights_update_group", body, budget)
@@ -214,9 +222,9 @@ class LockstepAdmin(HttpAdmin):
             return str(response.get("label"))
 
         async def settled() -> None:
-            # A label in the view may be that of earlier contents. Loading again is always right:
-            # the same name from the same path ends in the same state.
-            await self._look()
+            # A label in the view may be that of earlier contents. Loading again is safe: the same
+            # name from the same path ends in the same state.
+            await self._state()
 
         return await self._client.exactly_once(
             "load_lora_adapter", load, settled, self._budgets.load
@@ -230,17 +238,17 @@ class LockstepAdmin(HttpAdmin):
             return True
 
         async def settled() -> bool | None:
-            return None if name in (await self._look()).adapter_labels else True
+            return None if name in (await self._state()).adapter_labels else True
 
         await self._client.exactly_once("unload_lora_adapter", unload, settled, self._budgets.quick)
 
     def _sequence_number(self) -> control.SequenceNumber:
-        return control.SequenceNumber(caller=self._name, number=next(self._numbers))
+        return control.SequenceNumber(caller=self._caller, number=next(self._numbers))
 
     def _empty(self) -> control.EmptyBody:
         return control.EmptyBody(generation=self.generation)
 
-    async def _look(self) -> _State:
+    async def _state(self) -> _State:
         response = await self._engine("liveness_probe", {}, self._budgets.quick, idempotent=True)
         return self._client.convert(_State, response, "liveness_probe")
 
@@ -251,7 +259,7 @@ class LockstepAdmin(HttpAdmin):
 
 
 def stage_body(source: Source, version: str, generation: int | None = None) -> control.Stage:
-    """The body of `stage`."""
+    """Return the body of `stage`."""
     return control.Stage(
         model_path=None if source.directory is None else str(source.directory),
         shared_name=source.shared,
@@ -264,7 +272,7 @@ def stage_body(source: Source, version: str, generation: int | None = None) -> c
 
 
 def join_body(broadcaster: Broadcaster, generation: int | None = None) -> control.JoinGroup:
-    """The body of `init_weights_update_group`."""
+    """Return the body of `init_weights_update_group`."""
     return control.JoinGroup(
         master_address=broadcaster.host,
         master_port=broadcaster.port,
@@ -280,10 +288,10 @@ def join_body(broadcaster: Broadcaster, generation: int | None = None) -> contro
 def check_scores(
     scores: Sequence[Sequence[float]], token_ids: Sequence[Sequence[int]], what: str
 ) -> None:
-    """Raises Misaligned or BadLogprob unless there is one finite score per token but the first."""
+    """Raise Misaligned or BadLogprob unless there is one finite score per token but the first."""
     got = [len(row) for row in scores]
     expected = [len(ids) - 1 for ids in token_ids]
     if got != expected:
-        raise Misaligned(f"{what}: {got} logprobs came for sequences that need {expected}")
+        raise Misaligned(f"{what}: got {got} logprobs for sequences that need {expected}")
     if not all(math.isfinite(value) for row in scores for value in row):
         raise BadLogprob(f"{what}: a logprob is not a finite number")

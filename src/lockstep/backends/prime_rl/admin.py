@@ -25,7 +25,7 @@ PAUSE = "/pause?mode=keep&clear_cache=false"
 
 
 class PrimeAdmin(HttpAdmin):
-    """One inference server of prime-rl. It tells neither its version nor whether it is paused.
+    """One inference server of prime-rl. It reports neither its version nor whether it is paused.
 
     It only pauses with `keep`, and does not drop prefixes cached under older weights by itself:
     where it has no /reset_prefix_cache, requests must carry a cache salt for each version.
@@ -51,10 +51,10 @@ class PrimeAdmin(HttpAdmin):
         if mode != "keep" or clear_cache:
             raise UnsupportedField(
                 f"{self.url} cannot pause with mode {mode!r} and clear_cache {clear_cache}: "
-                "prime-rl's server only keeps requests, with their caches",
+                "prime-rl's server only supports keep, without clear_cache",
                 param="mode",
             )
-        # Until it confirmed nobody knows; then a load is refused, and a resume is always tried.
+        # Unknown until the server confirms it: a load is refused meanwhile, a resume is not.
         self._paused = False
         self._check_done(
             await self._client.post(PAUSE, None, self._budgets.pause, idempotent=True), PAUSE
@@ -70,7 +70,7 @@ class PrimeAdmin(HttpAdmin):
         self._paused = False
 
     async def flush(self, *, running_too: bool = False) -> None:
-        """Forgets cached prefixes. Raises UnsupportedField where the server has no such route."""
+        """Drop cached prefixes. Raises UnsupportedField where the server has no such route."""
         path = "/reset_prefix_cache" + "?reset_running_requests=true" * running_too
         try:
             raw = await self._client.post(path, None, self._budgets.quick, idempotent=True)
@@ -98,8 +98,8 @@ class PrimeAdmin(HttpAdmin):
     ) -> list[list[float]]:
         if self._paused:
             raise UnsupportedField(
-                f"{self.url} is paused, and queues requests then: resume it without traffic to "
-                "probe it",
+                f"{self.url} is paused, and queues requests meanwhile: resume it without traffic "
+                "to probe it",
                 param="probe",
             )
         budget = self._budgets.probe
@@ -108,7 +108,7 @@ class PrimeAdmin(HttpAdmin):
         return scores
 
     async def join_group(self, broadcaster: Broadcaster) -> None:
-        # prime-rl counts the inference side only; rank 0 of the whole is the trainer.
+        # prime-rl counts ranks of the inference side only; rank 0 of the group is the trainer.
         body = {
             "host": broadcaster.host,
             "port": broadcaster.port,
@@ -131,21 +131,21 @@ class PrimeAdmin(HttpAdmin):
         path = "/update_weights"
         budget = self._budgets.load
         if source.directory is None:
-            # The trainer sends once: a second receive would wait for ever.
+            # The trainer sends once: a second receive would wait forever.
             await self._client.command(path, {"weight_dir": None}, budget)
         else:
             body = {"weight_dir": str(source.directory)}
             await self._client.command(path, body, budget, idempotent=True)
-        with suppress(UnsupportedField):  # then prefixes are salted, as this class says
+        with suppress(UnsupportedField):  # then requests carry a salt, see the class docstring
             await self.flush(running_too=True)
 
     async def _ready(self) -> None:
         if not self._paused:
-            raise Conflict(f"{self.url} was not paused from here: pause it before a weight update")
+            raise Conflict(f"{self.url} is not paused by this driver: pause it before an update")
 
     def _check_done(self, raw: bytearray, path: str) -> None:
         fields = self._client.decode_object(raw, path)
         if fields.get("status") not in ("ok", "success", "paused", "resumed"):
             if "error" in fields or fields.get("status") == "error":
                 raise EngineFailure(f"{self.url} {path} failed: {fields}")
-            raise ContractError(f"{self.url} {path} does not say that it did it: {fields}")
+            raise ContractError(f"{self.url} {path} does not confirm that it was done: {fields}")

@@ -1,1 +1,1 @@
-"""SGLang servers, from outside."""
+"""Driver of SGLang servers."""

@@ -51,33 +51,34 @@ class SglangTransport(HttpTransport):
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         card = await self._prepare(request)
-        return await gather(request, lambda one, index: self._one(one, index, card))
+        return await gather(request, lambda part, index: self._generate(part, index, card))
 
     async def stream(self, request: GenerateRequest) -> CompletionStream:
         card = await self._prepare(request)
-        async with aclosing(merge(request, lambda one, at: self._follow(one, at, card))) as items:
+        parts = merge(request, lambda part, index: self._follow(part, index, card))
+        async with aclosing(parts) as items:
             async for item in items:
                 yield item
 
     async def abort(self, *request_ids: str) -> int | None:
-        for name in request_ids:  # it has no route for several
-            await self._http.post("/abort_request", msgspec.json.encode({"rid": name}))
+        for request_id in request_ids:  # the route takes one id
+            await self._http.post("/abort_request", msgspec.json.encode({"rid": request_id}))
         return None
 
     async def _prepare(self, request: GenerateRequest) -> ModelCard | None:
-        """The model's card, after everything that could be refused has been."""
+        """Return the model's card, after checking everything that could be rejected."""
         check_layout(request, self._layout)
         card = await self._limits.check_length(request)
-        if card is None and request.model is not None and self._limits.known:
-            # The route has no model field: it would answer with whatever model it has.
+        if card is None and request.model is not None and self._limits.names:
+            # The route has no model field: the server would answer with the model it has.
             raise UnknownModel(
-                f"{request.model!r} is not served here: {', '.join(self._limits.known)}",
+                f"{request.model!r} is not served here: {', '.join(self._limits.names)}",
                 param="model",
             )
         self._encode(request.alone(0), card, stream=False)
         return card
 
-    async def _one(
+    async def _generate(
         self, request: GenerateRequest, index: int, card: ModelCard | None
     ) -> Completion:
         body = self._encode(request, card, stream=False)
@@ -107,7 +108,7 @@ class SglangTransport(HttpTransport):
         if tokens is None:
             raise BadRequest(
                 "max_tokens is needed: SGLang would stop after 128 tokens, and this server does "
-                "not tell how long its context is",
+                "not report the length of its context",
                 param="max_tokens",
             )
         adapter = card.id if card is not None and card.parent else None

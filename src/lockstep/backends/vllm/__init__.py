@@ -1,1 +1,1 @@
-"""vLLM servers, from outside; `extension` runs inside them."""
+"""Drivers of vLLM servers; `extension` runs inside the server."""

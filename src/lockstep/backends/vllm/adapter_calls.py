@@ -1,4 +1,4 @@
-"""Adapters of a server built on vLLM: loaded, unloaded, and checked against its model list."""
+"""Adapters of a server built on vLLM: load, unload, and check against its model list."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUCCESS = b"Success"
 
 
 class AdapterCalls:
-    """Adapters by the route that loads them. Labels are remembered: the server knows paths only."""
+    """Adapter calls of one server. It remembers labels, because the server knows paths only."""
 
     def __init__(self, client: AdminClient, budgets: CallBudgets, load: str) -> None:
         self._client = client
@@ -24,16 +24,16 @@ class AdapterCalls:
         self._labels: dict[str, tuple[str, str]] = {}
 
     async def cards(self) -> list[ModelCard]:
-        """The base model and its adapters, as listed; an adapter's `root` is its path."""
+        """Return the base model and its adapters, as listed; an adapter's `root` is its path."""
         raw = await self._client.get("/v1/models", self._budgets.quick)
         fields = self._client.decode_object(raw, "/v1/models")
         return self._client.convert(ModelList, fields, "/v1/models").data
 
     async def check_proved_beside_traffic(self) -> None:
-        """Raises BadRequest unless adapters can be loaded and proved while others are sampled.
+        """Raise BadRequest unless adapters can be loaded and proved during other requests.
 
-        vLLM 0.32 that may adapt the head dies of prompt logprobs, by which adapters are proved, in
-        a batch with other requests.
+        vLLM 0.32 that may adapt the head crashes on prompt logprobs, by which adapters are proved,
+        in a batch with other requests.
         """
         raw = await self._client.get(SERVER_INFO, self._budgets.quick)
         config = self._client.decode_object(raw, SERVER_INFO).get("vllm_config")
@@ -47,22 +47,25 @@ class AdapterCalls:
         targets = lora.get("target_modules")
         if not targets or "lm_head" in targets:
             raise BadRequest(
-                f"{self._client.url} may adapt lm_head, and would die of prompt logprobs beside "
+                f"{self._client.url} may adapt lm_head, and would crash on prompt logprobs beside "
                 f"other requests: start it with --lora-target-modules {TARGETS}",
                 param="worker",
             )
 
     def labels(self, cards: list[ModelCard]) -> dict[str, str]:
-        """The adapters among `cards`, with the label of those that were loaded from here."""
-        known = self._labels
+        """Return the adapters among `cards`, with the labels of those that this driver loaded."""
+        labels = self._labels
         return {
-            card.id: known[card.id][1] if known.get(card.id, ("",))[0] == card.root else ""
+            card.id: labels[card.id][1] if labels.get(card.id, ("",))[0] == card.root else ""
             for card in cards
             if card.parent is not None
         }
 
     async def load(self, name: str, path: Path, label: str | None) -> str:
-        """Loads, or swaps in place. Raises AdapterError; the caller must drop cached prefixes."""
+        """Load an adapter, or swap it in place. Raises AdapterError.
+
+        The caller must drop cached prefixes.
+        """
         body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
 
         async def load() -> ModelCard | None:
@@ -70,7 +73,7 @@ class AdapterCalls:
             return await self._find(name)
 
         async def settled() -> None:
-            # Being listed does not tell which contents it has; loading again is harmless.
+            # The list does not show the contents of an adapter; loading it again is harmless.
             await self.cards()
 
         try:
@@ -92,8 +95,8 @@ class AdapterCalls:
 
         await self._client.exactly_once(UNLOAD, unload, settled, self._budgets.quick)
         self._labels.pop(name, None)
-        left = await self._find(name)
-        listed = None if left is None else left.root
+        remaining = await self._find(name)
+        listed = None if remaining is None else remaining.root
         self._client.expect(listed, None, f"path of adapter {name!r} after {UNLOAD}")
 
     async def _find(self, name: str) -> ModelCard | None:

@@ -37,12 +37,12 @@ INITIAL_VERSION = "default"
 
 
 class VllmAdmin(HttpAdmin):
-    """One vLLM server. `detect` must run first: with the Lockstep worker extension it can
-    stage and score.
+    """One vLLM server. `detect` must run first: with the Lockstep worker extension it can stage and
+    score.
 
     Without it nothing can be staged: `commit` loads while the server is paused, and a server whose
-    load failed is not resumed, as it would die of its next forward pass. vLLM queues requests while
-    it is paused, so then only the extension can score a probe.
+    load failed is not resumed, as it would crash in its next forward pass. vLLM queues requests
+    while it is paused, so then only the extension can score a probe.
     """
 
     name: AdminName = "vllm"
@@ -65,7 +65,7 @@ class VllmAdmin(HttpAdmin):
         return self._extension_view is not None and self._extension_view.probes
 
     async def detect(self) -> None:
-        """Looks for the extension; to be called before use, and when the server was restarted."""
+        """Detect the extension. Call it before first use, and after the server was restarted."""
         self._extension_view = await self._extension.detect()
 
     async def view(self) -> WorkerView:
@@ -78,7 +78,7 @@ class VllmAdmin(HttpAdmin):
         if self._extension_view is not None:
             version, staged = self._extension_view.version or version, self._extension_view.staged
         else:
-            # Until the first update the weights are those it was started with.
+            # Until the first update, the server has the weights it was started with.
             root = next((card.root for card in cards if card.parent is None), None)
             first = Source(directory=Path(root)) if root and version == INITIAL_VERSION else None
             self._reloads.observe(version, first)
@@ -107,8 +107,11 @@ class VllmAdmin(HttpAdmin):
         self._client.expect(await self._paused(), False, "/is_paused after /resume")
 
     async def flush(self, *, running_too: bool = False) -> None:
-        """Forgets cached prefixes. Raises Conflict when running requests hold some of them, unless
-        `running_too`: then theirs are computed anew."""
+        """Drop cached prefixes.
+
+        Raises Conflict when running requests hold some of them, unless `running_too`: then their
+        prefixes are computed anew.
+        """
         path = "/reset_prefix_cache"
         response = await self._json(path, None, self._budgets.quick, idempotent=True)
         if response.get("success") is not True and running_too:
@@ -149,15 +152,16 @@ class VllmAdmin(HttpAdmin):
             scores = await self._extension.probe(token_ids)
         else:
             raise UnsupportedField(
-                f"{self.url} is paused, and vLLM queues requests then: resume it without traffic "
-                "to probe it, or load the Lockstep worker extension (which cannot score adapters)",
+                f"{self.url} is paused, and vLLM queues requests meanwhile: resume it without "
+                "traffic to probe it, or load the Lockstep worker extension (which cannot score "
+                "adapters)",
                 param="probe",
             )
         check_scores(scores, token_ids, f"{self.url} probe")
         return scores
 
     async def contents(self, *, staged: bool = False, tensors: bool = False) -> WeightContents:
-        """What the extension read; a server without it, or with an older one, does not tell."""
+        """Return what the extension read; empty for a server without it, or with an older one."""
         if self._extension_view is None or not self._extension_view.digests:
             return WeightContents()
         return await self._extension.contents(staged=staged, tensors=tensors)
@@ -179,7 +183,7 @@ class VllmAdmin(HttpAdmin):
 
     async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
         loaded = await self._adapters.load(name, path, label)
-        # Prefixes are cached under the adapter's path: new contents there would meet old ones.
+        # vLLM caches prefixes by the adapter's path: new contents would use old prefixes.
         await self.flush(running_too=True)
         return loaded
 
@@ -187,7 +191,7 @@ class VllmAdmin(HttpAdmin):
         await self._adapters.unload(name)
 
     async def check_proved_beside_traffic(self) -> None:
-        """Raises BadRequest for a server that adapters cannot be proved on while it samples."""
+        """Raise BadRequest for a server on which adapters cannot be proved while it samples."""
         await self._adapters.check_proved_beside_traffic()
 
     # Parts
@@ -196,7 +200,7 @@ class VllmAdmin(HttpAdmin):
         budget = self._budgets.load
         if source.directory is not None:
             kwargs = {"weights_path": str(source.directory)}
-            # The same directory may be loaded twice, as long as nothing runs on what is there.
+            # Loading the same directory twice is safe while the server is paused.
             await self._client.exactly_once(
                 "reload_weights",
                 lambda: collective_rpc(self._client, "reload_weights", kwargs, budget),
@@ -216,7 +220,10 @@ class VllmAdmin(HttpAdmin):
 
     @asynccontextmanager
     async def _quiet(self) -> AsyncIterator[None]:
-        """Paused while the block runs: else tokens would come between the swap and its label."""
+        """Keep the server paused while the block runs.
+
+        Otherwise tokens would be sampled between the swap and its label, under the wrong version.
+        """
         if await self._paused():
             yield
             return
@@ -224,11 +231,12 @@ class VllmAdmin(HttpAdmin):
         try:
             yield
         finally:
-            await self._extension.view()  # raises when its weights are lost: then it must not run
+            # Raises when the weights are lost. Then the server must stay paused.
+            await self._extension.view()
             await self.resume()
 
     async def _ready(self) -> None:
-        """Raises Conflict unless paused: weights changed under a running server kill it."""
+        """Raise Conflict unless paused: a running server crashes when its weights change."""
         if self._extension_view is None and self._reloads.version is None:
             await self.view()
         if not await self._paused():
@@ -248,7 +256,7 @@ class VllmAdmin(HttpAdmin):
         response = self._client.decode_object(await self._get("/is_paused"), "/is_paused")
         paused = response.get("is_paused")
         if not isinstance(paused, bool):
-            raise ContractError(f"{self.url} /is_paused does not say whether it is: {paused!r}")
+            raise ContractError(f"{self.url} /is_paused reports no boolean: {paused!r}")
         return paused
 
     async def _get(self, path: str) -> bytearray:
@@ -261,7 +269,7 @@ class VllmAdmin(HttpAdmin):
         return self._client.decode_object(raw, path)
 
     async def _step(self, path: str, body: object, budget: CallBudget) -> None:
-        """One step of a weight transfer, which confirms it with a `message`."""
+        """Send one step of a weight transfer, which the server confirms with a `message`."""
         response = await self._json(path, body, budget)
         if not response.get("message") or "error" in response:
             raise EngineFailure(f"{self.url} {path} failed: {response}")
@@ -270,12 +278,12 @@ class VllmAdmin(HttpAdmin):
 async def score(
     client: AdminClient, token_ids: Sequence[int], adapter: str | None, budget: CallBudget
 ) -> list[float]:
-    """Logprobs of every token after the first, from a server that is not paused."""
+    """Return the logprobs of every token after the first, from a server that is not paused."""
     request = GenerateRequest(
         prompt_ids=list(token_ids),
         sampling=Sampling(max_tokens=1, logprobs=0, prompt_logprobs=0),
         model=adapter,
-        # A salt of its own: a probe must not be served from what was cached before.
+        # A fresh salt: a probe must not be served from prefixes cached under older weights.
         cache_salt=uuid4().hex,
         timeout=budget.attempt,
     )
@@ -291,5 +299,5 @@ async def score(
         None if entry is None else entry.logprob for entry in completion.prompt_logprobs or ()
     ]
     if None in scores[1:]:
-        raise BadLogprob(f"{client.url} probe: a prompt token came without its logprob")
+        raise BadLogprob(f"{client.url} probe: a prompt token has no logprob")
     return [value for value in scores[1:] if value is not None]

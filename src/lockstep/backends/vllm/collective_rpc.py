@@ -24,39 +24,41 @@ from lockstep.tokens.errors import (
 )
 
 VIEW = "lockstep_view"
-"""No arguments. Gives {"version": str | null, "staged": str | null, "probes": bool, "digests":
+"""No arguments. Returns {"version": str | null, "staged": str | null, "probes": bool, "digests":
 bool, "generation": int}; `probes` says whether the extension has PROBE, `digests` whether it has
-DIGEST. STAGE, COMMIT, ROLLBACK and JOIN take a keyword argument `generation` (int): one that is
-lower than the highest obeyed so far is refused as `superseded`. Every method gives the same on
-every rank, or {"error": {...}} with the fields of protocol.common.error_body where it failed."""
+DIGEST. STAGE, COMMIT, ROLLBACK and JOIN take a keyword argument `generation` (int): a value below
+the highest one obeyed so far is rejected as `superseded`. Every method returns the same on every
+rank, or {"error": {...}} with the fields of protocol.common.error_body where it failed."""
 STAGE = "lockstep_stage"
-"""Keyword arguments: the fields of protocol.control.worker.Stage. Gives {"staged": version} once
-they are in memory; until then {"staged": null}, and is to be called again, as a call that waited
-would hold up generation. Leaves the live weights alone."""
+"""Keyword arguments: the fields of protocol.control.worker.Stage. Returns {"staged": version} once
+they are in memory and {"staged": null} until then, when it is to be called again: a call that
+waited would block generation. Does not touch the live weights."""
 COMMIT = "lockstep_commit"
-"""Keyword argument `version`: swaps in what is staged, packs it, keeps the old for one rollback.
-Raises unless that version is staged. Gives {"version": version}. The server is paused."""
+"""Keyword argument `version`: swaps in what is staged, packs it, keeps the old weights for one
+rollback. Raises unless that version is staged. Returns {"version": version}. The server is paused.
+"""
 ROLLBACK = "lockstep_rollback"
-"""Keyword arguments `version` and `staged`, as the caller saw them; raises when they are no longer
-so. Drops what is staged, or else undoes the last commit. Gives {"version": str}."""
+"""Keyword arguments `version` and `staged`, as the caller read them; raises when they have changed.
+Drops what is staged, or else undoes the last commit. Returns {"version": str}."""
 PROBE = "lockstep_probe"
-"""Keyword arguments `token_ids` (a list of lists) and `adapter` (null). Gives {"logprobs": a list
+"""Keyword arguments `token_ids` (a list of lists) and `adapter` (null). Returns {"logprobs": a list
 of lists}, each one shorter than its sequence. Works while paused."""
 DIGEST = "lockstep_digest"
-"""Keyword arguments `staged` and `tensors` (both bool). Gives {"digest": str | null, "dtype": str}
-of what was read when the live or staged weights were loaded, and "tensors" with that of each."""
+"""Keyword arguments `staged` and `tensors` (both bool). Returns {"digest": str | null, "dtype":
+str} of what was read when the live or staged weights were loaded, and "tensors" with the digest of
+each."""
 JOIN = "lockstep_join_group"
 """Keyword arguments: the fields of protocol.control.worker.JoinGroup; `rank` is that of the
-server's first rank, the others follow. Gives {"group_name": str}."""
+server's first rank, the others follow. Returns {"group_name": str}."""
 
 ROUTE = "/collective_rpc"
 POLL_FIRST, POLL_LAST = 0.02, 1.0
-"""Seconds between two looks at weights that are being staged."""
+"""Seconds between two polls of weights that are being staged."""
 NO_METHOD = re.compile(r"has no attribute|not implemented", re.IGNORECASE)
 
 
 class ExtensionView(msgspec.Struct, frozen=True):
-    """What the extension says of itself."""
+    """The state that the extension reports."""
 
     version: str | None
     staged: str | None
@@ -83,7 +85,7 @@ async def collective_rpc(
     *,
     idempotent: bool = False,
 ) -> list[Any]:
-    """What each rank gave. Raises ContractError when there is none: then nobody did it."""
+    """Return the result of each rank. Raises ContractError when there is none: nothing was done."""
     body = {"method": method, "kwargs": kwargs, "timeout": budget.attempt}
     raw = await client.post(ROUTE, body, budget, idempotent=idempotent)
     results = client.convert(_RankResults, client.decode_object(raw, method), method).results
@@ -93,8 +95,11 @@ async def collective_rpc(
 
 
 class ExtensionClient:
-    """The worker extension of one server. `quiet` keeps it paused for a block of code, `label`
-    tells the server the version it serves and drops cached prefixes."""
+    """The worker extension of one server.
+
+    `quiet` keeps it paused for a block of code; `label` sets the version that the server reports
+    and drops cached prefixes.
+    """
 
     def __init__(
         self,
@@ -115,7 +120,7 @@ class ExtensionClient:
         return self._client.convert(ExtensionView, response, VIEW)
 
     async def detect(self) -> ExtensionView | None:
-        """The view, or None where no extension is loaded."""
+        """Return the view, or None where no extension is loaded."""
         try:
             return await self.view()
         except NotFound:
@@ -127,7 +132,7 @@ class ExtensionClient:
 
     async def stage(self, source: Source, version: str) -> None:
         kwargs = msgspec.to_builtins(stage_body(source, version, self._generation()))
-        # Tensors of a broadcast come once; anything else can be read again.
+        # A broadcast sends its tensors once; any other source can be read again.
         idempotent = source.group is None
         loop = asyncio.get_running_loop()
         deadline, pause = loop.time() + self._budgets.load.total, POLL_FIRST
@@ -153,16 +158,18 @@ class ExtensionClient:
             return True
 
         async def settled() -> bool | None:
-            seen = await self.view()
-            if seen.staged == version:
+            view = await self.view()
+            if view.staged == version:
                 return None
-            if seen.version == version:
+            if view.version == version:
                 return True
             raise Conflict(
                 f"{self._client.url} {COMMIT}: the response was lost, and {version!r} is neither "
                 "staged nor served now: stage it again"
             )
 
+        # The swap and the server's label are two calls. Paused in between, so that no token is
+        # sampled from the new weights under the old label.
         async with self._quiet():
             await self._client.exactly_once(COMMIT, commit, settled, self._budgets.commit)
             await self._label(version)
@@ -180,7 +187,7 @@ class ExtensionClient:
             if now == before:
                 return None
             if now.version is None:
-                raise Unavailable(f"{self._client.url} {ROLLBACK}: it was started anew meanwhile")
+                raise Unavailable(f"{self._client.url} {ROLLBACK}: it restarted meanwhile")
             return now.version
 
         if before.staged is not None:
@@ -200,7 +207,7 @@ class ExtensionClient:
         return self._client.convert(list[list[float]], response.get("logprobs"), PROBE)
 
     async def contents(self, *, staged: bool, tensors: bool) -> WeightContents:
-        """What every rank read. Raises ContractError when they did not read the same."""
+        """Return what every rank read. Raises ContractError when ranks did not read the same."""
         kwargs = {"staged": staged, "tensors": tensors}
         response = await self._call(DIGEST, kwargs, self._budgets.quick, idempotent=True)
         contents = self._client.convert(_Contents, response, DIGEST)
@@ -219,7 +226,7 @@ class ExtensionClient:
     async def _call(
         self, method: str, kwargs: dict[str, Any], budget: CallBudget, *, idempotent: bool = False
     ) -> dict[str, Any]:
-        """The one response of all ranks. Raises ContractError when they do not agree."""
+        """Return the common response of all ranks. Raises ContractError when they differ."""
         first, *others = await self._each(method, kwargs, budget, idempotent=idempotent)
         if any(other != first for other in others):
             raise ContractError(
@@ -231,7 +238,7 @@ class ExtensionClient:
     async def _each(
         self, method: str, kwargs: dict[str, Any], budget: CallBudget, *, idempotent: bool = False
     ) -> list[dict[str, Any]]:
-        """What each rank says. Raises the error of the first that states one."""
+        """Return the response of each rank. Raises the first error that a rank reports."""
         results = await collective_rpc(self._client, method, kwargs, budget, idempotent=idempotent)
         for result in results:
             if not isinstance(result, dict):
@@ -239,7 +246,7 @@ class ExtensionClient:
                     f"{self._client.url} {method}: expected one object, the same of all ranks, "
                     f"got {results!r:.200}"
                 )
-            if stated := result.get("error"):
-                body = msgspec.json.encode(stated)
+            if error := result.get("error"):
+                body = msgspec.json.encode(error)
                 raise name_worker(error_of(500, body), self._client.url, method)
         return results

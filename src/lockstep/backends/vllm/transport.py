@@ -24,7 +24,7 @@ ROUTE = "/inference/v1/generate"
 class VllmTransport(HttpTransport):
     """A vLLM server started with --enable-scale-out, or a Lockstep worker or gateway.
 
-    `logprob_mode` is what the vLLM server was started with; a Lockstep server says it itself.
+    `logprob_mode` is the mode that the vLLM server was started with; a Lockstep server reports it.
     `lockstep` says which of the two it is; by default the model cards tell.
     """
 
@@ -85,14 +85,14 @@ class VllmTransport(HttpTransport):
     async def models(self) -> list[ModelCard]:
         cards = await super().models()
         if self._lockstep is None:
-            # Looked at each time: behind the same URL another kind of server may have started.
+            # Checked each time: another kind of server may have started behind the same URL.
             self._relays = any(card.owned_by == "lockstep" for card in cards)
         return cards
 
     async def abort(self, *request_ids: str) -> int | None:
-        # vLLM knows requests by the prefixed id it answers with, and does not say what it stopped.
-        names = [REQUEST_ID_PREFIX + name.removeprefix(REQUEST_ID_PREFIX) for name in request_ids]
-        body = msgspec.json.encode({"request_ids": names})
+        # vLLM expects the prefixed id of its responses, and does not report what it stopped.
+        prefixed = [REQUEST_ID_PREFIX + i.removeprefix(REQUEST_ID_PREFIX) for i in request_ids]
+        body = msgspec.json.encode({"request_ids": prefixed})
         response = await self._http.post("/inference/v1/abort_requests", body)
         stopped = (
             msgspec.json.decode(response).get("aborted") if response.startswith(b"{") else None
@@ -103,7 +103,7 @@ class VllmTransport(HttpTransport):
         card = await self._limits.check_length(request)
         lockstep = self._lockstep
         if lockstep is None:
-            # An adapter that was loaded just now may be on no list yet: its server is.
+            # An adapter that was just loaded may not be listed yet: ask what its server is.
             lockstep = self._relays if card is None else card.owned_by == "lockstep"
         if lockstep:
             body = encode_lockstep(request, stream=stream)

@@ -1,7 +1,7 @@
-"""The weight transfer backend "lockstep" of vLLM: what vLLM's own weight routes do here.
+"""The weight transfer backend "lockstep" of vLLM: the implementation of vLLM's own weight routes.
 
-Nothing happens to the model before the last step, finish_weight_update, which swaps all of it. So
-an update that fails, or that nobody finishes, leaves a server that goes on as it was.
+The model is unchanged until the last step, finish_weight_update, which swaps all of it. So an
+update that fails, or is never finished, leaves a server that works as before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAME = "lockstep"
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """`roots`: the only directories weights may come from; none: any."""
+    """`roots`: the only directories that weights may be read from; empty: any."""
 
     roots: list[str] = field(default_factory=list)
 
@@ -41,7 +41,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The fields of protocol.control.worker.Stage.
 
-    Several updates of a session together must be complete, unless one of them says `partial`.
+    The updates of one session together must be complete, unless one of them is `partial`.
     """
 
     model_path: str | None = None
@@ -57,7 +57,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class LockstepTransfer(WeightTransferEngine):  # type: ignore[misc]
-    """Holds the weights of this rank in memory: those served, staged, and the ones before."""
+    """The weights of this rank in memory: served, staged, and the previous ones."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -99,15 +99,16 @@ class LockstepTransfer(WeightTransferEngine):  # type: ignore[misc]
 
 
 def stage_of(fields: Mapping[str, Any]) -> Stage:
-    """The typed request. Raises BadRequest for a field that is unknown or of a wrong type."""
+    """Return the typed request. Raises BadRequest for an unknown field or a wrong type."""
     try:
         return msgspec.convert(dict(fields), Stage)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"the weights to stage are not described well: {error}") from None
+        raise BadRequest(f"the description of the weights to stage is invalid: {error}") from None
 
 
 def _at_start(vllm_config: Any, model: Any) -> dict[str, Any]:
-    """The tensors the model was started with. They are mapped from their files, not copied."""
+    """Return the tensors that the model was started with. They are mapped from their files, not
+    copied."""
     loader = get_model_loader(vllm_config.load_config)
     if not hasattr(loader, "get_all_weights"):
         raise UnsupportedField(

@@ -1,7 +1,7 @@
-"""Puts a whole set of weights into a running vLLM model, and mends what vLLM's CPU paths miss.
+"""Loading of a whole set of weights into a running vLLM model, with repairs of vLLM's CPU paths.
 
-vLLM moves all parameters to the meta device while it reloads. A forward pass in between kills the
-server, so `load` runs from start to end in one call, and puts the old weights back when it fails.
+vLLM moves all parameters to the meta device while it reloads. A forward pass in between crashes the
+server, so `load` runs from start to end in one call, and restores the old weights when it fails.
 """
 
 from __future__ import annotations
@@ -22,40 +22,44 @@ from vllm.platforms import current_platform
 from lockstep.tokens.errors import BadRequest, EngineFailure, WeightsLost
 
 SKIP_REPAIRS = "LOCKSTEP_VLLM_SKIP_REPAIRS"
-"""Names of repairs to leave out, with commas between: to see whether vLLM still needs them."""
+"""Names of repairs to skip, separated by commas, to see whether vLLM still needs them."""
 
 Tensors = Mapping[str, Any]
 
 
 def load(model: Any, model_config: Any, new: Tensors, old: Tensors) -> None:
-    """The model computes with `new` afterwards, or raises EngineFailure and computes with `old`.
+    """Make the model compute with `new`. On failure raise EngineFailure; it then computes with
+    `old`.
 
-    Both hold every tensor of the checkpoint: with a part of a fused module vLLM would compute
-    garbage without a word. Raises WeightsLost when not even `old` could be loaded.
+    Both hold every tensor of the checkpoint: with a part of a fused module, vLLM would silently
+    compute garbage. Raises WeightsLost when `old` could not be loaded again either.
     """
     repairs = chosen_repairs()
     try:
         _load(model, model_config, new, repairs)
     except Exception as error:
+        # Some modules are on the meta device now. They must be off it before anything else runs:
+        # vLLM's next forward pass on a meta tensor kills the process.
         try:
             _abandon(model, model_config)
             _load(model, model_config, old, repairs)
         except Exception as second:
             raise WeightsLost(
-                f"loading failed ({_describe(error)}), and so did putting the old weights back "
-                f"({_describe(second)}): start this server again"
+                f"loading failed ({_describe(error)}), and so did restoring the old weights "
+                f"({_describe(second)}): restart this server"
             ) from error
         raise EngineFailure(
-            f"loading failed, and the old weights were put back: {_describe(error)}"
+            f"loading failed, and the old weights were restored: {_describe(error)}"
         ) from error
 
 
 def chosen_repairs() -> list[Callable[[Any], None]]:
-    """Those that apply here. Raises BadRequest for a name in the environment that is none."""
+    """Return the repairs for this platform. Raises BadRequest for an unknown name in
+    SKIP_REPAIRS."""
     skipped = {name.strip() for name in os.environ.get(SKIP_REPAIRS, "").split(",")} - {""}
     if unknown := skipped - REPAIRS.keys():
         raise BadRequest(
-            f"{SKIP_REPAIRS} names {', '.join(sorted(unknown))}: known are {', '.join(REPAIRS)}",
+            f"{SKIP_REPAIRS} names {', '.join(sorted(unknown))}, expected {', '.join(REPAIRS)}",
             param=SKIP_REPAIRS,
         )
     if not current_platform.is_cpu():
@@ -74,7 +78,7 @@ def _load(
 
 
 def _abandon(model: Any, model_config: Any) -> None:
-    """Takes all modules off the meta device, whatever they had received."""
+    """Move all modules off the meta device, whatever they had received."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         if info.can_load():
@@ -84,8 +88,11 @@ def _abandon(model: Any, model_config: Any) -> None:
 
 
 def _repair_head(model: Any) -> None:
-    """A head that shares the embedding's parameter multiplies with a copy packed at the start:
-    the reload finds nothing to load for it, and leaves that copy as it is."""
+    """Pack the weights of a tied head again.
+
+    A head that shares the embedding's parameter multiplies with a copy packed at the start. The
+    reload finds nothing to load for it, and leaves that copy as it is.
+    """
     for module in model.modules():
         packed = isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear")
         if packed and module.weight.numel():
@@ -93,7 +100,8 @@ def _repair_head(model: Any) -> None:
 
 
 def _repair_experts(model: Any) -> None:
-    """The reload puts expert weights as they come where the kernel reads packed ones."""
+    """Pack expert weights again: the reload writes them unpacked where the kernel reads packed
+    ones."""
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
         if kernel is not None and hasattr(module, "w13_weight"):

@@ -1,8 +1,8 @@
-"""Scores sequences with the live weights while vLLM's scheduler stands still.
+"""Scores of sequences under the live weights while vLLM's scheduler is paused.
 
 A paused vLLM queues requests, so the worker is called below the scheduler, with a batch of one
-prompt as the scheduler would send it. The cache blocks that this needs may belong to somebody:
-their contents are put aside and put back.
+prompt as the scheduler would send it. The cache blocks for it may belong to a paused request: their
+contents are saved and restored.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FIRST_BLOCK = 1
 
 
 def can_probe(worker: Any) -> bool:
-    """Whether this kind of worker can be called below its scheduler.
+    """Return whether this kind of worker can be called below its scheduler.
 
-    Only where it was tried: one rank on a CPU, one kind of cache. With more ranks, with
-    asynchronous scheduling or with drafts a batch leaves traces that the next one relies on.
+    Only tested setups: one rank on a CPU, one kind of cache. With more ranks, with asynchronous
+    scheduling or with drafts, a batch leaves state behind that the next one relies on.
     """
     config, runner = worker.vllm_config, worker.model_runner
     groups = runner.kv_cache_config.kv_cache_groups
@@ -43,8 +43,10 @@ def can_probe(worker: Any) -> bool:
 
 
 def score(worker: Any, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Logprobs of every token after the first of each sequence. Raises BadRequest for a sequence
-    that does not fit into one batch."""
+    """Return the logprobs of every token after the first of each sequence.
+
+    Raises BadRequest for a sequence that does not fit into one batch.
+    """
     return [_score(worker, list(ids)) for ids in token_ids]
 
 
@@ -58,11 +60,11 @@ def _score(worker: Any, ids: list[int]) -> list[float]:
         raise BadRequest(
             f"a probe sequence has {len(ids)} tokens, expected 2 to {limit}", param="token_ids"
         )
-    if not all(0 <= one < vocab for one in ids):
+    if not all(0 <= token < vocab for token in ids):
         raise BadRequest(f"a probe has token ids outside 0 to {vocab - 1}", param="token_ids")
     name = f"lockstep-probe-{uuid4().hex}"
     size = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    # One more token is sampled; a place for it is taken too.
+    # The runner samples one more token, which needs a place in the cache as well.
     blocks = list(range(FIRST_BLOCK, FIRST_BLOCK + len(ids) // size + 1))
     if blocks[-1] >= runner.kv_cache_config.num_blocks:
         raise BadRequest(f"a probe of {len(ids)} tokens does not fit into the cache")
@@ -71,13 +73,13 @@ def _score(worker: Any, ids: list[int]) -> list[float]:
             runner.execute_model(_batch(name, ids, blocks))
             output = runner.sample_tokens(None)
         finally:
-            # Without this the runner would keep the request, and its blocks, for ever.
+            # Without this the runner would keep the request and its blocks forever.
             end = SchedulerOutput.make_empty()
             end.finished_req_ids = {name}
             runner.execute_model(end)
     logprobs = output.prompt_logprobs_dict.get(name)
     if logprobs is None:
-        raise ContractError("the worker gave no prompt logprobs for a probe")
+        raise ContractError("the worker returned no prompt logprobs for a probe")
     # The first column is the prompt token itself.
     values: list[float] = logprobs.logprobs[:, 0].tolist()
     return values
@@ -105,11 +107,11 @@ def _batch(name: str, ids: list[int], blocks: list[int]) -> Any:
 
 @contextmanager
 def _borrowed(runner: Any, blocks: list[int]) -> Iterator[None]:
-    """The contents of these cache blocks are as before, after the block of code."""
+    """Restore the contents of these cache blocks after the block of code."""
     caches = {id(cache): cache for cache in runner.kv_caches}.values()
-    kept = [cache[blocks].clone() for cache in caches]
+    saved = [cache[blocks].clone() for cache in caches]
     try:
         yield
     finally:
-        for cache, contents in zip(caches, kept, strict=True):
+        for cache, contents in zip(caches, saved, strict=True):
             cache[blocks] = contents

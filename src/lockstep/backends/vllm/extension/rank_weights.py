@@ -1,4 +1,5 @@
-"""The weights of one vLLM rank: served, staged beside them, and the ones before for a rollback."""
+"""The weights of one vLLM rank: served, staged beside them, and the previous ones for a
+rollback."""
 
 from __future__ import annotations
 
@@ -13,14 +14,14 @@ from lockstep.protocol.control.worker import Stage
 from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, LockstepError
 
 INITIAL_VERSION = "default"
-"""What vLLM calls the weights it was started with."""
+"""vLLM's label of the weights it was started with."""
 Load = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
-"""Has the model compute with the first, or raises and leaves it computing with the second."""
+"""Makes the model compute with the first; on failure raises, and it computes with the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """All tensors of a checkpoint, in memory; `version` is None where nobody gave a label.
+    """All tensors of a checkpoint, in memory. `version` is None where they have no label.
 
     `digests` are those of a checkpoint that was read as a whole.
     """
@@ -31,7 +32,7 @@ class HeldWeights:
 
 
 class StagingThread:
-    """Reads weights in a thread of its own, as generation goes on meanwhile."""
+    """Reads weights in a thread of its own, while generation continues."""
 
     def __init__(self, request: Stage, read: Callable[[], HeldWeights]) -> None:
         self.request = request
@@ -51,16 +52,16 @@ class StagingThread:
         except LockstepError as error:
             self.error = error
         except Exception as error:
-            # A thread has no caller: the next call must learn of it.
+            # A thread has no caller: the next call to `stage` raises it.
             self.error = EngineFailure(f"staging failed with {type(error).__name__}: {error}")
 
 
 class RankWeights:
     """The weights of one rank: what is served, what is staged, and what was served before.
 
-    `live` are the tensors the model was loaded from, as the checkpoint names them.
+    `live` are the tensors that the model was loaded from, as the checkpoint names them.
 
-    Not for several threads: vLLM runs one call after the other.
+    Not thread-safe: vLLM runs one call after the other.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class RankWeights:
         return None if held is None else held.version
 
     def digests(self, *, staged: bool) -> Mapping[str, str] | None:
-        """What identifies the tensors that were read, by name; None where nobody knows.
+        """Return the digests of the tensors that were read, by name; None where they are not known.
 
         Raises Conflict when nothing is staged.
         """
@@ -103,16 +104,17 @@ class RankWeights:
         return held.digests
 
     def check_whole(self) -> None:
-        """Raises EngineFailure when a load failed in a way that could not be undone."""
+        """Raise EngineFailure when a load failed in a way that could not be undone."""
         if self._broken is not None:
             raise EngineFailure(self._broken)
 
     # The transaction
 
     def stage(self, request: Stage) -> str | None:
-        """Begins to read, or goes on; the version once it is all there. To be repeated till then.
+        """Start or continue to read; return the version once all is in memory, None until then.
 
-        Raises what reading raised, once: the next call begins anew.
+        The caller repeats the call until then. Raises the error of reading once: the next call
+        starts over.
         """
         version = request.weight_version or (
             Path(request.model_path).name if request.model_path else ""
@@ -139,7 +141,7 @@ class RankWeights:
         return version
 
     def commit(self, version: str) -> None:
-        """Serves what is staged. Raises Conflict unless it is that version."""
+        """Serve the staged weights. Raises Conflict unless they are of that version."""
         staging = self._staging
         if staging is None or staging.held is None or staging.held.version != version:
             raise Conflict(f"commit of {version!r} was requested, but {self.staged!r} is staged")
@@ -147,9 +149,9 @@ class RankWeights:
         self._staging = None
 
     def rollback(self, version: str | None, staged: str | None) -> None:
-        """Drops what is staged, or else undoes the last commit.
+        """Drop the staged weights, or else undo the last commit.
 
-        `version` and `staged` are as the caller saw them. Raises Conflict when that has changed,
+        `version` and `staged` are as the caller read them. Raises Conflict when they have changed,
         or when there is nothing to go back to.
         """
         if (version, staged) != (self.version, self.staged):
@@ -162,7 +164,7 @@ class RankWeights:
             return
         if self._previous is None or self._previous.version is None:
             raise Conflict(
-                "there is nothing with a label to roll back to: stage and commit what is wanted"
+                "there are no labelled weights to roll back to: stage and commit a version"
             )
         self._swap(self._previous)
         self._previous = None
@@ -173,14 +175,14 @@ class RankWeights:
         self._session, self._session_version = {}, None
 
     def add(self, request: Stage) -> None:
-        """Reads a part; the model is left alone until `finish`."""
+        """Read a part of an update. The model is unchanged until `finish`."""
         if self._session is None:
             raise Conflict("no weight update was started: POST /start_weight_update first")
         self._session |= self._read(request).tensors
         self._session_version = request.weight_version or self._session_version
 
     def finish(self, *, partial: bool) -> None:
-        """Serves all that was added, in one step."""
+        """Serve all that was added, in one step."""
         parts, self._session = self._session, None
         if parts is None:
             raise Conflict("no weight update was started: POST /start_weight_update first")
@@ -193,6 +195,8 @@ class RankWeights:
         return HeldWeights(whole, version, None if request.partial else read.digests)
 
     def _swap(self, new: HeldWeights) -> None:
+        # `_load` restores `before` when it fails, so `_live` stays true on every error except
+        # weights_lost. After that the rank holds no usable weights, and every call must say so.
         before = self._live
         try:
             self._load(new.tensors, before.tensors)

@@ -1,4 +1,4 @@
-"""Reads new weights into this process's memory: from a directory, shared memory or a broadcast."""
+"""Reading of new weights into this process's memory: a directory, shared memory or a broadcast."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TensorsRead:
 
 
 class Sources:
-    """Where this rank may read from. `roots` limits directories; without any, all are allowed."""
+    """The sources that this rank may read. `roots` limits directories; empty: any."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -44,9 +44,9 @@ class Sources:
         self.roots: tuple[Path, ...] = ()
 
     def read(self, request: Stage) -> TensorsRead:
-        """The tensors by name, copied: whatever happens to the source later does not matter.
+        """Return the tensors by name, copied, so that later changes of the source have no effect.
 
-        Raises what reading it can raise.
+        Raises what reading the source raises.
         """
         if request.model_path is not None:
             return self._directory(request.model_path)
@@ -58,7 +58,7 @@ class Sources:
         return TensorsRead(dict(group.receive(request.tensors, "cpu")))
 
     def join(self, request: JoinGroup) -> None:
-        """Joins a broadcast group; `rank` is that of the server's first rank."""
+        """Join a broadcast group; `rank` is that of the server's first rank."""
         self._groups[request.group_name] = Broadcast.join(
             request.master_address,
             request.master_port,
@@ -88,10 +88,10 @@ class Sources:
 def completed(
     new: Mapping[str, Any], live: Mapping[str, Any], *, tied: bool, partial: bool
 ) -> dict[str, Any]:
-    """All tensors of the model: the new ones and, where `partial`, the live ones for the others.
+    """Return all tensors of the model: the new ones and, if `partial`, the live ones for the rest.
 
-    Raises CheckpointError that names the tensors that the model does not have, lacks, or has in
-    another shape, and those with numbers that are not finite.
+    Raises CheckpointError that names tensors that the model does not have, that are missing, that
+    have another shape, or that hold non-finite numbers.
     """
     check_names(new, live, "the update", tied=tied, partial=partial)
     tensors = {name: tensor for name, tensor in new.items() if not name.endswith(DERIVED)}
@@ -110,7 +110,7 @@ def completed(
             )
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise CheckpointError(f"{name!r} holds numbers that are not finite")
-    # In the order of the live ones, so that all tensors of a module come together.
+    # In the order of the live tensors: vLLM expects all tensors of a module together.
     return {name: tensors.get(name, tensor) for name, tensor in wanted.items()}
 
 
@@ -121,7 +121,7 @@ def _tensors(files: Iterable[Path]) -> TensorsRead:
             try:
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118
-                        # A copy: what safetensors gives is the file itself, mapped into memory.
+                        # A copy: safetensors returns a view of the file, mapped into memory.
                         tensors[name] = file.get_tensor(name).clone()
                         digester.add(name, tensors[name])
             except (OSError, SafetensorError) as error:

@@ -1,6 +1,6 @@
 """Lockstep inside a vLLM worker: --worker-extension-cls lockstep.backends.vllm.extension.worker.LockstepWorker
 
-Importing it registers the weight transfer backend "lockstep", which the server must be told to use:
+Importing it registers the weight transfer backend "lockstep", which the server must be set to use:
 --weight-transfer-config '{"backend": "lockstep"}'. The methods are called through /collective_rpc.
 """  # noqa: E501
 
@@ -28,7 +28,7 @@ if NAME not in WeightTransferEngineFactory._registry:
 
 
 def returns_errors(method: Method) -> Method:
-    """Gives errors back as {"error": {...}}: raised, they would reach the caller as mere text."""
+    """Return errors as {"error": {...}}: raised, they would reach the caller as mere text."""
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Fields:
@@ -41,7 +41,7 @@ def returns_errors(method: Method) -> Method:
 
 
 class LockstepWorker:
-    """What vLLM mixes into its worker class; vllm/collective_rpc.py says what each method does."""
+    """Mixin of vLLM's worker class; vllm/collective_rpc.py documents each method."""
 
     @returns_errors
     def lockstep_view(self) -> Fields:
@@ -85,8 +85,8 @@ class LockstepWorker:
         _transfer(self).weights.check_whole()
         if adapter is not None or not can_probe(self):
             raise UnsupportedField(
-                "this server scores adapters, and on more than one CPU rank anything, only while "
-                "it is not paused: resume it without traffic to probe it",
+                "while paused, this server cannot score adapters, nor anything on more than one "
+                "CPU rank: resume it without traffic to probe it",
                 param="adapter",
             )
         return {"logprobs": score(self, token_ids)}
@@ -106,7 +106,7 @@ class LockstepWorker:
         try:
             request = msgspec.convert(fields, JoinGroup)
         except msgspec.ValidationError as error:
-            raise BadRequest(f"the group to join is not described well: {error}") from None
+            raise BadRequest(f"the description of the group to join is invalid: {error}") from None
         _transfer(self).generations.check(request.generation)
         _transfer(self).sources.join(request)
         return {"group_name": request.group_name}
@@ -124,5 +124,5 @@ def _transfer(worker: Any) -> LockstepTransfer:
 
 
 def _forget_adapters(worker: Any) -> None:
-    """As vLLM does after its own updates: what adapters had prepared from old weights is void."""
+    """Drop what adapters prepared from the old weights, as vLLM does after its own updates."""
     worker.model_runner.reset_lora_state()
