@@ -100,7 +100,7 @@ async def test_a_load_that_fails_leaves_the_old_weights(server: Vllm, after: int
         await admin.stage(Source(directory=server.b), "bad")
         await admin.pause("keep")
         await server.rpc("faulty_load", after=after)
-        with pytest.raises(EngineFailure, match="old weights were put back: OSError: the disk"):
+        with pytest.raises(EngineFailure, match="old weights were restored: OSError: the disk"):
             await admin.commit("bad")
         assert await probe_off(server, admin, server.a) <= TOLERANCE
         assert (await admin.view()).version == f"good-{after}"

@@ -39,10 +39,10 @@ async def test_a_worker_that_is_refused_is_told_once_and_shown_until_it_joins_or
         assert [worker.id for worker in fleet.workers] == ["7"]
 
         await follower.apply(listing(SICK))
-        assert fleet.refused == {"7": "why"}
+        assert fleet.state.refused == {"7": "why"}
         assert fleet.workers == []
         await follower.apply(listing())
-        assert fleet.refused == {}
+        assert fleet.state.refused == {}
 
 
 async def test_a_worker_that_could_not_join_is_refused_and_tried_again_with_the_next_change() -> (
@@ -56,8 +56,8 @@ async def test_a_worker_that_could_not_join_is_refused_and_tried_again_with_the_
             "http://127.0.0.1:9", FrontendProbeAdmin(worker), worker_id="7", transport="dynamo"
         )
         await follower.apply(listing(worker))
-        assert "7" in fleet.refused
+        assert "7" in fleet.state.refused
         await fleet.remove("7", drain_seconds=0)
         await follower.apply(WorkerChange(frozenset({worker}), frozenset(), frozenset()))
-        assert fleet.refused == {}
+        assert fleet.state.refused == {}
         assert [one.id for one in fleet.workers] == ["7"]

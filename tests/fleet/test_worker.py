@@ -173,7 +173,7 @@ async def happen(fleet: Simulation, event: str, which: int, number: int) -> None
             case "eject":
                 pool.eject(process.name, "for the test")
             case "quarantine":
-                fleet.fleet.quarantine(fleet.fleet.worker(process.name), "for the test")
+                fleet.fleet.state.quarantine(fleet.fleet.worker(process.name), "for the test")
             case "hold" | "release":
                 pool.hold(pool.get(process.name), event == "hold")
             case "look":

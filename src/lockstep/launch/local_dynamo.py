@@ -66,8 +66,8 @@ class LocalDynamo:
             )
         if host != dynamo_env.LOOPBACK and dynamo_env.SYSTEM_HOST not in (network or ()):
             raise BadRequest(
-                f"host is {host!r}, but the workers advertise {dynamo_env.LOOPBACK}, which no other "
-                "host reaches: give --discovery and --advertise too",
+                f"host is {host!r}, but the workers advertise {dynamo_env.LOOPBACK}, which other "
+                "hosts cannot reach: give --discovery and --advertise too",
                 param="host",
             )
         frontend_only = network is not None and with_frontend and count == 0

@@ -150,7 +150,7 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for child in self.children:
             if not child.ready.cancel() and not child.ready.cancelled():
-                child.ready.exception()  # read, or asyncio would report an error nobody waited for
+                child.ready.exception()  # read, or asyncio logs it as never retrieved
         self._sockets.close()
 
     def _reserve(self, port: int) -> str:
@@ -220,13 +220,13 @@ class Supervisor:
     ) -> None:
         """Kill a child that has been unhealthy for too long, so that it is restarted."""
         loop = asyncio.get_running_loop()
-        well = loop.time()
+        last_healthy = loop.time()
         while not self._stopping:
             await asyncio.sleep(min(HEALTH_SECONDS, self._unhealthy_seconds / 4))
             if await healthy(child):
-                well = loop.time()
-            elif loop.time() - well > self._unhealthy_seconds and not self._stopping:
-                log.error("killing %s: unhealthy for %.0f s", child.id, loop.time() - well)
+                last_healthy = loop.time()
+            elif loop.time() - last_healthy > self._unhealthy_seconds and not self._stopping:
+                log.error("killing %s: unhealthy for %.0f s", child.id, loop.time() - last_healthy)
                 with suppress(ProcessLookupError):
                     process.kill()
                 return

@@ -125,7 +125,7 @@ async def test_a_lease_that_ends_while_no_worker_serves_pauses_nobody_who_return
     async with simulated(tmp_path) as fleet:
         await fleet.fleet.pause("keep", lease_seconds=0.05)
         for worker in fleet.workers:
-            fleet.fleet.quarantine(fleet.fleet.worker(worker.name), "it is lost")
+            fleet.fleet.state.quarantine(fleet.fleet.worker(worker.name), "it is lost")
         await until(lambda: fleet.fleet.desired.paused is None)
         await fleet.pool.look()
         assert len(fleet.serving()) == 3

@@ -234,5 +234,5 @@ def test_noise_of_the_version_before_is_not_a_licence() -> None:
     verdict = judge(off, reference, Witness("match", before=other, dtype="bfloat16"))
     assert verdict.error is not None
     assert verdict.evidence.bound == UNKNOWN["bfloat16"].top
-    known = Witness("match", before=other, known=Closeness(0.02, 0.1), dtype="bfloat16")
-    assert judge((new,), reference, known).evidence.bound != UNKNOWN["bfloat16"].top
+    seen = Witness("match", before=other, earlier=Closeness(0.02, 0.1), dtype="bfloat16")
+    assert judge((new,), reference, seen).evidence.bound != UNKNOWN["bfloat16"].top

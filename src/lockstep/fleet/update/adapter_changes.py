@@ -78,7 +78,7 @@ class AdapterChanges:
                 witness = Witness(
                     contents="match" if label else "unknown",
                     before=base.get(worker),
-                    known=worker.closeness,
+                    earlier=worker.closeness,
                     same=probe is None,
                 )
                 verdict = judge(logprobs, reference, witness)

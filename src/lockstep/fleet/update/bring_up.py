@@ -72,7 +72,7 @@ async def prove(worker: Worker, reference: Reference, digest: str | None = None)
     """
     scores = await scores_of(worker, reference.sequences)
     held = await contents_of(worker, None)
-    witness = Witness(match(digest, held), known=worker.closeness, dtype=held.dtype)
+    witness = Witness(match(digest, held), earlier=worker.closeness, dtype=held.dtype)
     verdict = judge(scores, reference, witness)
     worker.judge(verdict.evidence)
     if verdict.error is not None:
@@ -84,7 +84,7 @@ async def prove(worker: Worker, reference: Reference, digest: str | None = None)
 async def _prove_adapter(worker: Worker, reference: Reference, name: str) -> None:
     # The label that the adapter was loaded under identifies its contents.
     scores = await scores_of(worker, reference.sequences, name)
-    verdict = judge(scores, reference, Witness("match", known=worker.closeness))
+    verdict = judge(scores, reference, Witness("match", earlier=worker.closeness))
     if verdict.error is not None:
         raise verdict.error
 

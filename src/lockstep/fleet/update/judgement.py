@@ -68,14 +68,14 @@ differently."""
 class Witness:
     """What is known of one worker besides its scores.
 
-    `before` are its scores under the weights it held before, `known` how closely it followed the
+    `before` are its scores under the weights it held before, `earlier` how closely it followed the
     right numbers then, `dtype` the type it computes in; each None where unknown. `same` says that
     the new weights equal the old ones byte for byte.
     """
 
     contents: Contents = "unknown"
     before: Scores | None = None
-    known: Closeness | None = None
+    earlier: Closeness | None = None
     dtype: str | None = None
     same: bool = False
 
@@ -119,7 +119,7 @@ class _Case:
     measured: Array
     new: Array
     old: Array | None
-    known: Closeness | None
+    earlier: Closeness | None
     closeness: Closeness
     step: float
 
@@ -141,7 +141,7 @@ class _Case:
             measured=measured,
             new=new,
             old=trained if before is None else before,
-            known=followed or witness.known or reference.closeness,
+            earlier=followed or witness.earlier or reference.closeness,
             closeness=_closeness(measured, new, dtype),
             step=0.0 if apart is None else float(np.nanmean(np.abs(new - apart))),
         )
@@ -150,7 +150,7 @@ class _Case:
     def noise(self) -> float:
         """Mean difference of a worker with the right weights."""
         least, most = LEAST[self.dtype].mean, UNKNOWN[self.dtype].mean
-        noise = most if self.known is None else max(self.known.mean, least)
+        noise = most if self.earlier is None else max(self.earlier.mean, least)
         return noise if self.reference.tolerance is None else min(noise, self.reference.tolerance)
 
     def too_far(self, scores: Scores, evidence: Evidence) -> str | None:
@@ -168,12 +168,12 @@ class _Case:
             )
         allowed, least = UNKNOWN[self.dtype], LEAST[self.dtype]
         why = f"the maximum for {self.dtype}, as its closeness on the weights before is not known"
-        if (known := self.known) is not None:
+        if (earlier := self.earlier) is not None:
             allowed = Closeness(
-                max(least.mean, MEAN * known.mean + SLACK * self.step),
-                max(least.top, TOP * known.top + SLACK * self.step),
+                max(least.mean, MEAN * earlier.mean + SLACK * self.step),
+                max(least.top, TOP * earlier.top + SLACK * self.step),
             )
-            why = f"on the weights before it was off by {known.mean:.3g} and {known.top:.3g}"
+            why = f"on the weights before it was off by {earlier.mean:.3g} and {earlier.top:.3g}"
         evidence.bound = allowed.top
         if closeness.mean <= allowed.mean and closeness.top <= allowed.top:
             return None

@@ -207,7 +207,7 @@ class Proof:
             witness = Witness(
                 contents=matches,
                 before=self._before.get(worker),
-                known=worker.closeness,
+                earlier=worker.closeness,
                 dtype=held.dtype,
                 same=self._same,
             )
