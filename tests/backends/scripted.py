@@ -59,7 +59,7 @@ def models(owner: str = "vllm", length: int | None = 100, *adapters: str) -> Rep
 
 
 def captured(engine: str, name: str) -> Reply:
-    """A response that a real server of this engine was seen to send."""
+    """Return a response that a real server of this engine sent."""
     capture = load(engine, name)
     return whole(capture.body, capture.status)
 
@@ -96,17 +96,17 @@ class ScriptedWorker:
         return reply or own
 
     def key(self, path: str, body: dict[str, Any]) -> str:
-        """The name under which `replies` has what is sent instead."""
+        """Key of the route in `replies`."""
         return path
 
     def respond(self, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> Reply:
-        """Does what the route does, and what it says then."""
+        """Perform the route and return its response."""
         raise NotImplementedError
 
 
 @dataclass
 class Server:
-    """Where it listens, the requests it got, and how many clients left too early."""
+    """Where it listens, the requests it got, and how many clients disconnected early."""
 
     url: str
     script: Script
@@ -134,7 +134,7 @@ class Server:
     async def send(
         self, reply: Reply, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> bool:
-        """Sends the reply; whether the connection goes on."""
+        """Send the reply; return whether the connection stays open."""
         if reply.fault == "reset":
             writer.transport.abort()
             return False

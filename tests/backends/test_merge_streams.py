@@ -1,4 +1,4 @@
-"""Several streams read as one: items as they arrive, one failure for all, no running ahead."""
+"""Several streams merged into one: items as they arrive, one failure for all, no running ahead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.backends.merge_streams import merge_streams
 
 
 class Stream:
-    """Yields numbers when told to, and remembers how far it went and whether it was closed."""
+    """Yields numbers on demand, and records how far it got and whether it was closed."""
 
     def __init__(self, *items: int, fails: bool = False) -> None:
         self.produced: list[int] = []
@@ -32,7 +32,7 @@ class Stream:
             self.closed = True
 
 
-async def test_every_item_comes_with_the_number_of_its_stream() -> None:
+async def test_every_item_has_the_index_of_its_stream() -> None:
     streams = Stream(1, 2), Stream(), Stream(3)
     items = [item async for item in merge_streams([stream() for stream in streams])]
     assert sorted(items) == [(0, 1), (0, 2), (2, 3)]

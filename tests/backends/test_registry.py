@@ -65,7 +65,7 @@ def test_the_list_is_read_without_importing_a_driver() -> None:
     assert run.stdout.strip() == "['lockstep.backends.registry']"
 
 
-async def test_where_nothing_listens_the_way_out_is_to_start_a_server() -> None:
+async def test_the_error_where_no_server_listens_says_to_start_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(Unavailable, match=r"no server responds at .*: start one \(`lockstep serve"):
@@ -73,7 +73,7 @@ async def test_where_nothing_listens_the_way_out_is_to_start_a_server() -> None:
             pass
 
 
-async def test_a_server_that_is_none_of_these_is_told_by_what_was_tried() -> None:
+async def test_the_error_for_an_unknown_server_lists_what_was_tried() -> None:
     with listen("127.0.0.1", 0) as sock:
         async with serving([(Starlette(), sock)]):
             with pytest.raises(

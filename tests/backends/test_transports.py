@@ -1,4 +1,4 @@
-"""Each transport over real HTTP: the same completion whole and streamed, and its refusals."""
+"""Each transport over real HTTP: equal completions whole and streamed, and rejected requests."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_n_is_n_requests_where_one_response_holds_one_choice(name: Any) ->
         await transport.close()
 
 
-async def test_vllm_answers_n_choices_at_once() -> None:
+async def test_vllm_returns_n_choices_in_one_response() -> None:
     def reply_to(request: Request) -> Reply:
         if request.path == "/v1/models":
             return models()
@@ -196,7 +196,7 @@ async def test_a_prompt_that_fills_the_context_is_not_sent(name: Any) -> None:
 
 
 @pytest.mark.failure_mode("F17")
-async def test_a_failed_lookup_is_not_remembered_for_ever() -> None:
+async def test_a_failed_lookup_is_repeated_later() -> None:
     fails = [True]
 
     def reply_to(request: Request) -> Reply:
@@ -216,7 +216,7 @@ async def test_a_failed_lookup_is_not_remembered_for_ever() -> None:
 
 @pytest.mark.failure_mode("F18")
 @pytest.mark.failure_mode("F14")
-async def test_what_is_refused_is_refused_before_anything_is_sent() -> None:
+async def test_requests_are_rejected_before_anything_is_sent() -> None:
     async with serving(script("dynamo")) as server:
         transport = await open_transport(server.url, "dynamo")
         for bad in (
@@ -233,7 +233,7 @@ async def test_what_is_refused_is_refused_before_anything_is_sent() -> None:
 
 
 @pytest.mark.failure_mode("F13")
-async def test_a_half_stream_is_an_error_not_a_short_answer() -> None:
+async def test_a_truncated_stream_is_an_error_not_a_short_completion() -> None:
     def reply_to(request: Request) -> Reply:
         return models() if request.path == "/v1/models" else vllm_events(finished=False)
 
@@ -277,7 +277,7 @@ async def test_a_cancelled_request_leaves_the_server_at_once(name: Any) -> None:
         await transport.close()
 
 
-async def test_a_lockstep_server_is_known_by_its_card_and_held_to_a_version() -> None:
+async def test_a_lockstep_server_is_recognised_by_its_card_and_checked_for_its_version() -> None:
     def reply_to(request: Request) -> Reply:
         if request.path == "/v1/models":
             return models("lockstep")
@@ -295,9 +295,7 @@ async def test_a_lockstep_server_is_known_by_its_card_and_held_to_a_version() ->
         await transport.close()
 
 
-async def test_an_adapter_that_a_lockstep_server_loaded_just_now_is_asked_for_in_its_own_way() -> (
-    None
-):
+async def test_an_adapter_that_a_lockstep_server_just_loaded_is_requested_in_its_dialect() -> None:
     def reply_to(request: Request) -> Reply:
         if request.path == "/v1/models":
             return models("lockstep")  # the list that was fetched before the adapter was there
@@ -323,7 +321,7 @@ async def test_an_adapter_is_on_the_completion_and_unknown_models_stay_unknown()
         await transport.close()
 
 
-async def test_sglang_needs_a_length_it_can_trust() -> None:
+async def test_sglang_needs_max_tokens_or_a_context_length() -> None:
     async with serving(script("sglang", length=None)) as server:
         transport = await open_transport(server.url, "sglang")
         with pytest.raises(BadRequest, match="max_tokens"):
@@ -362,7 +360,7 @@ async def test_a_server_is_recognised(
         await transport.close()
 
 
-async def test_an_unknown_server_or_name_is_refused_with_what_was_tried() -> None:
+async def test_an_unknown_server_or_name_is_rejected_with_what_was_tried() -> None:
     async with serving(lambda _: whole({"detail": "Not Found"}, 404)) as server:
         with pytest.raises(Unavailable, match=r"/v1/models.*/openapi.json.*/v1/rl/workers"):
             await open_transport(server.url)

@@ -150,7 +150,7 @@ async def test_the_first_event_has_everything_and_the_next_what_changed(tmp_path
     async with served(tmp_path) as here:
         watching = asyncio.create_task(events(here.client, 3))
         await asyncio.sleep(0.8)
-        here.fleet.fleet.quarantine(here.fleet.fleet.workers[0], "for this test")
+        here.fleet.fleet.state.quarantine(here.fleet.fleet.workers[0], "for this test")
         first, *later = await asyncio.wait_for(watching, 10)
         assert set(first) == {"at", "fleet", "workers", "health", "run"}  # no operation yet
         assert len(first["workers"]) == 2

@@ -1,4 +1,4 @@
-"""Workers that are real HTTP servers and do what a test tells them."""
+"""Workers that are real HTTP servers and behave as a test sets them up."""
 
 from __future__ import annotations
 

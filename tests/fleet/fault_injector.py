@@ -1,4 +1,4 @@
-"""A proxy in front of a real worker, on which calls of a method go wrong in a chosen way."""
+"""A proxy in front of a real worker that makes calls of a method fail in a given way."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Injector:
         await self._session.close()
 
     def strike(self, method: str, kind: Kind, **how: object) -> None:
-        """From now on calls are counted anew."""
+        """Restart the count of calls."""
         self.calls.clear()
         self.struck = 0
         self._hanging = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Workers that a Dynamo deployment lists and that cannot join: everybody is told why."""
+"""Workers that a Dynamo deployment lists and that cannot join: log and state say why."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def listing(*workers: DiscoveredWorker) -> WorkerChange:
 
 
 @pytest.mark.failure_mode("F72")
-async def test_a_worker_that_is_refused_is_told_once_and_shown_until_it_joins_or_goes(
+async def test_a_refused_worker_is_logged_once_and_listed_until_it_joins_or_leaves(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pool = Pool()

@@ -1,4 +1,4 @@
-"""Real workers that were made to read, or to compute with, other weights than they were told to."""
+"""Real workers that read, or compute with, other weights than they were sent."""
 
 from __future__ import annotations
 
@@ -173,10 +173,10 @@ async def test_a_worker_that_computes_with_other_weights_than_it_read_is_caught(
 
 
 @pytest.mark.failure_mode("F48")
-async def test_a_worker_that_joins_with_the_old_weights_is_caught_and_mended(rig: Rig) -> None:
+async def test_a_worker_that_joins_with_old_weights_is_caught_and_corrected(rig: Rig) -> None:
     async with rig.fleet() as (fleet, admin):
         await fleet.update_weights(str(rig.next), version="next")
-        # Somebody puts the old weights under the new label; the fleet finds out when it returns.
+        # The old weights get the new label; the fleet detects it when the worker returns.
         await rig.worker.control(
             "update_weights_from_disk", model_path=str(rig.first), weight_version="next"
         )

@@ -58,7 +58,7 @@ async def test_changes_return_the_operation_that_the_fleet_recorded(tmp_path: Pa
 
 
 @pytest.mark.failure_mode("F24")
-async def test_a_failed_change_raises_what_the_fleet_raises(tmp_path: Path) -> None:
+async def test_a_failed_change_raises_the_error_of_the_fleet(tmp_path: Path) -> None:
     async with remote(tmp_path) as (fleet, client):
         with pytest.raises(NotFound) as missing:
             await client.unload_adapter("none")

@@ -1,4 +1,4 @@
-"""One worker, one state: what may become what, and that only proved workers are routed."""
+"""The state machine of a worker: allowed changes, and that only proved workers are routed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def worker_in(state: State) -> Worker:
 
 
 @pytest.mark.parametrize(("before", "after"), list(product(STATES, STATES)))
-def test_a_worker_changes_its_state_as_the_table_says_and_in_no_other_way(
-    before: State, after: State
-) -> None:
+def test_a_worker_changes_its_state_only_as_the_table_allows(before: State, after: State) -> None:
     worker = worker_in(before)
     if after == before or after in TRANSITIONS[before]:
         worker.become(after, "because")
@@ -59,7 +57,7 @@ def test_only_a_proof_leads_to_service_and_nothing_leads_out_of_a_removal() -> N
     assert TRANSITIONS.keys() == set(STATES)
 
 
-def test_a_worker_that_stays_in_a_state_keeps_the_time_it_came_to_it() -> None:
+def test_a_worker_that_stays_in_a_state_keeps_its_time() -> None:
     worker = worker_in("down")
     since = worker.since
     worker.become("down", "another reason")
@@ -72,7 +70,7 @@ def test_the_state_cannot_be_set() -> None:
 
 
 @pytest.mark.failure_mode("F26")
-async def test_a_held_worker_gets_not_even_a_request_that_names_it(tmp_path: Path) -> None:
+async def test_a_held_worker_does_not_get_a_request_that_names_it(tmp_path: Path) -> None:
     """It runs weights that it has not proved yet, only to be able to prove them."""
     async with simulated(tmp_path) as fleet:
         worker = fleet.pool.get("w0")
@@ -92,7 +90,7 @@ async def test_a_held_worker_gets_not_even_a_request_that_names_it(tmp_path: Pat
 async def test_a_worker_that_is_ejected_while_it_is_brought_up_does_not_serve(
     tmp_path: Path, call: str
 ) -> None:
-    """Its process was restarted, say: what it showed before that proves nothing."""
+    """For example after a restart: what it proved before that counts no more."""
     async with simulated(tmp_path) as fleet:
         await fleet.update("a")
         process = fleet.workers[0]
@@ -132,7 +130,7 @@ EVENTS = ("kill", "restart", "forge", "strike", "fail", "eject", "quarantine", "
 @pytest.mark.failure_mode("F26")
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 2)), min_size=5, max_size=25))
-def test_whatever_happens_who_is_routed_has_proved_what_the_fleet_serves(
+def test_every_routed_worker_has_proved_the_fleets_version_after_any_events(
     events: list[tuple[str, int]],
 ) -> None:
     async def run(directory: Path) -> None:
@@ -150,7 +148,7 @@ def test_whatever_happens_who_is_routed_has_proved_what_the_fleet_serves(
 
 
 async def happen(fleet: Simulation, event: str, which: int, number: int) -> None:
-    """One event on a worker. What it raises is its own affair: what it leaves behind counts."""
+    """Apply one event to a worker. Errors are ignored: the state that it leaves behind counts."""
     process, pool = fleet.workers[which], fleet.pool
     try:
         match event:

@@ -1,4 +1,4 @@
-"""Supervised processes: when they count as ready, what restarts them, and that all are stopped."""
+"""Supervised processes: when they are ready, what restarts them, and that all are stopped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def running(script: str, **fields: bool) -> Command:
     return Command((sys.executable, "-c", script), **fields)  # type: ignore[arg-type]
 
 
-async def test_a_child_is_ready_when_it_says_so_whatever_else_it_wrote_before() -> None:
+async def test_a_child_is_ready_at_its_ready_line_whatever_it_wrote_before() -> None:
     ready: list[Child] = []
     supervisor = Supervisor(
         worker_names(2), lambda _: running(READY + FOR_EVER), on_ready=ready.append
@@ -50,8 +50,9 @@ async def test_a_child_is_ready_when_it_says_so_whatever_else_it_wrote_before() 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("turns", range(4))
-def test_a_child_that_is_just_being_started_is_ended_too(turns: int) -> None:
-    """On the loop that a gateway runs on, which forgets a process whose start is cancelled."""
+def test_a_child_that_is_being_started_is_ended_too(turns: int) -> None:
+    """On the loop that a gateway runs on, which loses track of a process whose start is
+    cancelled."""
     listed = Path(f"/proc/self/task/{threading.get_native_id()}/children")
     others = set(listed.read_text().split())
 
@@ -83,7 +84,7 @@ async def test_a_child_that_does_not_become_ready_fails_the_start(
 
 
 @pytest.mark.failure_mode("F35")
-async def test_a_child_that_dies_is_started_again_once_what_it_needs_is_there() -> None:
+async def test_a_child_that_dies_is_restarted_once_its_dependencies_are_reachable() -> None:
     again: list[Child] = []
     command = running(READY + FOR_EVER)
     needed = asyncio.Event()
@@ -108,7 +109,9 @@ async def test_a_child_that_dies_is_started_again_once_what_it_needs_is_there() 
 
 
 @pytest.mark.parametrize(("code", "restarts"), [(WRONG, 0), (TRY_AGAIN, 1)])
-async def test_only_a_child_whose_command_is_wrong_stays_dead(code: int, restarts: int) -> None:
+async def test_only_a_child_whose_command_is_wrong_is_not_restarted(
+    code: int, restarts: int
+) -> None:
     dying = running(READY + f"\nraise SystemExit({code})")
     commands = iter((dying,))
     lasting = running(READY + FOR_EVER)
@@ -120,7 +123,7 @@ async def test_only_a_child_whose_command_is_wrong_stays_dead(code: int, restart
         assert one.restarts == restarts
 
 
-async def test_a_child_that_announces_nothing_is_ready_once_it_runs() -> None:
+async def test_a_child_without_a_ready_line_is_ready_once_it_runs() -> None:
     supervisor = Supervisor(
         ("quiet",), lambda _: running("import time; " + FOR_EVER, announces=False)
     )
@@ -141,7 +144,7 @@ async def test_a_child_that_ignores_the_request_to_stop_is_killed(
     assert process.returncode == -signal.SIGKILL
 
 
-def test_the_python_of_an_engine_is_the_one_named_or_that_of_its_environment(
+def test_the_python_of_an_engine_is_the_named_one_or_that_of_its_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -156,7 +159,7 @@ def test_the_python_of_an_engine_is_the_one_named_or_that_of_its_environment(
         find_python(DYNAMO, "/nowhere/python")
 
 
-async def test_a_child_that_stays_unhealthy_is_started_again() -> None:
+async def test_a_child_that_stays_unhealthy_is_restarted() -> None:
     ill: set[int] = set()
     restarted: list[Child] = []
 

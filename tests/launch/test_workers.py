@@ -1,4 +1,4 @@
-"""Real workers under a supervisor: killed under load, they come back and nothing is lost."""
+"""Real workers under a supervisor: killed under load, they come back and no request is lost."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_a_worker_that_cannot_start_fails_the_start() -> None:
     assert fleet.children[0].restarts == 0
 
 
-def test_no_workers_are_not_a_fleet() -> None:
+def test_a_supervisor_needs_at_least_one_worker() -> None:
     with pytest.raises(BadRequest, match="workers is 0"):
         embedded_workers("tiny", 0, admin_token=TOKEN)
 
@@ -130,7 +130,7 @@ def test_a_worker_ends_when_its_gateway_is_killed() -> None:
         assert parent.stdout.read() == b""  # the worker holds the other end until it ends
 
 
-async def test_files_where_it_was_started_are_not_taken_for_modules(
+async def test_a_worker_does_not_import_modules_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenize.py").write_text("raise RuntimeError('not the library')")

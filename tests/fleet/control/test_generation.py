@@ -1,4 +1,4 @@
-"""Two gateways over the same real workers: the later one is obeyed, the other one stands down."""
+"""Two gateways over the same real workers: the later one is obeyed, the other one stops leading."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def held(workers: Workers) -> set[str]:
 
 
 @pytest.mark.failure_mode("F61")
-async def test_a_gateway_that_another_one_replaced_changes_nothing_any_more(
+async def test_a_replaced_gateway_changes_nothing_any_more(
     workers: Workers, made: Checkpoints
 ) -> None:
     async with (
@@ -61,7 +61,7 @@ async def test_a_gateway_that_another_one_replaced_changes_nothing_any_more(
 
 
 @pytest.mark.failure_mode("F62")
-async def test_the_late_commit_of_a_gateway_that_was_replaced_is_refused(
+async def test_the_late_commit_of_a_replaced_gateway_is_refused(
     workers: Workers, made: Checkpoints
 ) -> None:
     await workers.reset(made.paths["default"])
@@ -82,13 +82,13 @@ async def test_the_late_commit_of_a_gateway_that_was_replaced_is_refused(
         with pytest.raises(Superseded, match=f"generation {first + 2} was obeyed since"):
             await call
     await new.commit_proved("a", proof)
-    assert (await old.view()).version == "a"  # to look is allowed to everybody
+    assert (await old.view()).version == "a"  # reading needs no generation
     await old.close()
     await new.close()
 
 
 @pytest.mark.failure_mode("F61")
-async def test_the_number_rises_with_every_start_and_above_what_workers_have_obeyed(
+async def test_the_generation_rises_with_every_start_and_above_what_workers_have_obeyed(
     workers: Workers, made: Checkpoints, tmp_path: Path
 ) -> None:
     where = str(tmp_path / "state.sqlite")
@@ -110,7 +110,7 @@ async def test_the_number_rises_with_every_start_and_above_what_workers_have_obe
         assert fleet.serving() == [0, 1]
 
 
-def test_the_same_number_again_is_obeyed_and_none_is_never_refused() -> None:
+def test_the_same_generation_is_obeyed_again_and_commands_without_one_are_never_refused() -> None:
     generations = Generations()
     for number in (3, 3, None, 4):
         generations.check(number)

@@ -55,7 +55,7 @@ async def test_a_lease_ends_although_the_disk_is_full(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure_mode("F37")
-async def test_somebody_can_resume_although_nothing_at_all_can_be_written(tmp_path: Path) -> None:
+async def test_resume_works_although_nothing_can_be_written(tmp_path: Path) -> None:
     store = StateStore(str(tmp_path / "state.sqlite"))
     async with simulated(tmp_path, store=store) as fleet:
         await fleet.fleet.pause("keep")
@@ -70,7 +70,7 @@ async def test_somebody_can_resume_although_nothing_at_all_can_be_written(tmp_pa
 
 
 @pytest.mark.failure_mode("F37")
-async def test_whatever_keeps_a_lease_from_ending_is_tried_again(
+async def test_ending_a_lease_is_retried_after_any_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "AGAIN_SECONDS", 0.01)
@@ -89,7 +89,7 @@ async def test_whatever_keeps_a_lease_from_ending_is_tried_again(
 
 
 @pytest.mark.failure_mode("F37")
-async def test_a_clock_that_was_set_back_makes_no_lease_longer() -> None:
+async def test_a_clock_that_was_set_back_does_not_extend_a_lease() -> None:
     ended: list[float] = []
 
     async def end(at: float) -> None:

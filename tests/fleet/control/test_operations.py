@@ -1,4 +1,4 @@
-"""Operations: one at a time, once per key, over nobody never; pauses with a lease; adapters."""
+"""Operations: one at a time, once per key, never over no workers; pauses with a lease; adapters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.simulator.workers import write_checkpoint
 
 
 @pytest.mark.failure_mode("F22")
-async def test_over_no_workers_every_operation_fails_with_503(tmp_path: Path) -> None:
+async def test_every_operation_over_no_workers_fails_with_503(tmp_path: Path) -> None:
     adapter = str(write_checkpoint(tmp_path / "adapter", 5))
     async with simulated(tmp_path, 0) as simulation:
         fleet = simulation.fleet
@@ -42,7 +42,7 @@ async def test_over_no_workers_every_operation_fails_with_503(tmp_path: Path) ->
 
 
 @pytest.mark.failure_mode("F22")
-async def test_over_workers_of_which_none_serves_it_fails_as_well(tmp_path: Path) -> None:
+async def test_every_operation_fails_when_no_worker_serves(tmp_path: Path) -> None:
     async with simulated(tmp_path, 2) as fleet:
         await fleet.update("a")
         for worker in fleet.workers:
@@ -65,7 +65,7 @@ async def test_two_callers_with_one_key_share_one_operation(tmp_path: Path) -> N
 
 
 @pytest.mark.failure_mode("F25")
-async def test_a_key_never_answers_for_another_request_not_even_while_that_runs(
+async def test_a_key_is_never_reused_for_another_request_not_even_while_it_runs(
     tmp_path: Path,
 ) -> None:
     async with simulated(tmp_path) as fleet:
@@ -80,7 +80,7 @@ async def test_a_key_never_answers_for_another_request_not_even_while_that_runs(
 
 
 @pytest.mark.failure_mode("F25")
-async def test_what_a_killed_gateway_left_running_is_shown_as_lost_and_can_be_run_again(
+async def test_operations_of_a_killed_gateway_are_lost_and_can_be_run_again(
     tmp_path: Path,
 ) -> None:
     store = StateStore(str(tmp_path / "state.sqlite"))
@@ -119,7 +119,7 @@ async def test_the_store_is_used_from_many_threads_at_once(tmp_path: Path) -> No
 
 
 @pytest.mark.failure_mode("F37")
-async def test_a_lease_that_ends_while_no_worker_serves_pauses_nobody_who_returns(
+async def test_a_worker_that_returns_after_the_lease_ended_is_not_paused(
     tmp_path: Path,
 ) -> None:
     async with simulated(tmp_path) as fleet:
@@ -133,7 +133,7 @@ async def test_a_lease_that_ends_while_no_worker_serves_pauses_nobody_who_return
 
 
 @pytest.mark.failure_mode("F37")
-async def test_a_lease_that_ended_while_its_renewal_waited_does_not_end_the_renewed_pause(
+async def test_a_lease_that_ends_while_its_renewal_is_queued_does_not_end_the_renewed_pause(
     tmp_path: Path,
 ) -> None:
     async with simulated(tmp_path) as fleet:
@@ -153,7 +153,7 @@ async def test_a_lease_that_ended_while_its_renewal_waited_does_not_end_the_rene
 
 
 @pytest.mark.failure_mode("F37")
-async def test_a_lease_goes_on_in_the_next_gateway(tmp_path: Path) -> None:
+async def test_a_lease_continues_in_the_next_gateway(tmp_path: Path) -> None:
     where = str(tmp_path / "state.sqlite")
     async with simulated(tmp_path, store=StateStore(where)) as fleet:
         await fleet.fleet.pause("keep", lease_seconds=0.3)
@@ -165,7 +165,7 @@ async def test_a_lease_goes_on_in_the_next_gateway(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure_mode("F36")
-async def test_a_pause_that_no_worker_takes_leaves_nobody_paused(tmp_path: Path) -> None:
+async def test_a_pause_that_fails_on_all_workers_leaves_none_paused(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers:
             worker.strike("pause", "hang after")
@@ -178,13 +178,13 @@ async def test_a_pause_that_no_worker_takes_leaves_nobody_paused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-async def test_a_lease_must_end_some_time(tmp_path: Path, seconds: float) -> None:
+async def test_a_lease_must_be_finite(tmp_path: Path, seconds: float) -> None:
     async with simulated(tmp_path, 1) as fleet:
         with pytest.raises(BadRequest, match="lease_seconds"):
             await fleet.fleet.pause(lease_seconds=seconds)
 
 
-async def test_a_removal_that_is_broken_off_leaves_no_half_of_a_worker(tmp_path: Path) -> None:
+async def test_a_cancelled_removal_removes_the_worker_completely(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         fleet.fleet.worker("w1").in_flight = 1  # a request that does not end
         with pytest.raises(TimeoutError):
@@ -197,7 +197,7 @@ async def test_a_removal_that_is_broken_off_leaves_no_half_of_a_worker(tmp_path:
 
 
 @pytest.mark.failure_mode("F29")
-async def test_an_adapter_load_whose_answers_were_all_lost_is_served_by_nobody_who_may_hold_it(
+async def test_workers_that_may_hold_an_adapter_whose_load_was_lost_do_not_serve(
     tmp_path: Path,
 ) -> None:
     first = str(write_checkpoint(tmp_path / "one", 31))
@@ -215,7 +215,7 @@ async def test_an_adapter_load_whose_answers_were_all_lost_is_served_by_nobody_w
 
 
 @pytest.mark.failure_mode("F29")
-async def test_the_first_worker_is_not_believed_more_than_the_others(tmp_path: Path) -> None:
+async def test_the_first_worker_has_no_more_weight_than_the_others(tmp_path: Path) -> None:
     path = str(write_checkpoint(tmp_path / "one", 31))
     async with simulated(tmp_path) as fleet:
         fleet.workers[0].strike("probe", "corrupt")
@@ -239,7 +239,7 @@ async def test_an_adapter_reloaded_from_the_same_path_has_the_new_contents_every
         fleet.workers[1].kill()
         fleet.workers[1].start()
         await fleet.pool.look()
-        # It can only load what is there now, which nobody agreed on: it has to wait.
+        # It can only load what is there now, which the fleet did not agree on: it has to wait.
         assert fleet.state(fleet.workers[1]) == "quarantined"
         second = await fleet.fleet.load_adapter("x", str(path))
         assert first.version != second.version

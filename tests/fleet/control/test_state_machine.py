@@ -1,4 +1,4 @@
-"""Any order of joins, crashes, updates, retries, pauses and adapters: never a mixture."""
+"""Any order of joins, crashes, updates, retries, pauses and adapters never serves a mixture."""
 
 from __future__ import annotations
 

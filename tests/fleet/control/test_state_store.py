@@ -1,4 +1,4 @@
-"""The file of the desired state: one process at a time, one model, and nothing else's file."""
+"""The file of the desired state: for one process at a time and one model, and no other file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_state_file_belongs_to_one_model(tmp_path: Path) -> None:
     StateStore(where, model="tiny (1a2b)").close()  # the refusal let go of the lock
 
 
-def test_a_file_that_is_no_state_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_a_file_that_holds_no_state_is_rejected_by_name(tmp_path: Path) -> None:
     where = tmp_path / "state.sqlite"
     where.write_bytes(b"not a database" * 100)
     with pytest.raises(BadRequest, match=r"state\.sqlite cannot be used .*--state-dir"):

@@ -1,4 +1,4 @@
-"""Slots are never lost, never granted twice, and go to those who wait in turn."""
+"""Slots are never lost, never granted twice, and granted in the order of the queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["take", "end", "cancel", "run"]), st
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 3), STEPS)
-def test_whatever_is_cancelled_when_no_slot_is_lost_or_given_twice(
+def test_no_slot_is_lost_or_granted_twice_whatever_is_cancelled(
     limit: int, steps: list[tuple[str, int]]
 ) -> None:
     async def story() -> None:
@@ -60,7 +60,7 @@ def test_whatever_is_cancelled_when_no_slot_is_lost_or_given_twice(
     asyncio.run(story())
 
 
-async def test_who_waits_longest_is_next() -> None:
+async def test_the_first_in_the_queue_gets_the_next_slot() -> None:
     slots = AdmissionLimiter(1, 10, 60.0)
     order: list[int] = []
 
@@ -77,7 +77,7 @@ async def test_who_waits_longest_is_next() -> None:
     assert order == [0, 1, 2, 3]
 
 
-async def test_a_slot_that_comes_at_the_moment_of_a_cancellation_goes_to_the_next() -> None:
+async def test_a_slot_granted_at_the_moment_of_a_cancellation_goes_to_the_next() -> None:
     slots = AdmissionLimiter(1, 10, 60.0)
     await slots.take()
     first, second = (asyncio.create_task(slots.take()) for _ in range(2))
@@ -89,14 +89,14 @@ async def test_a_slot_that_comes_at_the_moment_of_a_cancellation_goes_to_the_nex
     assert (slots.taken, slots.waiting) == (1, 0)
 
 
-async def test_a_queue_of_nothing_refuses_at_once() -> None:
+async def test_a_queue_of_length_zero_rejects_at_once() -> None:
     slots = AdmissionLimiter(1, 0, 60.0)
     await slots.take()
     with pytest.raises(Busy):
         await slots.take()
 
 
-async def test_those_who_wait_when_it_closes_are_told() -> None:
+async def test_queued_requests_fail_when_the_limiter_closes() -> None:
     slots = AdmissionLimiter(1, 1, 60.0)
     await slots.take()
     waiting = asyncio.create_task(slots.take())
@@ -111,7 +111,7 @@ async def test_those_who_wait_when_it_closes_are_told() -> None:
     ("values", "name"),
     [((0, 1, 1.0), "max_in_flight"), ((1, -1, 1.0), "queue_limit"), ((1, 1, -1.0), "queue_sec")],
 )
-def test_limits_that_make_no_sense_are_refused(values: tuple[int, int, float], name: str) -> None:
+def test_invalid_limits_are_rejected(values: tuple[int, int, float], name: str) -> None:
     with pytest.raises(BadRequest, match=name):
         AdmissionLimiter(*values)
 

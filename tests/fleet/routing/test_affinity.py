@@ -1,4 +1,4 @@
-"""Requests that could share a cached prefix get the same route, however their ids came."""
+"""Requests that could share a cached prefix get the same route, however their ids were encoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_ids_route_alike_decoded_or_not(count: int, step: int, separators: tuple
     assert Affinity.of(raw) == Affinity.of(ids)
 
 
-def test_what_follows_the_first_blocks_does_not_matter_and_what_is_in_them_does() -> None:
+def test_only_the_first_blocks_of_a_prompt_count() -> None:
     ids = list(range(300))
     raw = LazyIds.of(msgspec.Raw(msgspec.json.encode([*ids[:256], 7, 8, 9])))
     assert raw is not None

@@ -1,4 +1,4 @@
-"""A worker that takes requests and says nothing any more: they are tried elsewhere, or told."""
+"""A worker that accepts requests and stops responding: they are retried elsewhere, or fail."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pinned(fake: FakeWorker, pool: Pool) -> Affinity:
     raise AssertionError(fake.name)
 
 
-async def test_undelivered_requests_of_a_hung_worker_are_tried_elsewhere_at_once() -> None:
+async def test_undelivered_requests_of_a_hung_worker_are_retried_elsewhere_at_once() -> None:
     async with fleet(2, health_seconds=0.3) as (pool, fakes):
         hang(fakes[0])
         affinity = pinned(fakes[0], pool)
@@ -52,7 +52,7 @@ async def test_a_stream_that_waits_for_its_first_item_moves_too() -> None:
             assert [item async for item in items] == [b"w1"] * 3
 
 
-async def test_a_single_worker_is_waited_for_a_while_and_then_given_up() -> None:
+async def test_requests_wait_for_the_only_worker_for_a_while_and_then_fail() -> None:
     async with fleet(1, health_seconds=0.2) as (pool, fakes):
         hang(fakes[0])
         with pytest.raises(Unavailable, match="w0 does not respond") as failed:
@@ -63,7 +63,7 @@ async def test_a_single_worker_is_waited_for_a_while_and_then_given_up() -> None
         assert pool.in_flight == 0
 
 
-async def test_a_single_worker_that_comes_back_answers_what_it_was_given() -> None:
+async def test_the_only_worker_serves_its_requests_when_it_comes_back() -> None:
     async with fleet(1, health_seconds=0.4) as (pool, fakes):
         hang(fakes[0])
         waiting = asyncio.create_task(pool.run(Affinity(session="s"), work))
@@ -73,7 +73,7 @@ async def test_a_single_worker_that_comes_back_answers_what_it_was_given() -> No
         assert await waiting == "w0"
 
 
-async def test_a_stream_that_was_delivered_in_part_is_told_once_its_worker_is_gone() -> None:
+async def test_a_partly_delivered_stream_fails_once_its_worker_is_gone() -> None:
     async with fleet(2, health_seconds=0.2) as (pool, fakes):
         affinity = pinned(fakes[0], pool)
         fakes[0].behave = fakes[0].events(1, then="hold")
@@ -85,7 +85,7 @@ async def test_a_stream_that_was_delivered_in_part_is_told_once_its_worker_is_go
         assert pool.in_flight == 0
 
 
-async def test_a_caller_that_leaves_is_cancelled_and_not_told_of_a_worker() -> None:
+async def test_a_caller_that_disconnects_gets_cancelled_error_and_not_unavailable() -> None:
     async with fleet(2, health_seconds=0.3) as (pool, fakes):
         for fake in fakes:
             fake.behave = fake.held
@@ -100,8 +100,8 @@ async def test_a_caller_that_leaves_is_cancelled_and_not_told_of_a_worker() -> N
         assert pool.in_flight == 0
 
 
-async def test_requests_of_a_worker_that_cannot_be_brought_up_are_taken_from_it() -> None:
-    """It responds, but is paused for ever: what it was given would wait as long."""
+async def test_requests_of_a_worker_that_cannot_be_brought_up_are_moved() -> None:
+    """It responds, but is paused forever, and its requests would wait as long."""
     async with fleet(1) as (pool, _):
         stuck = FakeWorker("stuck")
         await stuck.start()

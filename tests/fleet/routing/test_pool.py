@@ -1,4 +1,4 @@
-"""A pool over real HTTP servers: who gets a request, and what happens when they fail."""
+"""A pool over real HTTP servers: which worker gets a request, and what happens when it fails."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_a_pinned_request_goes_to_that_worker() -> None:
             assert await pool.run(Affinity(session="s", worker=name), work) == name
 
 
-async def test_a_pin_to_a_worker_that_does_not_exist_or_serve_is_told() -> None:
+async def test_a_pin_to_a_worker_that_does_not_exist_or_serve_is_an_error() -> None:
     async with fleet(2) as (pool, fakes):
         with pytest.raises(NotFound, match="no worker 'w9'; there are w0, w1"):
             await pool.run(Affinity(worker="w9"), work)
@@ -126,7 +126,7 @@ async def test_a_fleet_whose_workers_are_all_down_says_why() -> None:
 
 @pytest.mark.failure_mode("F35")
 @pytest.mark.parametrize("how", ["reset", "states 503", "cut", "dead"])
-async def test_a_request_whose_worker_fails_is_answered_by_another(how: str) -> None:
+async def test_a_request_whose_worker_fails_is_served_by_another(how: str) -> None:
     async with fleet(2) as (pool, fakes):
         home, other = home_of(pool, fakes, ROUTE)
         home.healthy = False
@@ -159,7 +159,7 @@ async def test_a_worker_that_dies_with_requests_on_it_loses_none() -> None:
         assert await asyncio.gather(*tasks) == [other.name] * 8
 
 
-async def test_no_worker_is_asked_twice_and_not_all_of_a_large_fleet() -> None:
+async def test_no_worker_is_tried_twice_and_not_all_of_a_large_fleet() -> None:
     async with fleet(6, probe_seconds=60.0) as (pool, fakes):
         for fake in fakes:
             fake.healthy = False
@@ -171,7 +171,7 @@ async def test_no_worker_is_asked_twice_and_not_all_of_a_large_fleet() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 409, 422, 429])
-async def test_what_the_caller_did_wrong_is_not_tried_elsewhere(status: int) -> None:
+async def test_a_bad_request_is_not_retried_elsewhere(status: int) -> None:
     async with fleet(2) as (pool, fakes):
         for fake in fakes:
             fake.behave = fake.states(status)
@@ -183,7 +183,7 @@ async def test_what_the_caller_did_wrong_is_not_tried_elsewhere(status: int) -> 
 
 
 @pytest.mark.failure_mode("F35")
-async def test_a_request_whose_engine_broke_is_tried_on_another_worker() -> None:
+async def test_a_request_whose_engine_broke_is_retried_on_another_worker() -> None:
     async with fleet(2, probe_seconds=60.0) as (pool, fakes):
         home, other = home_of(pool, fakes, ROUTE)
         home.behave = home.states(500)
@@ -192,7 +192,7 @@ async def test_a_request_whose_engine_broke_is_tried_on_another_worker() -> None
         await until(lambda: state(pool, home) == "down")  # it was probed because of that
 
 
-async def test_a_request_that_breaks_engines_is_not_given_to_a_third() -> None:
+async def test_a_request_that_breaks_engines_is_not_sent_to_a_third() -> None:
     async with fleet(4, probe_seconds=60.0) as (pool, fakes):
         for fake in fakes:
             fake.behave = fake.states(500)
@@ -204,7 +204,7 @@ async def test_a_request_that_breaks_engines_is_not_given_to_a_third() -> None:
         assert sum(fake.requests for fake in fakes) == 3
 
 
-async def test_an_engine_that_breaks_after_a_part_was_delivered_is_the_answer() -> None:
+async def test_an_engine_failure_after_a_part_was_delivered_is_raised() -> None:
     async with fleet(2, probe_seconds=60.0) as (pool, _):
         opened: list[str] = []
 
@@ -232,10 +232,10 @@ async def test_a_worker_that_died_comes_back_at_the_same_url(
         await pool.wait_ready(2, 10)
         assert await pool.run(ROUTE, work) == home.name
         said = [record.getMessage() for record in caplog.records]
-        assert said[-1].endswith("serves"), "who was told that it is away is told that it is back"
+        assert said[-1].endswith("serves"), "the log must say that the ejected worker is back"
 
 
-async def test_a_failure_of_before_it_came_back_does_not_put_a_worker_out_again() -> None:
+async def test_a_failure_from_before_a_worker_came_back_does_not_eject_it_again() -> None:
     async with fleet(2) as (pool, fakes):
         home, _ = home_of(pool, fakes, ROUTE)
         late = asyncio.Event()
@@ -267,7 +267,7 @@ async def test_a_dead_worker_is_found_without_any_request() -> None:
 # Streams
 
 
-async def test_a_stream_gives_every_item_of_one_worker() -> None:
+async def test_a_stream_yields_every_item_of_one_worker() -> None:
     async with fleet(2) as (pool, fakes):
         for fake in fakes:
             fake.behave = fake.events(3)
@@ -279,7 +279,7 @@ async def test_a_stream_gives_every_item_of_one_worker() -> None:
 
 @pytest.mark.failure_mode("F35")
 @pytest.mark.parametrize("how", ["reset", "states 503", "cut"])
-async def test_a_stream_that_fails_before_its_first_item_is_taken_over(how: str) -> None:
+async def test_a_stream_that_fails_before_its_first_item_is_retried_elsewhere(how: str) -> None:
     async with fleet(2) as (pool, fakes):
         home, other = home_of(pool, fakes, ROUTE)
         home.healthy = False
@@ -332,7 +332,7 @@ async def test_requests_beyond_the_limit_wait_their_turn() -> None:
         assert pool.in_flight == 0
 
 
-async def test_a_full_queue_is_busy_and_says_when_to_come_back() -> None:
+async def test_a_full_queue_is_busy_and_says_when_to_retry() -> None:
     async with fleet(1, max_in_flight=1, queue_limit=1) as (pool, fakes):
         fakes[0].behave = fakes[0].held
         tasks = [asyncio.create_task(pool.run(ROUTE, work)) for _ in range(2)]
@@ -344,7 +344,7 @@ async def test_a_full_queue_is_busy_and_says_when_to_come_back() -> None:
         await asyncio.gather(*tasks)
 
 
-async def test_a_request_that_waited_too_long_is_refused() -> None:
+async def test_a_request_that_queued_too_long_is_rejected() -> None:
     async with fleet(1, max_in_flight=1, queue_seconds=0.05) as (pool, fakes):
         fakes[0].behave = fakes[0].held
         first = asyncio.create_task(pool.run(ROUTE, work))
@@ -372,7 +372,7 @@ async def test_cancelling_a_request_frees_its_slot_and_stops_the_worker() -> Non
         assert pool.workers[0].state == "serving"
 
 
-async def test_cancelling_one_that_waits_leaves_the_queue() -> None:
+async def test_a_cancelled_request_leaves_the_queue() -> None:
     async with fleet(1, max_in_flight=1) as (pool, fakes):
         fakes[0].behave = fakes[0].held
         first, second = (asyncio.create_task(pool.run(ROUTE, work)) for _ in range(2))
@@ -398,7 +398,7 @@ async def test_an_id_is_taken_once() -> None:
             await pool.add("worker-1:8000")
 
 
-async def test_a_worker_that_is_not_up_yet_joins_when_it_is() -> None:
+async def test_a_worker_that_is_down_joins_when_it_is_up() -> None:
     fake = FakeWorker("late")
     await fake.start()
     await fake.die()
@@ -445,7 +445,7 @@ async def test_a_worker_is_removed_after_its_requests() -> None:
             await pool.remove(home.name)
 
 
-async def test_a_removal_does_not_wait_for_ever_and_loses_no_request() -> None:
+async def test_a_removal_times_out_and_loses_no_request() -> None:
     async with fleet(2) as (pool, fakes):
         home, other = home_of(pool, fakes, ROUTE)
         home.behave = home.held
@@ -468,7 +468,7 @@ async def test_models_are_those_that_every_worker_serves() -> None:
         assert [card.weight_version for card in await pool.models()] == ["2", "1"]
 
 
-async def test_an_abort_asks_every_worker_and_counts_what_was_stopped() -> None:
+async def test_an_abort_reaches_every_worker_and_counts_the_stopped_requests() -> None:
     async with fleet(3) as (pool, fakes):
         fakes[0].aborted, fakes[2].aborted = 1, 2
         assert await pool.abort("r") == 3

@@ -1,4 +1,4 @@
-"""Affinity that survives workers coming and going, and a bound on the load it may cause."""
+"""Affinity that survives workers joining and leaving, and a bound on the load it may cause."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_hot_key_spills_to_the_next_in_its_own_order() -> None:
     assert chosen == [first, first, second, second]
 
 
-def test_load_that_others_gave_a_worker_counts() -> None:
+def test_load_from_other_gateways_counts() -> None:
     hashed, _ = hash_of("a", "b")
     home = hashed.pick(b"key")
     assert home is not None
@@ -129,7 +129,7 @@ def test_load_that_others_gave_a_worker_counts() -> None:
     assert spilled is not home
 
 
-def test_those_that_were_tried_are_left_out_even_when_the_others_are_loaded() -> None:
+def test_tried_workers_are_skipped_even_when_the_others_are_loaded() -> None:
     hashed, (a, b) = hash_of("a", "b")
     for _ in range(20):
         hashed.begin(b)
@@ -137,11 +137,11 @@ def test_those_that_were_tried_are_left_out_even_when_the_others_are_loaded() ->
     assert hashed.pick(b"any", [a, b]) is None
 
 
-def test_a_ring_of_nobody_picks_nobody() -> None:
+def test_an_empty_hash_picks_no_worker() -> None:
     hashed, _ = hash_of()
     assert hashed.pick(b"any") is None
 
 
-def test_a_factor_that_could_pass_over_everybody_is_refused() -> None:
+def test_a_load_factor_below_one_is_rejected() -> None:
     with pytest.raises(BadRequest, match=r"load_factor is 0\.5"):
         RendezvousHash(0.5)

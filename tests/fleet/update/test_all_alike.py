@@ -1,4 +1,4 @@
-"""What fails on every worker alike is undone, and no worker is blamed; the way out of nobody."""
+"""Failures on every worker alike are undone without blaming a worker, and recovery without any."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_an_adapter_that_no_worker_can_score_is_undone_everywhere(tmp_path
 
 
 @pytest.mark.failure_mode("F36")
-async def test_a_broadcaster_that_is_absent_quarantines_nobody(tmp_path: Path) -> None:
+async def test_an_absent_broadcaster_quarantines_no_worker(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers:
             worker.strike("join", "error")
@@ -61,7 +61,7 @@ async def test_a_broadcaster_that_is_absent_quarantines_nobody(tmp_path: Path) -
 
 
 @pytest.mark.failure_mode("F36")
-async def test_a_source_that_never_comes_quarantines_nobody(tmp_path: Path) -> None:
+async def test_a_source_that_never_sends_quarantines_no_worker(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers:
             worker.strike("stage", "hang")
@@ -71,7 +71,7 @@ async def test_a_source_that_never_comes_quarantines_nobody(tmp_path: Path) -> N
         fleet.check()
 
 
-async def test_a_worker_that_fails_alone_is_quarantined_still(tmp_path: Path) -> None:
+async def test_a_worker_that_fails_alone_is_quarantined(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         fleet.workers[0].strike("flush", "error")
         await fleet.fleet.flush()
@@ -79,7 +79,7 @@ async def test_a_worker_that_fails_alone_is_quarantined_still(tmp_path: Path) ->
 
 
 @pytest.mark.failure_mode("F22")
-async def test_when_nobody_serves_an_update_is_made_on_those_in_quarantine(tmp_path: Path) -> None:
+async def test_when_no_worker_serves_an_update_runs_on_quarantined_workers(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         await fleet.update("a")
         shutil.rmtree(fleet.checkpoint("a"))
@@ -98,7 +98,9 @@ async def test_when_nobody_serves_an_update_is_made_on_those_in_quarantine(tmp_p
 
 
 @pytest.mark.failure_mode("F22")
-async def test_the_agreed_version_can_be_given_again_from_another_directory(tmp_path: Path) -> None:
+async def test_the_agreed_version_can_be_loaded_again_from_another_directory(
+    tmp_path: Path,
+) -> None:
     async with simulated(tmp_path) as fleet:
         await fleet.update("a")
         moved = tmp_path / "elsewhere"
@@ -118,7 +120,7 @@ async def test_the_agreed_version_can_be_given_again_from_another_directory(tmp_
 
 @pytest.mark.failure_mode("F35")
 @pytest.mark.parametrize("phase", ["probe", "stage", "probe staged", "pause", "commit", "resume"])
-async def test_a_worker_that_hangs_in_any_phase_does_not_hold_the_others(
+async def test_a_worker_that_hangs_in_any_phase_does_not_block_the_others(
     tmp_path: Path, phase: str
 ) -> None:
     async with simulated(tmp_path, budget=PATIENT) as fleet:
@@ -192,7 +194,7 @@ def test_a_budget_is_a_known_name_and_seconds(option: str) -> None:
         PhaseBudgets.parse([option])
 
 
-async def test_what_is_odd_about_a_checkpoint_is_said_in_the_operation(tmp_path: Path) -> None:
+async def test_oddities_of_a_checkpoint_are_warnings_of_the_operation(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         path = Path(fleet.checkpoint("a"))
         rows = np.zeros((256, 8), "<f4")

@@ -1,4 +1,4 @@
-"""A worker that joins or returns is brought to what was agreed on, whatever it holds."""
+"""A worker that joins or returns is brought to the agreed state, whatever it holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def test_a_joiner_gets_version_adapters_and_pause_and_is_proved(tmp_path: 
 
 
 @pytest.mark.failure_mode("F26")
-async def test_a_joiner_that_says_the_right_version_is_believed_only_by_its_answers(
+async def test_a_joiner_that_reports_the_right_version_must_prove_it_by_its_scores(
     tmp_path: Path,
 ) -> None:
     async with simulated(tmp_path, 2) as fleet:
@@ -40,7 +40,7 @@ async def test_a_joiner_that_says_the_right_version_is_believed_only_by_its_answ
 
 
 @pytest.mark.failure_mode("F28")
-async def test_weights_nobody_has_a_checkpoint_of_keep_out_who_answers_otherwise(
+async def test_a_joiner_with_other_scores_is_kept_out_when_there_is_no_checkpoint(
     tmp_path: Path,
 ) -> None:
     async with simulated(tmp_path, 2) as fleet:
@@ -52,10 +52,10 @@ async def test_weights_nobody_has_a_checkpoint_of_keep_out_who_answers_otherwise
 
 
 @pytest.mark.failure_mode("F24")
-async def test_a_commit_that_was_undone_everywhere_else_is_undone_on_who_returns(
+async def test_a_commit_undone_on_other_workers_is_undone_on_a_returning_worker(
     tmp_path: Path,
 ) -> None:
-    """There is no checkpoint of the first weights: what it committed it can only take back."""
+    """There is no checkpoint of the first weights, so the worker can only roll back."""
     async with simulated(tmp_path, probes_staged=False) as fleet:
         fleet.workers[0].strike("commit", "swallow")
         fleet.workers[1].strike("probe", "corrupt", 2)
@@ -68,7 +68,7 @@ async def test_a_commit_that_was_undone_everywhere_else_is_undone_on_who_returns
         fleet.check()
 
 
-async def test_a_removal_while_it_is_brought_up_ends_that(tmp_path: Path) -> None:
+async def test_removing_a_worker_ends_its_bring_up(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         await fleet.update("a")
         fleet.workers[0].kill()

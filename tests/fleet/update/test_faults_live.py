@@ -1,4 +1,4 @@
-"""One real worker of three goes wrong in one phase of an update: nobody ever serves a mixture."""
+"""One real worker of three fails in one phase of an update: the fleet never serves a mixture."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FAULTS: list[tuple[str, int, Kind]] = [
 
 @pytest.mark.failure_mode("F24")
 @pytest.mark.failure_mode("F23")
-async def test_whatever_one_worker_does_in_whatever_phase_all_that_serve_hold_the_label(
+async def test_all_serving_workers_hold_the_label_whatever_one_worker_does_in_any_phase(
     workers: Workers, made: Checkpoints
 ) -> None:
     """One fleet goes through all faults, from one checkpoint to the next and back."""
@@ -75,7 +75,7 @@ async def test_whatever_one_worker_does_in_whatever_phase_all_that_serve_hold_th
 
 @pytest.mark.failure_mode("F35")
 @pytest.mark.parametrize(("method", "kind"), [("stage", "kill"), ("commit", "kill after")])
-async def test_a_worker_killed_in_mid_update_is_named_and_comes_back_to_what_was_agreed(
+async def test_a_worker_killed_during_an_update_is_named_and_returns_to_the_agreed_version(
     workers: Workers, made: Checkpoints, method: str, kind: Kind
 ) -> None:
     async with live(workers, made) as fleet:
@@ -89,7 +89,7 @@ async def test_a_worker_killed_in_mid_update_is_named_and_comes_back_to_what_was
 
 
 @pytest.mark.failure_mode("F36")
-async def test_one_worker_that_hangs_in_pause_is_left_out_in_time_and_no_other_stays_paused(
+async def test_a_worker_that_hangs_in_pause_is_quarantined_in_time_and_no_other_stays_paused(
     workers: Workers, made: Checkpoints
 ) -> None:
     async with live(workers, made) as fleet:
@@ -104,7 +104,7 @@ async def test_one_worker_that_hangs_in_pause_is_left_out_in_time_and_no_other_s
 
 
 @pytest.mark.failure_mode("F28")
-async def test_a_worker_that_takes_the_weights_and_is_silently_wrong_is_caught_and_mended(
+async def test_a_silently_wrong_worker_is_caught_and_corrected(
     workers: Workers, made: Checkpoints
 ) -> None:
     async with live(workers, made) as fleet:
@@ -125,7 +125,7 @@ async def test_a_worker_that_takes_the_weights_and_is_silently_wrong_is_caught_a
 
 
 @pytest.mark.failure_mode("F28")
-async def test_without_a_probe_the_one_that_answers_otherwise_is_the_one_left_out(
+async def test_without_a_probe_the_worker_that_scores_differently_is_quarantined(
     workers: Workers, made: Checkpoints
 ) -> None:
     async with live(workers, made) as fleet:
@@ -145,7 +145,7 @@ async def test_without_a_probe_the_one_that_answers_otherwise_is_the_one_left_ou
 
 @pytest.mark.failure_mode("F24")
 @pytest.mark.failure_mode("F28")
-async def test_a_probe_that_no_worker_reproduces_puts_all_back(
+async def test_a_probe_that_no_worker_reproduces_rolls_all_back(
     workers: Workers, made: Checkpoints, tmp_path: Path
 ) -> None:
     """The trainer shipped one checkpoint and the probe of another."""
@@ -179,14 +179,14 @@ async def test_a_worker_that_joins_or_restarts_gets_no_traffic_before_it_holds_e
 
 
 @pytest.mark.failure_mode("F26")
-async def test_what_is_desired_survives_the_gateway_and_workers_are_brought_to_it(
+async def test_the_desired_state_survives_the_gateway_and_workers_are_brought_to_it(
     workers: Workers, made: Checkpoints, tmp_path: Path
 ) -> None:
     where = str(tmp_path / "state.sqlite")
     async with live(workers, made, store=StateStore(where)) as fleet:
         await fleet.update("b", key="once")
         await fleet.fleet.pause("keep", lease_seconds=60)
-    await workers.reset(made.paths[FIRST])  # the workers were started anew as well
+    await workers.reset(made.paths[FIRST])  # the workers restarted as well
     async with live(workers, made, store=StateStore(where)) as fleet:
         assert fleet.fleet.desired.paused == "keep"
         assert await fleet.healed() == "b"
@@ -198,7 +198,7 @@ async def test_what_is_desired_survives_the_gateway_and_workers_are_brought_to_i
 
 
 @pytest.mark.failure_mode("F25")
-async def test_an_update_whose_caller_went_away_goes_on_and_its_retry_does_not_update_again(
+async def test_an_update_continues_without_its_caller_and_its_retry_does_not_update_again(
     workers: Workers, made: Checkpoints
 ) -> None:
     async with live(workers, made) as fleet:

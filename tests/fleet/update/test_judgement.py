@@ -1,4 +1,4 @@
-"""What is concluded from a worker's logprobs and digest, on numbers of the real engine."""
+"""Conclusions from a worker's logprobs and digest, on numbers of the real engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAIRS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """A worker that held `old` and was told to hold `new`, and the trainer's probe of `new`."""
+    """A worker that held `old` and was sent `new`, and the trainer's probe of `new`."""
 
     core: Core
     old: Tensors
@@ -99,7 +99,7 @@ def case(
 @pytest.mark.failure_mode("F48")
 @pytest.mark.parametrize("model", ["tiny", "tiny-moe"])
 @pytest.mark.parametrize(("trainer", "worker"), PAIRS)
-def test_the_right_weights_are_believed_by_their_scores_alone(
+def test_the_right_weights_are_accepted_by_their_scores_alone(
     model: str, trainer: str, worker: str, directory: Path
 ) -> None:
     trial = case(model, trainer, worker, directory)
@@ -141,7 +141,7 @@ def test_in_float32_every_fault_is_caught_by_scores(
 @pytest.mark.failure_mode("F48")
 @pytest.mark.parametrize(("trainer", "worker"), PAIRS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_was_misread_is_caught_by_its_digest_whatever_the_scores_say(
+def test_misread_weights_are_caught_by_their_digest_whatever_the_scores(
     trainer: str, worker: str, fault: Fault, directory: Path
 ) -> None:
     trial = case("tiny-moe", trainer, worker, directory)
@@ -153,7 +153,7 @@ def test_what_was_misread_is_caught_by_its_digest_whatever_the_scores_say(
 
 
 @pytest.mark.failure_mode("F49")
-def test_a_step_within_the_noise_is_believed_by_its_digest_and_by_nothing_less(
+def test_a_step_within_the_noise_is_accepted_only_by_its_digest(
     directory: Path,
 ) -> None:
     trial = case("tiny", "float32", "bfloat16", directory, 1e-4)
@@ -206,25 +206,25 @@ def test_bits_decide_only_where_they_tell_new_from_old() -> None:
     assert judge(moved, reference, Witness("match")).error is not None
 
 
-def test_a_tolerance_that_was_given_is_what_counts() -> None:
+def test_an_explicit_tolerance_decides() -> None:
     _, reference = flat([-1.0] * 100, tolerance=0.25)
     near, far = ((-1.2,) * 100,), ((-1.3,) * 100,)
     verdict = judge(near, reference, Witness())
     assert (verdict.error, verdict.evidence.bound) == (None, 0.25)
     assert judge(far, reference, Witness()).error is not None
-    # Old weights that are clearly others are told apart within the tolerance, too.
+    # Old weights that clearly differ are rejected although they are within the tolerance.
     kept = judge(((-1.24,) * 100,), reference, Witness(before=((-1.24,) * 100,), dtype="float32"))
     assert kept.error is not None
 
 
 @pytest.mark.parametrize("scores", [[], [[-1.0]], [[-1.0, math.nan]], [[-math.inf, -1.0]]])
-def test_scores_that_are_no_logprobs_are_never_believed(scores: list[list[float]]) -> None:
+def test_scores_that_are_not_logprobs_are_never_accepted(scores: list[list[float]]) -> None:
     _, reference = flat([-1.0, -1.0])
     assert judge(scores, reference, Witness("match", same=True)).error is not None
 
 
-def test_noise_of_the_version_before_is_not_a_licence() -> None:
-    """A worker that served something else than the trainer thinks is not calibrated by it."""
+def test_noise_under_the_version_before_does_not_excuse_wrong_scores() -> None:
+    """A worker that served other weights than the trainer assumes is not calibrated by them."""
     rng = np.random.default_rng(1)
     new = tuple(-rng.exponential(6.0, 1000))
     old = tuple(np.array(new) - 0.5)

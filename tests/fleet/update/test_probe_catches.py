@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Trial:
-    """A worker that served `old` and was told to serve `new`, and the probe for `new`."""
+    """A worker that served `old` and was sent `new`, and the probe for `new`."""
 
     core: Core
     old: Tensors

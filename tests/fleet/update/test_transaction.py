@@ -1,4 +1,4 @@
-"""Weight updates on simulated workers: all of them, or none, and what each fault leaves behind."""
+"""Weight updates on simulated workers: all of them or none, and what each fault leaves behind."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ async def test_no_fault_in_any_phase_leads_to_a_mixture(tmp_path: Path) -> None:
     outcomes = await run(tmp_path)
     assert sum(outcome.struck for outcome in outcomes) >= 500
     assert [(outcome.trial, outcome.wrong) for outcome in outcomes if outcome.wrong] == []
-    # Whoever was struck comes back, and the others served all the time.
+    # The workers with faults come back, and the others served all the time.
     assert {outcome.healed for outcome in outcomes} == {3}
     assert min(outcome.serving for outcome in outcomes) >= 2
 
 
 @pytest.mark.failure_mode("F24")
 @pytest.mark.parametrize("method", ["stage", "commit"])
-async def test_when_most_workers_fail_the_others_go_back_too(tmp_path: Path, method: str) -> None:
+async def test_when_most_workers_fail_the_others_are_rolled_back(
+    tmp_path: Path, method: str
+) -> None:
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers[:2]:
             worker.strike(method, "drop")
@@ -67,7 +69,7 @@ async def test_two_workers_that_differ_prove_nothing_without_a_probe(
 
 
 @pytest.mark.failure_mode("F28")
-async def test_what_is_disproved_while_it_is_staged_stops_nobody(tmp_path: Path) -> None:
+async def test_weights_disproved_while_staged_pause_no_worker(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers:
             worker.strike("stage", "corrupt")
@@ -99,7 +101,7 @@ async def test_a_swap_that_went_wrong_is_noticed_although_the_staged_weights_wer
         fleet.check()
 
 
-async def test_what_was_proved_while_staged_is_only_swapped_in_the_pause(tmp_path: Path) -> None:
+async def test_weights_proved_while_staged_are_only_swapped_in_the_pause(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers:
             worker.calls.clear()
@@ -115,10 +117,10 @@ async def test_what_was_proved_while_staged_is_only_swapped_in_the_pause(tmp_pat
 @pytest.mark.failure_mode("F28")
 @pytest.mark.parametrize("kind", ["restage", "restart before"])
 @pytest.mark.parametrize("phase", ["pause", "commit"])
-async def test_weights_that_were_not_the_proved_ones_are_not_committed(
+async def test_weights_that_differ_from_the_proved_ones_are_not_committed(
     tmp_path: Path, kind: Kind, phase: str
 ) -> None:
-    """Between proof and commit somebody stages others under the same label, or it starts anew."""
+    """Between proof and commit, other weights are staged under the same label, or it restarts."""
     async with simulated(tmp_path) as fleet:
         fleet.workers[0].strike(phase, kind)
         operation = await fleet.update("a")
@@ -134,7 +136,7 @@ async def test_weights_that_were_not_the_proved_ones_are_not_committed(
 
 
 @pytest.mark.failure_mode("F28")
-async def test_a_worker_that_was_started_anew_after_the_commit_does_not_go_on(
+async def test_a_worker_that_restarted_after_the_commit_is_not_resumed(
     tmp_path: Path,
 ) -> None:
     async with simulated(tmp_path) as fleet:
@@ -148,7 +150,9 @@ async def test_a_worker_that_was_started_anew_after_the_commit_does_not_go_on(
 
 
 @pytest.mark.failure_mode("F28")
-async def test_when_most_have_other_weights_than_they_proved_all_go_back(tmp_path: Path) -> None:
+async def test_when_most_workers_hold_other_weights_than_they_proved_all_are_rolled_back(
+    tmp_path: Path,
+) -> None:
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers[:2]:
             worker.strike("commit", "restage")
@@ -171,7 +175,7 @@ async def test_a_worker_that_keeps_its_old_weights_does_not_prove_the_new_label(
         assert fleet.fleet.desired.version == FIRST
 
 
-async def test_the_same_weights_under_a_new_label_are_taken_when_they_are_known_to_be_the_same(
+async def test_the_same_weights_under_a_new_label_are_accepted_when_their_digest_is_the_same(
     tmp_path: Path,
 ) -> None:
     async with simulated(tmp_path, model_dir=tmp_path / FIRST) as fleet:
@@ -182,7 +186,7 @@ async def test_the_same_weights_under_a_new_label_are_taken_when_they_are_known_
 
 
 @pytest.mark.failure_mode("F25")
-async def test_a_label_means_one_set_of_weights_for_ever(tmp_path: Path) -> None:
+async def test_a_label_names_one_set_of_weights_forever(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
         await fleet.update("a")
         await fleet.update("b")
@@ -197,7 +201,7 @@ async def test_a_label_means_one_set_of_weights_for_ever(tmp_path: Path) -> None
 
 
 @pytest.mark.failure_mode("F25")
-async def test_what_a_label_means_is_remembered_by_the_next_gateway(tmp_path: Path) -> None:
+async def test_the_next_gateway_remembers_what_a_label_names(tmp_path: Path) -> None:
     where = str(tmp_path / "state.sqlite")
     async with simulated(tmp_path, store=StateStore(where)) as fleet:
         await fleet.update("a")
@@ -243,10 +247,11 @@ async def test_a_directory_called_like_other_weights_gets_a_label_of_its_own(
 
 
 @pytest.mark.failure_mode("F26")
-async def test_a_worker_that_joins_while_the_fleet_changes_serves_what_it_changed_to(
+async def test_a_worker_that_joins_during_an_update_serves_the_new_version(
     tmp_path: Path,
 ) -> None:
-    """The first worker's state becomes the fleet's; one that looked at the same time is slower."""
+    """The first worker's state becomes the fleet's; another that joined at that moment is
+    slower."""
     async with simulated(tmp_path, 0) as fleet:
         first = fleet.meaning[FIRST]
         quick, slow = SimulatedWorker("quick", first), SimulatedWorker("slow", first)
@@ -261,10 +266,10 @@ async def test_a_worker_that_joins_while_the_fleet_changes_serves_what_it_change
 
 
 @pytest.mark.failure_mode("F26")
-async def test_a_worker_lost_to_traffic_in_mid_update_is_not_taken_back_half_way(
+async def test_a_worker_ejected_during_an_update_does_not_return_before_it_ends(
     tmp_path: Path,
 ) -> None:
-    """It is healthy again while the update that fails later on still works on it."""
+    """It is healthy again while the update, which fails later, still works on it."""
     async with simulated(tmp_path) as fleet:
         for worker in fleet.workers[1:]:
             worker.strike("commit", "hang after")
@@ -285,10 +290,10 @@ async def test_a_worker_lost_to_traffic_in_mid_update_is_not_taken_back_half_way
 
 
 @pytest.mark.failure_mode("F26")
-async def test_a_worker_lost_to_traffic_in_mid_update_is_not_brought_up_before_its_end(
+async def test_a_worker_ejected_during_an_update_is_not_brought_up_before_it_ends(
     tmp_path: Path,
 ) -> None:
-    """To bring it up would drop what it has staged, and commit would find nothing."""
+    """Bringing it up would drop its staged weights, and the commit would find nothing."""
     async with simulated(tmp_path) as fleet:
         fleet.workers[1].strike("stage", "delay")
         update = asyncio.create_task(fleet.update("a"))
@@ -303,7 +308,9 @@ async def test_a_worker_lost_to_traffic_in_mid_update_is_not_brought_up_before_i
 
 
 @pytest.mark.parametrize("phase", ["stage", "pause", "commit", "resume"])
-async def test_a_worker_removed_in_mid_update_does_not_stop_it(tmp_path: Path, phase: str) -> None:
+async def test_a_worker_removed_during_an_update_does_not_stop_it(
+    tmp_path: Path, phase: str
+) -> None:
     async with simulated(tmp_path) as fleet:
         fleet.workers[1].strike(phase, "hang")
         update = asyncio.create_task(fleet.update("a"))
@@ -333,7 +340,7 @@ async def test_a_failure_to_record_the_agreement_undoes_the_update(
         fleet.check()
 
 
-async def test_a_driver_with_a_bug_hurts_its_own_worker_only(tmp_path: Path) -> None:
+async def test_a_bug_in_a_driver_affects_its_own_worker_only(tmp_path: Path) -> None:
     async with simulated(tmp_path) as fleet:
 
         async def broken(*_: str) -> None:
@@ -347,7 +354,7 @@ async def test_a_driver_with_a_bug_hurts_its_own_worker_only(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("paused", [False, True])
-async def test_workers_that_answer_only_when_they_run_are_held_back_until_they_did(
+async def test_workers_that_score_only_while_running_are_held_until_they_have_proved(
     tmp_path: Path, paused: bool
 ) -> None:
     async with simulated(tmp_path, mute=True) as fleet:
@@ -358,12 +365,12 @@ async def test_workers_that_answer_only_when_they_run_are_held_back_until_they_d
         assert operation.workers["w0"].status == "quarantined"
         fleet.check()
         await fleet.pool.look()
-        assert len(fleet.serving()) == 3  # nobody is held back for ever
+        assert len(fleet.serving()) == 3  # no worker stays held
         fleet.check()
 
 
 @pytest.mark.failure_mode("F24")
-async def test_who_could_not_say_before_what_it_held_is_not_believed_to_hold_it_again(
+async def test_a_worker_without_scores_from_before_is_not_accepted_as_rolled_back(
     tmp_path: Path,
 ) -> None:
     async with simulated(tmp_path, probes_staged=False) as fleet:

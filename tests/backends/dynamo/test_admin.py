@@ -1,4 +1,5 @@
-"""DynamoAdmin: only what is advertised, soft errors seen, and a Lockstep engine behind Dynamo."""
+"""DynamoAdmin: only advertised routes, errors with status 200, and a Lockstep engine behind
+Dynamo."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ async def test_a_broadcast_names_its_tensors() -> None:
         await admin.close()
 
 
-async def test_what_is_not_advertised_is_not_called() -> None:
+async def test_routes_that_are_not_advertised_are_not_called() -> None:
     fake = Dynamo()
     async with serving(fake.script) as server:
         admin = driver(server, ("liveness_probe",))
@@ -205,7 +206,7 @@ async def test_an_update_that_reports_another_version_is_a_failure() -> None:
 
 
 @pytest.mark.failure_mode("F25")
-async def test_an_update_whose_answer_is_lost_is_looked_up() -> None:
+async def test_an_update_whose_response_is_lost_is_looked_up() -> None:
     fake = Dynamo(paused=True, replies={"update_weights_from_disk": [Reply(fault="reset")]})
     async with serving(fake.script) as server:
         admin = driver(server)
@@ -222,7 +223,7 @@ async def test_a_worker_that_hangs_in_pause_costs_a_bounded_time() -> None:
         admin = driver(server)
         with pytest.raises(DeadlineExceeded, match=server.url):
             await admin.pause("wait")
-        assert len(server.requests) == 1, "waiting anew would only start over"
+        assert len(server.requests) == 1, "a retry would only wait again"
         await admin.close()
 
 
@@ -288,7 +289,7 @@ async def test_a_worker_that_advertises_the_transaction_stages() -> None:
         await admin.close()
 
 
-async def test_auto_recognises_a_dynamo_worker_and_asks_for_its_routes() -> None:
+async def test_auto_recognises_a_dynamo_worker_and_requires_its_routes() -> None:
     for replies in ({}, {"liveness_probe": [captured("engine_unknown_route")]}):
         async with serving(Dynamo(replies=replies).script) as server:
             with pytest.raises(BadRequest, match="routes"):

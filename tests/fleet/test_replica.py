@@ -1,4 +1,4 @@
-"""A gateway that follows: it serves what the leader wrote down, and touches no worker."""
+"""A gateway that follows: it serves what the leader recorded, and commands no worker."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ class Untouchable:
 
 
 @pytest.mark.failure_mode("F75")
-async def test_a_follower_routes_only_to_what_the_leader_says_is_proved_and_commands_nobody() -> (
-    None
-):
+async def test_a_follower_routes_only_to_workers_proved_at_the_leader_and_commands_none() -> None:
     fakes = [FakeWorker(f"w{index}") for index in range(3)]
     for fake in fakes:
         await fake.start()

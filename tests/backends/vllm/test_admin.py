@@ -227,7 +227,7 @@ async def test_a_rollback_that_failed_goes_back_to_the_same_weights_when_tried_a
 
 
 @pytest.mark.failure_mode("F25")
-async def test_a_reload_whose_answer_is_lost_is_repeated_only_while_paused() -> None:
+async def test_a_reload_whose_response_is_lost_is_repeated_only_while_paused() -> None:
     fake = Vllm(replies={"reload_weights": [Reply(fault="reset")]})
     async with serving(fake.script) as server:
         admin = driver(server)
@@ -281,7 +281,7 @@ async def test_a_broadcast_goes_through_the_three_steps_and_is_not_repeated() ->
 
 @pytest.mark.failure_mode("F23")
 @pytest.mark.parametrize("body", [b"null", b"", b"{}", b'{"status":"error"}', b"ok"])
-async def test_an_answer_that_does_not_say_yes_is_a_failure(body: bytes) -> None:
+async def test_a_response_that_does_not_confirm_is_a_failure(body: bytes) -> None:
     fake = Vllm()
     async with serving(fake.script) as server:
         admin = driver(server)
@@ -372,7 +372,7 @@ async def test_adapters_are_swapped_in_place_and_prefixes_dropped() -> None:
         ({"target_modules": ["q_proj"]}, None),
     ],
 )
-async def test_a_server_that_would_die_of_proofs_beside_samples_is_refused(
+async def test_a_server_that_would_crash_on_proofs_beside_samples_is_rejected(
     lora: Any, says: str | None
 ) -> None:
     fake = Vllm()
@@ -405,7 +405,7 @@ async def test_an_adapter_that_cannot_be_loaded_is_an_adapter_error() -> None:
 # Probes
 
 
-async def test_a_running_server_scores_over_http_and_a_paused_one_says_it_cannot() -> None:
+async def test_a_running_server_scores_over_http_and_a_paused_one_raises() -> None:
     fake = Vllm()
     async with serving(fake.script) as server:
         admin = driver(server)
@@ -439,7 +439,7 @@ async def test_the_extension_stages_commits_probes_and_rolls_back() -> None:
 
 
 @pytest.mark.failure_mode("F25")
-async def test_a_lost_answer_of_the_extension_is_settled_by_looking() -> None:
+async def test_a_lost_response_of_the_extension_is_settled_by_its_view() -> None:
     fake = Vllm(extension=True)
     async with serving(fake.script) as server:
         admin = driver(server)
@@ -457,7 +457,7 @@ async def test_a_lost_answer_of_the_extension_is_settled_by_looking() -> None:
 
 
 @pytest.mark.failure_mode("F62")
-async def test_commands_to_the_extension_say_which_generation_sends_them() -> None:
+async def test_commands_to_the_extension_carry_the_generation() -> None:
     fake = Vllm(extension=True)
     refused = {"error": {"message": "generation 9 was obeyed", "code": 409, "reason": "superseded"}}
     async with serving(fake.script) as server:
@@ -546,7 +546,7 @@ async def test_prime_rl_updates_keep_their_own_routes() -> None:
 
 
 @pytest.mark.failure_mode("F23")
-async def test_prime_rl_answers_are_not_believed_either() -> None:
+async def test_prime_rl_responses_without_confirmation_are_failures() -> None:
     fake = Vllm(prime=True, dev=False)
     async with serving(fake.script) as server:
         admin = PrimeAdmin(server.url, budgets=QUICK, backoff=0.01)
@@ -565,13 +565,13 @@ async def test_prime_rl_answers_are_not_believed_either() -> None:
         fake.replies["/update_weights"] = [Reply(fault="reset")]
         with pytest.raises(Unavailable):
             await admin.commit("B")
-        assert fake.loads == [None], "a second receive would wait for ever"
+        assert fake.loads == [None], "a second receive would wait forever"
         with pytest.raises(Conflict, match="half-loaded"):
             await admin.resume()
         await admin.close()
 
 
-async def test_a_vllm_server_without_control_routes_is_told_how_to_be_started() -> None:
+async def test_the_error_for_a_vllm_server_without_control_routes_says_how_to_start_it() -> None:
     async with serving(Vllm(dev=False).script) as server:
         with pytest.raises(UnsupportedField, match="VLLM_SERVER_DEV_MODE"):
             await open_admin(server.url, budgets=QUICK)

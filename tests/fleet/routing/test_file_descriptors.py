@@ -46,7 +46,7 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
 
 @pytest.mark.failure_mode("F35")
-async def test_a_worker_is_not_left_out_because_this_process_has_no_descriptor_left() -> None:
+async def test_a_worker_is_not_ejected_because_this_process_has_no_file_descriptor() -> None:
     def script(request: Request):
         # Nothing is kept open, so that every call needs a descriptor.
         reply = models() if request.path == "/v1/models" else whole({})

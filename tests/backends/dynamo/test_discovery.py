@@ -1,4 +1,4 @@
-"""Finding the workers of a Dynamo deployment, and watching them come and go."""
+"""Discovery of the workers of a Dynamo deployment, and watching them join and leave."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_dynamo_worker_with_an_error_is_not_ready() -> None:
 
 
 @pytest.mark.failure_mode("F72")
-async def test_of_workers_that_share_a_system_url_only_the_one_that_is_there_is_ready() -> None:
+async def test_only_the_worker_at_a_shared_system_url_is_ready() -> None:
     async with serving(lambda _: whole(b'x{worker_id="2a"} 0\n')) as worker:
         listed = [{"instance_id": one, "system_url": worker.url} for one in (42, 43)]
         async with serving(answering(whole({"protocol_version": 1, "workers": listed}))) as server:
@@ -91,7 +91,7 @@ async def test_of_workers_that_share_a_system_url_only_the_one_that_is_there_is_
     assert ready == {"42": True, "43": False}
 
 
-async def test_a_loopback_system_url_is_only_good_next_to_the_discovery() -> None:
+async def test_a_loopback_system_url_is_only_valid_on_the_host_of_discovery() -> None:
     worker = {"instance_id": 1, "system_url": "http://127.0.0.1:9"}
     async with serving(answering(whole({"protocol_version": 1, "workers": [worker]}))) as server:
         # The same server by an address that is not a loopback one.
@@ -104,7 +104,7 @@ async def test_a_loopback_system_url_is_only_good_next_to_the_discovery() -> Non
 
 
 @pytest.mark.failure_mode("F72")
-async def test_a_worker_is_believed_when_it_says_that_it_is_the_one() -> None:
+async def test_a_worker_is_ready_when_its_metrics_have_its_id() -> None:
     metrics = [
         (b'x{a="b",worker_id="2a"} 0\ny{worker_id="2a"} 1\n', None),
         (b'x{worker_id="2b"} 0\n', "belongs to worker 43 here"),
@@ -146,7 +146,7 @@ async def test_a_worker_whose_system_url_does_not_respond_is_not_ready() -> None
     "reply",
     [whole(b"null"), whole({"workers": []}), whole({"protocol_version": 1, "workers": [{}]})],
 )
-async def test_an_answer_that_lists_nothing_it_should_is_an_error(reply: Reply) -> None:
+async def test_an_invalid_worker_list_is_an_error(reply: Reply) -> None:
     with pytest.raises(ContractError):
         await discovered(reply)
     with pytest.raises(Unavailable, match="protocol 2"):
@@ -162,7 +162,7 @@ def test_the_discovery_url_comes_from_the_frontend_and_the_port_variable() -> No
         workers_url("front:8000", {})
 
 
-async def test_discovery_is_asked_until_workers_are_ready() -> None:
+async def test_discovery_is_polled_until_workers_are_ready() -> None:
     empty = whole({"protocol_version": 1, "workers": []})
     replies = (Reply(fault="reset"), empty, captured("rl_workers_after_kill9"),
                captured("rl_workers_two"))  # fmt: skip
@@ -180,7 +180,7 @@ async def test_discovery_is_asked_until_workers_are_ready() -> None:
 
 
 class Turns:
-    """A discovery that gives each of these in turn, then the last for ever."""
+    """A discovery that returns these results in turn, then the last one forever."""
 
     def __init__(self, *looks: frozenset[DiscoveredWorker] | Unavailable) -> None:
         self._looks = list(looks)
@@ -203,7 +203,7 @@ B = DiscoveredWorker("b", "http://b", "http://b")
 
 
 @pytest.mark.failure_mode("F26")
-async def test_watching_tells_changes_and_forgets_nobody_when_a_look_fails() -> None:
+async def test_watch_yields_changes_and_keeps_workers_when_a_lookup_fails() -> None:
     sick = replace(A, ready=False, error="why")
     turns = Turns(
         Unavailable("not yet"),
@@ -221,7 +221,7 @@ async def test_watching_tells_changes_and_forgets_nobody_when_a_look_fails() -> 
     assert seen[1].now == {A, B}
 
 
-async def test_watching_ends_when_it_is_cancelled() -> None:
+async def test_watch_ends_when_it_is_cancelled() -> None:
     turns = Turns(frozenset({A}))
 
     async def follow() -> None:

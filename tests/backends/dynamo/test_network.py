@@ -1,4 +1,4 @@
-"""Where a Dynamo deployment of several hosts is found, and what is refused before it starts."""
+"""How a Dynamo deployment of several hosts is configured, and what is rejected before it starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def network(discovery: str | None = "etcd://e:2379", *others: str | None) -> dic
     return network_environ(discovery, *[*others, None, None, None][:3], environ={})
 
 
-def test_a_command_line_becomes_what_dynamo_reads() -> None:
+def test_command_line_options_become_dynamo_variables() -> None:
     assert network() == {
         "DYN_DISCOVERY_BACKEND": "etcd",
         "ETCD_ENDPOINTS": "http://e:2379",
@@ -48,7 +48,7 @@ def test_a_command_line_becomes_what_dynamo_reads() -> None:
         ((None, None, None, "127.0.0.1"), "give --discovery"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given: tuple[str | None, ...], message: str) -> None:
+def test_contradictory_options_are_rejected(given: tuple[str | None, ...], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         network(*given)
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_meant_is_refused(given: tuple[str | None, ...], message:
         ("etcd://e:1", "udp://root:hunter2@n:4222"),
     ],
 )
-def test_a_password_on_a_command_line_is_refused_and_not_repeated(given: tuple[str, ...]) -> None:
+def test_a_password_on_a_command_line_is_rejected_and_not_repeated(given: tuple[str, ...]) -> None:
     with pytest.raises(BadRequest) as caught:
         network(*given)
     assert "hunter2" not in caught.value.message
@@ -76,7 +76,7 @@ def test_an_etcd_on_loopback_is_one_machine_and_others_are_not() -> None:
 
 
 @pytest.mark.failure_mode("F72")
-def test_a_worker_that_others_cannot_reach_is_refused_unless_that_was_meant() -> None:
+def test_an_address_that_others_cannot_reach_is_rejected_unless_it_was_set() -> None:
     far = dynamo_env.complete(network("etcd://192.0.2.1:2379"))
     with pytest.raises(BadRequest, match=r"would advertise 127.0.0.1.*give --advertise ADDRESS"):
         check_advertised(far, chosen=False)
@@ -86,14 +86,14 @@ def test_a_worker_that_others_cannot_reach_is_refused_unless_that_was_meant() ->
     check_advertised(dynamo_env.complete({}), chosen=False)
 
 
-async def test_a_server_that_refuses_or_has_no_address_is_named() -> None:
+async def test_the_error_names_a_server_that_refuses_or_has_no_address() -> None:
     with pytest.raises(
         Unavailable, match=r"\(127\.0\.0\.1:9: Connection refused; nobody\.invalid:1: "
     ):
         await check_reachable(network("etcd://127.0.0.1:9,nobody.invalid:1"))
 
 
-async def test_etcd_is_there_when_one_of_those_listed_is_healthy() -> None:
+async def test_etcd_is_reachable_when_one_of_the_listed_servers_is_healthy() -> None:
     async with serving(lambda _: HEALTHY) as server:
         environ = network(f"etcd://127.0.0.1:9,127.0.0.1:{server.url.rpartition(':')[2]}")
         await check_reachable(environ)
@@ -108,13 +108,13 @@ async def test_etcd_is_there_when_one_of_those_listed_is_healthy() -> None:
         (whole({"detail": "Not Found"}, 404), "no etcd"),
     ],
 )
-async def test_what_is_no_working_etcd_is_told(reply, message: str) -> None:
+async def test_a_server_that_is_not_a_working_etcd_is_an_error(reply, message: str) -> None:
     async with serving(lambda _: reply) as server:
         with pytest.raises(Unavailable, match=message):
             await check_reachable(network(f"etcd://127.0.0.1:{server.url.rpartition(':')[2]}"))
 
 
-async def test_nats_is_told_by_its_greeting_and_its_password_is_not() -> None:
+async def test_nats_is_recognised_by_its_greeting_and_its_password_is_not_repeated() -> None:
     greeting = [b'INFO {"server_id":"x"}\r\n']
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -135,7 +135,7 @@ async def test_nats_is_told_by_its_greeting_and_its_password_is_not() -> None:
     assert "hunter2" not in caught.value.message
 
 
-async def test_a_server_that_says_nothing_is_given_up_in_time() -> None:
+async def test_a_silent_server_times_out() -> None:
     async def silent(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await asyncio.sleep(5)
         writer.close()
@@ -150,7 +150,7 @@ async def test_a_server_that_says_nothing_is_given_up_in_time() -> None:
                 await check_reachable(environ, 0.2)
 
 
-async def test_waiting_ends_when_the_server_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_ends_when_the_server_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.backends.dynamo.reachable.WAIT_SECONDS", 0.01)
     replies = iter((whole(b'{"health":"false"}'),))
     async with serving(lambda _: next(replies, HEALTHY)) as server:

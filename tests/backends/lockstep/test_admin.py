@@ -177,7 +177,7 @@ async def test_the_worker_checks_a_stage_too(worker: WorkerProcess, admin: Locks
 
 
 @pytest.mark.failure_mode("F25")
-async def test_a_stage_that_was_given_up_and_goes_on_is_waited_for() -> None:
+async def test_a_stage_that_timed_out_and_still_runs_is_waited_for() -> None:
     under_way = {"error": {"message": "another change is under way", "code": 409}}
     turn = iter([Reply(fault="reset"), *[whole(under_way, 409)] * 9])
     good = whole({"status": "ok", "staged": "B"})
@@ -194,7 +194,7 @@ async def test_a_stage_that_was_given_up_and_goes_on_is_waited_for() -> None:
         await driver.close()
 
 
-async def test_commit_of_what_is_not_staged_is_a_conflict(admin: LockstepAdmin) -> None:
+async def test_commit_of_a_version_that_is_not_staged_is_a_conflict(admin: LockstepAdmin) -> None:
     with pytest.raises(Conflict, match=admin.url):
         await admin.commit("B")
     await admin.stage(Source(directory=TINY), "C")
@@ -204,7 +204,7 @@ async def test_commit_of_what_is_not_staged_is_a_conflict(admin: LockstepAdmin) 
 
 
 @pytest.mark.failure_mode("F28")
-async def test_what_was_staged_after_the_probe_is_not_committed_as_proved(
+async def test_weights_staged_after_the_probe_are_not_committed_as_proved(
     admin: LockstepAdmin, tmp_path: Path
 ) -> None:
     assert isinstance(admin, ProbesStaged)
@@ -225,7 +225,7 @@ async def test_what_was_staged_after_the_probe_is_not_committed_as_proved(
 
 
 @pytest.mark.failure_mode("F28")
-async def test_a_worker_that_was_started_anew_commits_nothing_as_proved(tmp_path: Path) -> None:
+async def test_a_restarted_worker_commits_nothing_as_proved(tmp_path: Path) -> None:
     source, proofs = Source(directory=write(tmp_path / "b")), []
     for _ in range(2):
         process = WorkerProcess("--max-model-len", "512", "--max-num-seqs", "4")
@@ -266,7 +266,7 @@ async def test_adapters_are_listed_with_the_label_of_their_contents(
     assert (await admin.view()).adapters == {}
 
 
-async def test_auto_recognises_the_system_port_and_says_when_it_is_the_data_port(
+async def test_auto_recognises_the_system_port_and_rejects_the_data_port(
     worker: WorkerProcess,
 ) -> None:
     opened = await open_admin(worker.system_url, TOKEN)
@@ -361,7 +361,7 @@ async def lossy(
 
 @pytest.mark.failure_mode("F25")
 @pytest.mark.parametrize("fault", ["lost", "hang"])
-async def test_a_commit_whose_answer_is_lost_happens_once(
+async def test_a_commit_whose_response_is_lost_happens_once(
     worker: WorkerProcess, admin: LockstepAdmin, tmp_path: Path, fault: str
 ) -> None:
     before = await admin.probe(IDS)
@@ -375,7 +375,7 @@ async def test_a_commit_whose_answer_is_lost_happens_once(
 
 
 @pytest.mark.failure_mode("F28")
-async def test_a_proved_commit_whose_answer_is_lost_counts_if_the_proved_weights_are_served(
+async def test_a_proved_commit_whose_response_is_lost_counts_if_the_proved_weights_are_served(
     worker: WorkerProcess, admin: LockstepAdmin, tmp_path: Path
 ) -> None:
     source = Source(directory=write(tmp_path / "b"))
@@ -384,7 +384,7 @@ async def test_a_proved_commit_whose_answer_is_lost_counts_if_the_proved_weights
     async with lossy(worker, commit=["lost", "cut"]) as (proxy, driver):
         await driver.commit_proved("B", proved.proof)
         assert proxy.seen.count("commit") == 1
-        # Somebody else's "B" is served, and nothing is staged: it was not this commit that did it.
+        # Another caller's "B" is served, and nothing is staged: this commit did not happen.
         await admin.stage(source, "B")
         await admin.commit("B")
         with pytest.raises(Conflict, match="the response was lost"):
@@ -415,7 +415,7 @@ async def test_a_pause_or_resume_that_arrives_late_does_not_undo_a_later_one(
         responses = await asyncio.gather(*proxy.late)
         assert [status for status, _ in responses] == [409, 409]
         assert (await admin.view()).paused
-        await admin.resume()  # somebody else's order is their own
+        await admin.resume()  # another caller has its own sequence numbers
         assert not (await admin.view()).paused
 
 
@@ -441,7 +441,7 @@ async def test_a_rollback_never_undoes_two_steps(
 
 
 @pytest.mark.failure_mode("F25")
-async def test_staging_and_loading_survive_lost_answers(
+async def test_staging_and_loading_survive_lost_responses(
     worker: WorkerProcess, admin: LockstepAdmin, tmp_path: Path
 ) -> None:
     path = write_adapter(tmp_path / "ad")

@@ -1,4 +1,4 @@
-"""How the processes of a local Dynamo deployment are run, with a stand-in for their Python."""
+"""The processes of a local Dynamo deployment, with a stand-in for their Python."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stand_in(tmp_path: Path) -> Path:
     return path
 
 
-async def test_workers_are_stopped_before_the_frontend_and_the_store_goes_with_them(
+async def test_workers_stop_before_the_frontend_and_the_store_is_removed(
     stand_in: Path, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -59,7 +59,7 @@ async def test_workers_are_stopped_before_the_frontend_and_the_store_goes_with_t
 
 
 @pytest.mark.failure_mode("F35")
-async def test_a_frontend_that_ends_at_its_start_is_told_and_what_dies_is_started_again(
+async def test_a_frontend_that_ends_at_its_start_is_an_error_and_dead_processes_restart(
     stand_in: Path,
 ) -> None:
     async with LocalDynamo("tiny", 1, python=stand_in) as deployment:
@@ -76,19 +76,19 @@ async def test_a_frontend_that_ends_at_its_start_is_told_and_what_dies_is_starte
                 await asyncio.sleep(0.02)
 
 
-def test_a_deployment_without_workers_is_refused(stand_in: Path) -> None:
+def test_a_deployment_without_workers_is_rejected(stand_in: Path) -> None:
     with pytest.raises(BadRequest, match="workers is 0"):
         LocalDynamo("tiny", 0, python=stand_in)
 
 
-def test_a_part_of_a_deployment_needs_a_place_to_find_the_others(stand_in: Path) -> None:
+def test_a_part_of_a_deployment_needs_discovery(stand_in: Path) -> None:
     with pytest.raises(BadRequest, match="give --discovery too"):
         LocalDynamo("tiny", 1, python=stand_in, with_frontend=False)
     with pytest.raises(BadRequest, match="give --discovery and --advertise too"):
         LocalDynamo("tiny", 1, python=stand_in, host="0.0.0.0")
 
 
-async def test_etcd_that_is_away_is_told_before_anything_is_started(
+async def test_an_unreachable_etcd_is_an_error_before_anything_starts(
     stand_in: Path, tmp_path: Path
 ) -> None:
     network = {"DYN_DISCOVERY_BACKEND": "etcd", "ETCD_ENDPOINTS": "http://127.0.0.1:9"}
