@@ -89,7 +89,7 @@ class StagedScores:
 
 @dataclass(frozen=True, slots=True)
 class WeightContents:
-    """What a worker reports of the weights it read. A field is None where it does not report it.
+    """The weights that a worker reports to have read. A field is None where it does not report it.
 
     `digest` identifies them as a checkpoint's digest does, `tensors` has the digest of each;
     `dtype` is the type it computes in, `proof` identifies them as a probe of staged weights does.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """What differs between engines, apart from the code of their drivers.
+    """The differences between engines, apart from the code of their drivers.
 
     Drivers are named as "module:class" below `lockstep.backends`.
     """

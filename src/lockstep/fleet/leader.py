@@ -1,4 +1,4 @@
-"""What a gateway does when it starts to lead the fleet, and when it stops."""
+"""The start and the end of leading a fleet."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class LocalDynamo:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What each worker announced, once all are ready."""
+        """The fields that each worker announced, once all are ready."""
         return [
             {"name": worker.id, **{key: worker.ready.result().get(key) for key in ANNOUNCED}}
             for worker in self.workers

@@ -31,7 +31,7 @@ class Closeness(msgspec.Struct, frozen=True):
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """What a worker must reproduce to be proved: sequences, and their logprobs under the weights.
+    """Sequences and their logprobs under the weights, which a worker must reproduce to be proved.
 
     A tolerance of None means that it is measured. `previous` are the logprobs under the weights
     before (an empty row where unknown), `dtype` is the type that the model computed in, `closeness`

@@ -126,7 +126,7 @@ class Operations:
     async def latest(self, count: int) -> list[Operation]:
         """Return the last operations, newest first."""
         latest = await self._store.latest(count)
-        # Of unwritten operations the store may hold the start, without the outcome.
+        # The store may hold the start of an unwritten operation, without its outcome.
         written = [operation for operation in latest if operation.id not in self._unwritten]
         return [*reversed(self._unwritten.values()), *written][:count]
 

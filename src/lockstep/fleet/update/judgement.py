@@ -66,7 +66,7 @@ differently."""
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """What is known of one worker besides its scores.
+    """Facts about one worker besides its scores.
 
     `before` are its scores under the weights it held before, `earlier` how closely it followed the
     right numbers then, `dtype` the type it computes in; each None where unknown. `same` says that

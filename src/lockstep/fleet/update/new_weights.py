@@ -22,7 +22,7 @@ DIGITS = 12
 
 @dataclass(frozen=True, slots=True)
 class NewWeights:
-    """What to load, under which label, and how to prove it.
+    """The weights to load, their label, and how to prove them.
 
     `path`, `digest` and `nbytes` are those of a checkpoint. If it `is_served` already, there is
     nothing to do.
