@@ -125,10 +125,8 @@ class Admin(Protocol):
 
     @property
     def probes_while_paused(self) -> bool:
-        """Whether `probe` works on a paused worker.
-
-        Where not, the worker must be resumed without traffic, probed, and only then given requests.
-        """
+        """Whether `probe` works on a paused worker. Where not, the worker must be resumed without
+        traffic, probed, and only then given requests."""
         ...
 
     async def view(self) -> WorkerView: ...
@@ -200,10 +198,8 @@ class ProbesStaged(Protocol):
         ...
 
     async def commit_proved(self, version: str, proof: str) -> None:
-        """Serve the weights that were scored, under that label.
-
-        Raises Conflict, with nothing swapped, when other weights are staged now.
-        """
+        """Serve the weights that were scored, under that label. Raises Conflict, with nothing
+        swapped, when other weights are staged now."""
         ...
 
     async def resume_proved(self, proof: str) -> None:

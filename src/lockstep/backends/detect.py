@@ -32,9 +32,7 @@ LIVENESS = "/engine/liveness_probe"
 
 async def detect_transport(http: HttpClient) -> TransportName:
     """Return what a data port speaks: by the owner of its models, its API document, or its workers.
-
-    Raises Unavailable that lists what was tried, or says that no server responds there.
-    """
+    Raises Unavailable that lists what was tried, or says that no server responds there."""
     tried: list[str] = []
     responds = False
     for path, recognise in (

@@ -25,34 +25,31 @@ if TYPE_CHECKING:
 class Engine:
     """The differences between engines, apart from the code of their drivers.
 
-    Drivers are named as "module:class" below `lockstep.backends`.
+    Drivers: `transports` has those of the data side by the names that users give, `admin` is that
+    of the control side, each as "module:class" below `lockstep.backends`. `transport` is the one
+    that its data port speaks; `transport_options` are keyword arguments that only its own take.
+    `pause_routes` are the control routes that pause and resume it.
+
+    Detection: the `owned_by` of its model cards; a word in the title of its OpenAPI document, paths
+    of that document, or a GET route of its control side, that no earlier engine of the list has.
+
+    `package` is the distribution that installs it in an environment of its own, `install` how to
+    get it. Lockstep itself starts an engine that `is_launched` (`lockstep serve --engine`).
     """
 
     title: str
     transport: str
-    """The transport that its data port speaks: a key of `transports`, here or of another engine."""
     transports: Mapping[str, str] = field(default_factory=dict)
-    """Drivers of the data side, by the names that users give (`--transport`)."""
     transport_options: tuple[str, ...] = ()
-    """Keyword arguments that only its transports take."""
     admin: str | None = None
-    """Driver of the control side; None where Lockstep cannot control the engine."""
     pause_routes: tuple[str, str] | None = None
-    """The control routes that pause and resume it."""
     owned_by: str | None = None
-    """The `owned_by` of its model cards."""
     api_title: str | None = None
-    """A word in the title of its OpenAPI document."""
     api_paths: frozenset[str] = frozenset()
-    """Paths of its OpenAPI document that no earlier engine of the list has."""
     control_route: str | None = None
-    """A GET route of its control side that no earlier engine of the list has."""
     package: str | None = None
-    """The distribution that installs it, in an environment of its own."""
     install: str = ""
-    """How to get it, for `lockstep doctor`."""
     is_launched: bool = False
-    """Whether Lockstep starts it (`lockstep serve --engine`)."""
 
 
 _ENGINE_ROUTES = ("/engine/pause_generation", "/engine/resume_generation")

@@ -86,9 +86,7 @@ class ReloadedWeights:
 
     async def rollback(self) -> str | None:
         """Drop the staged source, or load the weights before the last commit (also a failed one).
-
-        Raises Conflict when those weights are not known or cannot be loaded again.
-        """
+        Raises Conflict when those weights are not known or cannot be loaded again."""
         if self._pending is not None and self.broken is None:
             self._pending = None
             return self.version

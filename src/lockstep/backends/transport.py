@@ -76,9 +76,7 @@ class Transport(Protocol):
 
     def stream(self, request: GenerateRequest) -> CompletionStream:
         """Yield deltas as they arrive, then the n completions, equal to those of `generate`.
-
-        Closing the iterator early closes the connection, so that the server stops.
-        """
+        Closing the iterator early closes the connection, so that the server stops."""
         ...
 
     async def models(self) -> list[ModelCard]:

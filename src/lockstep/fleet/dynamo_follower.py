@@ -82,11 +82,8 @@ class _Follower:
                 await self.apply(change)
 
     async def apply(self, change: WorkerChange) -> None:
-        """Remove the workers that left, and add those that joined.
-
-        A worker that cannot be added is refused. It is tried again when discovery lists it
-        differently.
-        """
+        """Remove the workers that left, and add those that joined. A worker that cannot be added is
+        refused. It is tried again when discovery lists it differently."""
         ready = {worker.id: worker for worker in change.now if worker.ready}
         refused = {w.id: w.error or "it is not ready" for w in change.now if not w.ready}
         for name in set(self._fleet.state.refused) - set(refused) - set(ready):

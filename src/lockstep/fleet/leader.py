@@ -22,11 +22,8 @@ class Leader:
         self._state, self._gate, self._pauses = state, gate, pauses
 
     async def start(self, generation: int) -> None:
-        """Lead under this generation.
-
-        The desired state stays. An update that an earlier leader left half done is finished if it
-        was recorded, and undone if not.
-        """
+        """Lead under this generation. The desired state stays. An update that an earlier leader
+        left half done is finished if it was recorded, and undone if not."""
         state = self._state
         async with state.operations.lock:
             desired = await state.store.desired()

@@ -50,10 +50,8 @@ class Membership:
             self.tokens[worker_id] = token
 
     def claim(self, worker_id: str, url: str) -> Worker | None:
-        """Return the worker of that id and URL if it joined through the store.
-
-        The caller adds it by itself, so it stays when the store drops it.
-        """
+        """Return the worker of that id and URL if it joined through the store. The caller adds it
+        by itself, so it stays when the store drops it."""
         joined = worker_id in self._from_store
         for worker in self._state.pool.workers if joined else ():
             if (worker.id, worker.url) == (worker_id, url.rstrip("/")):
@@ -62,10 +60,8 @@ class Membership:
         return None
 
     def follow(self, records: Mapping[str, WorkerRecord]) -> None:
-        """Add the workers that the leader lists, and remove those that it no longer lists.
-
-        A worker that the leader has never listed was added here: it is proposed to the leader.
-        """
+        """Add the workers that the leader lists, and remove those that it no longer lists. A worker
+        that the leader has never listed was added here: it is proposed to the leader."""
         self._listed |= set(records)
         for worker in self._state.workers:
             if worker.control.name in UNADDABLE or worker.id in records or worker.leaving:

@@ -158,10 +158,8 @@ class RemoteFleet:
         return msgspec.json.decode(body, type=MintedSession)
 
     async def finish_session(self, session: str, reward: float | None = None) -> dict[str, Any]:
-        """End a session, and set the reward of its samples.
-
-        Raises NotFound, and Conflict when it was finished with another reward.
-        """
+        """End a session, and set the reward of its samples. Raises NotFound, and Conflict when it
+        was finished with another reward."""
         return await self._post(f"sessions/{quote(session)}/finish", reward=reward)
 
     async def wait_session(self, session: str, *, seconds: float = 30.0) -> dict[str, Any]:

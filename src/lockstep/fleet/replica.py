@@ -74,10 +74,8 @@ class Replica:
         await self._state.leadership.stop()
 
     def admit(self, worker: Worker) -> None:
-        """Let a worker serve on a follower.
-
-        Raises Unavailable unless the leader's record says that it serves the desired version.
-        """
+        """Let a worker serve on a follower. Raises Unavailable unless the leader's record says that
+        it serves the desired version."""
         record = self._records.get(worker.id)
         if (reason := self._rejection(worker, record)) is not None:
             raise Unavailable(reason)
@@ -87,9 +85,7 @@ class Replica:
 
     async def agree(self, desired: Desired, proved: Sequence[Worker]) -> None:
         """Record that the fleet serves `desired` from now on, on the workers that proved it.
-
-        Followers see both or neither. Raises Unavailable or Superseded when nothing was written.
-        """
+        Followers see both or neither. Raises Unavailable or Superseded when nothing was written."""
         async with self._writing:
             await self._state.store.save(desired, self._all_records(proved, desired.version))
 
@@ -124,10 +120,8 @@ class Replica:
     def _all_records(
         self, proved: Sequence[Worker] | None = None, version: str | None = None
     ) -> list[WorkerRecord] | None:
-        """Return the workers as followers must see them; None for a gateway that is alone.
-
-        With `proved`, exactly those workers serve, under `version`.
-        """
+        """Return the workers as followers must see them; None for a gateway that is alone. With
+        `proved`, exactly those workers serve, under `version`."""
         if not self._state.leadership.shared:
             return None
         self._drop_carried()

@@ -84,20 +84,16 @@ class FleetState:
         return worker
 
     def serving(self) -> list[Worker]:
-        """Return the serving workers.
-
-        Raises Unavailable when there are none: an operation over no workers has failed.
-        """
+        """Return the serving workers. Raises Unavailable when there are none: an operation over no
+        workers has failed."""
         workers = [worker for worker in self.workers if worker.serves]
         if not workers:
             raise Unavailable(f"none of {len(self.workers)} workers is serving")
         return workers
 
     async def take_in(self, url: str, admin: Admin, worker_id: str, **options: Any) -> Worker:
-        """Add a worker, including one announced through the shared store.
-
-        From now on its commands carry the current generation. `options` are those of `Pool.add`.
-        """
+        """Add a worker, including one announced through the shared store. From now on its commands
+        carry the current generation. `options` are those of `Pool.add`."""
         if isinstance(admin, Fenced):
             admin.fence(lambda: self._desired.generation)
         return await self.pool.add(url, worker_id=worker_id, admin=admin, **options)

@@ -117,10 +117,8 @@ class Worker:
         return self._state == "draining"
 
     def become(self, state: State, reason: str | None = None) -> None:
-        """Change the state and its reason.
-
-        Raises Conflict for a change that TRANSITIONS does not allow. Staying in a state is allowed.
-        """
+        """Change the state and its reason. Raises Conflict for a change that TRANSITIONS does not
+        allow. Staying in a state is allowed."""
         if state != self._state:
             if state not in TRANSITIONS[self._state]:
                 allowed = ", ".join(sorted(TRANSITIONS[self._state])) or "nothing else"
@@ -182,11 +180,8 @@ class Worker:
                 yield item
 
     async def health(self, seconds: float = HEALTH_SECONDS) -> WorkerHealth:
-        """Return the reported health; the default values where it reports nothing.
-
-        Raises Unavailable when it is unhealthy and DeadlineExceeded when it does not respond in
-        time.
-        """
+        """Return the reported health; the default values where it reports nothing. Raises
+        Unavailable when it is unhealthy and DeadlineExceeded when it does not respond in time."""
         body = await self.client.get("/health", timeout=seconds)
         try:
             return msgspec.json.decode(body, type=WorkerHealth)

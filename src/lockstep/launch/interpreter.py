@@ -29,11 +29,8 @@ DYNAMO = EngineInstall("Dynamo", "--python", "ai-dynamo and lockstep-rl[engine]"
 
 
 def find_python(engine: EngineInstall, path: str | Path | None = None) -> Path:
-    """Return the Python at `path`; by default this one if it has the engine.
-
-    Otherwise return that of the engine's own environment in this directory. Raises BadRequest when
-    there is none.
-    """
+    """Return the Python at `path`; by default this one if it has the engine. Otherwise return that
+    of the engine's own environment in this directory. Raises BadRequest when there is none."""
     if not path and engine.module and importlib.util.find_spec(engine.module) is not None:
         return Path(sys.executable)
     name = engine.name.lower()

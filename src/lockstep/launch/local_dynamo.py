@@ -144,10 +144,8 @@ class LocalDynamo:
         await self._stack.aclose()
 
     async def ready(self) -> None:
-        """Wait until the frontend serves all workers of this machine.
-
-        Raises EngineFailure or DeadlineExceeded that says which of them does not.
-        """
+        """Wait until the frontend serves all workers of this machine. Raises EngineFailure or
+        DeadlineExceeded that says which of them does not."""
         await self._workers.ready()
         if (frontend := self.frontend) is None:
             return
@@ -162,9 +160,7 @@ class LocalDynamo:
 
     async def _until_it_generates(self, url: str) -> None:
         """Wait until a request succeeds: a frontend lists a model before its chat route has it.
-
-        Raises DeadlineExceeded.
-        """
+        Raises DeadlineExceeded."""
         transport = DynamoTransport(HttpClient(url, retries=0))
         try:
             async with asyncio.timeout(READY_SECONDS):

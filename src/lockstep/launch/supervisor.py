@@ -263,10 +263,8 @@ async def _started(command: Command) -> Process:
 
 
 async def _ready_line(process: Process) -> dict[str, Any]:
-    """Return the ready line of a process; earlier output is skipped.
-
-    Raises EngineFailure when it ends or times out before, or announces something else.
-    """
+    """Return the ready line of a process; earlier output is skipped. Raises EngineFailure when it
+    ends or times out before, or announces something else."""
     line = b""
     try:
         async with asyncio.timeout(READY_SECONDS):

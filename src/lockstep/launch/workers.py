@@ -23,11 +23,8 @@ def embedded_workers(
     drain_seconds: float = 30.0,
     **options: Any,
 ) -> Supervisor:
-    """Return a supervisor of `count` workers of `model`.
-
-    `arguments` are added to each `lockstep worker`; `options` are those of Supervisor. Raises
-    BadRequest for a count below 1.
-    """
+    """Return a supervisor of `count` workers of `model`. `arguments` are added to each `lockstep
+    worker`; `options` are those of Supervisor. Raises BadRequest for a count below 1."""
     environ = {**os.environ, "LOCKSTEP_ADMIN_TOKEN": admin_token}
     for name in ("LOCKSTEP_API_KEYS", "LOCKSTEP_ADMIN_TOKEN_FILE"):
         environ.pop(name, None)

@@ -99,10 +99,8 @@ async def until_ready(
     seconds: float = 300.0,
     interval: float = 1.0,
 ) -> frozenset[DiscoveredWorker]:
-    """Return the workers once `count` of them are ready, or all with an id in `own`.
-
-    Raises DeadlineExceeded, naming the others.
-    """
+    """Return the workers once `count` of them are ready, or all with an id in `own`. Raises
+    DeadlineExceeded, naming the others."""
     trouble = "discovery lists no worker"
     try:
         async with asyncio.timeout(seconds):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.backends.http_transport import HttpTransport
-from lockstep.backends.repeated_choices import gather
+from lockstep.backends.repeated_choices import RepeatedChoices
 from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
 from lockstep.protocol.common.request import GenerateRequest
 from lockstep.protocol.common.response import StreamDelta
@@ -15,7 +14,7 @@ from lockstep.tokens import Completion, LogprobMode
 ROUTE = "/inference/v1/generate"
 
 
-class DynamoGenerateTransport(HttpTransport):
+class DynamoGenerateTransport(RepeatedChoices):
     """A Dynamo frontend with DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE=1, and workers that opted in.
 
     The route does not stream, so `stream` yields one delta per choice. It sends no EOS ids to the
@@ -25,26 +24,22 @@ class DynamoGenerateTransport(HttpTransport):
     name: TransportName = "dynamo-generate"
     usual_mode: LogprobMode = "processed"
     aborts_by_id = False
-    gives_choices = False
-
-    async def generate(self, request: GenerateRequest) -> list[Completion]:
-        encode_dynamo_generate(request.alone(0), mode=self._mode)  # raises before anything is sent
-        card = await self._limits.check_length(request)
-        return await gather(request, lambda part, index: self._generate(part, index, card))
 
     async def stream(self, request: GenerateRequest) -> CompletionStream:
         completions = await self.generate(request)
-        for completion in completions:
-            yield StreamDelta(
-                completion.index, list(completion.token_ids), list(completion.logprobs)
-            )
-        for completion in completions:
-            yield completion
+        for choice in completions:
+            yield StreamDelta(choice.index, list(choice.token_ids), list(choice.logprobs))
+        for choice in completions:
+            yield choice
 
     async def abort(self, *request_ids: str) -> int | None:
         """Do nothing: Dynamo's frontend has no such route. Cancel the call, which closes its
         connection."""
         return None
+
+    async def _prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, ModelCard | None]:
+        encode_dynamo_generate(request.alone(0), mode=self._mode)  # raises before anything is sent
+        return request, await self._limits.check_length(request)
 
     async def _generate(
         self, request: GenerateRequest, index: int, card: ModelCard | None

@@ -10,8 +10,7 @@ from uuid import UUID
 
 import msgspec
 
-from lockstep.backends.http_transport import HttpTransport
-from lockstep.backends.repeated_choices import gather, merge
+from lockstep.backends.repeated_choices import RepeatedChoices
 from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
 from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
@@ -44,7 +43,7 @@ class _Health(msgspec.Struct):
 HEALTH = msgspec.json.Decoder(_Health)
 
 
-class DynamoTransport(HttpTransport):
+class DynamoTransport(RepeatedChoices):
     """A Dynamo frontend. n > 1 is n requests: one response holds the data of one choice only.
 
     `logprob_mode` is the mode its engines were started with (RL workers compute processed ones).
@@ -56,7 +55,6 @@ class DynamoTransport(HttpTransport):
     name: TransportName = "dynamo"
     usual_mode: LogprobMode = "processed"
     aborts_by_id = False
-    gives_choices = False
 
     def __init__(
         self,
@@ -67,21 +65,6 @@ class DynamoTransport(HttpTransport):
     ) -> None:
         self._pin, http.base_url = _split(http.base_url)
         super().__init__(http, logprob_mode=logprob_mode, version=version)
-
-    async def generate(self, request: GenerateRequest) -> list[Completion]:
-        request = self._pinned(request)
-        encode_dynamo(request.alone(0), mode=self._mode)  # raises before anything is sent
-        card = await self._limits.check_length(request)
-        return await gather(request, lambda part, index: self._generate(part, index, card))
-
-    async def stream(self, request: GenerateRequest) -> CompletionStream:
-        request = self._pinned(request)
-        encode_dynamo(request.alone(0), mode=self._mode)
-        card = await self._limits.check_length(request)
-        parts = merge(request, lambda part, index: self._follow(part, index, card))
-        async with aclosing(parts) as items:
-            async for item in items:
-                yield item
 
     async def models(self) -> list[ModelCard]:
         """Return the models that the frontend lists. Raises Unavailable when a pinned worker is
@@ -94,6 +77,11 @@ class DynamoTransport(HttpTransport):
         """Do nothing: Dynamo's frontend has no such route. Cancel the call, which closes its
         connection."""
         return None
+
+    async def _prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, ModelCard | None]:
+        request = self._pinned(request)
+        encode_dynamo(request.alone(0), mode=self._mode)  # raises before anything is sent
+        return request, await self._limits.check_length(request)
 
     async def _generate(
         self, request: GenerateRequest, index: int, card: ModelCard | None
@@ -138,10 +126,8 @@ class DynamoTransport(HttpTransport):
         return replace(request, nvext=nvext)
 
     async def _check_there(self) -> None:
-        """Raise Unavailable when the pinned worker is gone.
-
-        The frontend reports that as a bad request, or as an unknown model.
-        """
+        """Raise Unavailable when the pinned worker is gone. The frontend reports that as a bad
+        request, or as an unknown model."""
         if self._pin is None:
             return
         health = decode_response(HEALTH, await self._http.get("/health"))
@@ -150,10 +136,8 @@ class DynamoTransport(HttpTransport):
 
 
 def _split(url: str) -> tuple[int | None, str]:
-    """Split a URL into the worker that it names, if any, and the URL of the frontend.
-
-    Raises BadRequest.
-    """
+    """Split a URL into the worker that it names, if any, and the URL of the frontend. Raises
+    BadRequest."""
     parts = urlsplit(url)
     if parts.username is None:
         return None, url

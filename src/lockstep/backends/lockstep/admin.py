@@ -100,11 +100,8 @@ class LockstepAdmin(HttpAdmin):
         await self._resume(None)
 
     async def resume_proved(self, proof: str) -> None:
-        """Resume if the worker still serves what `commit_proved` committed.
-
-        Raises Conflict, and stays paused, when other weights took its place or the worker
-        restarted.
-        """
+        """Resume if the worker still serves what `commit_proved` committed. Raises Conflict, and
+        stays paused, when other weights took its place or the worker restarted."""
         await self._resume(proof)
 
     async def _resume(self, proof: str | None) -> None:
@@ -182,10 +179,8 @@ class LockstepAdmin(HttpAdmin):
         return scores
 
     async def probe_staged(self, token_ids: Sequence[Sequence[int]]) -> StagedScores:
-        """Return the logprobs under the staged weights, and their id for `commit_proved`.
-
-        The worker keeps generating. Raises Conflict when nothing is staged.
-        """
+        """Return the logprobs under the staged weights, and their id for `commit_proved`. The
+        worker keeps generating. Raises Conflict when nothing is staged."""
         body = control.ProbeRequest(token_ids=[list(ids) for ids in token_ids], staged=True)
         response = await self._engine("probe", body, self._budgets.probe, idempotent=True)
         scores = self._client.convert(_StagedScores, response, "probe of what is staged")

@@ -6,8 +6,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from lockstep.backends.http_transport import HttpTransport
-from lockstep.backends.repeated_choices import gather, merge
+from lockstep.backends.repeated_choices import RepeatedChoices
 from lockstep.backends.transport import CompletionStream, ModelCard, TransportName
 from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
@@ -25,7 +24,7 @@ from lockstep.tokens.errors import BadRequest, UnknownModel
 ROUTE = "/generate"
 
 
-class SglangTransport(HttpTransport):
+class SglangTransport(RepeatedChoices):
     """An SGLang server. n > 1 is n requests.
 
     `logprob_mode`: SGLang divides by the temperature before it takes logprobs, unless it was
@@ -36,7 +35,6 @@ class SglangTransport(HttpTransport):
     name: TransportName = "sglang"
     usual_mode: LogprobMode = "processed"
     aborts_by_id = True
-    gives_choices = False
 
     def __init__(
         self,
@@ -49,23 +47,12 @@ class SglangTransport(HttpTransport):
         super().__init__(http, logprob_mode=logprob_mode, version=version)
         self._layout = experts_layout
 
-    async def generate(self, request: GenerateRequest) -> list[Completion]:
-        card = await self._prepare(request)
-        return await gather(request, lambda part, index: self._generate(part, index, card))
-
-    async def stream(self, request: GenerateRequest) -> CompletionStream:
-        card = await self._prepare(request)
-        parts = merge(request, lambda part, index: self._follow(part, index, card))
-        async with aclosing(parts) as items:
-            async for item in items:
-                yield item
-
     async def abort(self, *request_ids: str) -> int | None:
         for request_id in request_ids:  # the route takes one id
             await self._http.post("/abort_request", msgspec.json.encode({"rid": request_id}))
         return None
 
-    async def _prepare(self, request: GenerateRequest) -> ModelCard | None:
+    async def _prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, ModelCard | None]:
         """Return the model's card, after checking everything that could be rejected."""
         check_layout(request, self._layout)
         card = await self._limits.check_length(request)
@@ -76,7 +63,7 @@ class SglangTransport(HttpTransport):
                 param="model",
             )
         self._encode(request.alone(0), card, stream=False)
-        return card
+        return request, card
 
     async def _generate(
         self, request: GenerateRequest, index: int, card: ModelCard | None

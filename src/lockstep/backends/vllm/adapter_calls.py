@@ -62,10 +62,8 @@ class AdapterCalls:
         }
 
     async def load(self, name: str, path: Path, label: str | None) -> str:
-        """Load an adapter, or swap it in place. Raises AdapterError.
-
-        The caller must drop cached prefixes.
-        """
+        """Load an adapter, or swap it in place. Raises AdapterError. The caller must drop cached
+        prefixes."""
         body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
 
         async def load() -> ModelCard | None:

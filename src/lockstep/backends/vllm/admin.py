@@ -107,11 +107,8 @@ class VllmAdmin(HttpAdmin):
         self._client.expect(await self._paused(), False, "/is_paused after /resume")
 
     async def flush(self, *, running_too: bool = False) -> None:
-        """Drop cached prefixes.
-
-        Raises Conflict when running requests hold some of them, unless `running_too`: then their
-        prefixes are computed anew.
-        """
+        """Drop cached prefixes. Raises Conflict when running requests hold some of them, unless
+        `running_too`: then their prefixes are computed anew."""
         path = "/reset_prefix_cache"
         response = await self._json(path, None, self._budgets.quick, idempotent=True)
         if response.get("success") is not True and running_too:
@@ -220,10 +217,8 @@ class VllmAdmin(HttpAdmin):
 
     @asynccontextmanager
     async def _quiet(self) -> AsyncIterator[None]:
-        """Keep the server paused while the block runs.
-
-        Otherwise tokens would be sampled between the swap and its label, under the wrong version.
-        """
+        """Keep the server paused while the block runs. Otherwise tokens would be sampled between
+        the swap and its label, under the wrong version."""
         if await self._paused():
             yield
             return

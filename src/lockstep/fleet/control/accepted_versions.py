@@ -51,19 +51,14 @@ class AcceptedVersions:
         self.check(completions, since, worker)
 
     async def learn(self, spans: Sequence[VersionSpan], since: int) -> None:
-        """Read the leader's versions if these spans end under one that is not known here.
-
-        A worker serves a new version as soon as the leader has decided, before followers hear of
-        it.
-        """
+        """Read the leader's versions if these spans end under one that is not known here. A worker
+        serves a new version as soon as the leader has decided, before followers hear of it."""
         if self.read_anew is not None and not self._fits(spans, since):
             await self.read_anew()
 
     def check(self, completions: Iterable[Completion], since: int, worker: str) -> None:
-        """Raise Unavailable when a completion ends under a version that was not accepted.
-
-        Nothing was delivered yet, so the request may be retried on another worker.
-        """
+        """Raise Unavailable when a completion ends under a version that was not accepted. Nothing
+        was delivered yet, so the request may be retried on another worker."""
         for completion in completions:
             self.check_spans(completion.versions, since, worker)
 

@@ -171,10 +171,8 @@ class StateStore:
             self._db.execute("INSERT OR REPLACE INTO desired (id, body) VALUES (1, ?)", (body,))
 
     def record(self, operation: Operation) -> None:
-        """Writes an operation as it stands; the oldest go when there are too many.
-
-        Raises Unavailable when the file cannot be written.
-        """
+        """Writes an operation as it stands; the oldest go when there are too many. Raises
+        Unavailable when the file cannot be written."""
         body = msgspec.json.encode(operation)
         with self._using():
             self._db.execute(

@@ -43,11 +43,8 @@ class AdmissionLimiter:
         return True
 
     async def take(self) -> None:
-        """Take a slot, queueing for it if none is free.
-
-        Raises Busy at once when the queue is full, and Unavailable when no slot came free in time.
-        A cancelled call leaves the queue.
-        """
+        """Take a slot, queueing for it if none is free. Raises Busy at once when the queue is full,
+        and Unavailable when no slot came free in time. A cancelled call leaves the queue."""
         if self.take_now():
             return
         if len(self._queue) >= self._queue_limit:

@@ -130,11 +130,8 @@ class HealthMonitor:
         return [f"{worker.id} is {worker.state} ({worker.reason})" for worker in out[:5]]
 
     def request_failed(self, worker: Worker, epoch: int, error: LockstepError) -> None:
-        """Eject a worker on which a request failed.
-
-        `epoch` is the worker's when the request began. A failure from before the worker was brought
-        up again says nothing about it now.
-        """
+        """Eject a worker on which a request failed. `epoch` is the worker's when the request began.
+        A failure from before the worker was brought up again says nothing about it now."""
         if worker.epoch == epoch:
             self.eject(worker, error.message)
 

@@ -262,10 +262,8 @@ class Pool:
     async def _each(
         self, workers: Sequence[Worker], call: Callable[[Worker], Awaitable[T]]
     ) -> list[T]:
-        """Call the given workers at once, and return the results of those that respond.
-
-        Raises Unavailable when none does, and any other error.
-        """
+        """Call the given workers at once, and return the results of those that respond. Raises
+        Unavailable when none does, and any other error."""
         epochs = [worker.epoch for worker in workers]
         outcomes = await asyncio.gather(*map(call, workers), return_exceptions=True)
         results: list[T] = []
@@ -345,10 +343,8 @@ class _Attempt:
         return self._affinity.session
 
     def call_off(self, *, delivered_too: bool) -> None:
-        """End the attempt as if its worker had failed.
-
-        Does nothing when it is not waiting, or when a part was delivered unless `delivered_too`.
-        """
+        """End the attempt as if its worker had failed. Does nothing when it is not waiting, or when
+        a part was delivered unless `delivered_too`."""
         if self.waiting is not None and (delivered_too or not self.delivered):
             self._called_off = True
             self._worker.attempts.discard(self)

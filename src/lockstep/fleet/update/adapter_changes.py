@@ -108,10 +108,8 @@ class AdapterChanges:
         operation.version = spec.label
 
     async def unload(self, name: str, operation: Operation) -> None:
-        """Unload an adapter from all serving workers; quarantine those that still hold it.
-
-        Raises NotFound when it is not loaded, and UpdateFailed when no worker could unload it.
-        """
+        """Unload an adapter from all serving workers; quarantine those that still hold it. Raises
+        NotFound when it is not loaded, and UpdateFailed when no worker could unload it."""
         state = self._state
         if name not in state.desired.adapters:
             state.serving()

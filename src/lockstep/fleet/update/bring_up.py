@@ -40,10 +40,8 @@ async def bring_up(worker: Worker, desired: Desired, adopt: Adopt) -> Desired:
 
 
 async def restore(worker: Worker, desired: Desired) -> None:
-    """Bring a paused worker to the desired state, proved, and leave it paused.
-
-    Raises a LockstepError with the reason.
-    """
+    """Bring a paused worker to the desired state, proved, and leave it paused. Raises a
+    LockstepError with the reason."""
     await _sync(worker, desired)
     await _prove_all(worker, desired)
 
@@ -66,10 +64,8 @@ async def _prove_all(worker: Worker, desired: Desired) -> None:
 
 
 async def prove(worker: Worker, reference: Reference, digest: str | None = None) -> None:
-    """Raise Disproved unless a worker reproduces the reference.
-
-    It must also have read what `digest` identifies, where both are known.
-    """
+    """Raise Disproved unless a worker reproduces the reference. It must also have read what
+    `digest` identifies, where both are known."""
     scores = await scores_of(worker, reference.sequences)
     held = await contents_of(worker, None)
     witness = Witness(match(digest, held), earlier=worker.closeness, dtype=held.dtype)

@@ -83,10 +83,8 @@ class Proof:
     async def prove_staged(
         self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
     ) -> tuple[list[Worker], Failures]:
-        """Return the workers that may commit what they staged, and why the others may not.
-
-        Without a trainer's probe, no worker can be judged before all have scored.
-        """
+        """Return the workers that may commit what they staged, and why the others may not. Without
+        a trainer's probe, no worker can be judged before all have scored."""
         able = {w: w.control for w in workers if isinstance(w.control, ProbesStaged)}
         proofs: dict[Worker, str] = {}
         contents: dict[Worker, WeightContents] = {}
@@ -170,10 +168,8 @@ class Proof:
         contents: Mapping[Worker, WeightContents],
         operation: Operation,
     ) -> tuple[list[Worker], Failures]:
-        """Return the workers that score like the new weights, and why the others do not.
-
-        Without a trainer's probe, the majority decides how the new weights score.
-        """
+        """Return the workers that score like the new weights, and why the others do not. Without a
+        trainer's probe, the majority decides how the new weights score."""
         if self._reference is None:
             self._reference = self._common(scores)
         wrong: Failures = {}

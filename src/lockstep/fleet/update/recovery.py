@@ -17,10 +17,8 @@ RESPOND_SECONDS = 5.0
 
 
 async def updatable(workers: Sequence[Worker], operation: Operation) -> list[Worker]:
-    """Return the serving workers; if there are none, the quarantined ones that respond.
-
-    The operation gets a warning then. Raises Unavailable when no worker responds either.
-    """
+    """Return the serving workers; if there are none, the quarantined ones that respond. The
+    operation gets a warning then. Raises Unavailable when no worker responds either."""
     if serving := [worker for worker in workers if worker.serves]:
         return serving
     responding = await _quarantined(workers)
@@ -43,10 +41,8 @@ async def serve_again(pool: Pool, workers: Sequence[Worker], seconds: float) -> 
 
 
 async def _quarantined(workers: Sequence[Worker]) -> list[Worker]:
-    """Return the quarantined workers that respond, once none is being brought up any more.
-
-    Their contents are unknown: each is treated as if no version had been proved on it.
-    """
+    """Return the quarantined workers that respond, once none is being brought up any more. Their
+    contents are unknown: each is treated as if no version had been proved on it."""
     deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
     while any(worker.state in ("syncing", "proving") for worker in workers):
         if asyncio.get_running_loop().time() > deadline:

@@ -26,9 +26,7 @@ async def take_over(
     workers: list[Worker], desired: Desired, quarantine: Quarantine, budget: PhaseBudgets
 ) -> None:
     """Bring every worker to the desired state; quarantine those that fail, to be brought up later.
-
-    This finishes an update that was recorded before its leader ended, and undoes any other.
-    """
+    This finishes an update that was recorded before its leader ended, and undoes any other."""
     if desired.version is None or not workers:
         return
     operation = Operation("", "take_over", {})

@@ -187,11 +187,8 @@ class Transaction:
         return committed
 
     def _mode_for(self, worker: Worker) -> PauseMode:
-        """Return how to pause a worker.
-
-        A worker that must run for its probe would continue the requests that `keep` froze, on
-        weights that are not proved. It finishes them first.
-        """
+        """Return how to pause a worker. A worker that must run for its probe would continue the
+        requests that `keep` froze, on weights that are not proved. It finishes them first."""
         if self._mode == "keep" and not worker.control.probes_while_paused:
             return "wait"
         return self._mode

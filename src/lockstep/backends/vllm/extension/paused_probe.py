@@ -43,10 +43,8 @@ def can_probe(worker: Any) -> bool:
 
 
 def score(worker: Any, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the logprobs of every token after the first of each sequence.
-
-    Raises BadRequest for a sequence that does not fit into one batch.
-    """
+    """Return the logprobs of every token after the first of each sequence. Raises BadRequest for a
+    sequence that does not fit into one batch."""
     return [_score(worker, list(ids)) for ids in token_ids]
 
 

@@ -93,9 +93,7 @@ class RankWeights:
 
     def digests(self, *, staged: bool) -> Mapping[str, str] | None:
         """Return the digests of the tensors that were read, by name; None where they are not known.
-
-        Raises Conflict when nothing is staged.
-        """
+        Raises Conflict when nothing is staged."""
         if not staged:
             return self._live.digests
         held = None if self._staging is None else self._staging.held

@@ -45,9 +45,7 @@ class Sources:
 
     def read(self, request: Stage) -> TensorsRead:
         """Return the tensors by name, copied, so that later changes of the source have no effect.
-
-        Raises what reading the source raises.
-        """
+        Raises what reading the source raises."""
         if request.model_path is not None:
             return self._directory(request.model_path)
         if request.shared_name is not None:
