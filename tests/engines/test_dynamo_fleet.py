@@ -16,10 +16,10 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lockstep.backends.dynamo.transport import pinned
+from lockstep.backends.dynamo.transport import pinned_url
 from lockstep.backends.registry import open_transport
 from lockstep.engine.probe import write_probe
-from lockstep.fleet.dynamo_follower import following
+from lockstep.fleet.dynamo_follower import follow_discovery
 from lockstep.fleet.fleet import Fleet
 from lockstep.fleet.remote import RemoteFleet
 from lockstep.fleet.routing.affinity import Affinity
@@ -77,7 +77,7 @@ async def closing(opened: Any) -> AsyncIterator[Any]:
 async def fleet_of(dynamo: Deployment) -> AsyncIterator[Fleet]:
     pool = Pool()
     async with pool, Fleet(pool, model_dir=TINY) as fleet, closing(dynamo.discovery()) as discovery:
-        async with following(fleet, discovery, look_seconds=0.2):
+        async with follow_discovery(fleet, discovery, look_seconds=0.2):
             await pool.wait_ready(2, 60.0)
             yield fleet
 
@@ -100,13 +100,13 @@ async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 async def test_a_pinned_url_is_that_worker_or_an_error(dynamo: Deployment) -> None:
     name = dynamo.workers[1]["instance_id"]
-    async with closing(await open_transport(pinned(dynamo.url, name))) as one:
+    async with closing(await open_transport(pinned_url(dynamo.url, name))) as one:
         for _ in range(4):
             [completion] = await one.generate(REQUEST)
             assert completion.worker == name
         with pytest.raises(BadRequest, match="leave it out"):
             await one.generate(replace(REQUEST, nvext={"backend_instance_id": 7}))
-    async with closing(await open_transport(pinned(dynamo.url, "123"), "dynamo")) as gone:
+    async with closing(await open_transport(pinned_url(dynamo.url, "123"), "dynamo")) as gone:
         with pytest.raises(Unavailable, match="not known"):
             await gone.generate(REQUEST)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.backends.dynamo.discovery import DynamoDiscovery, until_ready
-from lockstep.backends.dynamo.transport import pinned
+from lockstep.backends.dynamo.discovery import DynamoDiscovery, wait_until_ready
+from lockstep.backends.dynamo.transport import pinned_url
 from lockstep.engine.probe import write_probe
 from lockstep.models import bundled
 from lockstep.tokens.errors import UnknownModel
@@ -140,11 +140,13 @@ async def test_a_second_frontend_needs_to_know_nothing_of_the_first(
     begun = time.monotonic()
     second = dynamo.frontend().until_ready()
     discovery = DynamoDiscovery(second.ready["url"], second.ready["rl_url"])
-    await until_ready(discovery, own=frozenset(await fleet.serving()), seconds=60, interval=0.1)
+    await wait_until_ready(
+        discovery, own=frozenset(await fleet.serving()), seconds=60, interval=0.1
+    )
     await discovery.close()
     figure("second frontend lists both after", time.monotonic() - begun)
     for name in await fleet.serving():  # pinned: it still knows the one that was killed, too
-        url = pinned(second.ready["url"], name)
+        url = pinned_url(second.ready["url"], name)
         async with asyncio.timeout(60), lockstep.connect(url, model="tiny") as policy:
             while True:
                 try:

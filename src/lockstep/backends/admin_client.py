@@ -109,12 +109,12 @@ class AdminClient:
         self,
         what: str,
         call: Callable[[], Awaitable[T]],
-        settled: Callable[[], Awaitable[T | None]],
+        look_up: Callable[[], Awaitable[T | None]],
         budget: CallBudget,
     ) -> T:
         """Return the result of a call that must not happen twice.
 
-        When the response is lost, `settled` reads the worker's state and returns the result of the
+        When the response is lost, `look_up` reads the worker's state and returns the result of the
         call, or None if the call did not happen. Only then it is sent again.
         """
         try:
@@ -127,7 +127,7 @@ class AdminClient:
                         # come from an attempt whose response was lost but which succeeded.
                         if self._closed or (isinstance(error, Conflict) and not attempt):
                             raise
-                        if (outcome := await settled()) is not None:
+                        if (outcome := await look_up()) is not None:
                             return outcome
                         if attempt == budget.tries - 1:
                             raise

@@ -60,7 +60,7 @@ class HttpTransport:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _decoded(
+    async def _decode(
         self,
         decode: Callable[Concatenate[ExtractedBody, P], T],
         response: ExtractedBody,

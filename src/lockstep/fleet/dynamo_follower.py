@@ -16,11 +16,11 @@ from lockstep.backends.dynamo.discovery import (
     DiscoveredWorker,
     Discovery,
     WorkerChange,
-    until_ready,
+    wait_until_ready,
     watch,
 )
 from lockstep.backends.dynamo.frontend_probe import FrontendProbeAdmin
-from lockstep.backends.dynamo.transport import pinned
+from lockstep.backends.dynamo.transport import pinned_url
 from lockstep.fleet.fleet import Fleet
 from lockstep.tokens.errors import BadRequest, LockstepError, NotFound
 
@@ -31,7 +31,7 @@ LEAVE_SECONDS = 5.0
 
 
 @asynccontextmanager
-async def following(
+async def follow_discovery(
     fleet: Fleet,
     discovery: Discovery,
     *,
@@ -56,7 +56,7 @@ async def following(
             "pinned, which only `dynamo` can do; leave it out",
             param="transport",
         )
-    first = await until_ready(discovery, 1, seconds=wait_seconds)
+    first = await wait_until_ready(discovery, 1, seconds=wait_seconds)
     follower = _Follower(fleet, token, options)
     await follower.apply(WorkerChange(first, first, frozenset()))
     await fleet.pool.wait_ready(1, wait_seconds)
@@ -98,7 +98,7 @@ class _Follower:
         await asyncio.gather(*map(self._join, new))
 
     async def _join(self, worker: DiscoveredWorker) -> None:
-        url = pinned(worker.data_url or "", worker.id)
+        url = pinned_url(worker.data_url or "", worker.id)
         admin = FrontendProbeAdmin(worker, token=self._token)
         try:
             await self._fleet.add(url, admin, worker_id=worker.id, **self._options)

@@ -194,7 +194,7 @@ class Replica:
         """Wait for a change in the store or, on the leader, in the set of serving workers."""
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._news.wait())]
         if self._state.leads:
-            waits.append(asyncio.ensure_future(self._state.pool.changed()))
+            waits.append(asyncio.ensure_future(self._state.pool.wait_for_change()))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lockstep.backends.dynamo.discovery import DynamoDiscovery, until_ready
-from lockstep.backends.dynamo.reachable import check_reachable, until_reachable
+from lockstep.backends.dynamo.discovery import DynamoDiscovery, wait_until_ready
+from lockstep.backends.dynamo.reachable import check_reachable, wait_until_reachable
 from lockstep.backends.dynamo.transport import DynamoTransport
 from lockstep.http.client.client import HttpClient
 from lockstep.launch.supervisor import Child, Command, Supervisor, worker_names
@@ -152,7 +152,7 @@ class LocalDynamo:
         discovery = DynamoDiscovery(frontend.url, frontend.system_url)
         own = frozenset(str(row["instance_id"]) for row in self.rows)
         try:
-            await until_ready(discovery, own=own, seconds=READY_SECONDS, interval=0.2)
+            await wait_until_ready(discovery, own=own, seconds=READY_SECONDS, interval=0.2)
         finally:
             await discovery.close()
         if own:
@@ -196,7 +196,7 @@ class LocalDynamo:
         await asyncio.Event().wait()
 
     async def _reachable(self) -> None:
-        await until_reachable(self._environ)
+        await wait_until_reachable(self._environ)
 
     def _frontend_command(self, frontend: Child) -> Command:
         port, rl_port = (u.rpartition(":")[2] for u in (frontend.url, frontend.system_url))

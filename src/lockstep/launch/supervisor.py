@@ -122,7 +122,7 @@ class Supervisor:
         )
         if sys.platform != "linux":
             self._sockets.close()
-        self._tasks = [asyncio.create_task(self._keep(child)) for child in self.children]
+        self._tasks = [asyncio.create_task(self._keep_running(child)) for child in self.children]
         return self
 
     async def __aexit__(
@@ -161,7 +161,7 @@ class Supervisor:
         """
         return url_of(self._sockets.enter_context(listen(self._host, port)))
 
-    async def _keep(self, child: Child) -> None:
+    async def _keep_running(self, child: Child) -> None:
         """Run a child again and again, with growing pauses if it keeps dying."""
         loop = asyncio.get_running_loop()
         deaths = 0
@@ -193,7 +193,7 @@ class Supervisor:
         if self._before_start is not None:
             await self._before_start()
         command = self._command(child)
-        process = await _started(command)
+        process = await _start(command)
         child.process, child.pid = process, process.pid
         health: asyncio.Task[None] | None = None
         try:
@@ -240,7 +240,7 @@ class Supervisor:
             self._on_ready(child)
 
 
-async def _started(command: Command) -> Process:
+async def _start(command: Command) -> Process:
     """Start the process of a command. A cancelled start leaves no process."""
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(

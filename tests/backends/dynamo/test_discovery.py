@@ -13,7 +13,7 @@ from lockstep.backends.admin_client import CallBudget, CallBudgets
 from lockstep.backends.dynamo.discovery import (
     DiscoveredWorker,
     DynamoDiscovery,
-    until_ready,
+    wait_until_ready,
     watch,
     workers_url,
 )
@@ -136,8 +136,8 @@ async def test_a_worker_whose_system_url_does_not_respond_is_not_ready() -> None
         assert not one.ready
         assert "http://127.0.0.1:9 cannot be reached from here" in (one.error or "")
         with pytest.raises(DeadlineExceeded, match="cannot be reached from here"):
-            await until_ready(discovery, own=frozenset({"42"}), seconds=0.2, interval=0.01)
-        assert await until_ready(discovery, own=frozenset(), seconds=5) == {one}
+            await wait_until_ready(discovery, own=frozenset({"42"}), seconds=0.2, interval=0.01)
+        assert await wait_until_ready(discovery, own=frozenset(), seconds=5) == {one}
         await discovery.close()
 
 
@@ -168,14 +168,14 @@ async def test_discovery_is_polled_until_workers_are_ready() -> None:
                captured("rl_workers_two"))  # fmt: skip
     async with serving(answering(*replies)) as server:
         discovery = DynamoDiscovery(FRONTEND, server.url, budgets=QUICK, identify=believed)
-        workers = await until_ready(discovery, 2, seconds=10, interval=0.01)
+        workers = await wait_until_ready(discovery, 2, seconds=10, interval=0.01)
         assert len(workers) == 2
         assert len(server.requests) == 4
         await discovery.close()
     async with serving(answering(captured("rl_workers_after_kill9"))) as server:
         discovery = DynamoDiscovery(FRONTEND, server.url, budgets=QUICK, identify=believed)
         with pytest.raises(DeadlineExceeded, match="1 are ready; 10482494335621261157: Unavail"):
-            await until_ready(discovery, 2, seconds=0.2, interval=0.01)
+            await wait_until_ready(discovery, 2, seconds=0.2, interval=0.01)
         await discovery.close()
 
 

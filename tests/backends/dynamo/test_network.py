@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lockstep.backends.dynamo.reachable import check_reachable, until_reachable
+from lockstep.backends.dynamo.reachable import check_reachable, wait_until_reachable
 from lockstep.protocol.dynamo import environment as dynamo_env
 from lockstep.protocol.dynamo.environment import check_advertised, network_environ
 from lockstep.tokens.errors import BadRequest, Unavailable
@@ -155,5 +155,5 @@ async def test_waiting_ends_when_the_server_is_reachable(monkeypatch: pytest.Mon
     replies = iter((whole(b'{"health":"false"}'),))
     async with serving(lambda _: next(replies, HEALTHY)) as server:
         async with asyncio.timeout(10):
-            await until_reachable(network(f"etcd://127.0.0.1:{server.url.rpartition(':')[2]}"))
+            await wait_until_reachable(network(f"etcd://127.0.0.1:{server.url.rpartition(':')[2]}"))
         assert len(server.requests) == 2

@@ -90,7 +90,7 @@ class DynamoAdmin(HttpAdmin):
         budget = self._budgets.pause
         if mode == "wait":
             budget = replace(budget, attempt=budget.total)
-        body = self._fenced({"mode": mode, "clear_cache": clear_cache})
+        body = self._with_generation({"mode": mode, "clear_cache": clear_cache})
         response = await self._engine("pause_generation", body, budget, idempotent=True)
         if "mode" in response:
             self._client.expect(response["mode"], mode, "pause_generation")
@@ -98,11 +98,13 @@ class DynamoAdmin(HttpAdmin):
     async def resume(self) -> None:
         self._reloads.check_whole()
         await self._engine(
-            "resume_generation", self._fenced({}), self._budgets.quick, idempotent=True
+            "resume_generation", self._with_generation({}), self._budgets.quick, idempotent=True
         )
 
     async def flush(self) -> None:
-        await self._engine("flush_cache", self._fenced({}), self._budgets.quick, idempotent=True)
+        await self._engine(
+            "flush_cache", self._with_generation({}), self._budgets.quick, idempotent=True
+        )
 
     # Weights
 
@@ -110,7 +112,7 @@ class DynamoAdmin(HttpAdmin):
         if self._own is not None:
             await self._own.stage(source, version)
             return
-        self._offers(_update_route(source))
+        self._require_route(_update_route(source))
         self._reloads.stage(source, version)
 
     async def commit(self, version: str) -> None:
@@ -128,7 +130,7 @@ class DynamoAdmin(HttpAdmin):
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> list[list[float]]:
         if self._own is None:
-            self._offers("probe")
+            self._require_route("probe")
             raise UnsupportedField(
                 f"{self.url} advertises probe without {', '.join(sorted(TRANSACTION))}",
                 param="probe",
@@ -142,7 +144,7 @@ class DynamoAdmin(HttpAdmin):
         return await self._own.contents(staged=staged, tensors=tensors)
 
     async def join_group(self, broadcaster: Broadcaster) -> None:
-        self._offers("init_weights_update_group")
+        self._require_route("init_weights_update_group")
         if self._own is not None:
             await self._own.join_group(broadcaster)
             return
@@ -154,27 +156,27 @@ class DynamoAdmin(HttpAdmin):
 
     async def load_adapter(self, name: str, path: Path, label: str | None = None) -> str:
         if self._own is not None and "load_lora" not in self.routes:
-            self._offers("load_lora_adapter")
+            self._require_route("load_lora_adapter")
             return await self._own.load_adapter(name, path, label)
-        self._offers("load_lora")
+        self._require_route("load_lora")
         if not path.is_absolute():
             raise BadRequest(f"path is {str(path)!r}: expected an absolute one", param="path")
 
         async def load() -> bool:
             body = {"lora_name": name, "source": {"uri": path.as_uri()}}
             response = await self._engine("load_lora", body, self._budgets.load)
-            return self._swapped(name, response)
+            return self._is_swapped(name, response)
 
-        async def settled() -> None:
+        async def look_up() -> None:
             # No route reports what is loaded; the response to a second load has `hot_swap`.
             if "liveness_probe" in self.routes:
                 await self._engine("liveness_probe", {}, self._budgets.quick, idempotent=True)
 
         try:
-            if not await self._client.exactly_once("load_lora", load, settled, self._budgets.load):
+            if not await self._client.exactly_once("load_lora", load, look_up, self._budgets.load):
                 # Without hot swap the old contents stay, although the response reports success.
                 await self.unload_adapter(name)
-                await self._client.exactly_once("load_lora", load, settled, self._budgets.load)
+                await self._client.exactly_once("load_lora", load, look_up, self._budgets.load)
         except (EngineFailure, Conflict) as error:
             raise AdapterError(error.message, param="path") from None
         self._adapters[name] = label or ""
@@ -182,7 +184,7 @@ class DynamoAdmin(HttpAdmin):
 
     async def unload_adapter(self, name: str) -> None:
         if self._own is not None and "unload_lora" not in self.routes:
-            self._offers("unload_lora_adapter")
+            self._require_route("unload_lora_adapter")
             await self._own.unload_adapter(name)
             return
         await self._engine("unload_lora", {"lora_name": name}, self._budgets.quick)
@@ -195,7 +197,7 @@ class DynamoAdmin(HttpAdmin):
 
     # Parts
 
-    def _swapped(self, name: str, response: dict[str, Any]) -> bool:
+    def _is_swapped(self, name: str, response: dict[str, Any]) -> bool:
         """Return whether the adapter has the new contents now."""
         loaded = name in self._adapters or "already" in str(response.get("message", "")).lower()
         return response.get("hot_swap") is True or not loaded
@@ -220,7 +222,7 @@ class DynamoAdmin(HttpAdmin):
             body = control.FromDisk(model_path=str(source.directory), weight_version=version)
             return (await self._engine(route, body, budget)).get("version")
 
-        async def settled() -> object:
+        async def look_up() -> object:
             # The label shows that the load happened only if it was another one before. Otherwise
             # the load is repeated: harmless while paused, and refused by a worker that is not.
             if before == version:
@@ -228,7 +230,7 @@ class DynamoAdmin(HttpAdmin):
             now = await self._version()
             return now if now == version else None
 
-        loaded = await self._client.exactly_once(route, load, settled, budget)
+        loaded = await self._client.exactly_once(route, load, look_up, budget)
         self._client.expect(loaded, version, route)
 
     async def _ready(self) -> None:
@@ -241,11 +243,11 @@ class DynamoAdmin(HttpAdmin):
         version = response.get("version")
         return None if version is None else str(version)
 
-    def _fenced(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _with_generation(self, body: dict[str, Any]) -> dict[str, Any]:
         fenced = self._own is not None and self.generation is not None
         return {**body, "generation": self.generation} if fenced else body
 
-    def _offers(self, route: str) -> None:
+    def _require_route(self, route: str) -> None:
         if route not in self.routes:
             raise UnsupportedField(
                 f"{self.url} does not advertise the route {route!r}; it has "
@@ -256,7 +258,7 @@ class DynamoAdmin(HttpAdmin):
     async def _engine(
         self, route: str, body: object, budget: CallBudget, *, idempotent: bool = False
     ) -> dict[str, Any]:
-        self._offers(route)
+        self._require_route(route)
         return await self._client.command(f"/engine/{route}", body, budget, idempotent=idempotent)
 
 

@@ -91,7 +91,7 @@ async def watch(discovery: Discovery, interval: float = 2.0) -> AsyncGenerator[W
         await asyncio.sleep(interval)
 
 
-async def until_ready(
+async def wait_until_ready(
     discovery: Discovery,
     count: int = 1,
     *,
@@ -167,9 +167,9 @@ class DynamoDiscovery:
                 f"{self._client.url}{ROUTE} speaks protocol {listed.protocol_version}, expected 1"
             )
         workers = map(self._worker, listed.workers)
-        return frozenset(await asyncio.gather(*map(self._identified, workers)))
+        return frozenset(await asyncio.gather(*map(self._check_identity, workers)))
 
-    async def _identified(self, worker: DiscoveredWorker) -> DiscoveredWorker:
+    async def _check_identity(self, worker: DiscoveredWorker) -> DiscoveredWorker:
         """Return the worker, marked as not ready unless it is the one at its system_url."""
         if not worker.ready or worker.admin_url is None:
             return worker

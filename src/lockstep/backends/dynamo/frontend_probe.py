@@ -9,7 +9,7 @@ from pathlib import Path
 from lockstep.backends.admin_client import BUDGETS, CallBudgets
 from lockstep.backends.dynamo.admin import DynamoAdmin
 from lockstep.backends.dynamo.discovery import DiscoveredWorker
-from lockstep.backends.dynamo.transport import DynamoTransport, pinned
+from lockstep.backends.dynamo.transport import DynamoTransport, pinned_url
 from lockstep.backends.lockstep.admin import check_scores
 from lockstep.http.client.client import HttpClient
 from lockstep.protocol.common.request import GenerateRequest
@@ -37,7 +37,9 @@ class FrontendProbeAdmin(DynamoAdmin):
             )
         super().__init__(worker.admin_url, worker.routes, token, budgets=budgets)
         self._model = worker.model
-        self._transport = DynamoTransport(HttpClient(pinned(worker.data_url, worker.id), retries=0))
+        self._transport = DynamoTransport(
+            HttpClient(pinned_url(worker.data_url, worker.id), retries=0)
+        )
 
     async def probe(
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None

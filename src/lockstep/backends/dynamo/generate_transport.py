@@ -49,4 +49,4 @@ class DynamoGenerateTransport(RepeatedChoices):
             ROUTE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
         )
         reading = self._reading(request, card, index)
-        return (await self._decoded(decode_generate, response, reading))[0]
+        return (await self._decode(decode_generate, response, reading))[0]

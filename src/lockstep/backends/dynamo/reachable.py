@@ -25,12 +25,12 @@ async def check_reachable(environ: Mapping[str, str], seconds: float = SECONDS) 
     where it carries requests or events. Credentials are not tried.
     """
     if environ.get(dynamo_env.DISCOVERY) == "etcd":
-        await _one_of("etcd", dynamo_env.endpoints(environ), _etcd, seconds)
+        await _check_any("etcd", dynamo_env.endpoints(environ), _etcd, seconds)
     if "nats" in (environ.get(dynamo_env.REQUEST_PLANE), environ.get(dynamo_env.EVENT_PLANE)):
-        await _one_of("NATS", environ.get(dynamo_env.NATS, "").split(","), _nats, seconds)
+        await _check_any("NATS", environ.get(dynamo_env.NATS, "").split(","), _nats, seconds)
 
 
-async def until_reachable(environ: Mapping[str, str]) -> None:
+async def wait_until_reachable(environ: Mapping[str, str]) -> None:
     """Wait until `check_reachable` passes; log once which server is missing."""
     logged = False
     while True:
@@ -44,7 +44,7 @@ async def until_reachable(environ: Mapping[str, str]) -> None:
         await asyncio.sleep(WAIT_SECONDS)
 
 
-async def _one_of(
+async def _check_any(
     name: str, urls: list[str], check: Callable[[str], Awaitable[None]], seconds: float
 ) -> None:
     problems = []

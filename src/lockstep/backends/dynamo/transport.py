@@ -25,7 +25,7 @@ ROUTE = "/v1/chat/completions"
 PIN = "backend_instance_id"
 
 
-def pinned(frontend: str, instance: str) -> str:
+def pinned_url(frontend: str, instance: str) -> str:
     """Return the URL of one worker behind a frontend: http://INSTANCE@HOST:PORT."""
     parts = urlsplit(frontend)
     return urlunsplit(parts._replace(netloc=f"{instance}@{parts.netloc.rpartition('@')[2]}"))
@@ -79,7 +79,7 @@ class DynamoTransport(RepeatedChoices):
         return None
 
     async def _prepare(self, request: GenerateRequest) -> tuple[GenerateRequest, ModelCard | None]:
-        request = self._pinned(request)
+        request = self._pin_request(request)
         encode_dynamo(request.alone(0), mode=self._mode)  # raises before anything is sent
         return request, await self._limits.check_length(request)
 
@@ -94,7 +94,7 @@ class DynamoTransport(RepeatedChoices):
         except (BadRequest, UnknownModel):
             await self._check_there()
             raise
-        return await self._decoded(decode_dynamo, response, self._reading(request, card, index))
+        return await self._decode(decode_dynamo, response, self._reading(request, card, index))
 
     async def _follow(
         self, request: GenerateRequest, index: int, card: ModelCard | None
@@ -113,7 +113,7 @@ class DynamoTransport(RepeatedChoices):
         for completion in decoder.finish():
             yield completion
 
-    def _pinned(self, request: GenerateRequest) -> GenerateRequest:
+    def _pin_request(self, request: GenerateRequest) -> GenerateRequest:
         if self._pin is None:
             return request
         nvext: dict[str, Any] = dict(request.nvext or {})

@@ -140,7 +140,7 @@ class LockstepAdmin(HttpAdmin):
             self._client.expect(response.get("version"), version, "commit")
             return version
 
-        async def settled() -> str | None:
+        async def look_up() -> str | None:
             state = await self._state()
             if state.staged == version:
                 return None
@@ -151,7 +151,7 @@ class LockstepAdmin(HttpAdmin):
                 f"and {state.staged!r} staged, not {version!r}: stage it again"
             )
 
-        await self._client.exactly_once("commit", commit, settled, self._budgets.commit)
+        await self._client.exactly_once("commit", commit, look_up, self._budgets.commit)
 
     async def rollback(self) -> str | None:
         before = await self._state()
@@ -161,13 +161,13 @@ class LockstepAdmin(HttpAdmin):
             response = await self._engine("rollback", body, self._budgets.commit)
             return str(response.get("version"))
 
-        async def settled() -> str | None:
+        async def look_up() -> str | None:
             state = await self._state()
             if state.incarnation != before.incarnation:
                 raise Unavailable(f"{self.url} rollback: the worker restarted meanwhile")
             return None if state.weights_id == before.weights_id else state.version
 
-        return await self._client.exactly_once("rollback", rollback, settled, self._budgets.commit)
+        return await self._client.exactly_once("rollback", rollback, look_up, self._budgets.commit)
 
     async def probe(
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
@@ -216,13 +216,13 @@ class LockstepAdmin(HttpAdmin):
             response = await self._engine("load_lora_adapter", body, self._budgets.load)
             return str(response.get("label"))
 
-        async def settled() -> None:
+        async def look_up() -> None:
             # A label in the view may be that of earlier contents. Loading again is safe: the same
             # name from the same path ends in the same state.
             await self._state()
 
         return await self._client.exactly_once(
-            "load_lora_adapter", load, settled, self._budgets.load
+            "load_lora_adapter", load, look_up, self._budgets.load
         )
 
     async def unload_adapter(self, name: str) -> None:
@@ -232,10 +232,10 @@ class LockstepAdmin(HttpAdmin):
             await self._engine("unload_lora_adapter", body, self._budgets.quick)
             return True
 
-        async def settled() -> bool | None:
+        async def look_up() -> bool | None:
             return None if name in (await self._state()).adapter_labels else True
 
-        await self._client.exactly_once("unload_lora_adapter", unload, settled, self._budgets.quick)
+        await self._client.exactly_once("unload_lora_adapter", unload, look_up, self._budgets.quick)
 
     def _sequence_number(self) -> control.SequenceNumber:
         return control.SequenceNumber(caller=self._caller, number=next(self._numbers))

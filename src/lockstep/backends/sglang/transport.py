@@ -73,7 +73,7 @@ class SglangTransport(RepeatedChoices):
             ROUTE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
         )
         reading = self._reading(request, card, index)
-        return await self._decoded(decode_sglang, response, reading, self._layout)
+        return await self._decode(decode_sglang, response, reading, self._layout)
 
     async def _follow(
         self, request: GenerateRequest, index: int, card: ModelCard | None

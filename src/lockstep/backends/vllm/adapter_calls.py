@@ -70,12 +70,12 @@ class AdapterCalls:
             self._check_success(self._load, await self._post(self._load, body))
             return await self._find(name)
 
-        async def settled() -> None:
+        async def look_up() -> None:
             # The list does not show the contents of an adapter; loading it again is harmless.
             await self.cards()
 
         try:
-            card = await self._client.exactly_once(self._load, load, settled, self._budgets.load)
+            card = await self._client.exactly_once(self._load, load, look_up, self._budgets.load)
         except (UnknownModel, EngineFailure) as error:
             raise AdapterError(error.message, param="path") from None
         listed = None if card is None else card.root
@@ -88,10 +88,10 @@ class AdapterCalls:
             self._check_success(UNLOAD, await self._post(UNLOAD, {"lora_name": name}))
             return True
 
-        async def settled() -> bool | None:
+        async def look_up() -> bool | None:
             return True if await self._find(name) is None else None
 
-        await self._client.exactly_once(UNLOAD, unload, settled, self._budgets.quick)
+        await self._client.exactly_once(UNLOAD, unload, look_up, self._budgets.quick)
         self._labels.pop(name, None)
         remaining = await self._find(name)
         listed = None if remaining is None else remaining.root

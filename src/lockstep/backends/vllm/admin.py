@@ -53,7 +53,7 @@ class VllmAdmin(HttpAdmin):
         self._extension = ExtensionClient(
             self._client, self._budgets, self._quiet, self._label, lambda: self.generation
         )
-        self._reloads = ReloadedWeights(self.url, self._load, self._ready)
+        self._reloads = ReloadedWeights(self.url, self._load, self._check_paused)
         self._adapters = AdapterCalls(self._client, self._budgets, "/v1/load_lora_adapter")
 
     @property
@@ -86,7 +86,7 @@ class VllmAdmin(HttpAdmin):
         return WorkerView(
             version=version,
             staged=staged,
-            paused=await self._paused(),
+            paused=await self._is_paused(),
             adapters=self._adapters.labels(cards),
             generation=self._extension_view.generation if self._extension_view else 0,
         )
@@ -98,13 +98,13 @@ class VllmAdmin(HttpAdmin):
         path = f"/pause?mode={mode}&clear_cache={str(clear_cache).lower()}"
         response = await self._json(path, None, budget, idempotent=True)
         self._client.expect(response.get("status"), "paused", "/pause")
-        self._client.expect(await self._paused(), True, "/is_paused after /pause")
+        self._client.expect(await self._is_paused(), True, "/is_paused after /pause")
 
     async def resume(self) -> None:
         self._reloads.check_whole()
         response = await self._json("/resume", None, self._budgets.quick, idempotent=True)
         self._client.expect(response.get("status"), "resumed", "/resume")
-        self._client.expect(await self._paused(), False, "/is_paused after /resume")
+        self._client.expect(await self._is_paused(), False, "/is_paused after /resume")
 
     async def flush(self, *, running_too: bool = False) -> None:
         """Drop cached prefixes. Raises Conflict when running requests hold some of them, unless
@@ -142,7 +142,7 @@ class VllmAdmin(HttpAdmin):
     async def probe(
         self, token_ids: Sequence[Sequence[int]], *, adapter: str | None = None
     ) -> list[list[float]]:
-        if not await self._paused():
+        if not await self._is_paused():
             budget = self._budgets.probe
             scores = [await score(self._client, ids, adapter, budget) for ids in token_ids]
         elif self.probes_while_paused and adapter is None:
@@ -201,7 +201,7 @@ class VllmAdmin(HttpAdmin):
             await self._client.exactly_once(
                 "reload_weights",
                 lambda: collective_rpc(self._client, "reload_weights", kwargs, budget),
-                self._ready,
+                self._check_paused,
                 budget,
             )
         else:
@@ -219,7 +219,7 @@ class VllmAdmin(HttpAdmin):
     async def _quiet(self) -> AsyncIterator[None]:
         """Keep the server paused while the block runs. Otherwise tokens would be sampled between
         the swap and its label, under the wrong version."""
-        if await self._paused():
+        if await self._is_paused():
             yield
             return
         await self.pause("keep")
@@ -230,11 +230,11 @@ class VllmAdmin(HttpAdmin):
             await self._extension.view()
             await self.resume()
 
-    async def _ready(self) -> None:
+    async def _check_paused(self) -> None:
         """Raise Conflict unless paused: a running server crashes when its weights change."""
         if self._extension_view is None and self._reloads.version is None:
             await self.view()
-        if not await self._paused():
+        if not await self._is_paused():
             raise Conflict(f"{self.url} is not paused: pause it before its weights are changed")
 
     async def _label(self, version: str) -> None:
@@ -247,7 +247,7 @@ class VllmAdmin(HttpAdmin):
         self._client.expect(info.get("weight_version"), version, "/weight_info")
         await self.flush(running_too=True)
 
-    async def _paused(self) -> bool:
+    async def _is_paused(self) -> bool:
         response = self._client.decode_object(await self._get("/is_paused"), "/is_paused")
         paused = response.get("is_paused")
         if not isinstance(paused, bool):
@@ -284,11 +284,11 @@ async def score(
     )
     transport = VllmTransport(client.http, lockstep=False)
 
-    async def not_settled() -> None:
+    async def look_up() -> None:
         return None  # scoring changes nothing: it may be repeated
 
     (completion,) = await client.exactly_once(
-        "probe", lambda: transport.generate(request), not_settled, budget
+        "probe", lambda: transport.generate(request), look_up, budget
     )
     scores = [
         None if entry is None else entry.logprob for entry in completion.prompt_logprobs or ()

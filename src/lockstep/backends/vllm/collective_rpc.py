@@ -152,12 +152,12 @@ class ExtensionClient:
 
     async def commit(self, version: str) -> None:
         async def commit() -> bool:
-            kwargs = self._fenced({"version": version})
+            kwargs = self._with_generation({"version": version})
             response = await self._call(COMMIT, kwargs, self._budgets.commit)
             self._client.expect(response.get("version"), version, COMMIT)
             return True
 
-        async def settled() -> bool | None:
+        async def look_up() -> bool | None:
             view = await self.view()
             if view.staged == version:
                 return None
@@ -171,18 +171,18 @@ class ExtensionClient:
         # The swap and the server's label are two calls. Paused in between, so that no token is
         # sampled from the new weights under the old label.
         async with self._quiet():
-            await self._client.exactly_once(COMMIT, commit, settled, self._budgets.commit)
+            await self._client.exactly_once(COMMIT, commit, look_up, self._budgets.commit)
             await self._label(version)
 
     async def rollback(self) -> str | None:
         before = await self.view()
-        expected = self._fenced({"version": before.version, "staged": before.staged})
+        expected = self._with_generation({"version": before.version, "staged": before.staged})
 
         async def rollback() -> str:
             response = await self._call(ROLLBACK, expected, self._budgets.commit)
             return str(response.get("version"))
 
-        async def settled() -> str | None:
+        async def look_up() -> str | None:
             now = await self.view()
             if now == before:
                 return None
@@ -192,11 +192,11 @@ class ExtensionClient:
 
         if before.staged is not None:
             return await self._client.exactly_once(
-                ROLLBACK, rollback, settled, self._budgets.commit
+                ROLLBACK, rollback, look_up, self._budgets.commit
             )
         async with self._quiet():
             version = await self._client.exactly_once(
-                ROLLBACK, rollback, settled, self._budgets.commit
+                ROLLBACK, rollback, look_up, self._budgets.commit
             )
             await self._label(version)
         return version
@@ -219,7 +219,7 @@ class ExtensionClient:
         response = await self._call(JOIN, kwargs, budget)
         self._client.expect(response.get("group_name"), broadcaster.group, JOIN)
 
-    def _fenced(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _with_generation(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         generation = self._generation()
         return kwargs if generation is None else {**kwargs, "generation": generation}
 

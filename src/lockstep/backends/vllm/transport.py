@@ -54,7 +54,7 @@ class VllmTransport(HttpTransport):
         response = await self._http.post_collected(
             ROUTE, body, Base64Extractor, timeout=request.timeout, headers=request.headers
         )
-        return await self._decoded(decode_generate, response, reading)
+        return await self._decode(decode_generate, response, reading)
 
     async def stream(self, request: GenerateRequest) -> CompletionStream:
         body, reading = await self._prepare(request, stream=True)

@@ -32,13 +32,13 @@ class DynamoWorkers:
     async def joined(self, fleet: Fleet, _: str, show: ShowStatus) -> AsyncIterator[WorkerRows]:
         """The workers that Dynamo's discovery lists are in the fleet while the block runs."""
         from lockstep.backends.dynamo.discovery import DynamoDiscovery
-        from lockstep.fleet.dynamo_follower import following
+        from lockstep.fleet.dynamo_follower import follow_discovery
 
         show(f"Looking for the workers of {self.frontend}")
         discovery = DynamoDiscovery(self.frontend)
         try:
             async with fleet.pool, fleet:
-                async with following(
+                async with follow_discovery(
                     fleet, discovery, wait_seconds=self.wait_seconds, **self.worker_options
                 ):
                     yield [

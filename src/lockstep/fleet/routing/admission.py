@@ -60,7 +60,7 @@ class AdmissionLimiter:
                 await turn
         except BaseException as error:
             self._queue.pop(turn, None)
-            if _granted(turn):
+            if _is_granted(turn):
                 # The slot was granted in the same moment as the deadline or the cancellation. Pass
                 # it on, or it would be lost for good.
                 self.give()
@@ -89,5 +89,5 @@ class AdmissionLimiter:
                 turn.set_exception(error)
 
 
-def _granted(turn: asyncio.Future[None]) -> bool:
+def _is_granted(turn: asyncio.Future[None]) -> bool:
     return turn.done() and not turn.cancelled() and turn.exception() is None

@@ -120,7 +120,7 @@ class HealthMonitor:
                 f"{len(self._rendezvous)} of {count} workers serve after {seconds:g} s: {others}"
             ) from None
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until the set of routable workers changes."""
         await self._changed.wait()
 

@@ -175,9 +175,9 @@ class Pool:
         `seconds`."""
         await self._health.wait(count, seconds)
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until the set of workers that get requests changes."""
-        await self._health.changed()
+        await self._health.wait_for_change()
 
     async def run(self, affinity: Affinity, call: Callable[[Worker], Awaitable[T]]) -> T:
         """Return the result of `call` on the worker that `affinity` selects.

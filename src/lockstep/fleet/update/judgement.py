@@ -131,7 +131,7 @@ class _Case:
         before = None if witness.before is None else _flat(witness.before)
         if before is not None and before.shape != new.shape:
             before = None
-        followed = _followed(before, trained, dtype)
+        followed = _earlier_closeness(before, trained, dtype)
         # The trainer's own numbers have no noise, but count only if the worker held those weights.
         apart = trained if before is None or followed is not None else before
         return cls(
@@ -222,7 +222,7 @@ class _Case:
         )
 
 
-def _followed(before: Array | None, trained: Array | None, dtype: str) -> Closeness | None:
+def _earlier_closeness(before: Array | None, trained: Array | None, dtype: str) -> Closeness | None:
     """Return how the worker followed the trainer on the old weights, if it held those."""
     if before is None or trained is None:
         return None

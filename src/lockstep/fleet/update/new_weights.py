@@ -67,23 +67,23 @@ class WeightReader:
             if source is None:
                 raise BadRequest("weight_dir is missing: name the checkpoint", param="weight_dir")
             if version in desired.agreed:
-                raise _taken(version)
+                raise _label_conflict(version)
             return NewWeights(version, source, Proof())
         path = resolve(weight_dir, self._roots)
         with ExitStack() as stack:
             if (tracer := tracing.active) is not None:
                 stack.enter_context(tracer.span("update validate", {"lockstep.version": version}))
             checkpoint = await asyncio.to_thread(
-                Checkpoint.validate, path, await self._served(desired), roots=self._roots
+                Checkpoint.validate, path, await self._served_signature(desired), roots=self._roots
             )
         warnings = checkpoint.warnings
         if version in desired.agreed and desired.digests.get(version) != checkpoint.digest:
             if strict:
-                raise _taken(version)
+                raise _label_conflict(version)
             taken, version = version, content_label(version, checkpoint.digest)
             note = f"version {taken!r} names other weights here: these are {version!r}"
             warnings = (*warnings, note)
-        now = await self._digest(desired)
+        now = await self._served_digest(desired)
         proof = Proof(
             reference_of(checkpoint.probe),
             tensors=checkpoint.tensors,
@@ -100,7 +100,7 @@ class WeightReader:
             nbytes=checkpoint.nbytes,
         )
 
-    async def _served(self, desired: Desired) -> ModelSignature | None:
+    async def _served_signature(self, desired: Desired) -> ModelSignature | None:
         """Return names and shapes of the served model's weights, where known."""
         where = self._model_dir or desired.checkpoint
         if self._signature is None and where is not None:
@@ -108,7 +108,7 @@ class WeightReader:
                 self._signature = await asyncio.to_thread(ModelSignature.of, Path(where))
         return self._signature
 
-    async def _digest(self, desired: Desired) -> str | None:
+    async def _served_digest(self, desired: Desired) -> str | None:
         """Return the digest of the served weights, where known."""
         if len(desired.agreed) == 1 and self._first is None and self._model_dir is not None:
             here = self._model_dir.resolve()
@@ -126,7 +126,7 @@ def content_label(name: str, digest: str) -> str:
     return name[: MAX_LABEL - len(mark)] + mark
 
 
-def _taken(version: str) -> Conflict:
+def _label_conflict(version: str) -> Conflict:
     return Conflict(
         f"version {version!r} has been served with other weights, or with weights whose digest is "
         "not known: other weights need another label",

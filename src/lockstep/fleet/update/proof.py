@@ -89,7 +89,7 @@ class Proof:
         proofs: dict[Worker, str] = {}
         contents: dict[Worker, WeightContents] = {}
 
-        async def staged(worker: Worker) -> Scores:
+        async def score_staged(worker: Worker) -> Scores:
             scored = await able[worker].probe_staged(self._sequences)
             proofs[worker] = scored.proof
             contents[worker] = held = await contents_of(worker, self._tensors, staged=True)
@@ -99,7 +99,7 @@ class Proof:
 
         if not able or (self._probe is None and len(able) < len(workers)):
             return workers, {}
-        scores, failed = await _collect("prove", list(able), staged, budget, operation)
+        scores, failed = await _collect("prove", list(able), score_staged, budget, operation)
         proved, wrong = self._judge(scores, contents, operation)
         self._proved_staged = {worker: (able[worker], proofs[worker]) for worker in proved}
         failed |= wrong
@@ -138,19 +138,19 @@ class Proof:
         early = [worker for worker in workers if worker in self._proved_staged]
         late = [worker for worker in workers if worker not in self._proved_staged]
         if not late:
-            return self._settled(early), early, {}
+            return self._final_reference(early), early, {}
         contents: dict[Worker, WeightContents] = {}
 
-        async def live(worker: Worker) -> Scores:
+        async def score_live(worker: Worker) -> Scores:
             scores = await scores_of(worker, self._sequences)
             contents[worker] = await contents_of(worker, self._tensors)
             return scores
 
-        scores, failed = await _collect("prove", late, live, budget, operation)
+        scores, failed = await _collect("prove", late, score_live, budget, operation)
         proved, wrong = self._judge(scores, contents, operation)
-        return self._settled(early + proved), early + proved, failed | wrong
+        return self._final_reference(early + proved), early + proved, failed | wrong
 
-    def _settled(self, proved: list[Worker]) -> Reference | None:
+    def _final_reference(self, proved: list[Worker]) -> Reference | None:
         """Return the reference for workers that join later, with the old scores of a proved
         worker."""
         reference = self._reference
@@ -218,7 +218,7 @@ class Proof:
                 )
         return Judgement(evidence, UNLIKE, error)
 
-    async def unchanged(
+    async def prove_unchanged(
         self, workers: list[Worker], budget: PhaseBudgets, operation: Operation
     ) -> tuple[list[Worker], Failures]:
         """Return the workers that score as before the update, and why the others do not."""

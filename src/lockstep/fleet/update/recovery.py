@@ -16,12 +16,12 @@ SETTLE_SECONDS = 5.0
 RESPOND_SECONDS = 5.0
 
 
-async def updatable(workers: Sequence[Worker], operation: Operation) -> list[Worker]:
+async def workers_to_update(workers: Sequence[Worker], operation: Operation) -> list[Worker]:
     """Return the serving workers; if there are none, the quarantined ones that respond. The
     operation gets a warning then. Raises Unavailable when no worker responds either."""
     if serving := [worker for worker in workers if worker.serves]:
         return serving
-    responding = await _quarantined(workers)
+    responding = await _find_quarantined(workers)
     if not responding:
         raise Unavailable(f"none of {len(workers)} workers is serving")
     names = ", ".join(worker.id for worker in responding)
@@ -40,7 +40,7 @@ async def serve_again(pool: Pool, workers: Sequence[Worker], seconds: float) -> 
             await pool.wait_ready(1, seconds)
 
 
-async def _quarantined(workers: Sequence[Worker]) -> list[Worker]:
+async def _find_quarantined(workers: Sequence[Worker]) -> list[Worker]:
     """Return the quarantined workers that respond, once none is being brought up any more. Their
     contents are unknown: each is treated as if no version had been proved on it."""
     deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
@@ -48,13 +48,15 @@ async def _quarantined(workers: Sequence[Worker]) -> list[Worker]:
         if asyncio.get_running_loop().time() > deadline:
             break
         await asyncio.sleep(0.05)
-    responding = await _responding(worker for worker in workers if worker.state == "quarantined")
+    responding = await _find_responding(
+        worker for worker in workers if worker.state == "quarantined"
+    )
     for worker in responding:
         worker.version = None
     return responding
 
 
-async def _responding(workers: Iterable[Worker]) -> list[Worker]:
+async def _find_responding(workers: Iterable[Worker]) -> list[Worker]:
     async def responds(worker: Worker) -> bool:
         try:
             async with asyncio.timeout(RESPOND_SECONDS):

@@ -96,17 +96,17 @@ class Transaction:
             )
             self._mark_wrong(wrong)
             if reference is None or not self._enough(proved):
-                raise _first(wrong, "no worker proved the new weights")
+                raise _first_error(wrong, "no worker proved the new weights")
             # The commit point of the whole update. Up to here every worker is still paused or held,
             # so undoing it is invisible to requests.
             await agree(reference, proved)
         except LockstepError as error:
             await self._undo(staged, error)
-            raise self._failed(error) from error
+            raise self._as_failure(error) from error
         except Exception as error:
             cause = UpdateFailed(f"the new version could not be recorded: {error!r}")
             await self._undo(staged, cause)
-            raise self._failed(cause) from error
+            raise self._as_failure(cause) from error
         self._drop(wrong, f"it did not prove version {self._version!r}")
         for worker in proved:
             worker.version = self._version
@@ -128,7 +128,7 @@ class Transaction:
         lost = {w: e for w, e in failed.items() if is_lost(e)}
         refused = {w: e for w, e in failed.items() if w not in lost}
         if refused or not self._enough(staged):
-            error = _first(refused or failed, "staging failed")
+            error = _first_error(refused or failed, "staging failed")
             if len(lost) == len(self._workers):
                 # Most likely the source never sent anything. Quarantining all workers would take
                 # the fleet down for it; workers that still respond are unchanged.
@@ -136,7 +136,7 @@ class Transaction:
             else:
                 await self._unstage(staged)
                 self._drop(lost, "it was lost while staging")
-            raise self._failed(error)
+            raise self._as_failure(error)
         self._drop(lost, "it was lost while staging")
         return staged
 
@@ -146,10 +146,10 @@ class Transaction:
         ready, wrong = await self._proof.prove_staged(staged, self._budget, self._operation)
         self._mark_wrong(wrong)
         if not self._enough(ready):
-            error = _first(wrong, "no worker proved the new weights")
+            error = _first_error(wrong, "no worker proved the new weights")
             await self._unstage(staged)
             self._rolled_back(staged, error)
-            raise self._failed(error)
+            raise self._as_failure(error)
         self._drop(wrong, f"it did not prove version {self._version!r}")
         return ready
 
@@ -224,7 +224,7 @@ class Transaction:
     async def _undo(self, workers: list[Worker], why: LockstepError) -> None:
         """Roll all workers back to the version before, prove it, and resume; quarantine on
         failure."""
-        remaining = [worker for worker in workers if self._is_left(worker)]
+        remaining = [worker for worker in workers if self._remains(worker)]
 
         async def roll_back(worker: Worker) -> None:
             view = await worker.control.view()
@@ -240,7 +240,7 @@ class Transaction:
         restored, failed = await run_phase(
             "rollback", remaining, roll_back, self._budget.commit, self._operation
         )
-        same, wrong = await self._proof.unchanged(restored, self._budget, self._operation)
+        same, wrong = await self._proof.prove_unchanged(restored, self._budget, self._operation)
         self._drop(failed | wrong, "it could not be rolled back")
         await self._resume(same, lambda worker: worker.control.resume())
         self._rolled_back(same, why)
@@ -256,7 +256,7 @@ class Transaction:
 
     def _require(self, succeeded: list[Worker], failed: Failures) -> None:
         if not self._enough(succeeded):
-            raise _first(failed, "too few workers are left")
+            raise _first_error(failed, "too few workers are left")
 
     def _enough(self, workers: list[Worker]) -> bool:
         """Return whether at least half of the workers remain: a fleet must not shrink to a broken
@@ -270,7 +270,7 @@ class Transaction:
 
     def _rolled_back(self, workers: list[Worker], why: LockstepError) -> None:
         for worker in workers:
-            if self._is_left(worker):
+            if self._remains(worker):
                 result = self._operation.workers[worker.id]
                 result.status, result.error = "rolled_back", result.error or why.message
 
@@ -281,7 +281,7 @@ class Transaction:
             self._dropped.add(worker)
             self._hold(worker, False)
 
-    def _is_left(self, worker: Worker) -> bool:
+    def _remains(self, worker: Worker) -> bool:
         """Return whether a worker is still part of the update: not quarantined by it, and not
         leaving.
 
@@ -290,7 +290,7 @@ class Transaction:
         """
         return worker not in self._dropped and not worker.leaving
 
-    def _failed(self, error: LockstepError) -> UpdateFailed | LockstepError:
+    def _as_failure(self, error: LockstepError) -> UpdateFailed | LockstepError:
         if isinstance(error, CheckpointError | Superseded):
             return error
         return UpdateFailed(
@@ -303,7 +303,7 @@ def is_lost(error: LockstepError) -> bool:
     return isinstance(error, Unavailable | DeadlineExceeded | ContractError)
 
 
-def _first(failed: Failures, otherwise: str) -> LockstepError:
+def _first_error(failed: Failures, otherwise: str) -> LockstepError:
     for worker, error in failed.items():
         return error.with_message(f"worker {worker.id}: {error.message}")
     return Unavailable(otherwise)

@@ -11,7 +11,7 @@ from lockstep.fleet.replica import Replica
 from lockstep.fleet.state import FleetState
 from lockstep.fleet.update.adapter_changes import AdapterChanges
 from lockstep.fleet.update.new_weights import NewWeights, WeightReader
-from lockstep.fleet.update.recovery import updatable
+from lockstep.fleet.update.recovery import workers_to_update
 from lockstep.fleet.update.transaction import Transaction
 from lockstep.fleet.worker import Worker
 from lockstep.tokens.errors import BadRequest
@@ -60,7 +60,7 @@ class WeightUpdate:
         """Bring every worker to the new weights, proved. Raises the error that stopped it."""
         state = self._state
         operation.version = self._label
-        workers = await updatable(state.workers, operation)
+        workers = await workers_to_update(state.workers, operation)
         served = any(worker.serves for worker in workers)
         new = await self._reader.read(
             self._weight_dir, self._source, self._label, state.desired, served=served,

@@ -34,7 +34,7 @@ def load(model: Any, model_config: Any, new: Tensors, old: Tensors) -> None:
     Both hold every tensor of the checkpoint: with a part of a fused module, vLLM would silently
     compute garbage. Raises WeightsLost when `old` could not be loaded again either.
     """
-    repairs = chosen_repairs()
+    repairs = repairs_to_run()
     try:
         _load(model, model_config, new, repairs)
     except Exception as error:
@@ -53,7 +53,7 @@ def load(model: Any, model_config: Any, new: Tensors, old: Tensors) -> None:
         ) from error
 
 
-def chosen_repairs() -> list[Callable[[Any], None]]:
+def repairs_to_run() -> list[Callable[[Any], None]]:
     """Return the repairs for this platform. Raises BadRequest for an unknown name in
     SKIP_REPAIRS."""
     skipped = {name.strip() for name in os.environ.get(SKIP_REPAIRS, "").split(",")} - {""}

@@ -66,7 +66,7 @@ def _score(worker: Any, ids: list[int]) -> list[float]:
     blocks = list(range(FIRST_BLOCK, FIRST_BLOCK + len(ids) // size + 1))
     if blocks[-1] >= runner.kv_cache_config.num_blocks:
         raise BadRequest(f"a probe of {len(ids)} tokens does not fit into the cache")
-    with _borrowed(runner, blocks):
+    with _borrow_blocks(runner, blocks):
         try:
             runner.execute_model(_batch(name, ids, blocks))
             output = runner.sample_tokens(None)
@@ -104,7 +104,7 @@ def _batch(name: str, ids: list[int], blocks: list[int]) -> Any:
 
 
 @contextmanager
-def _borrowed(runner: Any, blocks: list[int]) -> Iterator[None]:
+def _borrow_blocks(runner: Any, blocks: list[int]) -> Iterator[None]:
     """Restore the contents of these cache blocks after the block of code."""
     caches = {id(cache): cache for cache in runner.kv_caches}.values()
     saved = [cache[blocks].clone() for cache in caches]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.backends.vllm.extension.source import TensorsRead, completed
+from lockstep.backends.vllm.extension.source import TensorsRead, complete_tensors
 from lockstep.protocol.control.worker import Stage
 from lockstep.tokens.errors import BadRequest, Conflict, EngineFailure, LockstepError
 
@@ -184,12 +184,12 @@ class RankWeights:
         parts, self._session = self._session, None
         if parts is None:
             raise Conflict("no weight update was started: POST /start_weight_update first")
-        whole = completed(parts, self._live.tensors, tied=self._tied, partial=partial)
+        whole = complete_tensors(parts, self._live.tensors, tied=self._tied, partial=partial)
         self._swap(HeldWeights(whole, self._session_version))
 
     def _complete(self, request: Stage, live: Mapping[str, Any], version: str) -> HeldWeights:
         read = self._read(request)
-        whole = completed(read.tensors, live, tied=self._tied, partial=request.partial)
+        whole = complete_tensors(read.tensors, live, tied=self._tied, partial=request.partial)
         return HeldWeights(whole, version, None if request.partial else read.digests)
 
     def _swap(self, new: HeldWeights) -> None:

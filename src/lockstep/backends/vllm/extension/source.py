@@ -83,7 +83,7 @@ class Sources:
         return read
 
 
-def completed(
+def complete_tensors(
     new: Mapping[str, Any], live: Mapping[str, Any], *, tied: bool, partial: bool
 ) -> dict[str, Any]:
     """Return all tensors of the model: the new ones and, if `partial`, the live ones for the rest.
