@@ -87,6 +87,8 @@ class ReloadedWeights:
     async def rollback(self) -> str | None:
         """Drop the staged source, or load the weights before the last commit (also a failed one).
         Raises Conflict when those weights are not known or cannot be loaded again."""
+        # Nothing was loaded yet, so dropping the source is enough. After a failed load the server
+        # holds half of it, whatever is pending, and must load the last weights again.
         if self._pending is not None and self.broken is None:
             self._pending = None
             return self.version

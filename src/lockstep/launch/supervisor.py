@@ -181,6 +181,8 @@ class Supervisor:
             if child.exit_code == WRONG:
                 log.error("%s is not restarted: its command is wrong", child.id)
                 return
+            # A child that ran for a while starts over with a short pause; one that dies at its
+            # start is given up to LAST_BACKOFF seconds, so that it does not eat the CPU.
             deaths = 1 if loop.time() - begun > STEADY_SECONDS else deaths + 1
             pause = min(FIRST_BACKOFF * 2.0 ** (deaths - 1), LAST_BACKOFF)
             log.warning("restarting %s in %.1f s", child.id, pause)

@@ -144,6 +144,8 @@ class LockstepAdmin(HttpAdmin):
             state = await self._state()
             if state.staged == version:
                 return None
+            # The label alone is no evidence: another gateway may have committed other weights
+            # under it. With a proof, exactly the proved weights must be served.
             if state.version == version and proof in (None, state.serves):
                 return version
             raise Conflict(

@@ -73,6 +73,8 @@ class AcceptedVersions:
     def _fits(self, spans: Sequence[VersionSpan], since: int) -> bool:
         if not spans or since >= len(self._versions):
             return True
+        # Only the last span counts: after an update during the request, earlier spans are older.
+        # A label may name an adapter as well; the fleet accepts versions of weights.
         last = spans[-1].version
         return self._is_accepted(last, since) or self._is_accepted(
             VersionLabel.parse(last).weights, since

@@ -152,6 +152,7 @@ class Operations:
     async def _outcome(self, operation: Operation) -> Operation:
         if operation.id in self._running:
             operation, task = self._running[operation.id]
+            # Shielded: a caller that disconnects must not stop an update half way.
             await asyncio.shield(task)
         if operation.status in ("failed", "lost"):
             raise error_of(operation)

@@ -167,6 +167,8 @@ class HealthMonitor:
 
     async def probe(self, worker: Worker) -> None:
         """Probe a worker once: eject it when it fails, bring it up when it has recovered."""
+        # Requests keep failing or finishing on the worker while it is probed. The epoch shows
+        # whether it was ejected meanwhile; then this probe's result is out of date.
         epoch, sent = worker.epoch, worker.in_flight
         responded = False
         try:
@@ -199,6 +201,8 @@ class HealthMonitor:
             self.eject(worker, "it was restarted")
             self.check(worker)
             return
+        # Requests of this process may have begun or ended since the worker counted: subtract the
+        # larger number, so that its own load is never taken for that of other gateways.
         ours = max(sent, worker.in_flight)
         worker.elsewhere = max(0, health.running + health.waiting - ours)
         if worker.serves:

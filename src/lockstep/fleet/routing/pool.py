@@ -331,7 +331,7 @@ class _Attempt:
         self._worker, self._epoch = worker, worker.epoch
         self.waiting, self._called_off = asyncio.current_task(), False
         self.begun, self.mark = monotonic(), worker.accepted.mark()
-        worker.attempts.add(self)
+        worker.attempts.add(self)  # so that `HealthMonitor` can call it off
         pool._rendezvous.begin(worker)
         if (tracer := tracing.active) is not None:
             self.traced = tracer.routed(self._since, worker.id, worker.url, len(self._tried))

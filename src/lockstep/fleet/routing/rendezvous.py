@@ -113,6 +113,7 @@ class RendezvousHash(Generic[W]):
         return self._workers[int(np.where(allowed, scores, np.uint64(0)).argmax())]
 
     def _hash(self, key: bytes) -> npt.NDArray[np.uint64]:
+        # A shortened MurmurHash3 finalizer over all workers at once, in reused buffers.
         scores, spare = self._scores, self._spare
         np.bitwise_xor(self._seeds, np.uint64(_digest(key)), out=scores)
         np.multiply(scores, FIRST, out=scores)

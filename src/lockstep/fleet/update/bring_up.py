@@ -48,6 +48,8 @@ async def restore(worker: Worker, desired: Desired) -> None:
 
 async def _sync(worker: Worker, desired: Desired) -> None:
     view = await worker.control.view()
+    # An update that this worker was lost to left weights staged. They must go first: a later
+    # rollback would drop them instead of undoing a commit.
     if view.staged is not None:
         await worker.control.rollback()
     await _sync_weights(worker, view, desired)

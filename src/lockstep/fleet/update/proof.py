@@ -93,10 +93,13 @@ class Proof:
             scored = await able[worker].probe_staged(self._sequences)
             proofs[worker] = scored.proof
             contents[worker] = held = await contents_of(worker, self._tensors, staged=True)
+            # Scores and digest are two calls. Both must be of the same staged weights.
             if held.proof not in (None, scored.proof):
                 raise Conflict("the staged weights were replaced while probed: update again")
             return _frozen(scored.logprobs)
 
+        # Without a probe the majority of all workers decides. A vote among some of them now and the
+        # others after the commit could end differently.
         if not able or (self._probe is None and len(able) < len(workers)):
             return workers, {}
         scores, failed = await _collect("prove", list(able), score_staged, budget, operation)

@@ -130,6 +130,8 @@ class RankWeights:
             or staging.request != request
             or (staging.held is None and staging.error is None)
         ):
+            # A partial update is completed with the tensors served now, not with those served when
+            # the thread gets to them.
             live = self._live.tensors
             self._staging = StagingThread(request, lambda: self._complete(request, live, version))
             return None
