@@ -108,7 +108,7 @@ async def test_a_worker_is_ready_when_its_metrics_have_its_id() -> None:
     metrics = [
         (b'x{a="b",worker_id="2a"} 0\ny{worker_id="2a"} 1\n', None),
         (b'x{worker_id="2b"} 0\n', "belongs to worker 43 here"),
-        (b'x{worker_id="2a"} 0\nx{worker_id="2b"} 0\n', "is worker 42, 43 here"),
+        (b'x{worker_id="2a"} 0\nx{worker_id="2b"} 0\n', "belongs to worker 42, 43 here"),
         (b"process_cpu_seconds_total 1\n", "does not report its worker id"),
     ]
     for text, error in metrics:

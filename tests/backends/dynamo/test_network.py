@@ -104,8 +104,8 @@ async def test_etcd_is_reachable_when_one_of_the_listed_servers_is_healthy() -> 
     ("reply", "message"),
     [
         (whole(b'{"health":"false"}'), "not healthy"),
-        (whole(b"hello"), "no etcd"),
-        (whole({"detail": "Not Found"}, 404), "no etcd"),
+        (whole(b"hello"), "not etcd"),
+        (whole({"detail": "Not Found"}, 404), "not etcd"),
     ],
 )
 async def test_a_server_that_is_not_a_working_etcd_is_an_error(reply, message: str) -> None:

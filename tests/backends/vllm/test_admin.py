@@ -524,7 +524,7 @@ async def test_prime_rl_updates_keep_their_own_routes() -> None:
         await admin.stage(B, "B")
         with pytest.raises(Conflict, match="pause it before"):
             await admin.commit("B")
-        with pytest.raises(UnsupportedField, match="only keeps"):
+        with pytest.raises(UnsupportedField, match="only supports keep"):
             await admin.pause("abort")
         await admin.pause("keep")
         fake.replies["/update_weights"] = [Reply(fault="reset")]

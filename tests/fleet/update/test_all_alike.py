@@ -90,7 +90,7 @@ async def test_when_no_worker_serves_an_update_runs_on_quarantined_workers(tmp_p
         await fleet.pool.look()
         assert fleet.serving() == []
         operation = await fleet.update("b")
-        assert "made on w0, w1, quarantined until then" in operation.warnings[0]
+        assert "ran on w0, w1, quarantined until then" in operation.warnings[0]
         assert {n: r.status for n, r in operation.workers.items()} == {"w0": "ok", "w1": "ok"}
         await fleet.pool.look()
         assert fleet.serving() == ["w0", "w1"]

@@ -170,7 +170,7 @@ async def test_a_worker_that_keeps_its_old_weights_does_not_prove_the_new_label(
 ) -> None:
     async with simulated(tmp_path, 1) as fleet:
         fleet.checkpoint("a", seed=0)  # the very weights that are served
-        with pytest.raises(LockstepError, match="differ from the ones before"):
+        with pytest.raises(LockstepError, match="differ from those before"):
             await fleet.update("a")
         assert fleet.fleet.desired.version == FIRST
 
