@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-processes test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard screenshots environments lint format docs bench chaos soak clean
+.PHONY: demo test test-processes test-kernels test-cpus test-docs test-engines test-clients test-agents test-trainers test-sinks test-scale test-dashboard flakes screenshots environments lint format docs bench chaos soak clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,9 +15,12 @@ demo: $(VENV)/.ready
 		echo "The demo ended with code $$code: $(BIN)/lockstep doctor says what this machine can do" >&2; \
 		exit $$code; }
 
-# AGAIN=1 runs what failed in a target, one after the other.
-PYTEST := $(BIN)/pytest $(if $(AGAIN),--last-failed --last-failed-no-failures none --timeout 600)
-PARALLEL := $(PYTEST) $(if $(AGAIN),,-n 2 --dist loadscope)
+# AGAIN=1 runs what failed in a target, one after the other; JOBS=n uses n processes. Each target has a
+# cache of its own, because CI runs two at once and each rewrites its list of failures.
+JOBS ?= 2
+PYTEST = $(BIN)/pytest -o cache_dir=.pytest_cache/$@ --durations=10 --durations-min=1 \
+	$(if $(AGAIN),--last-failed --last-failed-no-failures none --timeout 600)
+PARALLEL = $(PYTEST) $(if $(AGAIN),,-n $(JOBS) --dist loadscope)
 
 # Tests that start commands, fleets and runs as a user does, and kill them.
 PROCESSES := tests/cli tests/e2e tests/faults tests/check tests/launch tests/tracing tests/benchmarks \
@@ -37,7 +40,7 @@ test-processes: $(VENV)/.ready
 
 # The kernels for GPUs, in Triton's interpreter, which is slow.
 test-kernels: $(VENV)/.ready
-	$(PYTEST) $(if $(AGAIN),,-n 2) tests/engine/cuda
+	$(PYTEST) $(if $(AGAIN),,-n $(JOBS)) tests/engine/cuda
 
 # The self-test and short demos on every kind of CPU that this one can play.
 test-cpus: $(VENV)/.ready
@@ -101,6 +104,11 @@ test-dashboard: SECONDS ?= 60
 test-dashboard: $(VENV)/.ready
 	PYTHON=$(PYTHON) scripts/install-dashboard.sh
 	LOCKSTEP_TEST_OPEN_SECONDS=$(SECONDS) $(PYTEST) tests/browser --timeout $$(($(SECONDS) * 2 + 180))
+
+# The tests of .ci/flakes.txt, which passed in CI only alone: each RUNS=20 times beside a busy process per
+# core. TESTS='id...' names others.
+flakes: $(VENV)/.ready
+	$(BIN)/python scripts/flakes.py run $(TESTS)
 
 # The pictures of docs/dashboard.md, of a live fleet.
 screenshots: $(VENV)/.ready
