@@ -60,49 +60,53 @@ soak: SECONDS ?= 900
 soak: $(VENV)/.ready
 	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
+# One installation at a time: a suite that needs an environment while all of them are being installed
+# waits for the current one and installs its own next.
+INSTALL = PYTHON=$(PYTHON) $(if $(shell command -v flock),flock $(VENV)/.installing)
+
 # The environments of all suites below, which install their own where this was not run.
 environments: $(VENV)/.ready
-	@for script in scripts/install-*.sh; do echo "== $$script"; PYTHON=$(PYTHON) $$script || exit; done
+	@for script in scripts/install-*.sh; do echo "== $$script"; $(INSTALL) $$script || exit; done
 
 # Real vLLM and real Dynamo, each in an environment of its own.
 test-engines: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-vllm.sh
-	PYTHON=$(PYTHON) scripts/install-dynamo.sh
+	$(INSTALL) scripts/install-vllm.sh
+	$(INSTALL) scripts/install-dynamo.sh
 	$(PYTEST) tests/engines --timeout 600
 
 # Stock SDKs and agent frameworks against a gateway, in an environment of their own.
 test-clients: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-clients.sh
+	$(INSTALL) scripts/install-clients.sh
 	$(PYTEST) tests/clients
 
 # Trackers that a run logs to, readers of exports, and Arize Phoenix for traces, in environments of their own.
 test-sinks: $(VENV)/.ready
-	scripts/install-sinks.sh
-	scripts/install-phoenix.sh
+	$(INSTALL) scripts/install-sinks.sh
+	$(INSTALL) scripts/install-phoenix.sh
 	$(PYTEST) tests/sinks
 
 # Real coding agents against a gateway and a scripted worker, in an environment of their own.
 test-agents: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-agents.sh
+	$(INSTALL) scripts/install-agents.sh
 	$(PYTEST) tests/agents
 
 # Several gateways on real PostgreSQL, Dynamo on real etcd and NATS, from an environment of their own;
 # with a campaign of kills for SECONDS.
 test-scale: SECONDS ?= 120
 test-scale: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-scale.sh
-	PYTHON=$(PYTHON) scripts/install-dynamo.sh
+	$(INSTALL) scripts/install-scale.sh
+	$(INSTALL) scripts/install-dynamo.sh
 	CAMPAIGN_SECONDS=$(SECONDS) $(PYTEST) tests/scale
 
 # Trainers that people already have, on a gateway, in environments of their own.
 test-trainers: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-trainers.sh
+	$(INSTALL) scripts/install-trainers.sh
 	$(PYTEST) tests/trainers
 
 # The dashboard and the report in Debian's Chromium, before a live fleet; a page stays open for SECONDS.
 test-dashboard: SECONDS ?= 60
 test-dashboard: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-dashboard.sh
+	$(INSTALL) scripts/install-dashboard.sh
 	LOCKSTEP_TEST_OPEN_SECONDS=$(SECONDS) $(PYTEST) tests/browser --timeout $$(($(SECONDS) * 2 + 180))
 
 # The tests of .ci/flakes.txt, which passed in CI only alone: each RUNS=20 times beside a busy process per
@@ -112,7 +116,7 @@ flakes: $(VENV)/.ready
 
 # The pictures of docs/dashboard.md, of a live fleet.
 screenshots: $(VENV)/.ready
-	PYTHON=$(PYTHON) scripts/install-dashboard.sh
+	$(INSTALL) scripts/install-dashboard.sh
 	$(BIN)/python -m tests.browser.screenshots
 
 lint: $(VENV)/.ready
