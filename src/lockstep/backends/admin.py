@@ -9,6 +9,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from lockstep.checkpoint.sources import check_one_source
 from lockstep.protocol.control.worker import TensorSpec
+from lockstep.tokens.operation import PauseMode
 
 __all__ = [
     "Admin",
@@ -25,7 +26,6 @@ __all__ = [
     "WorkerView",
 ]
 
-PauseMode = Literal["abort", "wait", "keep"]
 AdminName = Literal["lockstep", "vllm", "prime-rl", "dynamo"]
 
 

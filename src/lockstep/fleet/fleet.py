@@ -11,10 +11,7 @@ import msgspec
 
 from lockstep.backends.admin import Admin, Broadcaster, Fenced, PauseMode, Source
 from lockstep.checkpoint.validate import resolve
-from lockstep.fleet.control.desired import Desired, Reference
-from lockstep.fleet.control.leadership import AlwaysLeader, Leadership
 from lockstep.fleet.control.operations import Operations
-from lockstep.fleet.control.store import ControlStore, LocalStore
 from lockstep.fleet.fan_out import PhaseBudgets, everywhere, nothing
 from lockstep.fleet.gate import WorkerGate
 from lockstep.fleet.pauses import Pauses
@@ -31,6 +28,10 @@ from lockstep.fleet.update.recovery import serve_again, updatable
 from lockstep.fleet.update.take_over import take_over
 from lockstep.fleet.update.transaction import Transaction
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Desired, Reference
+from lockstep.storage.protocols import ControlStore, Leadership
+from lockstep.storage.sqlite.control import SqliteControlStore
+from lockstep.storage.sqlite.leadership import AlwaysLeader
 from lockstep.tokens.errors import (
     BadRequest,
     NotFound,
@@ -68,7 +69,7 @@ class Fleet:
         the fleet while it leads, else it follows who does; `token` is the workers' admin token.
         """
         self.pool = pool
-        self._store = store or LocalStore()
+        self._store = store or SqliteControlStore()
         self.leadership = leadership or AlwaysLeader()
         self._roots = tuple(Path(root).resolve() for root in roots or ("/",))
         self._weights = WeightReader(self._roots, model_dir)

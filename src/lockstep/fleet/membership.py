@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from lockstep.backends.registry import BackendName, open_admin
-from lockstep.fleet.control.leadership import Leadership
-from lockstep.fleet.control.store import WorkerRecord
 from lockstep.fleet.worker import Worker
 from lockstep.http.client.client import HttpClient
+from lockstep.storage.desired_state import WorkerRecord
+from lockstep.storage.protocols import Leadership
 from lockstep.tokens.errors import LockstepError, NotFound
 
 if TYPE_CHECKING:

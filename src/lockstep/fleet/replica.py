@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from lockstep.fleet.control.desired import Desired
-from lockstep.fleet.control.leadership import Leadership, LeadershipView
-from lockstep.fleet.control.store import ControlStore, FleetSnapshot, WorkerRecord
 from lockstep.fleet.membership import Membership
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Desired, FleetSnapshot, WorkerRecord
+from lockstep.storage.protocols import ControlStore, Leadership, LeadershipView
 from lockstep.tokens.errors import LockstepError, Superseded, Unavailable
 
 if TYPE_CHECKING:

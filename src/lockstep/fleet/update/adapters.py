@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 from lockstep.checkpoint.probe import Probe
-from lockstep.fleet.control.desired import AdapterSpec, Reference
 from lockstep.fleet.fan_out import PhaseBudgets, Quarantine, each, quarantine_failed
 from lockstep.fleet.routing.pool import Pool
 from lockstep.fleet.update.judgement import Witness, judge
@@ -21,6 +20,7 @@ from lockstep.fleet.update.proof import (
 )
 from lockstep.fleet.update.transaction import is_lost
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import AdapterSpec, Reference
 from lockstep.tokens.errors import Conflict, LockstepError, UpdateFailed
 from lockstep.tokens.operation import Operation
 

@@ -8,10 +8,10 @@ Then it is looked at, put right where it stands, and goes on. Its requests wait,
 from __future__ import annotations
 
 from lockstep.backends.admin import Fenced
-from lockstep.fleet.control.desired import Desired
 from lockstep.fleet.fan_out import PhaseBudgets, Quarantine, each
 from lockstep.fleet.update.bring_up import restore
 from lockstep.fleet.worker import Worker
+from lockstep.storage.desired_state import Desired
 from lockstep.tokens.errors import Conflict
 from lockstep.tokens.operation import Operation
 

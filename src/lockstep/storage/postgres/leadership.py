@@ -1,4 +1,4 @@
-"""One leader among the gateways of a PostgreSQL store: a row that is held on a lease."""
+"""Election of one leader among the gateways of a PostgreSQL store, by a lease on one row."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
-from lockstep.fleet.control.leadership import GatewayView, LeadershipView
-from lockstep.storage.postgres import PostgresDatabase
+from lockstep.storage.postgres.database import PostgresDatabase
+from lockstep.storage.protocols import GatewayView, LeadershipView
 from lockstep.tokens.errors import LockstepError, Superseded
 
 log = logging.getLogger(__name__)
 LEASE_SECONDS = 3.0
 RENEW_SECONDS = 0.5
 MARGIN_SECONDS = 0.3
-"""How much earlier than the database a leader regards its own lease as ended."""
+"""Seconds by which a leader ends its own lease before the database does."""
 SEEN_SECONDS = 5.0
-"""Gateways that were silent for longer are no longer counted; their rows go after an hour."""
+"""Gateways silent for longer are not listed; their rows are deleted after an hour."""
 CHANNEL = "leader"
 
-# The holder renews it; anybody else gets it once it has ended, under the next number.
+# The holder renews the lease. Another gateway gets it only after it has ended, and with a higher
+# generation.
 HOLD = """
 INSERT INTO leader AS held (id, holder, address, generation, expires)
 VALUES (1, $1, $2, GREATEST($4::bigint, (extract(epoch FROM clock_timestamp()) * 1000)::bigint),
@@ -40,7 +41,7 @@ SEEN = """
 INSERT INTO gateways (id, address, seen) VALUES ($1, $2, clock_timestamp())
 ON CONFLICT (id) DO UPDATE SET address = $2, seen = clock_timestamp()
 """
-WHO = """
+LEADER = """
 SELECT holder, address, generation, expires < clock_timestamp() AS ended FROM leader WHERE id = 1
 """
 ALIVE = """
@@ -50,10 +51,10 @@ WHERE seen > clock_timestamp() - make_interval(secs => $1) AND address <> '' ORD
 
 
 class PostgresLeadership:
-    """Holds the lease, or waits for it to end. The clock of the lease is the database's.
+    """A Leadership by a lease that ends by the database's clock.
 
-    A leader that could not renew in time leads no more, by its own clock, before another one can
-    be elected.
+    A leader that could not renew the lease stops leading, by its own clock, MARGIN_SECONDS before
+    another gateway can be elected.
     """
 
     shared = True
@@ -67,7 +68,7 @@ class PostgresLeadership:
     ) -> None:
         self.holder = secrets.token_hex(8)
         self._database = database
-        self._lease, self._renew = lease_seconds, renew_seconds
+        self._lease_seconds, self._renew_seconds = lease_seconds, renew_seconds
         self._address = ""
         self._stored = 0
         self._generation = 0
@@ -93,9 +94,8 @@ class PostgresLeadership:
         )
 
     async def start(self, stored: int, changed: Callable[[], None]) -> None:
-        """Raises Unavailable when the store cannot be reached at first."""
         self._stored, self._changed = stored, changed
-        await self._look()
+        await self._renew_or_take()
         await self._database.listen(CHANNEL, lambda _: self._now.set())
         self._task = asyncio.create_task(self._run(), name="leadership")
 
@@ -111,7 +111,7 @@ class PostgresLeadership:
                 self.holder, self._held, number,
             )  # fmt: skip
         if generation is None:
-            raise Superseded("another gateway leads by now")
+            raise Superseded("another gateway leads now")
         self._held = self._generation = generation
         return int(generation)
 
@@ -134,32 +134,30 @@ class PostgresLeadership:
         while True:
             self._now.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._pause()):
+                async with asyncio.timeout(self._renew_seconds):
                     await self._now.wait()
             try:
-                # A statement that hangs must not outlast the lease that it is to renew.
-                async with asyncio.timeout(self._lease):
-                    await self._look()
+                # A statement that hangs must not outlast the lease that it renews.
+                async with asyncio.timeout(self._lease_seconds):
+                    await self._renew_or_take()
             except (LockstepError, TimeoutError) as error:
-                log.warning("the lease of the leader cannot be looked at: %s", error)
-                self._note_end()
+                log.warning("leader lease could not be read or renewed: %s", error)
+                self._check_end()
             except Exception:
-                # Whatever it was: a gateway that never looks again would be of no use.
-                log.exception("the lease of the leader cannot be looked at")
-                self._note_end()
+                # Any error: a gateway whose loop ended could never lead or follow again.
+                log.exception("leader lease could not be read or renewed")
+                self._check_end()
 
-    def _pause(self) -> float:
-        return self._renew
-
-    def _note_end(self) -> None:
-        """Notices that the own lease has ended without having been renewed."""
+    def _check_end(self) -> None:
+        """Stop leading if the own lease has ended without renewal."""
         if self._held and not self.leads:
-            log.warning("this gateway leads no more: its lease has ended")
+            log.warning("this gateway stopped leading: its lease has ended")
             self._held = 0
             self._changed()
 
-    async def _look(self) -> None:
-        """Renews the lease or takes it, and reads who leads and who is alive."""
+    async def _renew_or_take(self) -> None:
+        """Renew the lease, or take it if it has ended; read the leader and the live gateways."""
+        # Before the statement: the lease may begin at any time while it runs.
         requested_at = monotonic()
         async with self._database.connection() as connection:
             await connection.execute(SEEN, self.holder, self._address)
@@ -167,9 +165,9 @@ class PostgresLeadership:
             generation = None
             if self._competes(alive):
                 generation = await connection.fetchval(
-                    HOLD, self.holder, self._address, self._lease, self._stored + 1
+                    HOLD, self.holder, self._address, self._lease_seconds, self._stored + 1
                 )
-            who = await connection.fetchrow(WHO)
+            leader = await connection.fetchrow(LEADER)
             if generation is not None and generation != self._held:
                 await connection.execute(
                     "DELETE FROM gateways WHERE seen < clock_timestamp() - interval '1 hour'"
@@ -178,29 +176,32 @@ class PostgresLeadership:
         before = (self._held, self._generation, self._leader)
         if generation is None:
             if self._held:
-                log.warning("this gateway leads no more: another one was elected")
+                log.warning("this gateway stopped leading: another one was elected")
             self._held = 0
         else:
             if generation != self._held:
                 log.warning("this gateway leads now, as generation %d", generation)
-            self._held, self._held_until = generation, requested_at + self._lease - MARGIN_SECONDS
-        self._read(who, alive)
+            self._held, self._held_until = (
+                generation,
+                requested_at + self._lease_seconds - MARGIN_SECONDS,
+            )
+        self._set_view(leader, alive)
         if before != (self._held, self._generation, self._leader):
             self._changed()
 
     def _competes(self, alive: list[Any]) -> bool:
-        """Whether it would lead: one that still starts knows no workers, and leaves it to those
-        that serve."""
+        """Return whether to try for the lease. A gateway that is still starting has no workers, and
+        leaves the lease to gateways that serve."""
         ready = bool(self._address) or self._held > 0
         return ready or all(row["id"] == self.holder for row in alive)
 
-    def _read(self, who: Any, alive: list[Any]) -> None:
-        if who is None:
+    def _set_view(self, leader: Any, alive: list[Any]) -> None:
+        if leader is None:
             return
-        self._generation = who["generation"]
-        self._leader = who["address"] or None if not who["ended"] else None
+        self._generation = leader["generation"]
+        self._leader = leader["address"] or None if not leader["ended"] else None
         self._gateways = tuple(
-            GatewayView(row["address"], row["id"] == who["holder"], round(row["age"], 1))
+            GatewayView(row["address"], row["id"] == leader["holder"], round(row["age"], 1))
             for row in alive
         )
 

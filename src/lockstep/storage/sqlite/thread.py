@@ -1,8 +1,8 @@
-"""The thread that reads and writes the session file, which is an SQLite database.
+"""The thread that reads and writes the session file, an SQLite database.
 
-Writes that wait at the same time share one transaction. A write is done when its transaction is in
-the file, so that a turn whose response was sent survives the end of this process, however it ends.
-Only when the machine itself goes down may the last turns be lost, and then whole ones.
+Writes that are queued at the same time share one transaction. A write is done when its transaction
+is committed, so that a turn whose response was sent survives a crash of this process. A crash of
+the machine may lose the last turns, but never part of one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from lockstep.fleet.control.file_lock import FileLock
-from lockstep.gateway.sessions.store.tables import MEMORY, StoredFile, connect, read_file
+from lockstep.storage.file_lock import FileLock
+from lockstep.storage.sqlite import MEMORY
+from lockstep.storage.sqlite.session_tables import StoredFile, connect, read_file
 from lockstep.tokens.errors import BadRequest, LockstepError, Unavailable
 
 BATCH = 512
-"""About the most writes in one transaction: the first of them must not wait for ever."""
+"""Most jobs taken into one transaction, give or take one pass of the event loop."""
 T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
@@ -33,9 +34,10 @@ class _Job:
 
 
 class SqliteThread:
-    """One thread over one SQLite file, or over memory. Jobs are settled on the caller's loop.
+    """One thread for one session file, or for a database in memory.
 
-    The file is held exclusively: a second process is refused, so that no two write one session.
+    Results are set on the event loop that called `start`. The file is locked: a second process is
+    rejected, so that no two gateways write the same session.
     """
 
     def __init__(self, path: str) -> None:
@@ -48,7 +50,7 @@ class SqliteThread:
         self._open = False
 
     async def start(self) -> StoredFile:
-        """Opens the file; what it holds. Raises BadRequest when it cannot be used."""
+        """Open the file and return its contents. Raises BadRequest when it cannot be used."""
         self._loop = asyncio.get_running_loop()
         self._open = True
         self._thread.start()
@@ -59,25 +61,22 @@ class SqliteThread:
             raise
 
     async def stop(self) -> None:
-        """Ends the thread after the jobs it already has; it takes no more."""
+        """End the thread after the queued jobs; later jobs raise Unavailable."""
         self._open = False
         self._hand_over()
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def write(self, work: Work[T]) -> asyncio.Future[T]:
-        """Does the work in a transaction; the future is done when that is in the file.
+        """Run `work` in a transaction; the future is done when that is committed.
 
-        A LockstepError from work that touched nothing yet fails it alone. Any other error undoes
-        the whole transaction and fails, as Unavailable, everything that shared it.
+        A LockstepError, which `work` raises before it writes anything, fails this job alone. Any
+        other error rolls the transaction back, and fails all its jobs as Unavailable.
         """
         return self._submit(work, True)
 
     def read(self, work: Work[T]) -> asyncio.Future[T]:
-        """Does the work after every write that was submitted before.
-
-        A file that cannot be read fails it as Unavailable.
-        """
+        """Run `work` after all writes submitted before it. SQLite errors become Unavailable."""
         return self._submit(work, False)
 
     def _submit(self, work: Work[T], writes: bool) -> asyncio.Future[T]:
@@ -85,7 +84,7 @@ class SqliteThread:
             raise Unavailable("the sessions are not open: use them in `async with Sessions(...)`")
         future: asyncio.Future[T] = self._loop.create_future()
         if not self._queued:
-            # Waking a thread costs more than a write: it is done once for each pass of the loop.
+            # Waking the thread costs more than a write, so jobs of one loop pass wake it once.
             self._loop.call_soon(self._hand_over)
         self._queued.append(_Job(work, future, writes))
         return future
@@ -122,7 +121,7 @@ class SqliteThread:
             self._lock.close()
 
     def _next(self) -> tuple[list[_Job], bool]:
-        """The jobs that wait, at least one, and whether there will be more."""
+        """Wait for jobs; return them, and whether the thread goes on after them."""
         jobs: list[_Job] = []
         batch = self._jobs.get()
         while batch is not None:
@@ -148,7 +147,7 @@ def _transact(
             raise broken
         connection.execute("COMMIT")
     except Exception as error:
-        # Whatever it is, no job of this transaction may be reported as stored.
+        # Whatever the error is, no job of this transaction may be reported as stored.
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         failure = Unavailable(f"the session file cannot be written: {error}")
@@ -161,10 +160,10 @@ def _attempt(connection: sqlite3.Connection, job: _Job) -> tuple[_Job, Any, Exce
         return job, job.work(connection), None
     except sqlite3.Error as error:
         if job.writes:
-            return job, None, error  # which undoes the transaction
+            return job, None, error  # rolls the transaction back
         return job, None, Unavailable(f"the session file cannot be read: {error}")
     except Exception as error:
-        # Raised again where the job is awaited; this thread serves the other sessions.
+        # Raised where the job is awaited; the thread must survive for the other sessions.
         return job, None, error
 
 

@@ -1,4 +1,4 @@
-"""An exclusive lock on a file that one process at a time may use, which names its holder."""
+"""An exclusive lock on a file, which names the process that holds it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from lockstep.tokens.errors import BadRequest
 
 
 class FileLock:
-    """Holds `path` for this process until it is closed, or the process ends, however it ends.
+    """A lock on `path`, held until it is closed or the process ends, even by a crash.
 
-    The lock is on a file beside it, `path` with `.lock` added: SQLite drops its own locks when
-    anybody in the process closes the database's file.
+    The lock is on a second file, `path` with `.lock` added: closing a descriptor of the database
+    file itself would drop the POSIX locks that SQLite holds on it.
     """
 
     def __init__(self, path: str | Path, *, way_out: str = "stop it, or use another file") -> None:
-        """Raises BadRequest that names the process which holds it, or the file that cannot be
+        """Raises BadRequest that names the process which holds the lock, or the file that cannot be
         locked."""
-        import fcntl  # there is none on Windows, where only memory can be used
+        import fcntl  # missing on Windows, where only stores in memory work
 
         self.path = Path(f"{path}.lock")
         try:
@@ -42,7 +42,7 @@ class FileLock:
         os.write(self._handle, f"{os.getpid()}\n".encode())
 
     def close(self) -> None:
-        """Lets the next one have it; closing twice is no error."""
+        """Release the lock. Closing twice is no error."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1

@@ -1,36 +1,36 @@
 """Sessions in an SQLite file of one gateway, or in memory.
 
-What is known of every session without its turns is in memory, so that only turns are read from the
-file. An entry counts what is about to be written, and takes it back when that fails.
+The rows of all sessions are in memory, so that only turns are read from the file. An entry counts
+turns before they are written, and is corrected when the write fails.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import heapq
 import logging
 import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from typing import Any
 
-from lockstep.gateway.sessions.entry import SessionEntry
-from lockstep.gateway.sessions.store import tables
-from lockstep.gateway.sessions.store.index import SessionIndex
-from lockstep.gateway.sessions.store.interface import LoadedSession, NewTurns, Totals
-from lockstep.gateway.sessions.store.thread import SqliteThread
-from lockstep.gateway.sessions.terms import SessionTerms
+from lockstep.storage.protocols import LoadedSession, NewTurns, Totals
+from lockstep.storage.session_entry import SessionEntry, SessionTerms
+from lockstep.storage.sqlite import MEMORY
+from lockstep.storage.sqlite import session_tables as tables
+from lockstep.storage.sqlite.session_index import SessionIndex
+from lockstep.storage.sqlite.thread import SqliteThread
 from lockstep.tokens.errors import Conflict, LockstepError
 
 log = logging.getLogger(__name__)
 
 
 class SqliteSessionStore:
-    """A SessionStore of one process: the file is held exclusively."""
+    """A SessionStore of one process, which locks the file at `path`."""
 
     shared = False
 
-    def __init__(self, path: str = tables.MEMORY) -> None:
+    def __init__(self, path: str = MEMORY) -> None:
         self.secret = b""
         self._thread = SqliteThread(path)
         self._index = SessionIndex()
@@ -50,30 +50,21 @@ class SqliteSessionStore:
     def totals(self) -> Totals:
         return Totals(len(self._index), self._index.nbytes)
 
-    def new_entry(
-        self,
-        name: str,
-        tokenizer: bytes,
-        now: float,
-        active: float,
-        terms: SessionTerms | None = None,
-    ) -> SessionEntry:
-        return self._index.new_entry(name, tokenizer, now, active, terms)
-
     async def find(self, name: str) -> SessionEntry | None:
         return self._index.get(name)
 
     async def find_key(self, digest: bytes) -> SessionEntry | None:
-        return self._index.of_key(digest)
+        return self._index.find_key(digest)
 
-    async def load(self, name: str, known: SessionEntry | None, turns: int) -> LoadedSession | None:
-        """Always with all turns: nobody else writes some."""
+    async def load(
+        self, name: str, base: SessionEntry | None = None, turns: int = 0
+    ) -> LoadedSession | None:
         if self._index.is_deleting(name):
             raise Conflict(f"session {name!r} is being deleted: try again", param="x-session-id")
         entry = self._index.get(name)
         if entry is None:
             return None
-        entry.check_whole()
+        entry.check_readable()
         number = entry.id or 0
         stored = await self._thread.read(lambda db: tables.read_session(db, number, name))
         if self._index.get(name) is not entry:
@@ -87,7 +78,7 @@ class SqliteSessionStore:
     async def append(self, entry: SessionEntry, new: NewTurns) -> bool:
         terms, grown = entry.terms, new.nbytes - entry.bytes
         if terms is not None:
-            entry.terms = terms.sampled(new.tokens)
+            entry.terms = terms.add_tokens(new.tokens)
         self._index.grow(entry, new.count, grown)
         row = tables.row_of(entry)
 
@@ -97,11 +88,12 @@ class SqliteSessionStore:
 
         write = self._thread.write(work)
 
-        def settled(future: asyncio.Future[None]) -> None:
+        def undo_failed(future: asyncio.Future[None]) -> None:
             if future.exception() is not None:
                 self._index.shrink(entry, new.count, grown)
 
-        write.add_done_callback(settled)
+        # In a callback: it runs also when the caller is cancelled while the write goes on.
+        write.add_done_callback(undo_failed)
         await write
         return True
 
@@ -122,7 +114,7 @@ class SqliteSessionStore:
 
     async def count_call(self, entry: SessionEntry) -> None:
         if entry.terms is not None:
-            entry.terms = entry.terms.called()
+            entry.terms = entry.terms.add_call()
 
     async def change_terms(
         self, entry: SessionEntry, change: Callable[[SessionTerms], SessionTerms]
@@ -137,8 +129,7 @@ class SqliteSessionStore:
 
     async def mark_read(self, entry: SessionEntry, turns: int) -> None:
         entry.read_turns = turns
-        mark = functools.partial(tables.mark_read, session=entry.id or 0, turns=turns)
-        await asyncio.shield(self._thread.write(mark))
+        await asyncio.shield(self._execute(tables.MARK_READ, turns, entry.id))
 
     async def page(self, after: str, limit: int) -> list[SessionEntry]:
         return await self._thread.read(lambda db: tables.read_page(db, after, limit))
@@ -151,14 +142,14 @@ class SqliteSessionStore:
         return [entry.name for entry in first[offset:]], len(entries)
 
     async def remove(self, entries: Iterable[SessionEntry]) -> None:
-        gone = list(entries)
-        self._index.begin_deleting(gone)
-        ids = [entry.id or 0 for entry in gone]
+        deleting = list(entries)
+        self._index.begin_deleting(deleting)
+        ids = [entry.id or 0 for entry in deleting]
         removed = self._thread.write(lambda db: tables.remove(db, ids))
         removed.add_done_callback(
-            lambda future: self._index.end_deleting(gone, deleted=future.exception() is None)
+            lambda future: self._index.end_deleting(deleting, deleted=future.exception() is None)
         )
-        # Shielded: a caller that goes away must not leave the sessions half deleted.
+        # Shielded: cancelling the caller must not cancel the deletion halfway.
         await asyncio.shield(removed)
 
     async def expire(
@@ -178,14 +169,17 @@ class SqliteSessionStore:
         return [entry.name for entry in entries]
 
     async def save_clock(self, seconds: float) -> float:
-        await self._thread.write(functools.partial(tables.save_clock, seconds=seconds))
+        await self._execute(tables.SAVE_CLOCK, seconds)
         return seconds
 
     async def refresh_totals(self) -> None:
-        """Does nothing: no one else changes the file."""
+        """Do nothing: no other process changes the file."""
+
+    def _execute(self, statement: str, *values: Any) -> asyncio.Future[Any]:
+        return self._thread.write(lambda db: db.execute(statement, values).rowcount)
 
     async def _save(self, entry: SessionEntry) -> None:
         row = tables.row_of(entry)
         write = self._thread.write(lambda db: tables.write_turns(db, row, (), ()))
-        # Shielded: a client that goes away must not leave it half done.
+        # Shielded: cancelling the caller must not leave the index ahead of the file.
         await asyncio.shield(write)

@@ -1,7 +1,7 @@
 """Sessions in PostgreSQL, shared by any number of gateways.
 
-Nothing is kept of sessions that no request uses, so that their number costs no memory here. How
-many there are and what they hold together is counted every few seconds, by one gateway for all.
+Idle sessions take no memory in the gateway. Their number and size are counted every 10 s, by one
+gateway for all.
 """
 
 from __future__ import annotations
@@ -11,38 +11,33 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from lockstep.gateway.sessions.entry import SessionEntry
-from lockstep.gateway.sessions.store import statements
-from lockstep.gateway.sessions.store.count import is_the_one, last_count
-from lockstep.gateway.sessions.store.interface import (
-    LoadedSession,
-    NewTurns,
-    StoredSession,
-    Totals,
-)
-from lockstep.gateway.sessions.terms import SessionTerms
 from lockstep.http.off_loop import off_loop
+from lockstep.storage.postgres import session_statements as statements
+from lockstep.storage.postgres.database import PostgresDatabase
+from lockstep.storage.protocols import LoadedSession, NewTurns, StoredSession, Totals
+from lockstep.storage.session_entry import SessionEntry, SessionTerms
 from lockstep.tokens.errors import NotFound, Unavailable
-
-if TYPE_CHECKING:
-    from lockstep.storage.postgres import PostgresDatabase
 
 CHECKSUM_BYTES = 8
 LARGE_BYTES = 1 << 18
-"""Turns from this size on are encoded off the event loop."""
+"""Turns of this size and more are encoded off the event loop."""
 KEY_SECONDS = 10.0
-"""How long a key, or that there is none, is believed without asking again."""
-KNOWN_KEYS = 20_000
-NAMES = 10_000
-"""How many of the latest sessions are searched for wanted ones."""
+"""Seconds for which the result of a key lookup is cached, also that there is no such key."""
+CACHED_KEYS = 20_000
+LATEST_NAMES = 10_000
+"""How many of the last used sessions `latest` searches."""
+COUNT_SECONDS = 10.0
+"""Age in seconds from which a count is made again."""
+COUNTING_SECONDS = 60
+"""Timeout of a count. It is longer than that of other statements: there may be 100 million rows."""
 
 
 class PostgresSessionStore:
-    """A SessionStore of many gateways, on a database that is open."""
+    """A SessionStore of many gateways, on an open database."""
 
     shared = True
 
@@ -61,36 +56,28 @@ class PostgresSessionStore:
         return float(facts["clock"])
 
     async def stop(self) -> None:
-        """Does nothing: the database is closed by who opened it."""
+        """Do nothing: the backend closes the database."""
 
     def totals(self) -> Totals:
         return self._totals
 
-    def new_entry(
-        self,
-        name: str,
-        tokenizer: bytes,
-        now: float,
-        active: float,
-        terms: SessionTerms | None = None,
-    ) -> SessionEntry:
-        return SessionEntry(None, name, tokenizer, now, now, active, terms=terms)
-
     async def find(self, name: str) -> SessionEntry | None:
-        return await self._one(statements.FIND, name)
+        return await self._find(statements.FIND, name)
 
     async def find_key(self, digest: bytes) -> SessionEntry | None:
         until, entry = self._keys.get(digest, (0.0, None))
         if until <= monotonic():
-            entry = await self._one(statements.FIND_KEY, digest)
+            entry = await self._find(statements.FIND_KEY, digest)
             self._keys[digest] = (monotonic() + KEY_SECONDS, entry)
             self._keys.move_to_end(digest)
-            if len(self._keys) > KNOWN_KEYS:
+            if len(self._keys) > CACHED_KEYS:
                 self._keys.popitem(last=False)
         return entry
 
-    async def load(self, name: str, known: SessionEntry | None, turns: int) -> LoadedSession | None:
-        number, breaks = (None, 0) if known is None else (known.id, known.breaks)
+    async def load(
+        self, name: str, base: SessionEntry | None = None, turns: int = 0
+    ) -> LoadedSession | None:
+        number, breaks = (None, 0) if base is None else (base.id, base.breaks)
         async with self._database.connection() as connection:
             row = await connection.fetchrow(statements.LOAD, name, number, turns, breaks)
         if row is None:
@@ -99,16 +86,16 @@ class PostgresSessionStore:
         data = row["data"]
         if len(data) != max(0, entry.turns - start):
             raise _damaged(name, f"it has {start + len(data)} of its {entry.turns} turns")
-        read = [_checked(name, at, each) for at, each in enumerate(data, start)]
-        breaks_since = list(zip(row["keys"], row["causes"], strict=True))
-        return LoadedSession(entry, start, StoredSession(read, breaks_since))
+        loaded = [_open(name, turn, sealed) for turn, sealed in enumerate(data, start)]
+        new_breaks = list(zip(row["keys"], row["causes"], strict=True))
+        return LoadedSession(entry, start, StoredSession(loaded, new_breaks))
 
     async def append(self, entry: SessionEntry, new: NewTurns) -> bool:
         name, begins = entry.name, entry.id is None
         large = new.nbytes - entry.bytes > LARGE_BYTES
 
         def encode() -> list[bytes]:
-            return [_sealed(name, at, each) for at, each in enumerate(new.encode(), new.head)]
+            return [_seal(name, turn, data) for turn, data in enumerate(new.encode(), new.head)]
 
         data = await off_loop(large, encode)
         async with self._database.connection() as connection:
@@ -138,7 +125,7 @@ class PostgresSessionStore:
 
     async def create(self, entry: SessionEntry) -> bool:
         terms = entry.terms
-        kept = await self._one(
+        stored = await self._find(
             statements.CREATE,
             entry.name,
             entry.tokenizer,
@@ -147,22 +134,22 @@ class PostgresSessionStore:
             None if terms is None else terms.digest,
             None if terms is None else terms.encode(),
         )
-        if kept is None:
+        if stored is None:
             return False
         sessions, total = self._totals
         self._totals = Totals(sessions + 1, total)
-        entry.update(kept)
+        entry.update(stored)
         return True
 
     async def count_call(self, entry: SessionEntry) -> None:
-        """Only where calls are limited: then across all gateways, before the call begins."""
         terms = entry.terms
+        # Unlimited calls are not counted here, which saves a statement per call.
         if terms is None or terms.max_calls is None:
             return
         async with self._database.connection() as connection:
             calls = await connection.fetchval(statements.COUNT_CALL, entry.id, terms.max_calls)
-        used = terms.max_calls if calls is None else calls
-        entry.terms = msgspec.structs.replace(terms, calls=used)
+        count = terms.max_calls if calls is None else calls
+        entry.terms = msgspec.structs.replace(terms, calls=count)
         if calls is None:
             entry.terms.check_budget(entry.name)
 
@@ -173,12 +160,10 @@ class PostgresSessionStore:
             row = await connection.fetchrow(statements.LOCK, entry.id)
             if row is None:
                 raise NotFound(f"session {entry.name!r} was deleted", param="session_id")
-            now = _entry(row)
-            now.terms = change(now.terms or SessionTerms())
-            await connection.execute(
-                statements.SET_TERMS, entry.id, now.terms.encode(), now.terms.finished
-            )
-        entry.update(now)
+            stored = _entry(row)
+            stored.terms = terms = change(stored.terms or SessionTerms())
+            await connection.execute(statements.SET_TERMS, entry.id, terms.encode(), terms.finished)
+        entry.update(stored)
 
     async def mark_read(self, entry: SessionEntry, turns: int) -> None:
         await self._execute(statements.MARK_READ, entry.id, turns)
@@ -190,44 +175,43 @@ class PostgresSessionStore:
     async def latest(
         self, wanted: Callable[[str], bool], limit: int, offset: int
     ) -> tuple[list[str], int]:
-        """Among the latest NAMES sessions."""
+        """See SessionStore.latest; only the last used LATEST_NAMES sessions are searched."""
         async with self._database.connection() as connection:
-            rows = await connection.fetch(statements.LATEST, NAMES)
+            rows = await connection.fetch(statements.LATEST, LATEST_NAMES)
         names = [row["name"] for row in rows if wanted(row["name"])]
         return names[offset : offset + limit], len(names)
 
     async def remove(self, entries: Iterable[SessionEntry]) -> None:
-        gone = list(entries)
-        await self._execute(statements.REMOVE, [entry.id for entry in gone])
-        for entry in gone:
+        removed = list(entries)
+        await self._execute(statements.REMOVE, [entry.id for entry in removed])
+        for entry in removed:
             if entry.terms is not None and entry.terms.digest is not None:
                 self._keys.pop(entry.terms.digest, None)
 
     async def expire(
         self, since: float, unread: bool, idle: Callable[[str], bool], limit: int
     ) -> list[str]:
-        """Nothing, while another gateway does it."""
+        """See SessionStore.expire; does nothing while another gateway does it."""
         async with self._database.connection() as connection, connection.transaction():
-            if not await is_the_one(connection, self._database.schema, "sweep"):
+            if not await lock_task(connection, self._database.schema, "sweep"):
                 return []
             rows = await connection.fetch(statements.FIND_EXPIRED, since, unread, limit)
             ids = [row["id"] for row in rows if idle(row["name"])]
-            gone = await connection.fetch(statements.EXPIRE, since, unread, ids) if ids else []
-        return [row["name"] for row in gone]
+            expired = await connection.fetch(statements.EXPIRE, since, unread, ids) if ids else []
+        return [row["name"] for row in expired]
 
     async def save_clock(self, seconds: float) -> float:
         async with self._database.connection() as connection:
             return float(await connection.fetchval(statements.SAVE_CLOCK, seconds))
 
     async def refresh_totals(self) -> None:
-        """From the count that one gateway makes for all."""
         async with self._database.connection() as connection:
             counted, totals = await last_count(connection, self._database.schema)
-        # What this gateway added since it read this same count is in its own totals alone.
+        # After the same count as before, the local totals are newer: they include own turns.
         if counted != self._counted:
             self._counted, self._totals = counted, totals
 
-    async def _one(self, statement: str, *values: Any) -> SessionEntry | None:
+    async def _find(self, statement: str, *values: Any) -> SessionEntry | None:
         async with self._database.connection() as connection:
             row = await connection.fetchrow(statement, *values)
         return None if row is None else _entry(row)
@@ -237,8 +221,41 @@ class PostgresSessionStore:
             await connection.execute(statement, *values)
 
 
+async def last_count(connection: Any, schema: str) -> tuple[float, Totals]:
+    """Return the time of the last count, on the server's clock, and the count.
+
+    Counts first if the last one is older than COUNT_SECONDS and no other gateway is counting.
+    """
+    stored = await connection.fetchrow(statements.READ_TOTALS, COUNT_SECONDS)
+    if stored["old"]:
+        async with connection.transaction():
+            if await lock_task(connection, schema, "count"):
+                stored = await _count(connection)
+    return stored["counted"], Totals(int(stored["sessions"]), int(stored["bytes"]))
+
+
+async def lock_task(connection: Any, schema: str, task: str) -> bool:
+    """Lock a task until the transaction ends; return False if another gateway has the lock."""
+    lock = f"lockstep:{schema}:{task}"
+    return bool(await connection.fetchval(statements.ONE_GATEWAY, lock))
+
+
+async def _count(connection: Any) -> Any:
+    # Another gateway may have counted between the first look and the lock.
+    stored = await connection.fetchrow(statements.READ_TOTALS, COUNT_SECONDS)
+    if not stored["old"]:
+        return stored
+    await connection.execute(f"SET LOCAL statement_timeout = '{COUNTING_SECONDS}s'")
+    # Not fetchrow: its row limit of 1 keeps PostgreSQL from using a parallel plan.
+    ((sessions, size),) = await connection.fetch(
+        statements.COUNT_SESSIONS, timeout=COUNTING_SECONDS
+    )
+    await connection.execute(statements.SAVE_TOTALS, sessions, size)
+    return await connection.fetchrow(statements.READ_TOTALS, COUNT_SECONDS)
+
+
 def _entry(row: Any) -> SessionEntry:
-    """The session of a row that begins with statements.COLUMNS."""
+    """Return the session of a row that begins with statements.COLUMNS."""
     (number, name, tokenizer, created, used, active, turns, size, breaks, read_turns, raw, calls,
      tokens) = tuple(row)[:13]  # fmt: skip
     terms = None
@@ -255,18 +272,19 @@ def _entry(row: Any) -> SessionEntry:
 
 
 def _checksum(name: str, turn: int, data: bytes | memoryview) -> bytes:
-    """Of a turn and of where it stands: two turns that change places are damage as well."""
+    """Return the digest of a turn and its position, so that two swapped turns are detected."""
     digest = blake2b(f"{name}:{turn}:".encode(), digest_size=CHECKSUM_BYTES)
     digest.update(data)
     return digest.digest()
 
 
-def _sealed(name: str, turn: int, data: bytes) -> bytes:
+def _seal(name: str, turn: int, data: bytes) -> bytes:
+    """Return a turn as it is stored: its checksum, then its bytes."""
     return _checksum(name, turn, data) + data
 
 
-def _checked(name: str, turn: int, sealed: bytes) -> bytes:
-    """The bytes of a turn. Raises Unavailable when they are not as they were written."""
+def _open(name: str, turn: int, sealed: bytes) -> bytes:
+    """Return the bytes of a stored turn. Raises Unavailable for a wrong checksum."""
     data = sealed[CHECKSUM_BYTES:]
     if sealed[:CHECKSUM_BYTES] != _checksum(name, turn, data):
         raise _damaged(name, f"it has a turn {turn} that is not as it was written")

@@ -1,5 +1,5 @@
-"""The statements of the PostgreSQL store. A turn takes two: LOAD when a request comes, APPEND when
-its reply is there."""
+"""SQL statements of the session store. A turn takes two: LOAD when its request arrives, and APPEND
+when its reply is sampled."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SELECT {COLUMNS}, start,
           ORDER BY number) AS causes
 FROM sessions AS s, LATERAL (
     SELECT CASE WHEN s.id = $2::bigint THEN $3::integer ELSE 0 END AS start,
-           CASE WHEN s.id = $2::bigint THEN $4::integer ELSE 0 END AS broken) AS known
+           CASE WHEN s.id = $2::bigint THEN $4::integer ELSE 0 END AS broken) AS base
 WHERE s.name = $1
 """
-"""A session with the turns and breaks that a gateway does not know yet: those behind $3 and $4 of
-session $2."""
+"""Session $1 with its turns and breaks; without the first $3 turns and $4 breaks if its id is still
+$2, since the gateway has those."""
 
 _WRITE = """, written AS (
     INSERT INTO turns SELECT head.id, $1 + n - 1, data
@@ -42,7 +42,7 @@ WITH head AS (
     WHERE id = $10 AND turns = $1 AND NOT finished AND (turns = 0 OR tokenizer = $9)
     RETURNING {COLUMNS}
 ){_WRITE}"""
-"""Turns behind the first $1 of session $10: all of them, or none when that is not its head."""
+"""Append turns $2 to session $10, which must have exactly $1 turns; else no row is returned."""
 
 BEGIN = f"""
 WITH head AS (
@@ -51,7 +51,7 @@ WITH head AS (
     ON CONFLICT (name) DO NOTHING
     RETURNING {COLUMNS}
 ){_WRITE}"""
-"""A new session of the name $10 with its first turns, unless there is one."""
+"""Insert a session named $10 with its first turns; no row is returned if the name is taken."""
 
 CREATE = f"""
 INSERT INTO sessions (name, tokenizer, created, used, active, turns, bytes, key_digest, terms)
@@ -80,7 +80,7 @@ REMOVE = "DELETE FROM sessions WHERE id = ANY($1::bigint[])"
 
 EXPIRED = "active < $1 AND (read_turns >= turns OR $2)"
 FIND_EXPIRED = f"SELECT id, name FROM sessions WHERE {EXPIRED} ORDER BY active LIMIT $3"
-# Again with the condition: the session may have been used since it was found.
+# The condition is repeated: a session may have been used since FIND_EXPIRED returned it.
 EXPIRE = f"DELETE FROM sessions WHERE {EXPIRED} AND id = ANY($3::bigint[]) RETURNING name"
 ONE_GATEWAY = "SELECT pg_try_advisory_xact_lock(hashtextextended($1, 0))"
 
@@ -97,7 +97,7 @@ SAVE_CLOCK = """
 UPDATE facts SET number = greatest(number, $1) WHERE name = 'clock' RETURNING number
 """
 
-# A count from the future was made before the server's clock was set back: it is old as well.
+# abs: a count from the future, made before the server's clock was set back, is stale as well.
 READ_TOTALS = """
 SELECT sessions, bytes, counted,
        abs(extract(epoch FROM clock_timestamp()) - counted) >= $1::double precision AS old

@@ -1,5 +1,5 @@
--- Sessions: a tree of turns each. "turns" of a session is its head: what is appended names the head
--- that it was made on, and is refused when that has moved.
+-- A session is a tree of turns. Its column "turns" is its head: an append names the head that it was
+-- made on, and is rejected when the head has moved.
 CREATE TABLE sessions (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     name text COLLATE "C" NOT NULL UNIQUE,
@@ -18,8 +18,8 @@ CREATE TABLE sessions (
     finished boolean NOT NULL DEFAULT false
 ) WITH (fillfactor = 70);  -- room for new versions of a row, which then cost no index entry
 
--- A turn is written once: a checksum and its bytes. They are not compressed: ids and logprobs
--- hardly shrink.
+-- A turn is written once: a checksum and its bytes, not compressed, since ids and logprobs hardly
+-- shrink.
 CREATE TABLE turns (
     session bigint NOT NULL REFERENCES sessions ON DELETE CASCADE,
     turn integer NOT NULL,
@@ -36,10 +36,11 @@ CREATE TABLE breaks (
     PRIMARY KEY (session, key)
 );
 
--- What holds for the whole store: the secret that seals thoughts, and the service clock.
+-- Facts about the whole store: the secret that seals thoughts, the service clock, the totals.
 CREATE TABLE facts (name text PRIMARY KEY, value bytea, number double precision);
 
--- Keys of the data port, by digest. A revoked one stays: a store that had keys stays closed.
+-- API keys of the data port, by digest. Revoked rows stay, so that a store that had keys still
+-- requires one.
 CREATE TABLE api_keys (
     id text PRIMARY KEY,
     sha256 text NOT NULL UNIQUE,
@@ -68,7 +69,7 @@ CREATE TABLE members (
     updated timestamptz NOT NULL DEFAULT now()
 );
 
--- One row: who leads, and until when. "generation" rises at every election and never falls.
+-- One row: the leader and the end of its lease. "generation" rises at every election.
 CREATE TABLE leader (
     id integer PRIMARY KEY,
     holder text NOT NULL,

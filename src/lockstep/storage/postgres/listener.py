@@ -1,4 +1,4 @@
-"""A connection that listens to notifications of PostgreSQL, and is made again when it breaks."""
+"""A connection that listens to PostgreSQL notifications, and reconnects when it breaks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 5.0
 ALIVE_SECONDS = 10.0
-"""How often the connection is tried: a network that swallows packets closes nothing."""
+"""Seconds between liveness checks: a network that drops packets does not close a connection."""
 
 
 class NotificationListener:
-    """Hands the notifications of one channel to a callback; see PostgresDatabase.listen."""
+    """A listener that passes notifications to a callback; see PostgresDatabase.listen."""
 
     def __init__(
         self,
@@ -27,18 +27,18 @@ class NotificationListener:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Listens. Raises what the connection raises."""
-        connection = await self._listening()
+        """Connect and listen. Raises what connecting raises."""
+        connection = await self._connect_and_listen()
         self._task = asyncio.create_task(self._follow(connection))
 
     async def close(self) -> None:
-        """Stops for good."""
+        """Stop for good."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _listening(self) -> Any:
+    async def _connect_and_listen(self) -> Any:
         connection = await self._connect()
         try:
             await connection.add_listener(
@@ -52,14 +52,14 @@ class NotificationListener:
     async def _follow(self, connection: Any) -> None:
         while True:
             try:
-                await self._until_broken(connection)
+                await self._wait_until_broken(connection)
             finally:
                 connection.terminate()
-            connection = await self._again()
-            self._callback("")
+            connection = await self._reconnect()
+            self._callback("")  # notifications may have been missed meanwhile
 
-    async def _until_broken(self, connection: Any) -> None:
-        """Returns when the connection is no more."""
+    async def _wait_until_broken(self, connection: Any) -> None:
+        """Return when the connection is lost."""
         broken = asyncio.Event()
         connection.add_termination_listener(lambda _: broken.set())
         while not connection.is_closed() and not broken.is_set():
@@ -69,16 +69,21 @@ class NotificationListener:
             try:
                 await connection.execute("SELECT 1")
             except Exception as error:
-                log.info("the connection that listens to %s broke: %s", self._channel, error)
+                log.info("listener of %s lost its connection: %s", self._channel, error)
                 return
 
-    async def _again(self) -> Any:
+    async def _reconnect(self) -> Any:
         pause = FIRST_PAUSE
         while True:
             try:
-                return await self._listening()
+                return await self._connect_and_listen()
             except Exception as error:
-                # Whatever it is, who listens must go on; the store itself says it to requests.
-                log.info("cannot listen to %s, next try in %g s: %s", self._channel, pause, error)
+                # Any error: the listener must recover by itself. Requests meet the error, too.
+                log.info(
+                    "listener of %s cannot connect, next try in %g s: %s",
+                    self._channel,
+                    pause,
+                    error,
+                )
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)

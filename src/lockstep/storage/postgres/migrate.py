@@ -1,4 +1,4 @@
-"""The schema of the PostgreSQL store: numbered files of SQL, each applied once and recorded."""
+"""Migrations of the PostgreSQL schema: numbered SQL files, each applied once and recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSION = "SELECT max(version) FROM {schema}.lockstep_schema"
 
 
 class Migration(NamedTuple):
-    """One step of the schema; its number is the version that the schema has after it."""
+    """One step of the schema; its number is the schema version after it."""
 
     number: int
     name: str
@@ -26,22 +26,21 @@ class Migration(NamedTuple):
 
 
 def migrations() -> list[Migration]:
-    """Every migration of this package, in order."""
-    entries = (each for each in files(__package__).joinpath("migrations").iterdir())
+    """Return all migrations of this package, in order."""
     steps = [
-        Migration(int(each.name[:4]), each.name[5:-4], each.read_text())
-        for each in entries
-        if each.name.endswith(".sql")
+        Migration(int(file.name[:4]), file.name[5:-4], file.read_text())
+        for file in files(__package__).joinpath("migrations").iterdir()
+        if file.name.endswith(".sql")
     ]
     return sorted(steps)
 
 
 async def migrate(connection: asyncpg.Connection, schema: str, steps: list[Migration]) -> None:
-    """Brings the schema to the last of `steps`; one process at a time does it, all or nothing.
+    """Apply the missing steps in one transaction, in one process at a time.
 
-    Needs no right to change the schema when that is up to date. Raises BadRequest when the schema
-    is newer than this package, or when the user may not change it, and Unavailable when another
-    process holds it for too long.
+    A schema that is up to date needs no right to change it. Raises BadRequest when the schema is
+    newer than this package, or when the user may not change it, and Unavailable when another
+    process has been migrating for LOCK_SECONDS.
     """
     if await _version(connection, schema, steps) == steps[-1].number:
         return
@@ -52,7 +51,7 @@ async def migrate(connection: asyncpg.Connection, schema: str, steps: list[Migra
             await connection.execute(
                 "SELECT pg_advisory_xact_lock(hashtextextended($1, 0))", f"lockstep:{schema}"
             )
-            # Again, as another process may have done it while this one waited.
+            # Read again: another process may have migrated while this one waited for the lock.
             version = await _version(connection, schema, steps)
             if version is None:
                 await connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema}")
@@ -85,8 +84,8 @@ async def migrate(connection: asyncpg.Connection, schema: str, steps: list[Migra
 async def _version(
     connection: asyncpg.Connection, schema: str, steps: list[Migration]
 ) -> int | None:
-    """The version of the schema, None where there is none. Raises BadRequest for a newer one."""
-    # Not to_regclass, which may still not see what another process made while this one waited.
+    """Return the schema's version, None without a schema. Raises BadRequest for a newer one."""
+    # Not to_regclass: its catalog snapshot may miss a table created while this process waited.
     if not await connection.fetchval(EXISTS, schema):
         return None
     version = await connection.fetchval(VERSION.format(schema=schema)) or 0

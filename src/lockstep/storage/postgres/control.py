@@ -1,4 +1,4 @@
-"""Desired state, operations and workers of a fleet in PostgreSQL, for several gateways."""
+"""Desired state, operations and workers of a fleet in PostgreSQL, shared by its gateways."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import msgspec
 
-from lockstep.fleet.control.desired import KEPT_OPERATIONS, Desired
-from lockstep.fleet.control.postgres_leadership import PostgresLeadership
-from lockstep.fleet.control.store import FleetSnapshot, WorkerRecord
-from lockstep.storage.postgres import PostgresDatabase
+from lockstep.storage.desired_state import STORED_OPERATIONS, Desired, FleetSnapshot, WorkerRecord
+from lockstep.storage.postgres.database import PostgresDatabase
+from lockstep.storage.postgres.leadership import PostgresLeadership
 from lockstep.tokens.errors import Superseded, Unavailable
 from lockstep.tokens.operation import Operation
 
 CHANNEL = "fleet"
-AGAIN_SECONDS = 0.1
+RETRY_SECONDS = 0.1
 
-# Held until the transaction ends: nobody can be elected between this look and what is written.
+# FOR SHARE locks the row until the transaction ends, so that no gateway can be elected between
+# this check and the writes after it.
 STILL_LEADS = """
 SELECT 1 FROM leader WHERE id = 1 AND holder = $1 AND generation = $2 FOR SHARE
 """
@@ -37,7 +37,7 @@ RECORD = """
 INSERT INTO operations (id, key, body) VALUES ($1, $2, $3)
 ON CONFLICT (id) DO UPDATE SET body = excluded.body
 """
-FORGET_OLDEST = """
+DROP_OLDEST = """
 DELETE FROM operations WHERE number <=
     (SELECT number FROM operations ORDER BY number DESC LIMIT 1 OFFSET $1)
 """
@@ -54,13 +54,16 @@ class PostgresControlStore:
         return (await self.snapshot()).desired
 
     async def save(self, desired: Desired, workers: Sequence[WorkerRecord] | None = None) -> None:
-        """Tried again while this gateway leads: a connection that breaks does not tell whether it
-        was written, and the others must not know more than the leader."""
+        """Save, and retry while this gateway leads.
+
+        After a lost connection it is unknown whether the write was committed. The leader must not
+        go on with an older state than the one its followers may have read.
+        """
         while True:
             try:
                 return await self._save(desired, workers)
             except Unavailable:
-                await asyncio.sleep(AGAIN_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
                 if not self._leadership.leads:
                     raise
 
@@ -81,14 +84,14 @@ class PostgresControlStore:
         body = msgspec.json.encode(operation).decode()
         async with self._leading(self._leadership.generation) as connection:
             if operation.key is not None:
-                # An operation that was lost runs again under its key, which names the new one now.
+                # A lost operation is retried under its key, which then names the new one.
                 await connection.execute(
                     "UPDATE operations SET key = NULL WHERE key = $1 AND id <> $2",
                     operation.key,
                     operation.id,
                 )
             await connection.execute(RECORD, operation.id, operation.key, body)
-            await connection.execute(FORGET_OLDEST, KEPT_OPERATIONS)
+            await connection.execute(DROP_OLDEST, STORED_OPERATIONS)
 
     async def cut_off(self) -> None:
         async with self._leading(self._leadership.generation) as connection:
@@ -100,11 +103,11 @@ class PostgresControlStore:
                     await connection.execute(RECORD, operation.id, operation.key, body)
 
     async def operation(self, operation_id: str) -> Operation | None:
-        return await self._one("SELECT body FROM operations WHERE id = $1", operation_id)
+        return await self._find("SELECT body FROM operations WHERE id = $1", operation_id)
 
     async def by_key(self, key: str) -> Operation | None:
         sql = "SELECT body FROM operations WHERE key = $1 ORDER BY number DESC LIMIT 1"
-        return await self._one(sql, key)
+        return await self._find(sql, key)
 
     async def latest(self, count: int) -> list[Operation]:
         async with self._database.connection() as connection:
@@ -119,7 +122,7 @@ class PostgresControlStore:
         body = row["body"]
         return FleetSnapshot(
             Desired() if body is None else msgspec.json.decode(body, type=Desired),
-            tuple(msgspec.json.decode(each, type=WorkerRecord) for each in row["workers"]),
+            tuple(msgspec.json.decode(worker, type=WorkerRecord) for worker in row["workers"]),
             row["revision"],
         )
 
@@ -127,24 +130,24 @@ class PostgresControlStore:
         await self._database.listen(CHANNEL, lambda _: changed())
 
     async def close(self) -> None:
-        """The database belongs to who opened it."""
+        """Do nothing: the backend closes the database."""
 
     @asynccontextmanager
     async def _leading(self, generation: int) -> AsyncIterator[Any]:
-        """A transaction in which this gateway leads under that number. Raises Superseded."""
+        """Open a transaction in which this gateway leads as `generation`. Raises Superseded."""
         async with self._database.connection() as connection, connection.transaction():
             holder = self._leadership.holder
             if await connection.fetchval(STILL_LEADS, holder, generation) is None:
                 raise Superseded(
-                    f"generation {generation} of this gateway leads no more: another gateway does, "
-                    "or nobody yet; send it again"
+                    f"generation {generation} of this gateway no longer leads: another gateway "
+                    "does, or the election is under way; send it again"
                 )
             yield connection
 
     async def _notify(self, connection: Any) -> None:
         await connection.execute("SELECT pg_notify($1, '')", self._database.channel_name(CHANNEL))
 
-    async def _one(self, sql: str, value: str) -> Operation | None:
+    async def _find(self, sql: str, value: str) -> Operation | None:
         async with self._database.connection() as connection:
             body = await connection.fetchval(sql, value)
         return None if body is None else msgspec.json.decode(body, type=Operation)
@@ -155,10 +158,10 @@ async def _write_workers(connection: Any, workers: Sequence[WorkerRecord]) -> No
     bodies = [msgspec.json.encode(worker).decode() for worker in workers]
     await connection.execute("DELETE FROM members WHERE url <> ALL($1::text[])", urls)
     await connection.execute(
-        "INSERT INTO members AS known (url, body, updated) "
+        "INSERT INTO members AS stored (url, body, updated) "
         "SELECT url, body, clock_timestamp() FROM unnest($1::text[], $2::text[]) AS new(url, body) "
         "ON CONFLICT (url) DO UPDATE SET body = excluded.body, updated = excluded.updated "
-        "WHERE known.body <> excluded.body",
+        "WHERE stored.body <> excluded.body",
         urls,
         bodies,
     )

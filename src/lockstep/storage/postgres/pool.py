@@ -1,7 +1,9 @@
-"""A pool of connections to PostgreSQL, for statements that come by the thousand.
+"""A connection pool for short statements, in place of asyncpg.Pool.
 
-asyncpg's own pool takes twice the time of the statement itself (43 of 63 µs, measured): it makes a
-task and a timer for every connection that is given back.
+asyncpg.Pool creates a task and a timer whenever a connection is acquired or released, and sends a
+reset query unless it is given another reset. `benchmarks/postgres_pool.py` compares both: the two
+statements of a session turn take 150 µs of CPU here and 240 µs with asyncpg.Pool, of 1,700 µs that
+the whole turn takes a gateway.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import asyncpg
 
 
 class ConnectionPool:
-    """At most `size` connections, made when they are needed; the last one used is used next."""
+    """At most `size` connections, opened on demand; the one released last is reused first."""
 
     def __init__(
         self, connect: Callable[[], Awaitable[asyncpg.Connection]], size: int, wait_seconds: float
@@ -24,65 +26,68 @@ class ConnectionPool:
         self._connect, self._size, self._wait_seconds = connect, size, wait_seconds
         self._idle: list[asyncpg.Connection] = []
         self._used: set[asyncpg.Connection] = set()
-        self._making = 0
+        self._opening = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def acquire(self) -> asyncpg.Connection:
-        """A connection that nobody else uses. Raises TimeoutError when none becomes free, and what
-        making one raises."""
+        """Return a connection for exclusive use. Raises TimeoutError when none becomes free within
+        `wait_seconds`, and what opening one raises."""
         while True:
             while self._idle:
                 connection = self._idle.pop()
                 if not connection.is_closed():
                     self._used.add(connection)
                     return connection
-            if len(self._used) + self._making < self._size:
-                return await self._make()
+            if len(self._used) + self._opening < self._size:
+                return await self._open()
             await self._wait()
 
     def release(self, connection: asyncpg.Connection, error: BaseException | None) -> None:
-        """Takes a connection back. After an error it is kept only when the server itself said no:
-        otherwise what it was doing may still go on."""
+        """Take a connection back.
+
+        After an error it is reused only if the server reported the error. After a timeout or a
+        cancellation its statement may still be running.
+        """
         self._used.discard(connection)
-        unclear = error is not None and not isinstance(error, asyncpg.PostgresError)
-        if unclear or connection.is_closed() or connection.is_in_transaction():
+        busy = error is not None and not isinstance(error, asyncpg.PostgresError)
+        if busy or connection.is_closed() or connection.is_in_transaction():
             connection.terminate()
         else:
             self._idle.append(connection)
         self._wake()
 
     async def close(self, seconds: float) -> None:
-        """Ends the idle connections, and those in use after so long."""
-        closing = [each.close(timeout=seconds) for each in self._idle]
+        """Close the idle connections, and after `seconds` those still in use."""
+        closing = [connection.close(timeout=seconds) for connection in self._idle]
         self._idle.clear()
         await asyncio.gather(*closing, return_exceptions=True)
         until = asyncio.get_running_loop().time() + seconds
         while self._used and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.01)
-        for each in (*self._used, *self._idle):
-            each.terminate()
+        for connection in (*self._used, *self._idle):
+            connection.terminate()
 
-    async def _make(self) -> asyncpg.Connection:
-        self._making += 1
+    async def _open(self) -> asyncpg.Connection:
+        self._opening += 1
         try:
             connection = await self._connect()
         except BaseException:
             self._wake()
             raise
         finally:
-            self._making -= 1
+            self._opening -= 1
         self._used.add(connection)
         return connection
 
     async def _wait(self) -> None:
-        """Returns when a connection may be free."""
+        """Wait until a connection may be free."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
             await asyncio.wait_for(turn, self._wait_seconds)
         except BaseException:
             if turn.done() and not turn.cancelled():
-                self._wake()  # it was this one's turn: now it is the next one's
+                self._wake()  # woken and cancelled at once: pass the turn on
             raise
 
     def _wake(self) -> None:
@@ -94,8 +99,10 @@ class ConnectionPool:
 
 
 class PooledConnection:
-    """`async with`: a connection of the pool. `translate` makes another error of one that says the
-    server could not do its work."""
+    """An async context manager for one connection of a pool.
+
+    `translate` returns the error to raise in place of one from the driver, or None to keep it.
+    """
 
     __slots__ = ("_connection", "_pool", "_translate")
 

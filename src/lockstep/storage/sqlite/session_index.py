@@ -1,18 +1,17 @@
-"""The sessions of an SQLite file, all in memory without their turns."""
+"""The rows of all sessions of an SQLite file, in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from lockstep.gateway.sessions.entry import SessionEntry
-from lockstep.gateway.sessions.terms import SessionTerms
+from lockstep.storage.session_entry import SessionEntry
 
 
 class SessionIndex:
-    """The stored sessions by name, and the bytes they hold together.
+    """Stored sessions by name and by key digest, and the bytes they hold together.
 
-    A session that is being deleted keeps its entry until the file has forgotten it, so that a
-    failed deletion leaves it as it was; meanwhile it is not found.
+    A session that is being deleted keeps its entry until the file has dropped it, so that a failed
+    deletion changes nothing; meanwhile `get` does not return it.
     """
 
     def __init__(self) -> None:
@@ -26,12 +25,12 @@ class SessionIndex:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[SessionEntry]:
-        """The sessions that are not being deleted."""
-        return (one for one in self._entries.values() if one.name not in self._deleting)
+        """Iterate over the sessions that are not being deleted."""
+        return (entry for entry in self._entries.values() if entry.name not in self._deleting)
 
     def restore(self, entries: Iterable[SessionEntry]) -> None:
-        """Takes in the sessions that a file holds. Damaged ones keep their names, so that nobody
-        begins another session where they can still be deleted or mended."""
+        """Add the sessions that a file holds, including damaged ones: their names stay taken until
+        they are deleted."""
         for entry in entries:
             self.nbytes += entry.bytes
             self._entries[entry.name] = entry
@@ -43,32 +42,23 @@ class SessionIndex:
             self._by_key[entry.terms.digest] = entry
 
     def get(self, name: str) -> SessionEntry | None:
-        """The session of that name, unless it is being deleted."""
+        """Return the session of that name, unless it is being deleted."""
         return None if name in self._deleting else self._entries.get(name)
 
-    def of_key(self, digest: bytes) -> SessionEntry | None:
-        """The session that the key with this digest was minted for."""
+    def find_key(self, digest: bytes) -> SessionEntry | None:
+        """Return the session that the key with this digest was minted for."""
         entry = self._by_key.get(digest)
         return None if entry is None or entry.name in self._deleting else entry
 
     def is_deleting(self, name: str) -> bool:
+        """Return whether the session of that name is being deleted."""
         return name in self._deleting
 
-    def new_entry(
-        self,
-        name: str,
-        tokenizer: bytes,
-        now: float,
-        active: float,
-        terms: SessionTerms | None = None,
-    ) -> SessionEntry:
-        """An entry for a session without turns; it is in the index after `grow`."""
-        entry = SessionEntry(self._next_id, name, tokenizer, now, now, active, terms=terms)
-        self._next_id += 1
-        return entry
-
     def grow(self, entry: SessionEntry, turns: int, nbytes: int) -> None:
-        """Counts what is about to be written."""
+        """Count what is about to be written. A new session gets its id."""
+        if entry.id is None:
+            entry.id = self._next_id
+            self._next_id += 1
         self._entries[entry.name] = entry
         self._add_key(entry)
         entry.turns += turns
@@ -76,7 +66,7 @@ class SessionIndex:
         self.nbytes += nbytes
 
     def shrink(self, entry: SessionEntry, turns: int, nbytes: int) -> None:
-        """Takes back what could not be written."""
+        """Undo `grow` after a failed write."""
         if self._entries.get(entry.name) is not entry:
             return
         entry.turns -= turns
@@ -86,9 +76,11 @@ class SessionIndex:
             del self._entries[entry.name]
 
     def begin_deleting(self, entries: Iterable[SessionEntry]) -> None:
+        """Hide sessions while they are being deleted."""
         self._deleting.update(entry.name for entry in entries)
 
     def end_deleting(self, entries: Iterable[SessionEntry], *, deleted: bool) -> None:
+        """Drop deleted sessions, or show them again when the deletion failed."""
         for entry in entries:
             self._deleting.discard(entry.name)
             if deleted:

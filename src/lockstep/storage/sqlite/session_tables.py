@@ -1,4 +1,4 @@
-"""The tables of the session file: their schema, and what is read from and written to them."""
+"""Tables of the session file: schema, migrations, reads and writes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.gateway.sessions.entry import SessionEntry
-from lockstep.gateway.sessions.store.interface import StoredSession
-from lockstep.gateway.sessions.terms import SessionTerms
+from lockstep.storage.protocols import StoredSession
+from lockstep.storage.session_entry import SessionEntry, SessionTerms
+from lockstep.storage.sqlite import MEMORY
 from lockstep.tokens.errors import BadRequest, NotFound, Unavailable
 
 FORMAT = 3
-MEMORY = "memory"
 CHECKSUM_BYTES = 8
-Blob = bytes  # a row has a field of that name
+Blob = bytes  # SessionRow has a field named bytes
 SCHEMA = f"""
 CREATE TABLE sessions (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, tokenizer BLOB NOT NULL,
@@ -33,21 +32,19 @@ PRAGMA user_version = {FORMAT};
 """
 MIGRATIONS = {
     1: "ALTER TABLE sessions ADD COLUMN read_turns INTEGER NOT NULL DEFAULT 0;",
-    # Turns of before have no checksum: one made now would vouch for what may be damaged already.
+    # Older turns keep an empty checksum: one computed now would hide damage that is there already.
     2: "ALTER TABLE sessions ADD COLUMN active REAL NOT NULL DEFAULT 0;"
     "ALTER TABLE sessions ADD COLUMN terms BLOB;"
     "ALTER TABLE turns ADD COLUMN checksum BLOB NOT NULL DEFAULT x'';"
     "CREATE TABLE facts (name TEXT PRIMARY KEY, value NOT NULL);",
 }
-"""What brings a file of an earlier format to the next one."""
+"""Statements that migrate a file from each format to the next."""
+MARK_READ = "UPDATE sessions SET read_turns = max(read_turns, ?) WHERE id = ?"
+SAVE_CLOCK = "UPDATE facts SET value = ? WHERE name = 'clock'"
 
 
 class SessionRow(NamedTuple):
-    """The row of a session. Times are seconds since 1970, but `active` is of the service clock.
-
-    `read_turns` is how many turns it had when its samples were last read, `terms` the encoded
-    SessionTerms of a session that was begun with a key of its own.
-    """
+    """Columns of a session; see SessionEntry. `terms` are encoded SessionTerms."""
 
     id: int
     name: str
@@ -62,11 +59,11 @@ class SessionRow(NamedTuple):
 
 
 KINDS: tuple[Any, ...] = (int, str, bytes, float, float, int, int, int, float, bytes | None)
-"""The types of a row that is not damaged: SQLite itself would hold anything."""
+"""Types of an undamaged row; SQLite itself accepts any type in any column."""
 
 
 def row_of(entry: SessionEntry) -> SessionRow:
-    """The row of a session that has a number already."""
+    """Return the row of an entry that has an id."""
     return SessionRow(
         entry.id or 0, entry.name, entry.tokenizer, entry.created, entry.used, entry.turns,
         entry.bytes, entry.read_turns, entry.active,
@@ -75,19 +72,19 @@ def row_of(entry: SessionEntry) -> SessionRow:
 
 
 def entry_of(row: tuple[Any, ...]) -> SessionEntry:
-    """The session of a row; one whose row cannot be read is damaged and has no sizes."""
-    if not _is_whole(row):
-        return SessionEntry(row[0], _shown_name(row), b"", 0.0, 0.0, 0.0, damaged=True)
-    known = SessionRow(*row)
+    """Return the session of a row; an unreadable row gives a damaged entry without sizes."""
+    if not _is_readable(row):
+        return SessionEntry(row[0], _name_of(row), b"", 0.0, 0.0, 0.0, damaged=True)
+    session = SessionRow(*row)
     return SessionEntry(
-        known.id, known.name, known.tokenizer, known.created, known.used, known.active,
-        known.turns, known.bytes, known.read_turns, SessionTerms.decode(known.terms),
+        session.id, session.name, session.tokenizer, session.created, session.used, session.active,
+        session.turns, session.bytes, session.read_turns, SessionTerms.decode(session.terms),
     )  # fmt: skip
 
 
 class StoredFile(NamedTuple):
-    """What a session file holds beside turns: its sessions, some perhaps damaged, a secret that
-    only this file has, and the service clock when it was last saved."""
+    """Contents of a session file without the turns: its sessions, some of them perhaps damaged, its
+    secret, and the service clock when it was last saved."""
 
     entries: list[SessionEntry]
     secret: bytes
@@ -95,12 +92,13 @@ class StoredFile(NamedTuple):
 
 
 def connect(path: str) -> sqlite3.Connection:
-    """The connection to a session file, made when it is not there. Raises BadRequest."""
-    place = ":memory:" if path == MEMORY else path
+    """Open a session file, or create it, and migrate it. Raises BadRequest for a newer format."""
     if path != MEMORY:
-        # Conversations are private; SQLite gives its other files the mode of this one.
+        # Conversations are private. SQLite gives its -wal and -shm files the mode of this one.
         Path(path).touch(mode=0o600)
-    connection = sqlite3.connect(place, isolation_level=None, timeout=1.0)
+    connection = sqlite3.connect(
+        ":memory:" if path == MEMORY else path, isolation_level=None, timeout=1.0
+    )
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
@@ -133,7 +131,7 @@ def write_turns(
     turns: Iterable[tuple[int, bytes]],
     breaks: Iterable[tuple[bytes, str]],
 ) -> None:
-    """Adds turns and breaks to a session, and brings its own row up to date."""
+    """Insert turns and breaks of a session, and insert or update its row."""
     connection.execute(
         "INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?) "
         "ON CONFLICT (id) DO UPDATE SET tokenizer = excluded.tokenizer, used = excluded.used, "
@@ -151,39 +149,28 @@ def write_turns(
     )
 
 
-def mark_read(connection: sqlite3.Connection, session: int, turns: int) -> None:
-    """Records that the samples of a session were read when it had that many turns."""
-    connection.execute(
-        "UPDATE sessions SET read_turns = max(read_turns, ?) WHERE id = ?", (turns, session)
-    )
-
-
-def save_clock(connection: sqlite3.Connection, seconds: float) -> None:
-    """Records the service clock, which goes on from there after a restart."""
-    connection.execute("UPDATE facts SET value = ? WHERE name = 'clock'", (seconds,))
-
-
 def remove(connection: sqlite3.Connection, ids: Iterable[int]) -> None:
-    """Deletes sessions with their turns and breaks."""
-    rows = [(each,) for each in ids]
+    """Delete sessions with their turns and breaks."""
+    rows = [(session,) for session in ids]
     for table, column in (("turns", "session"), ("breaks", "session"), ("sessions", "id")):
         connection.executemany(f"DELETE FROM {table} WHERE {column} = ?", rows)
 
 
 def read_session(connection: sqlite3.Connection, session: int, name: str) -> StoredSession:
-    """The turns and breaks of a session. Raises NotFound, or Unavailable when turns are missing
-    or not as they were written."""
-    counted = connection.execute("SELECT turns FROM sessions WHERE id = ?", (session,)).fetchone()
-    if counted is None:
+    """Return the turns and breaks of a session. Raises NotFound, and Unavailable when turns are
+    missing or changed."""
+    row = connection.execute("SELECT turns FROM sessions WHERE id = ?", (session,)).fetchone()
+    if row is None:
         raise NotFound(f"session {name!r} was deleted meanwhile")
+    (count,) = row
     rows = connection.execute(
         "SELECT turn, data, checksum FROM turns WHERE session = ? ORDER BY turn", (session,)
     ).fetchall()
-    if [turn for turn, _, _ in rows] != list(range(counted[0])):
-        raise _damaged(name, f"it has {len(rows)} of its {counted[0]} turns")
+    if [turn for turn, _, _ in rows] != list(range(count)):
+        raise _damaged(name, f"it has {len(rows)} of its {count} turns")
     for turn, data, checksum in rows:
-        known = data if isinstance(data, bytes) else b""
-        if checksum not in (b"", _checksum(session, turn, known)) or known is not data:
+        whole = isinstance(data, bytes)
+        if not whole or checksum not in (b"", _checksum(session, turn, data)):
             raise _damaged(name, f"it has a turn {turn} that is not as it was written")
     breaks = connection.execute(
         "SELECT key, cause FROM breaks WHERE session = ?", (session,)
@@ -194,35 +181,35 @@ def read_session(connection: sqlite3.Connection, session: int, name: str) -> Sto
 
 
 def read_page(connection: sqlite3.Connection, after: str, limit: int) -> list[SessionEntry]:
-    """The first `limit` sessions whose names come after `after`; a damaged one has no sizes."""
+    """Return the first `limit` sessions with names greater than `after`, ordered by name."""
     rows = connection.execute(
         "SELECT * FROM sessions WHERE name > ? AND typeof(name) = 'text' ORDER BY name LIMIT ?",
         (after, limit),
     )
-    return [entry_of(each) for each in rows]
+    return [entry_of(row) for row in rows]
 
 
 def read_file(connection: sqlite3.Connection) -> StoredFile:
-    """All sessions, the least recently used first, and the facts about the file."""
+    """Return all sessions, least recently used first, with the secret and the clock."""
     rows = connection.execute("SELECT * FROM sessions ORDER BY active, used").fetchall()
     facts = dict(connection.execute("SELECT name, value FROM facts"))
-    return StoredFile([entry_of(each) for each in rows], facts["secret"], facts["clock"])
+    return StoredFile([entry_of(row) for row in rows], facts["secret"], facts["clock"])
 
 
 def _checksum(session: int, turn: int, data: bytes) -> bytes:
-    """Of a turn and of where it stands: two turns that change places are damage as well."""
+    """Return the digest of a turn and its position, so that two swapped turns are detected."""
     digest = blake2b(b"%d:%d:" % (session, turn), digest_size=CHECKSUM_BYTES)
     digest.update(data)
     return digest.digest()
 
 
-def _is_whole(row: tuple[Any, ...]) -> bool:
+def _is_readable(row: tuple[Any, ...]) -> bool:
     typed = all(isinstance(value, kind) for value, kind in zip(row, KINDS, strict=True))
     return typed and SessionTerms.is_readable(row[-1])
 
 
-def _shown_name(row: tuple[Any, ...]) -> str:
-    """The name of a damaged row; where that is damaged too, one that no session can have."""
+def _name_of(row: tuple[Any, ...]) -> str:
+    """Return the name in a damaged row, or one that no session can have if it is damaged too."""
     return row[1] if isinstance(row[1], str) else f"(damaged row {row[0]})"
 
 

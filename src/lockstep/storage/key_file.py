@@ -1,45 +1,14 @@
-"""The key file: API keys by digest, each with its tenant, changed by `lockstep keys`."""
+"""The key file: API keys in a JSON file, changed by `lockstep keys`."""
 
 from __future__ import annotations
 
 import os
-import secrets
-import time
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from lockstep.gateway.tenants import DEFAULT, check_tenant
-from lockstep.http.auth import key_digest
+from lockstep.storage.api_keys import OWN_PREFIX, KeyPrefix, StoredKey, check_tenant, new_key
 from lockstep.tokens.errors import BadRequest, Conflict, NotFound
-
-KeyPrefix = Literal["lk-", "tml-"]
-OWN_PREFIX: KeyPrefix = "lk-"
-TINKER_PREFIX: KeyPrefix = "tml-"
-"""How the keys begin that clients of Tinker are willing to send."""
-
-
-class StoredKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A key in the file: its short id for logs, its tenant, and its SHA-256, never the key."""
-
-    id: str
-    sha256: str
-    tenant: str = DEFAULT
-    created: int = 0
-
-
-def new_key(tenant: str, prefix: KeyPrefix = OWN_PREFIX) -> tuple[StoredKey, str]:
-    """A key of that tenant: what is stored of it, and itself. Raises BadRequest."""
-    check_tenant(tenant)
-    key = prefix + secrets.token_urlsafe(32)
-    stored = StoredKey(
-        id=f"key-{secrets.token_hex(4)}",
-        sha256=key_digest(key.encode()).hex(),
-        tenant=tenant,
-        created=int(time.time()),
-    )
-    return stored, key
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,13 +16,13 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class KeyFile:
-    """One file of keys. A gateway reads it again when it has changed."""
+    """A file of keys. Gateways read it again when it has changed."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def read(self) -> list[StoredKey]:
-        """The keys. Raises BadRequest when the file cannot be read or is no key file."""
+        """Return the keys. Raises BadRequest when the file is missing or is not a key file."""
         try:
             keys = msgspec.json.decode(self.path.read_bytes(), type=_File).keys
             for key in keys:
@@ -73,24 +42,24 @@ class KeyFile:
         return keys
 
     def add(self, tenant: str, prefix: KeyPrefix = OWN_PREFIX) -> tuple[StoredKey, str]:
-        """A new key of that tenant, which is written nowhere else: its entry and itself."""
+        """Mint a key for a tenant; return its stored form and the key, which is stored nowhere."""
         stored, key = new_key(tenant, prefix)
         keys = self.read() if self.path.exists() else []
         self._write([*keys, stored])
         return stored, key
 
     def revoke(self, key_id: str) -> StoredKey:
-        """Removes a key. Raises NotFound."""
+        """Remove a key. Raises NotFound."""
         keys = self.read()
         for key in keys:
             if key.id == key_id:
-                self._write([each for each in keys if each is not key])
+                self._write([other for other in keys if other is not key])
                 return key
-        known = ", ".join(key.id for key in keys) or "none"
-        raise NotFound(f"there is no key {key_id!r} in {self.path}; it has {known}", param="key")
+        ids = ", ".join(key.id for key in keys) or "none"
+        raise NotFound(f"there is no key {key_id!r} in {self.path}; it has {ids}", param="key")
 
     def _write(self, keys: list[StoredKey]) -> None:
-        """Replaces the file in one step: a gateway reads the old keys or the new ones."""
+        """Replace the file atomically: a gateway reads either the old keys or the new ones."""
         new = self.path.with_name(self.path.name + ".new")
         try:
             handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
